@@ -3,7 +3,7 @@
 //! Half of the inputs are one source, the others several sources that are merged.
 #![no_main]
 
-use cascade_bench::trace::{REQUEST_BLOCKS_MAX, Source, parse};
+use cascade_bench::trace::{REQUEST_BLOCKS_MAX, TraceSource, parse};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|input: (bool, &[u8])| {
@@ -12,7 +12,7 @@ fuzz_target!(|input: (bool, &[u8])| {
         if is_split { bytes.split(|byte| *byte == 0).take(4).collect() } else { vec![bytes] };
     let names = ["a.jsonl", "b.json", "c.jsonl", "d.json"];
     let sources: Vec<_> =
-        parts.iter().zip(names).map(|(bytes, name)| Source { name, bytes }).collect();
+        parts.iter().zip(names).map(|(bytes, name)| TraceSource { name, bytes }).collect();
     let Ok(trace) = parse("fuzz", &sources) else { return };
     assert!(!trace.requests.is_empty(), "a trace without requests is an error");
     assert!(trace.requests.is_sorted_by_key(|request| request.at));

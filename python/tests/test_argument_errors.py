@@ -59,7 +59,7 @@ WRONG = [
     (lambda s: s.hint(KEY, hints=Hints(stop=5)), "stop: 5 is not text", "text"),
     (lambda s: s.hint(KEY, hints=Hints(expected_within="x")), "expected_within: ", "5s"),
     (lambda s: s.changes("x"), 'since: "x" is not the bytes', "Changes.next"),
-    (lambda s: s.changes(b"x"), "since: what Changes.next gave has", "got 1"),
+    (lambda s: s.changes(b"x"), "since: a cursor of Changes.next has", "got 1"),
     (lambda s: s.changes(limit=-1), "limit: -1 is not a whole number", "0 up"),
     (lambda s: s.changes(limit=ENDLESS), "limit: ", "whole number"),
     (lambda s: s.register(5), "namespace: 5 is not a Namespace", ""),

@@ -240,7 +240,7 @@ def test_invalid_pages_and_counts_are_refused(store, keys_of, engine):
             prepared.gather(other, [0, 1])
         with pytest.raises(ValueError, match="not gathered"):
             prepared.seal()
-    with pytest.raises(ValueError, match="pages: 3 is there twice"):
+    with pytest.raises(ValueError, match="pages: 3 occurs twice"):
         views.scatter(memory, [3, 3])
     assert views.scatter(other, [0, 1]) == [False, False]
     assert [block_of(layers, page) for page in range(PAGES)] == before

@@ -425,7 +425,7 @@ def test_a_hang_at_opening_ends_at_the_timeout():
     stage = DictStage()
     may_go = threading.Event()
     stage.names = may_go.wait
-    with pytest.raises(cascadekv.TierError, match=r"read what it has.*in time"):
+    with pytest.raises(cascadekv.TierError, match=r"read the headers of its records.*in time"):
         over(stage, timeout=0.5)
     may_go.set()
 
@@ -499,7 +499,7 @@ def test_a_store_that_is_dropped_is_closed(keys_of, put_all):
     ("stage", "settings", "message"),
     [
         (object(), {}, "object has no method put; a stage has put, get, delete, names"),
-        (DictStage(), {"pipeline": "Dram"}, "Objects does not stand in the pipeline"),
+        (DictStage(), {"pipeline": "Dram"}, "Objects is not in the pipeline"),
         (DictStage(), {"pipeline": "Dram|Objekts|Objects"}, "known are .*objects"),
     ],
 )

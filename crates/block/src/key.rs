@@ -8,7 +8,7 @@ use thiserror::Error;
 /// Names a block: stands for all tokens up to its end, in one namespace.
 ///
 /// Keys computed by this crate are outputs of a cryptographic hash. Callers may choose others, so
-/// hash tables use the fingerprints of a [`crate::Seed`].
+/// hash tables use the fingerprints of a [`crate::FingerprintSeed`].
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct BlockKey([u8; 32]);
 

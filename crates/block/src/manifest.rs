@@ -47,7 +47,7 @@ pub struct Manifest {
 
 /// A field in which two manifests differ.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Difference {
+pub struct ManifestDifference {
     /// The field's name.
     pub field: String,
     /// Its value in the first manifest.
@@ -143,13 +143,13 @@ impl Manifest {
     }
 
     /// The fields that differ, sorted by name; empty if blocks may be reused.
-    pub fn difference(&self, other: &Self) -> Vec<Difference> {
+    pub fn difference(&self, other: &Self) -> Vec<ManifestDifference> {
         let mut names: Vec<&String> = self.fields.keys().chain(other.fields.keys()).collect();
         names.sort_unstable();
         names.dedup();
         let differing = names.into_iter().filter(|name| self.get(name) != other.get(name));
         differing
-            .map(|name| Difference {
+            .map(|name| ManifestDifference {
                 field: name.clone(),
                 ours: self.fields.get(name).cloned(),
                 theirs: other.fields.get(name).cloned(),
@@ -190,7 +190,7 @@ impl WeightsFingerprint {
     }
 }
 
-impl fmt::Display for Difference {
+impl fmt::Display for ManifestDifference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let shown = |value: &Option<String>| value.clone().unwrap_or_else(|| "not stated".into());
         write!(f, "{}: {} here, {} there", self.field, shown(&self.ours), shown(&self.theirs))

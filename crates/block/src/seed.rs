@@ -8,9 +8,9 @@ use crate::{BlockKey, Digest};
 /// A keyed hash from 32 bytes to 64 bits, unpredictable without the seed. Not for storage: each
 /// process has its own seed.
 #[derive(Clone, Copy)]
-pub struct Seed([u64; 6]);
+pub struct FingerprintSeed([u64; 6]);
 
-impl Seed {
+impl FingerprintSeed {
     /// The seed from this number. Take a random number from the system, except in tests and studies
     /// that have to be reproducible.
     pub fn new(number: u64) -> Self {
@@ -51,9 +51,9 @@ fn low(wide: u128) -> u64 {
     wide as u64
 }
 
-impl std::fmt::Debug for Seed {
+impl std::fmt::Debug for FingerprintSeed {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Seed(secret)")
+        f.write_str("FingerprintSeed(secret)")
     }
 }
 
@@ -75,7 +75,7 @@ mod tests {
         const COUNT: u64 = 1 << 14;
         for place in 0..4 {
             for seed in [0, 1, u64::MAX] {
-                let seed = Seed::new(seed);
+                let seed = FingerprintSeed::new(seed);
                 let prints = (0..COUNT).map(|number| seed.of_key(&key(number, place)));
                 let prints: Vec<u64> = prints.collect();
                 assert_eq!(prints.iter().collect::<HashSet<_>>().len(), prints.len());
@@ -95,8 +95,8 @@ mod tests {
     #[test]
     fn fingerprints_depend_on_the_seed() {
         let key = key(7, 0);
-        assert_eq!(Seed::new(1).of_key(&key), Seed::new(1).of_key(&key));
-        assert_ne!(Seed::new(1).of_key(&key), Seed::new(2).of_key(&key));
-        assert_eq!(format!("{:?}", Seed::new(1)), "Seed(secret)");
+        assert_eq!(FingerprintSeed::new(1).of_key(&key), FingerprintSeed::new(1).of_key(&key));
+        assert_ne!(FingerprintSeed::new(1).of_key(&key), FingerprintSeed::new(2).of_key(&key));
+        assert_eq!(format!("{:?}", FingerprintSeed::new(1)), "FingerprintSeed(secret)");
     }
 }

@@ -14,10 +14,10 @@ use crate::connection::{Connection, ConnectionError};
 /// Why an administrator's request failed, by what can be done about it.
 #[derive(Debug, Error)]
 #[non_exhaustive]
-pub enum AskError {
+pub enum AdminError {
     /// No node serves at the socket.
     #[error("no node answers at {}: {reason}", socket.display())]
-    Away {
+    Unavailable {
         /// The socket.
         socket: PathBuf,
         /// What failed.
@@ -29,7 +29,7 @@ pub enum AskError {
         socket.display(),
         timeout.as_secs_f64()
     )]
-    Late {
+    Timeout {
         /// The socket.
         socket: PathBuf,
         /// The request's timeout.
@@ -70,7 +70,7 @@ impl Administrator {
         token: Option<Vec<u8>>,
         name: &str,
         timeout: Duration,
-    ) -> Result<Self, AskError> {
+    ) -> Result<Self, AdminError> {
         let (socket, name) = (socket.into(), name.to_owned());
         let new = Self { socket, token, name, connection: Mutex::new(None) };
         let connection = new.open(Deadline::after(&SystemClock, timeout), timeout)?;
@@ -87,7 +87,7 @@ impl Administrator {
     ///
     /// # Errors
     /// If it does not answer within the timeout.
-    pub fn ping(&self, timeout: Duration) -> Result<(), AskError> {
+    pub fn ping(&self, timeout: Duration) -> Result<(), AdminError> {
         match self.call(timeout, |_| Call::Ping)? {
             Answer::Done => Ok(()),
             other => Err(self.unexpected(&other)),
@@ -98,7 +98,12 @@ impl Administrator {
     ///
     /// # Errors
     /// If there is no answer, or if the node declines the request.
-    pub fn ask(&self, topic: &str, arguments: &str, timeout: Duration) -> Result<String, AskError> {
+    pub fn request(
+        &self,
+        topic: &str,
+        arguments: &str,
+        timeout: Duration,
+    ) -> Result<String, AdminError> {
         let call = |timeout_ms| Call::Admin {
             timeout_ms,
             topic: topic.to_owned(),
@@ -106,15 +111,15 @@ impl Administrator {
         };
         match self.call(timeout, call)? {
             Answer::Text(text) => Ok(text),
-            Answer::Refused { reason } => Err(AskError::Declined { reason }),
+            Answer::Refused { reason } => Err(AdminError::Declined { reason }),
             Answer::Failed(error) => {
-                Err(AskError::Declined { reason: cascade_block::with_causes(&error) })
+                Err(AdminError::Declined { reason: cascade_block::with_causes(&error) })
             }
             other => Err(self.unexpected(&other)),
         }
     }
 
-    fn call(&self, timeout: Duration, call: impl Fn(u32) -> Call) -> Result<Answer, AskError> {
+    fn call(&self, timeout: Duration, call: impl Fn(u32) -> Call) -> Result<Answer, AdminError> {
         let deadline = Deadline::after(&SystemClock, timeout);
         let mut kept = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
         // A connection that failed may still carry a late answer: the next call opens another.
@@ -129,7 +134,7 @@ impl Administrator {
         Ok(answer)
     }
 
-    fn open(&self, deadline: Deadline, timeout: Duration) -> Result<Connection, AskError> {
+    fn open(&self, deadline: Deadline, timeout: Duration) -> Result<Connection, AdminError> {
         let failed = |error| self.failure(error, timeout);
         let mut connection = Connection::connect(&self.socket, deadline).map_err(failed)?;
         let hello = Call::Hello(Hello {
@@ -143,25 +148,25 @@ impl Administrator {
         match connection.handshake(&hello, deadline).map_err(failed)?.0 {
             Answer::Welcome(_) => Ok(connection),
             Answer::Refused { reason } => {
-                Err(AskError::Refused { socket: self.socket.clone(), reason })
+                Err(AdminError::Refused { socket: self.socket.clone(), reason })
             }
             other => Err(self.unexpected(&other)),
         }
     }
 
-    fn failure(&self, error: ConnectionError, timeout: Duration) -> AskError {
+    fn failure(&self, error: ConnectionError, timeout: Duration) -> AdminError {
         let socket = self.socket.clone();
         match error {
             ConnectionError::Timeout | ConnectionError::NotSent | ConnectionError::SendBlocked => {
-                AskError::Late { socket, timeout }
+                AdminError::Timeout { socket, timeout }
             }
-            ConnectionError::TooLong(reason) => AskError::Declined { reason },
-            ConnectionError::Broken(reason) => AskError::Away { socket, reason },
+            ConnectionError::TooLong(reason) => AdminError::Declined { reason },
+            ConnectionError::Broken(reason) => AdminError::Unavailable { socket, reason },
         }
     }
 
-    fn unexpected(&self, answer: &Answer) -> AskError {
+    fn unexpected(&self, answer: &Answer) -> AdminError {
         let reason = format!("the node sent an answer of the wrong kind: {answer:?}");
-        AskError::Away { socket: self.socket.clone(), reason }
+        AdminError::Unavailable { socket: self.socket.clone(), reason }
     }
 }

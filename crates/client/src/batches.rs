@@ -6,11 +6,11 @@ use std::time::Duration;
 use cascade_block::{BlockKey, Deadline, SystemClock};
 use cascade_memory::{SlabMut, copy_in, copy_out};
 use cascade_store::{
-    CallOptions, DeclineReason, GetOutcome, Prepared, Put, PutOutcome, PutSlab, StoreError,
+    CallOptions, DeclineReason, GetOutcome, PrepareOutcome, Put, PutOutcome, PutSlab, StoreError,
     ViewOutcome,
 };
 use cascade_wire::{
-    Answer, AskedBlock, BLOCKS_MAX, Call, Lease, LeasePurpose, PreparedBlock, SealedBlock,
+    Answer, BLOCKS_MAX, BlockToPrepare, Call, Lease, LeasePurpose, PreparedBlock, SealedBlock,
 };
 
 use crate::client::{ClientInner, node_timeout_ms};
@@ -118,15 +118,15 @@ impl ClientInner {
         for (at, prepared) in round.iter().zip(prepared) {
             let put = &batch[*at];
             match prepared {
-                Prepared::Slab(mut slab) => {
+                PrepareOutcome::Slab(mut slab) => {
                     copy_in(&mut slab, put.bytes);
                     let hold = slab.into_hold(&on.link.attachment);
                     sealed.push(seal(put, hold.expect("this node lent it"), put.bytes.len()));
                     placed.push(*at);
                 }
-                Prepared::Settled(outcome) => outcomes[*at] = Some(outcome),
-                Prepared::Compare => compare.push(*at),
-                Prepared::Later => {}
+                PrepareOutcome::Settled(outcome) => outcomes[*at] = Some(outcome),
+                PrepareOutcome::Compare => compare.push(*at),
+                PrepareOutcome::Deferred => {}
             }
         }
         if sealed.is_empty() {
@@ -142,8 +142,8 @@ impl ClientInner {
     fn prepare_round(
         &self,
         on: &Batch,
-        blocks: Vec<AskedBlock>,
-    ) -> Result<Vec<Prepared>, StoreError> {
+        blocks: Vec<BlockToPrepare>,
+    ) -> Result<Vec<PrepareOutcome>, StoreError> {
         let lengths: Vec<usize> = blocks.iter().map(|block| block.bytes as usize).collect();
         let first_hold = on.link.session.allocate_holds(lengths.len());
         let call = Call::Prepare { timeout_ms: on.node_timeout_ms(), first_hold, blocks };
@@ -151,11 +151,11 @@ impl ClientInner {
         let place = |((block, bytes), hold)| {
             Ok(match block {
                 PreparedBlock::Slab { offset } => {
-                    Prepared::Slab(self.lent_slab(&on.link, hold, offset, bytes)?)
+                    PrepareOutcome::Slab(self.lent_slab(&on.link, hold, offset, bytes)?)
                 }
-                PreparedBlock::Settled(outcome) => Prepared::Settled(outcome),
-                PreparedBlock::Compare => Prepared::Compare,
-                PreparedBlock::Later => Prepared::Later,
+                PreparedBlock::Settled(outcome) => PrepareOutcome::Settled(outcome),
+                PreparedBlock::Compare => PrepareOutcome::Compare,
+                PreparedBlock::Later => PrepareOutcome::Deferred,
             })
         };
         let prepared = match answer {
@@ -183,17 +183,17 @@ impl ClientInner {
         batch: &[Put<'_>],
         lengths: &[usize],
         options: CallOptions,
-    ) -> Vec<Prepared> {
+    ) -> Vec<PrepareOutcome> {
         assert_eq!(batch.len(), lengths.len(), "one length for each block");
-        let settled = |outcome| Some(Prepared::Settled(outcome));
+        let settled = |outcome| Some(PrepareOutcome::Settled(outcome));
         let on = match self.begin(options) {
             Ok(on) => on,
             Err(error) => {
-                let failed = |_| Prepared::Settled(PutOutcome::Failed(error.clone()));
+                let failed = |_| PrepareOutcome::Settled(PutOutcome::Failed(error.clone()));
                 return batch.iter().map(failed).collect();
             }
         };
-        let mut all: Vec<Option<Prepared>> = batch.iter().map(|_| None).collect();
+        let mut all: Vec<Option<PrepareOutcome>> = batch.iter().map(|_| None).collect();
         for (one, bytes) in all.iter_mut().zip(lengths) {
             if u32::try_from(*bytes).is_err() {
                 *one = settled(PutOutcome::Declined(DeclineReason::TooLarge));
@@ -212,11 +212,11 @@ impl ClientInner {
                 Ok(prepared) => {
                     for (at, prepared) in round.iter().zip(prepared) {
                         all[*at] = match prepared {
-                            Prepared::Compare => {
+                            PrepareOutcome::Compare => {
                                 present += 1;
                                 settled(PutOutcome::Present)
                             }
-                            Prepared::Later => None,
+                            PrepareOutcome::Deferred => None,
                             decided => Some(decided),
                         };
                     }
@@ -249,7 +249,7 @@ impl ClientInner {
     }
 
     fn unavailable(&self, reason: String) -> StoreError {
-        StoreError::Away { socket: self.socket(), reason }
+        StoreError::Unavailable { socket: self.socket(), reason }
     }
 
     fn seal(&self, on: &Batch, blocks: Vec<SealedBlock>) -> Vec<PutOutcome> {
@@ -457,7 +457,7 @@ impl ClientInner {
         };
         on.link.session.release_range(first_hold, keys.len());
         let one = || match &error {
-            StoreError::Away { .. } => ViewOutcome::Miss,
+            StoreError::Unavailable { .. } => ViewOutcome::Miss,
             error => ViewOutcome::Failed(error.clone()),
         };
         keys.iter().map(|_| one()).collect()
@@ -504,8 +504,8 @@ impl Link {
     }
 }
 
-fn prepare_request(put: &Put<'_>, bytes: usize) -> AskedBlock {
-    AskedBlock {
+fn prepare_request(put: &Put<'_>, bytes: usize) -> BlockToPrepare {
+    BlockToPrepare {
         key: put.key,
         parent: put.parent,
         bytes: u32::try_from(bytes).expect("longer blocks were declined"),

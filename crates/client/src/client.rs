@@ -7,8 +7,8 @@ use std::time::Duration;
 use cascade_block::{BlockKey, Deadline, Manifest, Namespace, NamespaceId, SystemClock};
 use cascade_memory::SlabMut;
 use cascade_store::{
-    BlockStore, CallOptions, ChangeCursor, Changes, GetOutcome, PrefixMatch, Prepared, Put,
-    PutOutcome, PutSlab, Request, Stats, StoreError, TierName, ViewOutcome,
+    BlockStore, CallOptions, ChangeCursor, Changes, GetOutcome, PrefixMatch, PrepareOutcome, Put,
+    PutOutcome, PutSlab, Request, StoreError, StoreStats, TierName, ViewOutcome,
 };
 use cascade_wire::{
     Access, Answer, Call, ChainRequest, KEYS_MAX, KeyQuestion, MANIFEST_FIELDS_MAX, TEXT_BYTES_MAX,
@@ -184,12 +184,15 @@ impl ClientInner {
     pub(crate) fn linked(&self) -> Result<Arc<Link>, StoreError> {
         // Before the lock: another thread may have held it when the process was forked.
         if self.is_forked() {
-            return Err(StoreError::Away { socket: self.socket(), reason: FORKED.to_owned() });
+            return Err(StoreError::Unavailable {
+                socket: self.socket(),
+                reason: FORKED.to_owned(),
+            });
         }
         match &*self.state() {
             LinkState::Linked(link) => Ok(Arc::clone(link)),
             LinkState::Unavailable { reason, .. } => {
-                Err(StoreError::Away { socket: self.socket(), reason: reason.clone() })
+                Err(StoreError::Unavailable { socket: self.socket(), reason: reason.clone() })
             }
             LinkState::Closed => Err(StoreError::Closed),
         }
@@ -276,10 +279,11 @@ impl ClientInner {
             }
             (LinkState::Unavailable { reason, is_gone, .. }, Err(error)) => {
                 // Trying to connect is cheap only while no process listens at the socket.
-                *is_gone =
-                    matches!(&error, StoreError::Away { reason, .. } if reason != UNRESPONSIVE);
+                *is_gone = matches!(&error, StoreError::Unavailable { reason, .. } if reason != UNRESPONSIVE);
                 *reason = match error {
-                    StoreError::Away { reason, .. } | StoreError::Refused { reason, .. } => reason,
+                    StoreError::Unavailable { reason, .. } | StoreError::Refused { reason, .. } => {
+                        reason
+                    }
                     other => other.to_string(),
                 };
                 false
@@ -351,7 +355,7 @@ impl ClientInner {
             Err(CallError::Broken(reason)) => {
                 self.mark_unavailable(&reason, link, true);
                 let socket = self.socket();
-                Err(StoreError::Away { socket, reason })
+                Err(StoreError::Unavailable { socket, reason })
             }
         }
     }
@@ -359,7 +363,7 @@ impl ClientInner {
     /// The error for an answer of the wrong kind.
     pub(crate) fn unexpected_answer(&self, answer: &Answer) -> StoreError {
         let reason = format!("the node sent an answer of the wrong kind: {answer:?}");
-        StoreError::Away { socket: self.socket(), reason }
+        StoreError::Unavailable { socket: self.socket(), reason }
     }
 
     pub(crate) fn socket(&self) -> String {
@@ -414,7 +418,12 @@ impl BlockStore for Client {
         self.inner().reserve(bytes, options)
     }
 
-    fn prepare(&self, batch: &[Put<'_>], lengths: &[usize], options: CallOptions) -> Vec<Prepared> {
+    fn prepare(
+        &self,
+        batch: &[Put<'_>],
+        lengths: &[usize],
+        options: CallOptions,
+    ) -> Vec<PrepareOutcome> {
         self.inner().prepare(batch, lengths, options)
     }
 
@@ -535,16 +544,16 @@ impl BlockStore for Client {
         }
     }
 
-    fn stats(&self) -> Stats {
+    fn stats(&self) -> StoreStats {
         let text = self.administer("stats", "{}", CallOptions::default());
         let text = text.map_err(|error| error.to_string());
         let read = text.and_then(|text| {
             serde_json::from_str(&text).map_err(|error| format!("invalid JSON: {error}"))
         });
         // The trait has no error here: empty statistics carry the reason in their notes.
-        read.unwrap_or_else(|reason| Stats {
+        read.unwrap_or_else(|reason| StoreStats {
             notes: vec![format!("the node sent no statistics: {reason}")],
-            ..Stats::default()
+            ..StoreStats::default()
         })
     }
 

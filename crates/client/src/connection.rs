@@ -8,7 +8,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use cascade_block::{Deadline, SystemClock};
-use cascade_wire::{Answer, Call, Frame, TraceContext, UNREAD, frame_length};
+use cascade_wire::{Answer, Call, Frame, TraceContext, UNREAD_CALL, frame_length};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{
@@ -261,7 +261,7 @@ impl Connection {
         let frame = Frame::read(&self.input[..self.read])?;
         let answer = Answer::read(&frame)?;
         let is_refused_unread =
-            frame.header.call == UNREAD && matches!(answer, Answer::Refused { .. });
+            frame.header.call == UNREAD_CALL && matches!(answer, Answer::Refused { .. });
         if frame.header.call != self.calls && !is_refused_unread {
             return Err(ConnectionError::Broken("the node answered another call".to_owned()));
         }

@@ -3,7 +3,7 @@
 //! A [`Client`] answers the calls of [`cascade_store::BlockStore`] as an embedded store does.
 //! Payload never crosses a socket: it is copied between the caller's memory and the mapped pool.
 //! While the node is unavailable, every call returns at once with a miss or
-//! [`cascade_store::StoreError::Away`]. The client reconnects by itself.
+//! [`cascade_store::StoreError::Unavailable`]. The client reconnects by itself.
 
 mod administrator;
 mod background;
@@ -15,7 +15,7 @@ mod live_sessions;
 mod session;
 mod trace;
 
-pub use administrator::{Administrator, AskError};
+pub use administrator::{AdminError, Administrator};
 pub use cascade_wire::{Access, TraceContext};
 pub use client::{Client, ConnectOptions};
 pub use trace::{TraceScope, replace as replace_trace};

@@ -99,7 +99,7 @@ impl Link {
         deadline: Deadline,
     ) -> Result<Self, StoreError> {
         let socket = || identity.socket.display().to_string();
-        let unavailable = |reason: String| StoreError::Away { socket: socket(), reason };
+        let unavailable = |reason: String| StoreError::Unavailable { socket: socket(), reason };
         let failed = |error: ConnectionError| match error {
             ConnectionError::Timeout | ConnectionError::NotSent | ConnectionError::SendBlocked => {
                 unavailable(UNRESPONSIVE.to_owned())

@@ -13,8 +13,8 @@ use cascade_block::{BlockKey, Clock, Deadline, SystemClock};
 use cascade_disk::conformance::{key, meta};
 use cascade_disk::io::FileIo;
 use cascade_disk::{
-    Address, BlockFiles, EngineKind, FileTierConfig, ReadOutcome, ReadRequest, Recovery, open,
-    open_with,
+    BlockFiles, FileAddress, FileTierConfig, ReadOutcome, ReadRequest, Recovery,
+    TransferEngineKind, open, open_with,
 };
 use cascade_memory::{HugePages, Pool, PoolConfig};
 
@@ -34,7 +34,7 @@ fn seconds<T>(work: impl FnOnce() -> T) -> (T, f64) {
 
 fn open_tier(
     directory: &Path,
-    engine: EngineKind,
+    engine: TransferEngineKind,
     depth: u32,
     pool: &Pool,
 ) -> (Arc<dyn BlockFiles>, Recovery) {
@@ -74,11 +74,11 @@ fn read_all(
     files: &dyn BlockFiles,
     pool: &Pool,
     length: usize,
-    blocks: &[(BlockKey, Address)],
+    blocks: &[(BlockKey, FileAddress)],
 ) -> f64 {
     let ((), taken) = seconds(|| {
         for chunk in blocks.chunks((BATCH_BYTES / length).max(1)) {
-            let request = |&(key, address): &(BlockKey, Address)| ReadRequest {
+            let request = |&(key, address): &(BlockKey, FileAddress)| ReadRequest {
                 address,
                 key,
                 slab: pool.allocate(length).unwrap(),
@@ -127,14 +127,14 @@ fn registered(root: &Path) {
     for length in [16 << 10, 128 << 10, 1 << 20] {
         let pool = &touched_pool(length);
         let directory = root.join("tier");
-        let (files, _) = open_tier(&directory, EngineKind::Uring, 8, pool);
+        let (files, _) = open_tier(&directory, TransferEngineKind::Uring, 8, pool);
         write_all(files.as_ref(), pool, length);
         drop(files);
         let mut rows = [Vec::new(), Vec::new()];
         for _ in 0..ROUNDS {
             for (given, row) in [None, Some(pool)].into_iter().zip(&mut rows) {
                 let clock = Arc::new(SystemClock);
-                let io = FileIo::system(EngineKind::Uring, true, 8, given, clock).unwrap();
+                let io = FileIo::system(TransferEngineKind::Uring, true, 8, given, clock).unwrap();
                 let config = FileTierConfig {
                     capacity_bytes: 8 << 30,
                     queue_depth: 8,
@@ -164,7 +164,7 @@ fn registered(root: &Path) {
     }
 }
 
-fn shuffled(mut blocks: Vec<(BlockKey, Address)>) -> Vec<(BlockKey, Address)> {
+fn shuffled(mut blocks: Vec<(BlockKey, FileAddress)>) -> Vec<(BlockKey, FileAddress)> {
     blocks.sort_unstable();
     blocks
 }
@@ -206,7 +206,7 @@ fn throughput(root: &Path) {
                 if directory.exists() {
                     std::fs::remove_dir_all(&directory).unwrap();
                 }
-                let (files, _) = open_tier(&directory, EngineKind::Uring, 8, pool);
+                let (files, _) = open_tier(&directory, TransferEngineKind::Uring, 8, pool);
                 let figure = write_all(files.as_ref(), pool, length);
                 files.checkpoint(deadline()).unwrap();
                 figure
@@ -214,10 +214,10 @@ fn throughput(root: &Path) {
         );
         print(&format!("append {} KiB, depth 8", length >> 10), written, limit);
         for (engine, depth) in [
-            (EngineKind::Uring, 1),
-            (EngineKind::Uring, 8),
-            (EngineKind::Uring, 32),
-            (EngineKind::Psync, 8),
+            (TransferEngineKind::Uring, 1),
+            (TransferEngineKind::Uring, 8),
+            (TransferEngineKind::Uring, 32),
+            (TransferEngineKind::Psync, 8),
         ] {
             let (files, recovery) = open_tier(&directory, engine, depth, pool);
             let live = recovery.live.iter().map(|(meta, at)| (meta.key, *at)).collect();
@@ -239,7 +239,7 @@ fn throughput(root: &Path) {
 /// Measures opening with this many blocks: by scan, from footers, from a checkpoint.
 fn restart(root: &Path, pool: &Pool, count: u64) {
     let directory = root.join("restart");
-    let (files, _) = open_tier(&directory, EngineKind::Auto, 8, pool);
+    let (files, _) = open_tier(&directory, TransferEngineKind::Auto, 8, pool);
     let slab = pool.allocate(64).unwrap().seal();
     let numbers: Vec<u64> = (0..count).collect();
     for chunk in numbers.chunks(4096) {
@@ -251,7 +251,7 @@ fn restart(root: &Path, pool: &Pool, count: u64) {
     drop(files);
     for name in ["scan and footers", "footers", "checkpoint"] {
         let ((files, recovery), taken) =
-            seconds(|| open_tier(&directory, EngineKind::Auto, 8, pool));
+            seconds(|| open_tier(&directory, TransferEngineKind::Auto, 8, pool));
         assert_eq!(recovery.live.len() as u64, count);
         let first = recovery.live[0];
         assert_eq!(first.0.key, key(0));

@@ -9,7 +9,7 @@ const MIB: u64 = 1 << 20;
 
 /// The I/O engine that reads and writes the files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum EngineKind {
+pub enum TransferEngineKind {
     /// `io_uring` for direct I/O if the kernel allows it, otherwise `Psync`.
     #[default]
     Auto,
@@ -21,7 +21,7 @@ pub enum EngineKind {
 
 /// How blocks are laid out in files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Layout {
+pub enum FileTierLayout {
     /// Append-only segments of many blocks.
     #[default]
     Segments,
@@ -46,11 +46,11 @@ pub struct FileTierConfig {
     /// Whether to bypass the page cache if the file system allows it. Default: yes.
     pub direct: bool,
     /// The I/O engine. Default: auto.
-    pub engine: EngineKind,
+    pub engine: TransferEngineKind,
     /// Whether an append returns only after its blocks are on stable storage. Default: no.
     pub durable: bool,
     /// The layout of the files. Default: segments.
-    pub layout: Layout,
+    pub layout: FileTierLayout,
     /// Maximum number of transfers in flight per call. Default: 32. Minimum: 1. Maximum: 1,024.
     pub queue_depth: u32,
     /// Number of hexadecimal digits of the key in the name of a block file's directory. Default: 2.
@@ -67,9 +67,9 @@ impl FileTierConfig {
             capacity_bytes: 4096 * MIB,
             segment_bytes: 256 * MIB,
             direct: true,
-            engine: EngineKind::default(),
+            engine: TransferEngineKind::default(),
             durable: false,
-            layout: Layout::default(),
+            layout: FileTierLayout::default(),
             queue_depth: 32,
             shard_digits: 2,
         }

@@ -10,7 +10,7 @@ use cascade_block::{
 };
 use cascade_memory::{HugePages, Pool, PoolConfig, Slab};
 
-use crate::{Address, BlockFiles, DiskError, ReadOutcome, ReadRequest, RecordMeta, Recovery};
+use crate::{BlockFiles, DiskError, FileAddress, ReadOutcome, ReadRequest, RecordMeta, Recovery};
 
 /// Opens the same file tier again after the last handle to it was dropped.
 pub type Reopen<'a> = dyn FnMut(&Pool) -> (Arc<dyn BlockFiles>, Recovery) + 'a;
@@ -23,7 +23,7 @@ pub struct StoredBlock {
     /// Its length.
     pub length: usize,
     /// Its address.
-    pub address: Address,
+    pub address: FileAddress,
 }
 
 /// Lengths around each boundary: one page, slab alignment, several pages.
@@ -403,7 +403,7 @@ pub fn invalid_requests_fail_alone(reopen: &mut Reopen<'_>) {
         matches!(outcome, ReadOutcome::Failed(DiskError::LengthMismatch { .. })),
         "{outcome:?}"
     );
-    let nowhere = StoredBlock { address: Address::from_u64(u64::MAX - 12345), ..one };
+    let nowhere = StoredBlock { address: FileAddress::from_u64(u64::MAX - 12345), ..one };
     assert_gone(files.as_ref(), &pool, &[StoredBlock { address: nowhere.address, ..one }]);
     let (meta_one, slab) = block(&pool, 3, 4096);
     let wrong_meta = RecordMeta { payload_bytes: 4095, ..meta_one };
@@ -433,7 +433,7 @@ pub fn manifests_are_kept(reopen: &mut Reopen<'_>) {
     let (files, recovery) = reopen(&pool);
     assert!(recovery.invalid_manifests.is_empty(), "{recovery:?}");
     let found = files.manifests(deadline()).expect("manifests");
-    let expected = crate::StoredManifest::Good {
+    let expected = crate::StoredManifest::Valid {
         namespace: namespace.id(),
         manifest: namespace.manifest().clone(),
     };

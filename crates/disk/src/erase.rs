@@ -17,12 +17,12 @@ pub struct FileEraseReport {
     /// Bytes that were overwritten. Holes contain no data and are skipped.
     pub overwritten_bytes: u64,
     /// Files that still exist or were removed without being overwritten.
-    pub left: Vec<FileLeft>,
+    pub remaining: Vec<RemainingFile>,
 }
 
 /// A file that was not erased completely.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct FileLeft {
+pub struct RemainingFile {
     /// Its path.
     pub path: PathBuf,
     /// Why, and whether it still exists.
@@ -121,7 +121,7 @@ impl FileEraseReport {
 
     pub(crate) fn add_remaining(&mut self, path: PathBuf, what: &str, why: &dyn std::error::Error) {
         let reason = format!("{what}: {}", with_causes(why));
-        self.left.push(FileLeft { path, reason });
+        self.remaining.push(RemainingFile { path, reason });
     }
 }
 

@@ -15,7 +15,7 @@ use crate::scan::{
     read_frames, read_segment, segment_name,
 };
 use crate::segments::replay;
-use crate::{Address, DiskError, EngineKind, RecordMeta, StoredManifest, manifests};
+use crate::{DiskError, FileAddress, RecordMeta, StoredManifest, TransferEngineKind, manifests};
 
 /// The state of a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,7 +36,7 @@ pub struct InspectedRecord<'a> {
     /// The metadata of its block.
     pub meta: &'a RecordMeta,
     /// The address of the block.
-    pub address: Address,
+    pub address: FileAddress,
     /// Whether it is an alias: another key for stored bytes.
     pub is_alias: bool,
     /// Its state.
@@ -82,7 +82,7 @@ pub struct InspectReport {
 impl InspectReport {
     /// Whether no damage was found.
     pub fn is_clean(&self) -> bool {
-        let is_bad = |manifest: &StoredManifest| matches!(manifest, StoredManifest::Bad { .. });
+        let is_bad = |manifest: &StoredManifest| matches!(manifest, StoredManifest::Invalid { .. });
         self.problems.is_empty()
             && self.files.iter().all(|file| file.problems.is_empty() && file.damaged_records == 0)
             && !self.manifests.iter().any(is_bad)
@@ -121,7 +121,7 @@ pub fn inspect(
     }
     let clock = std::sync::Arc::new(SystemClock);
     let deadline = Deadline::after(clock.as_ref(), std::time::Duration::from_secs(60));
-    let io = FileIo::system(EngineKind::Psync, false, 2, None, clock)?;
+    let io = FileIo::system(TransferEngineKind::Psync, false, 2, None, clock)?;
     report.manifests = manifests::load_all(&io, directory, deadline)?;
     Ok(report)
 }
@@ -177,9 +177,9 @@ fn inspect_writer(
     }
     all.sort_by_key(|entry| entry.sequence);
     let replayed = replay(&all, SystemClock.unix_ms());
-    let live: HashSet<(BlockKey, Address)> =
+    let live: HashSet<(BlockKey, FileAddress)> =
         replayed.live.iter().map(|entry| (entry.meta.key, entry.address)).collect();
-    let held: HashSet<Address> = replayed.live.iter().map(|entry| entry.address).collect();
+    let held: HashSet<FileAddress> = replayed.live.iter().map(|entry| entry.address).collect();
     for (mut file_report, content) in found {
         if let Some((file, entries)) = content {
             let source = FileSource { files: &SystemFiles, file: &file };

@@ -25,14 +25,14 @@ mod segments;
 mod tier;
 mod timed_mutex;
 
-pub use config::{EngineKind, FileTierConfig, Layout};
-pub use erase::{FileEraseReport, FileLeft};
+pub use config::{FileTierConfig, FileTierLayout, TransferEngineKind};
+pub use erase::{FileEraseReport, RemainingFile};
 pub use error::DiskError;
 pub use format::WriterName;
 pub use inspect::{InspectReport, inspect};
 pub use manifests::StoredManifest;
 pub use per_block::PerBlockFiles;
-pub use record::{Address, RecordMeta};
+pub use record::{FileAddress, RecordMeta};
 pub use segments::SegmentFiles;
 pub use tier::{
     BlockFiles, DamageKind, DiskStats, ReadOutcome, ReadRequest, ReclaimOutcome, Recovery, open,

@@ -14,7 +14,7 @@ use crate::io::{FileIo, OpenMode, make_tier_directory};
 #[non_exhaustive]
 pub enum StoredManifest {
     /// A valid manifest.
-    Good {
+    Valid {
         /// The namespace.
         namespace: NamespaceId,
         /// Its manifest.
@@ -22,7 +22,7 @@ pub enum StoredManifest {
     },
     /// An invalid file. Blocks of its namespace are served all the same, because their keys include
     /// the hash of the manifest.
-    Bad {
+    Invalid {
         /// The file.
         path: PathBuf,
         /// Why it is invalid.
@@ -54,7 +54,7 @@ pub(crate) fn register(
     deadline: Deadline,
 ) -> Result<(), DiskError> {
     let path = directory.join("manifests").join(format!("{}.json", namespace.id()));
-    if let Some(StoredManifest::Good { manifest, .. }) = load(io, &path, deadline)? {
+    if let Some(StoredManifest::Valid { manifest, .. }) = load(io, &path, deadline)? {
         if manifest == *namespace.manifest() {
             return Ok(());
         }
@@ -87,7 +87,7 @@ pub(crate) fn load_all(
 ) -> Result<Vec<StoredManifest>, DiskError> {
     let mut paths = match files(io, directory, deadline) {
         Err(DiskError::Io { path, source, .. }) => {
-            return Ok(vec![StoredManifest::Bad { path, reason: source.to_string() }]);
+            return Ok(vec![StoredManifest::Invalid { path, reason: source.to_string() }]);
         }
         paths => paths?,
     };
@@ -133,7 +133,7 @@ fn load(io: &FileIo, path: &Path, deadline: Deadline) -> Result<Option<StoredMan
     let bytes = match bytes {
         Err(DiskError::Io { source, .. }) => {
             let reason = source.to_string();
-            return Ok(Some(StoredManifest::Bad { path: path.to_owned(), reason }));
+            return Ok(Some(StoredManifest::Invalid { path: path.to_owned(), reason }));
         }
         bytes => bytes?,
     };
@@ -143,7 +143,7 @@ fn load(io: &FileIo, path: &Path, deadline: Deadline) -> Result<Option<StoredMan
 /// Parses a manifest file and checks its version, name and checksum.
 fn parse(path: &Path, bytes: &[u8]) -> StoredManifest {
     let bad =
-        |reason: &str| StoredManifest::Bad { path: path.to_owned(), reason: reason.to_owned() };
+        |reason: &str| StoredManifest::Invalid { path: path.to_owned(), reason: reason.to_owned() };
     let file: ManifestFile = match serde_json::from_slice(bytes) {
         Ok(file) => file,
         Err(error) => return bad(&format!("the file cannot be parsed: {error}")),
@@ -163,7 +163,7 @@ fn parse(path: &Path, bytes: &[u8]) -> StoredManifest {
     if manifest_checksum(&file.manifest) != file.manifest_crc32c {
         return bad("its manifest does not match its checksum");
     }
-    StoredManifest::Good { namespace, manifest: file.manifest }
+    StoredManifest::Valid { namespace, manifest: file.manifest }
 }
 
 fn manifest_checksum(manifest: &Manifest) -> u32 {

@@ -39,13 +39,13 @@ impl RecordMeta {
 /// An address is valid until the block is removed or moved. Reads of an invalid address return
 /// `Gone`.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Address(u64);
+pub struct FileAddress(u64);
 
 /// Write numbers of block files have 63 bits.
 const NONCE_MAX: u64 = u64::MAX >> 1;
 
-impl Address {
-    /// The address that [`Address::to_u64`] converted to `number`.
+impl FileAddress {
+    /// The address that [`FileAddress::to_u64`] converted to `number`.
     pub const fn from_u64(number: u64) -> Self {
         Self(number)
     }
@@ -86,8 +86,8 @@ impl Address {
     }
 }
 
-impl fmt::Debug for Address {
+impl fmt::Debug for FileAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Address({:#018x})", self.0)
+        write!(f, "FileAddress({:#018x})", self.0)
     }
 }

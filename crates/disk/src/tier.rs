@@ -10,14 +10,15 @@ use crate::io::FileIo;
 use crate::per_block::PerBlockFiles;
 use crate::segments::SegmentFiles;
 use crate::{
-    Address, DiskError, FileEraseReport, FileTierConfig, Layout, RecordMeta, StoredManifest,
+    DiskError, FileAddress, FileEraseReport, FileTierConfig, FileTierLayout, RecordMeta,
+    StoredManifest,
 };
 
 /// A block to read and the slab to read it into.
 #[derive(Debug)]
 pub struct ReadRequest {
     /// The address of the block.
-    pub address: Address,
+    pub address: FileAddress,
     /// Its key, which is checked.
     pub key: BlockKey,
     /// The destination, exactly as long as the block.
@@ -53,9 +54,9 @@ pub enum DamageKind {
 #[derive(Debug, Default)]
 pub struct ReclaimOutcome {
     /// Blocks that were kept and moved: key, old address, new address.
-    pub moved: Vec<(BlockKey, Address, Address)>,
+    pub moved: Vec<(BlockKey, FileAddress, FileAddress)>,
     /// Blocks that were dropped because they were not to be kept, had expired or were damaged.
-    pub dropped: Vec<(BlockKey, Address)>,
+    pub dropped: Vec<(BlockKey, FileAddress)>,
     /// Bytes by which the files shrank.
     pub bytes_freed: u64,
 }
@@ -64,7 +65,7 @@ pub struct ReclaimOutcome {
 #[derive(Debug, Default)]
 pub struct Recovery {
     /// All live blocks and aliases, oldest first.
-    pub live: Vec<(RecordMeta, Address)>,
+    pub live: Vec<(RecordMeta, FileAddress)>,
     /// Blocks whose write was incomplete.
     pub torn_records: u64,
     /// Headers and footers that do not match their checksum.
@@ -136,7 +137,7 @@ pub trait BlockFiles: Send + Sync + fmt::Debug {
         &self,
         batch: Vec<(RecordMeta, Slab)>,
         deadline: Deadline,
-    ) -> Vec<Result<Address, DiskError>>;
+    ) -> Vec<Result<FileAddress, DiskError>>;
 
     /// Reads blocks into their slabs and checks key, length and checksum.
     fn read(&self, batch: Vec<ReadRequest>, deadline: Deadline) -> Vec<ReadOutcome>;
@@ -144,16 +145,17 @@ pub trait BlockFiles: Send + Sync + fmt::Debug {
     /// Adds another key to stored bytes and returns the address for that key.
     fn alias(
         &self,
-        batch: &[(RecordMeta, Address)],
+        batch: &[(RecordMeta, FileAddress)],
         deadline: Deadline,
-    ) -> Vec<Result<Address, DiskError>>;
+    ) -> Vec<Result<FileAddress, DiskError>>;
 
     /// Removes keys from addresses; the removal lasts across restarts. Unknown pairs are skipped.
     ///
     /// Reads return `Gone` from now on, even if the removal could not be written. In that case an
     /// error is returned, and a restart may bring the key back. The exception is a `Timeout` while
     /// waiting for earlier writes: then nothing was removed.
-    fn remove(&self, keys: &[(BlockKey, Address)], deadline: Deadline) -> Result<(), DiskError>;
+    fn remove(&self, keys: &[(BlockKey, FileAddress)], deadline: Deadline)
+    -> Result<(), DiskError>;
 
     /// Frees one segment: a mostly dead one if there is one, otherwise the oldest. `keep` is called
     /// for every live key in it; blocks to keep are moved first, as far as the capacity allows.
@@ -162,7 +164,7 @@ pub trait BlockFiles: Send + Sync + fmt::Debug {
     /// Reads do not wait: those in flight complete on the old file.
     fn reclaim(
         &self,
-        keep: &mut dyn FnMut(&RecordMeta, Address) -> bool,
+        keep: &mut dyn FnMut(&RecordMeta, FileAddress) -> bool,
         deadline: Deadline,
     ) -> Result<ReclaimOutcome, DiskError>;
 
@@ -171,7 +173,7 @@ pub trait BlockFiles: Send + Sync + fmt::Debug {
         &self,
         key: &BlockKey,
         deadline: Deadline,
-    ) -> Result<Option<(RecordMeta, Address)>, DiskError>;
+    ) -> Result<Option<(RecordMeta, FileAddress)>, DiskError>;
 
     /// Syncs everything written so far to stable storage.
     fn sync(&self, deadline: Deadline) -> Result<(), DiskError>;
@@ -231,11 +233,11 @@ pub fn open_with(
 ) -> Result<(Arc<dyn BlockFiles>, Recovery), DiskError> {
     let config = config.checked()?;
     match config.layout {
-        Layout::Segments => {
+        FileTierLayout::Segments => {
             let (files, recovery) = SegmentFiles::open(config, io, deadline)?;
             Ok((Arc::new(files), recovery))
         }
-        Layout::FilePerBlock => {
+        FileTierLayout::FilePerBlock => {
             let (files, recovery) = PerBlockFiles::open(config, io, deadline)?;
             Ok((Arc::new(files), recovery))
         }

@@ -6,13 +6,13 @@ use std::sync::Arc;
 
 use cascade_block::SystemClock;
 use cascade_disk::conformance::{self, Reopen, deadline};
-use cascade_disk::{EngineKind, FileTierConfig, Layout, open};
+use cascade_disk::{FileTierConfig, FileTierLayout, TransferEngineKind, open};
 
 const CAPACITY_BYTES: u64 = 24 << 20;
 
 fn with_tier(
-    layout: Layout,
-    engine: EngineKind,
+    layout: FileTierLayout,
+    engine: TransferEngineKind,
     durable: bool,
     direct: bool,
     check: fn(&mut Reopen<'_>),
@@ -84,11 +84,11 @@ macro_rules! suite {
 }
 
 suite! {
-    segments_uring: Layout::Segments, EngineKind::Uring, false, true;
-    segments_psync: Layout::Segments, EngineKind::Psync, false, true;
-    segments_durable: Layout::Segments, EngineKind::Auto, true, true;
-    segments_buffered: Layout::Segments, EngineKind::Auto, false, false;
-    per_block_uring: Layout::FilePerBlock, EngineKind::Uring, false, true;
-    per_block_psync: Layout::FilePerBlock, EngineKind::Psync, false, true;
-    per_block_durable: Layout::FilePerBlock, EngineKind::Auto, true, true;
+    segments_uring: FileTierLayout::Segments, TransferEngineKind::Uring, false, true;
+    segments_psync: FileTierLayout::Segments, TransferEngineKind::Psync, false, true;
+    segments_durable: FileTierLayout::Segments, TransferEngineKind::Auto, true, true;
+    segments_buffered: FileTierLayout::Segments, TransferEngineKind::Auto, false, false;
+    per_block_uring: FileTierLayout::FilePerBlock, TransferEngineKind::Uring, false, true;
+    per_block_psync: FileTierLayout::FilePerBlock, TransferEngineKind::Psync, false, true;
+    per_block_durable: FileTierLayout::FilePerBlock, TransferEngineKind::Auto, true, true;
 }

@@ -9,23 +9,25 @@ use cascade_block::{Deadline, SystemClock};
 use cascade_disk::conformance::{append, assert_hits, deadline, pool};
 use cascade_disk::io::FileIo;
 use cascade_disk::io::fault::{Fault, FaultPlan};
-use cascade_disk::{BlockFiles, DiskError, EngineKind, FileTierConfig, Layout, open_with};
+use cascade_disk::{
+    BlockFiles, DiskError, FileTierConfig, FileTierLayout, TransferEngineKind, open_with,
+};
 
-fn config(directory: &Path, layout: Layout) -> FileTierConfig {
+fn config(directory: &Path, layout: FileTierLayout) -> FileTierConfig {
     FileTierConfig { direct: false, layout, ..FileTierConfig::new(directory) }
 }
 
 fn file_io() -> FileIo {
-    FileIo::system(EngineKind::Psync, false, 4, None, Arc::new(SystemClock)).unwrap()
+    FileIo::system(TransferEngineKind::Psync, false, 4, None, Arc::new(SystemClock)).unwrap()
 }
 
-fn opened(directory: &Path, layout: Layout, io: FileIo) -> Arc<dyn BlockFiles> {
+fn opened(directory: &Path, layout: FileTierLayout, io: FileIo) -> Arc<dyn BlockFiles> {
     open_with(config(directory, layout), io, &pool(), deadline()).unwrap().0
 }
 
 #[test]
 fn a_probe_changes_no_block_and_works_after_a_restart() {
-    for layout in [Layout::Segments, Layout::FilePerBlock] {
+    for layout in [FileTierLayout::Segments, FileTierLayout::FilePerBlock] {
         let directory = tempfile::tempdir().unwrap();
         let pool = pool();
         let files = opened(directory.path(), layout, file_io());
@@ -44,7 +46,7 @@ fn a_probe_changes_no_block_and_works_after_a_restart() {
 }
 
 /// The number of I/O calls after an opening, and after a probe that follows.
-fn calls(layout: Layout) -> (u64, u64) {
+fn calls(layout: FileTierLayout) -> (u64, u64) {
     let directory = tempfile::tempdir().unwrap();
     let plan = FaultPlan::new(Fault::Io, u64::MAX, false);
     let files = opened(directory.path(), layout, plan.wrap(&file_io()));
@@ -55,7 +57,7 @@ fn calls(layout: Layout) -> (u64, u64) {
 
 #[test]
 fn a_probe_returns_the_error_of_each_step() {
-    for layout in [Layout::Segments, Layout::FilePerBlock] {
+    for layout in [FileTierLayout::Segments, FileTierLayout::FilePerBlock] {
         let (opening, probed) = calls(layout);
         assert!(probed > opening + 3, "a probe opens, writes, syncs and reads");
         for fault in [Fault::Io, Fault::NoSpace, Fault::Torn, Fault::Hang] {
@@ -80,11 +82,11 @@ fn a_probe_returns_the_error_of_each_step() {
 fn a_probe_fails_if_the_directory_was_replaced() {
     let parent = tempfile::tempdir().unwrap();
     let (here, away) = (parent.path().join("here"), parent.path().join("away"));
-    let files = opened(&here, Layout::Segments, file_io());
+    let files = opened(&here, FileTierLayout::Segments, file_io());
     std::fs::rename(&here, &away).unwrap();
     let error = files.probe_device(deadline()).unwrap_err();
     assert!(matches!(error, DiskError::Io { .. }), "{error:?}");
-    let other = opened(&here, Layout::Segments, file_io());
+    let other = opened(&here, FileTierLayout::Segments, file_io());
     let DiskError::Io { source, .. } = files.probe_device(deadline()).unwrap_err() else {
         panic!("the probe must detect another directory")
     };

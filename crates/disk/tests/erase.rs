@@ -9,11 +9,11 @@ use cascade_block::{Manifest, Namespace, SystemClock, TenantSecret};
 use cascade_disk::conformance::{self, append, content, deadline};
 use cascade_disk::io::FileIo;
 use cascade_disk::io::fault::{Fault, FaultPlan};
-use cascade_disk::{EngineKind, FileTierConfig, Layout, open, open_with};
+use cascade_disk::{FileTierConfig, FileTierLayout, TransferEngineKind, open, open_with};
 
 const LENGTH: usize = 40_000;
 
-fn config(directory: &Path, layout: Layout) -> FileTierConfig {
+fn config(directory: &Path, layout: FileTierLayout) -> FileTierConfig {
     FileTierConfig {
         capacity_bytes: 24 << 20,
         segment_bytes: 1 << 20,
@@ -43,7 +43,7 @@ fn holds(path: &Path, bytes: &[u8]) -> bool {
 
 #[test]
 fn an_erase_overwrites_all_files_and_the_tier_is_usable() {
-    for layout in [Layout::Segments, Layout::FilePerBlock] {
+    for layout in [FileTierLayout::Segments, FileTierLayout::FilePerBlock] {
         let (directory, links) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let pool = conformance::pool();
         let clock = Arc::new(SystemClock);
@@ -63,7 +63,7 @@ fn an_erase_overwrites_all_files_and_the_tier_is_usable() {
 
         let erased = files.erase(deadline()).unwrap();
 
-        assert_eq!(erased.left, []);
+        assert_eq!(erased.remaining, []);
         assert!(erased.overwritten_bytes >= 60 * LENGTH as u64, "{erased:?}");
         let left = files_below(directory.path());
         assert_eq!(left.len(), 1, "{layout:?}: only the lock file remains: {left:?}");
@@ -91,8 +91,9 @@ fn an_erase_reports_files_that_it_could_not_erase() {
         let directory = tempfile::tempdir().unwrap();
         let pool = conformance::pool();
         let clock = Arc::new(SystemClock);
-        let config = config(directory.path(), Layout::Segments);
-        let io = FileIo::system(EngineKind::Psync, false, 8, Some(&pool), clock.clone()).unwrap();
+        let config = config(directory.path(), FileTierLayout::Segments);
+        let io = FileIo::system(TransferEngineKind::Psync, false, 8, Some(&pool), clock.clone())
+            .unwrap();
         let counting = FaultPlan::new(Fault::Io, u64::MAX, false);
         let open_and_fill = |plan: &Arc<FaultPlan>| {
             let (files, _) = open_with(config.clone(), plan.wrap(&io), &pool, deadline()).unwrap();
@@ -109,10 +110,10 @@ fn an_erase_reports_files_that_it_could_not_erase() {
             .iter()
             .any(|path| path.extension().is_some_and(|extension| extension == "segment"));
         match erased {
-            Ok(erased) if erased.left.is_empty() => assert!(is_gone, "step {step}"),
+            Ok(erased) if erased.remaining.is_empty() => assert!(is_gone, "step {step}"),
             Ok(erased) => {
                 reported += 1;
-                let reason = &erased.left[0].reason;
+                let reason = &erased.remaining[0].reason;
                 assert!(is_gone || !reason.starts_with("removed"), "step {step}: {erased:?}");
             }
             Err(_) => reported += 1,
@@ -129,9 +130,9 @@ fn a_file_whose_erase_hangs_is_kept_reported_and_counted() {
     for step in 0..8 {
         let directory = tempfile::tempdir().unwrap();
         let pool = conformance::pool();
-        let config = config(directory.path(), Layout::Segments);
+        let config = config(directory.path(), FileTierLayout::Segments);
         let clock = Arc::new(SystemClock);
-        let io = FileIo::system(EngineKind::Psync, false, 8, Some(&pool), clock).unwrap();
+        let io = FileIo::system(TransferEngineKind::Psync, false, 8, Some(&pool), clock).unwrap();
         let open_and_fill = |plan: &Arc<FaultPlan>| {
             let (files, _) = open_with(config.clone(), plan.wrap(&io), &pool, deadline()).unwrap();
             let stored = append(&*files, &pool, &[(1, LENGTH)]);
@@ -151,7 +152,7 @@ fn a_file_whose_erase_hangs_is_kept_reported_and_counted() {
             break;
         }
         let Ok(erased) = erased else { continue };
-        for file in &erased.left {
+        for file in &erased.remaining {
             assert!(!file.reason.starts_with("removed,"), "step {step}: {erased:?}");
         }
         let segments = files_below(directory.path());
@@ -164,7 +165,7 @@ fn a_file_whose_erase_hangs_is_kept_reported_and_counted() {
             segments.iter().any(|path| path.extension().is_some_and(|it| it == "json"));
         assert!(has_manifest || bytes == 0, "step {step}: the manifest is kept with its blocks");
         conformance::assert_gone(&*files, &pool, &stored);
-        assert_eq!(files.erase(deadline()).unwrap().left, [], "step {step}: a second erase");
+        assert_eq!(files.erase(deadline()).unwrap().remaining, [], "step {step}: a second erase");
         assert_eq!(files.stats().used_bytes, 0);
     }
     assert!(left >= 1, "overwriting or removing a segment can hang");

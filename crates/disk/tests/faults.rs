@@ -10,15 +10,15 @@ use cascade_disk::conformance::{content, deadline, key, meta};
 use cascade_disk::io::FileIo;
 use cascade_disk::io::fault::{Fault, FaultPlan};
 use cascade_disk::{
-    Address, BlockFiles, EngineKind, FileTierConfig, Layout, ReadOutcome, ReadRequest, Recovery,
-    open_with,
+    BlockFiles, FileAddress, FileTierConfig, FileTierLayout, ReadOutcome, ReadRequest, Recovery,
+    TransferEngineKind, open_with,
 };
 use cascade_memory::{HugePages, Pool, PoolConfig};
 
 /// The state that the tier acknowledged for a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ExpectedState {
-    Stored(Address),
+    Stored(FileAddress),
     Removed,
     /// An operation on it failed: the block may be stored or not, but is never wrong.
     Unknown,
@@ -26,7 +26,7 @@ enum ExpectedState {
 
 type ExpectedStates = BTreeMap<u64, ExpectedState>;
 
-fn config(directory: &Path, layout: Layout) -> FileTierConfig {
+fn config(directory: &Path, layout: FileTierLayout) -> FileTierConfig {
     FileTierConfig {
         capacity_bytes: 2 << 20,
         segment_bytes: 128 << 10,
@@ -43,7 +43,7 @@ fn small_pool() -> Pool {
 }
 
 fn file_io() -> FileIo {
-    FileIo::system(EngineKind::Psync, false, 4, None, Arc::new(SystemClock)).unwrap()
+    FileIo::system(TransferEngineKind::Psync, false, 4, None, Arc::new(SystemClock)).unwrap()
 }
 
 fn length(number: u64) -> usize {
@@ -124,7 +124,7 @@ fn run_every_operation(files: &dyn BlockFiles, pool: &Pool, states: &mut Expecte
 }
 
 /// Reads a block. It must have the right bytes or, unless `must_hit`, be a miss or an error.
-fn check(files: &dyn BlockFiles, pool: &Pool, number: u64, address: Address, must_hit: bool) {
+fn check(files: &dyn BlockFiles, pool: &Pool, number: u64, address: FileAddress, must_hit: bool) {
     let body = number % 100;
     let slab = pool.allocate(length(body)).unwrap();
     let request = ReadRequest { address, key: key(number), slab };
@@ -157,7 +157,7 @@ fn memory_directory() -> tempfile::TempDir {
 }
 
 /// One run. Returns the number of I/O calls.
-fn run(layout: Layout, fault: Fault, at_call: u64, is_permanent: bool) -> u64 {
+fn run(layout: FileTierLayout, fault: Fault, at_call: u64, is_permanent: bool) -> u64 {
     let directory = memory_directory();
     let pool = small_pool();
     let plan = FaultPlan::new(fault, at_call, is_permanent);
@@ -174,7 +174,7 @@ fn run(layout: Layout, fault: Fault, at_call: u64, is_permanent: bool) -> u64 {
     plan.calls()
 }
 
-fn every_call(layout: Layout, fault: Fault) {
+fn every_call(layout: FileTierLayout, fault: Fault) {
     let calls = run(layout, fault, u64::MAX, false);
     for at_call in 0..calls {
         for is_permanent in [false, true] {
@@ -193,14 +193,14 @@ macro_rules! faults {
 }
 
 faults! {
-    segments_survive_io_errors: Layout::Segments, Fault::Io;
-    segments_survive_full_disks: Layout::Segments, Fault::NoSpace;
-    segments_survive_short_transfers: Layout::Segments, Fault::Short;
-    segments_survive_torn_writes: Layout::Segments, Fault::Torn;
-    segments_survive_hangs: Layout::Segments, Fault::Hang;
-    block_files_survive_io_errors: Layout::FilePerBlock, Fault::Io;
-    block_files_survive_full_disks: Layout::FilePerBlock, Fault::NoSpace;
-    block_files_survive_short_transfers: Layout::FilePerBlock, Fault::Short;
-    block_files_survive_torn_writes: Layout::FilePerBlock, Fault::Torn;
-    block_files_survive_hangs: Layout::FilePerBlock, Fault::Hang;
+    segments_survive_io_errors: FileTierLayout::Segments, Fault::Io;
+    segments_survive_full_disks: FileTierLayout::Segments, Fault::NoSpace;
+    segments_survive_short_transfers: FileTierLayout::Segments, Fault::Short;
+    segments_survive_torn_writes: FileTierLayout::Segments, Fault::Torn;
+    segments_survive_hangs: FileTierLayout::Segments, Fault::Hang;
+    block_files_survive_io_errors: FileTierLayout::FilePerBlock, Fault::Io;
+    block_files_survive_full_disks: FileTierLayout::FilePerBlock, Fault::NoSpace;
+    block_files_survive_short_transfers: FileTierLayout::FilePerBlock, Fault::Short;
+    block_files_survive_torn_writes: FileTierLayout::FilePerBlock, Fault::Torn;
+    block_files_survive_hangs: FileTierLayout::FilePerBlock, Fault::Hang;
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use cascade_block::{Manifest, Namespace, SystemClock, TenantSecret};
 use cascade_disk::conformance::{StoredBlock, append, content, deadline, key, meta, pool, read_as};
-use cascade_disk::{FileTierConfig, Layout, ReadOutcome, inspect, open};
+use cascade_disk::{FileTierConfig, FileTierLayout, ReadOutcome, inspect, open};
 
 /// Blocks in the fixture: key number, content number, length. Block 1 was removed, 7 is an alias of
 /// 2.
@@ -17,7 +17,7 @@ fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures/v1").join(name)
 }
 
-fn config(directory: &Path, layout: Layout) -> FileTierConfig {
+fn config(directory: &Path, layout: FileTierLayout) -> FileTierConfig {
     FileTierConfig {
         capacity_bytes: 1 << 20,
         segment_bytes: 64 << 10,
@@ -43,7 +43,9 @@ fn copy(from: &Path, to: &Path) {
 #[test]
 #[ignore = "writes the files that the other tests read"]
 fn write() {
-    for (name, layout) in [("segments", Layout::Segments), ("per_block", Layout::FilePerBlock)] {
+    for (name, layout) in
+        [("segments", FileTierLayout::Segments), ("per_block", FileTierLayout::FilePerBlock)]
+    {
         let directory = fixture(name);
         fs::create_dir_all(&directory).unwrap();
         let pool = pool();
@@ -66,10 +68,10 @@ fn write() {
     }
 }
 
-fn reads_back(name: &str, layout: Layout, with_checkpoint: bool) {
+fn reads_back(name: &str, layout: FileTierLayout, with_checkpoint: bool) {
     let directory = tempfile::tempdir().unwrap();
     copy(&fixture(name), directory.path());
-    if !with_checkpoint && layout == Layout::Segments {
+    if !with_checkpoint && layout == FileTierLayout::Segments {
         fs::remove_file(directory.path().join("w0.checkpoint")).unwrap();
     }
     let report = inspect(directory.path(), true, &mut |_| {}).unwrap();
@@ -91,11 +93,11 @@ fn reads_back(name: &str, layout: Layout, with_checkpoint: bool) {
 
 #[test]
 fn version_1_segments_are_read() {
-    reads_back("segments", Layout::Segments, true);
-    reads_back("segments", Layout::Segments, false);
+    reads_back("segments", FileTierLayout::Segments, true);
+    reads_back("segments", FileTierLayout::Segments, false);
 }
 
 #[test]
 fn version_1_block_files_are_read() {
-    reads_back("per_block", Layout::FilePerBlock, true);
+    reads_back("per_block", FileTierLayout::FilePerBlock, true);
 }

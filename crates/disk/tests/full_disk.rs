@@ -9,10 +9,10 @@ use cascade_block::SystemClock;
 use cascade_disk::conformance::{
     StoredBlock, assert_hits, assert_recovered, block, deadline, pool,
 };
-use cascade_disk::{DiskError, FileTierConfig, Layout, open};
+use cascade_disk::{DiskError, FileTierConfig, FileTierLayout, open};
 use small_disk::SmallDisk;
 
-fn fill(layout: Layout) {
+fn fill(layout: FileTierLayout) {
     let Some(disk) = SmallDisk::mount(6) else { return };
     let pool = pool();
     let config = FileTierConfig {
@@ -43,10 +43,10 @@ fn fill(layout: Layout) {
 
 #[test]
 fn segments_keep_their_blocks_on_a_full_disk() {
-    fill(Layout::Segments);
+    fill(FileTierLayout::Segments);
 }
 
 #[test]
 fn block_files_keep_their_blocks_on_a_full_disk() {
-    fill(Layout::FilePerBlock);
+    fill(FileTierLayout::FilePerBlock);
 }

@@ -13,10 +13,11 @@ use std::time::Duration;
 use cascade_block::{Deadline, SystemClock};
 use cascade_disk::conformance::{StoredBlock, append, assert_hits, deadline, key, pool, read_as};
 use cascade_disk::io::{
-    Buffer, Engine, Transfer, TransferKind, TransferOutcome, TransferQueue, UringEngine,
+    Buffer, Transfer, TransferEngine, TransferKind, TransferOutcome, TransferQueue, UringEngine,
 };
 use cascade_disk::{
-    Address, DiskError, EngineKind, FileTierConfig, Layout, ReadOutcome, ReadRequest, open,
+    DiskError, FileAddress, FileTierConfig, FileTierLayout, ReadOutcome, ReadRequest,
+    TransferEngineKind, open,
 };
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 
@@ -38,8 +39,8 @@ fn a_hung_call_returns_at_its_deadline_and_other_calls_work() {
     let directory = tempfile::tempdir().unwrap();
     let pool = pool();
     let config = FileTierConfig {
-        layout: Layout::FilePerBlock,
-        engine: EngineKind::Psync,
+        layout: FileTierLayout::FilePerBlock,
+        engine: TransferEngineKind::Psync,
         direct: false,
         ..FileTierConfig::new(directory.path())
     };
@@ -50,7 +51,7 @@ fn a_hung_call_returns_at_its_deadline_and_other_calls_work() {
     fs::create_dir_all(&hung).unwrap();
     let hung = hung.join(format!("{name}.block"));
     pipe(&hung);
-    let address = Address::from_u64(7);
+    let address = FileAddress::from_u64(7);
     let slab = pool.allocate(5000).unwrap();
     let request = ReadRequest { address, key: key(2), slab };
     let outcome = files.read(vec![request], short_deadline()).remove(0);

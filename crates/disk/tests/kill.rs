@@ -13,14 +13,14 @@ use std::sync::Arc;
 
 use cascade_block::SystemClock;
 use cascade_disk::conformance::{StoredBlock, assert_hits, block, deadline, key, pool};
-use cascade_disk::{BlockFiles, DiskError, FileTierConfig, Layout, open};
+use cascade_disk::{BlockFiles, DiskError, FileTierConfig, FileTierLayout, open};
 use cascade_memory::Pool;
 
 const DIRECTORY: &str = "CASCADE_TEST_KILL_DIRECTORY";
 const FIRST: &str = "CASCADE_TEST_KILL_FIRST";
 const LAYOUT: &str = "CASCADE_TEST_KILL_LAYOUT";
 
-fn config(directory: &Path, layout: Layout) -> FileTierConfig {
+fn config(directory: &Path, layout: FileTierLayout) -> FileTierConfig {
     FileTierConfig {
         capacity_bytes: 16 << 20,
         segment_bytes: 2 << 20,
@@ -49,7 +49,7 @@ fn child() {
         return;
     };
     let is_segments = std::env::var_os(LAYOUT).unwrap() == "segments";
-    let layout = if is_segments { Layout::Segments } else { Layout::FilePerBlock };
+    let layout = if is_segments { FileTierLayout::Segments } else { FileTierLayout::FilePerBlock };
     let pool = pool();
     let config = config(Path::new(&directory), layout);
     let (files, _) = open(config, Arc::new(SystemClock), &pool, deadline()).unwrap();
@@ -147,7 +147,7 @@ fn parse_event(line: &str, events: &mut ReceivedEvents) -> bool {
     true
 }
 
-fn rounds(layout: Layout, name: &str, count: usize) {
+fn rounds(layout: FileTierLayout, name: &str, count: usize) {
     let directory = tempfile::tempdir().unwrap();
     let pool = pool();
     let mut events = ReceivedEvents::default();
@@ -178,15 +178,15 @@ fn rounds(layout: Layout, name: &str, count: usize) {
 
 #[test]
 fn no_block_is_lost_or_wrong_after_a_kill() {
-    rounds(Layout::Segments, "segments", 20);
-    rounds(Layout::FilePerBlock, "per_block", 10);
+    rounds(FileTierLayout::Segments, "segments", 20);
+    rounds(FileTierLayout::FilePerBlock, "per_block", 10);
 }
 
 #[test]
 #[ignore = "takes minutes; the build server runs it"]
 fn no_block_is_lost_or_wrong_after_two_hundred_kills() {
-    rounds(Layout::Segments, "segments", 160);
-    rounds(Layout::FilePerBlock, "per_block", 40);
+    rounds(FileTierLayout::Segments, "segments", 160);
+    rounds(FileTierLayout::FilePerBlock, "per_block", 40);
 }
 
 #[test]
@@ -204,7 +204,7 @@ fn the_error_for_a_second_writer_names_the_process_of_the_first() {
     let is_open = lines.any(|line| line.unwrap().starts_with("open "));
     assert!(is_open);
     let pool = pool();
-    let second = config(directory.path(), Layout::Segments);
+    let second = config(directory.path(), FileTierLayout::Segments);
     let error = open(second.clone(), Arc::new(SystemClock), &pool, deadline()).expect_err("locked");
     assert!(
         matches!(error, DiskError::Locked { pid: Some(pid), .. } if pid == child.id()),

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use cascade_block::{BlockKey, SystemClock};
 use cascade_disk::conformance::{block, content, deadline, key, meta, pool};
 use cascade_disk::{
-    Address, BlockFiles, DiskError, EngineKind, FileTierConfig, Layout, ReadOutcome, ReadRequest,
-    Recovery, open,
+    BlockFiles, DiskError, FileAddress, FileTierConfig, FileTierLayout, ReadOutcome, ReadRequest,
+    Recovery, TransferEngineKind, open,
 };
 use cascade_memory::Pool;
 use proptest::prelude::*;
@@ -35,7 +35,7 @@ fn step() -> impl Strategy<Value = Step> {
 }
 
 /// The expected content of the tier: address, content number and length by key.
-type Model = BTreeMap<BlockKey, (Address, u64, usize)>;
+type Model = BTreeMap<BlockKey, (FileAddress, u64, usize)>;
 
 struct ModelRun {
     config: FileTierConfig,
@@ -92,7 +92,7 @@ impl ModelRun {
         }
     }
 
-    fn nth(&self, which: usize) -> Option<(BlockKey, (Address, u64, usize))> {
+    fn nth(&self, which: usize) -> Option<(BlockKey, (FileAddress, u64, usize))> {
         let count = self.model.len();
         (count > 0).then(|| self.model.iter().nth(which % count).map(|(k, v)| (*k, *v)).unwrap())
     }
@@ -133,7 +133,7 @@ impl ModelRun {
 
     fn check(&self) {
         assert!(self.files().used_bytes() <= self.config.capacity_bytes);
-        let request = |(key, (address, _, length)): (&BlockKey, &(Address, u64, usize))| {
+        let request = |(key, (address, _, length)): (&BlockKey, &(FileAddress, u64, usize))| {
             let slab = self.pool.allocate(*length).unwrap();
             ReadRequest { address: *address, key: *key, slab }
         };
@@ -145,7 +145,7 @@ impl ModelRun {
     }
 }
 
-fn run_steps(layout: Layout, engine: EngineKind, steps: Vec<Step>) {
+fn run_steps(layout: FileTierLayout, engine: TransferEngineKind, steps: Vec<Step>) {
     let directory = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
     let config = FileTierConfig {
         capacity_bytes: 2 << 20,
@@ -171,11 +171,11 @@ proptest! {
 
     #[test]
     fn segments_match_a_map(steps in prop::collection::vec(step(), 1..40)) {
-        run_steps(Layout::Segments, EngineKind::Auto, steps);
+        run_steps(FileTierLayout::Segments, TransferEngineKind::Auto, steps);
     }
 
     #[test]
     fn block_files_match_a_map(steps in prop::collection::vec(step(), 1..25)) {
-        run_steps(Layout::FilePerBlock, EngineKind::Psync, steps);
+        run_steps(FileTierLayout::FilePerBlock, TransferEngineKind::Psync, steps);
     }
 }

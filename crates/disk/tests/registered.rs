@@ -6,7 +6,7 @@ use std::sync::Arc;
 use cascade_block::SystemClock;
 use cascade_disk::conformance::{append, assert_hits, deadline, key, read_as};
 use cascade_disk::io::{FileIo, UringEngine};
-use cascade_disk::{DamageKind, EngineKind, FileTierConfig, ReadOutcome, open_with};
+use cascade_disk::{DamageKind, FileTierConfig, ReadOutcome, TransferEngineKind, open_with};
 use cascade_memory::{HugePages, Pool, PoolConfig};
 
 /// Blocks of whole pages are contiguous in the pool; the others use an extra buffer.
@@ -29,7 +29,7 @@ fn blocks_are_read_back_through_registered_memory() {
         let pool = small_pool(huge_pages, bytes);
         let open = |registered: Option<&Pool>| {
             let clock = Arc::new(SystemClock);
-            let io = FileIo::system(EngineKind::Uring, true, 4, registered, clock).unwrap();
+            let io = FileIo::system(TransferEngineKind::Uring, true, 4, registered, clock).unwrap();
             open_with(config.clone(), io, &pool, deadline()).unwrap().0
         };
         let plain = open(None);

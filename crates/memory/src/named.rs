@@ -69,7 +69,7 @@ impl RemoveOnDrop {
         self.removes_table.fetch_or(table, Ordering::Relaxed);
     }
 
-    fn keep(&self) {
+    fn persist(&self) {
         self.removes_pool.store(false, Ordering::Relaxed);
         self.removes_table.store(false, Ordering::Relaxed);
     }
@@ -89,7 +89,7 @@ impl Drop for RemoveOnDrop {
 }
 
 /// The two files of a pool that outlives its process, opened and locked exclusively. New files are
-/// removed if this is dropped before [`PoolFiles::keep`].
+/// removed if this is dropped before [`PoolFiles::persist`].
 #[derive(Debug)]
 pub struct PoolFiles {
     /// Declared before `table`, so dropped first: the files are locked while they are removed.
@@ -100,7 +100,7 @@ pub struct PoolFiles {
     table: Arc<LockedFile>,
     words: SharedWords,
     pool_bytes: usize,
-    is_kept: bool,
+    is_reused: bool,
 }
 
 impl PoolFiles {
@@ -120,8 +120,8 @@ impl PoolFiles {
         check_room(path, &table_path, pool_bytes, table_bytes)?;
         let table_fits = table_size == table_bytes as u64;
         let existing = if table_fits { open_existing(path, pool_bytes)? } else { None };
-        let is_kept = existing.is_some();
-        if !is_kept {
+        let is_reused = existing.is_some();
+        if !is_reused {
             remove_on_drop.arm(false, true);
             // Clear the table before the new pool exists: its entries describe the old one.
             clear_and_reserve(&table.0, &table_path, table_bytes)?;
@@ -132,19 +132,27 @@ impl PoolFiles {
         };
         let words = map_words(&table.0, &table_path, table_bytes)?;
         let (pool_path, table) = (path.to_owned(), Arc::new(table));
-        let files =
-            Self { remove_on_drop, pool_path, table_path, pool, table, words, pool_bytes, is_kept };
+        let files = Self {
+            remove_on_drop,
+            pool_path,
+            table_path,
+            pool,
+            table,
+            words,
+            pool_bytes,
+            is_reused,
+        };
         Ok(files)
     }
 
     /// From now on the files outlive this value: they hold blocks.
-    pub fn keep(&self) {
-        self.remove_on_drop.keep();
+    pub fn persist(&self) {
+        self.remove_on_drop.persist();
     }
 
     /// Whether both files existed in the requested sizes and were reused.
-    pub fn is_kept(&self) -> bool {
-        self.is_kept
+    pub fn is_reused(&self) -> bool {
+        self.is_reused
     }
 
     /// The table. All zero where the files are new.
@@ -166,10 +174,10 @@ impl PoolFiles {
     ///
     /// # Errors
     /// As [`PoolFiles::open`].
-    pub fn renew(&mut self) -> Result<(), MemoryError> {
+    pub fn recreate(&mut self) -> Result<(), MemoryError> {
         self.remove_on_drop.arm(false, true);
         self.words.zero();
-        self.is_kept = false;
+        self.is_reused = false;
         self.pool = create_pool(&self.pool_path, self.pool_bytes, &self.remove_on_drop)?;
         Ok(())
     }
@@ -214,13 +222,13 @@ impl PoolFiles {
 
 /// The locked files of a pool that no store uses.
 #[derive(Debug)]
-pub struct IdleFiles {
+pub struct IdlePoolFiles {
     pool_path: PathBuf,
     table_path: PathBuf,
     table: LockedFile,
 }
 
-impl IdleFiles {
+impl IdlePoolFiles {
     /// Paths of the pools in a directory whose names have this prefix and suffix. Only the names of
     /// their tables are read.
     ///

@@ -139,11 +139,11 @@ pub(crate) struct PoolInner {
 
 /// The result of wiping a pool's free memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Wiped {
+pub struct WipeReport {
     /// Free bytes that were zeroed.
     pub zeroed_bytes: usize,
     /// Free bytes that were not zeroed because time ran out.
-    pub left_bytes: usize,
+    pub unwiped_bytes: usize,
     /// Bytes of slabs in use. Slabs allocated before the last [`Pool::begin_wipe`] are zeroed when
     /// they are freed.
     pub held_bytes: usize,
@@ -257,15 +257,15 @@ impl Pool {
     /// Memory that is being zeroed is not free meanwhile, so [`Pool::allocate`] finds less. After a
     /// [`Pool::begin_wipe`], the pool has no bytes of earlier blocks if the result has neither
     /// remaining nor held bytes.
-    pub fn wipe(&self, may_continue: &mut dyn FnMut() -> bool) -> Wiped {
+    pub fn wipe(&self, may_continue: &mut dyn FnMut() -> bool) -> WipeReport {
         // Read before the free pieces are taken: a slab freed in between is counted twice rather
         // than not at all.
         let held_bytes = self.0.counters.reserved.load(Ordering::Acquire);
-        let mut wiped = Wiped { held_bytes, ..Wiped::default() };
+        let mut wiped = WipeReport { held_bytes, ..WipeReport::default() };
         for mut piece in self.take_all_free() {
             for step in piece.padded_mut().chunks_mut(WIPE_STEP_BYTES) {
-                if wiped.left_bytes > 0 || !may_continue() {
-                    wiped.left_bytes += step.len();
+                if wiped.unwiped_bytes > 0 || !may_continue() {
+                    wiped.unwiped_bytes += step.len();
                 } else {
                     step.fill(0);
                     wiped.zeroed_bytes += step.len();

@@ -105,22 +105,22 @@ impl Region {
         let mut pages = PageReport { source: PageSource::Ordinary, huge_bytes: 0, refusal: None };
         // An existing pool has data, so it is populated and then collapsed. A new one is collapsed
         // first and reserved afterwards: collapsing populated pages is several times slower.
-        if files.is_kept() {
+        if files.is_reused() {
             // SAFETY: the mapping was just made.
             unsafe { pages::populate(mapping.base, bytes) }?;
         }
         if config.huge_pages == HugePages::Auto {
-            pages.refusal = mapping.collapse(!files.is_kept()).err();
+            pages.refusal = mapping.collapse(!files.is_reused()).err();
             pages.huge_bytes = pages::huge_bytes(mapping.base, bytes)?;
             if pages.huge_bytes > 0 {
                 pages.source = PageSource::Collapsed;
             }
         }
-        if !files.is_kept() {
+        if !files.is_reused() {
             // Reserves the memory, so that a file system that fills up later causes no SIGBUS.
             fallocate(&file, FallocateFlags::empty(), 0, bytes as u64)?;
         }
-        if !files.is_kept() && pages.huge_bytes < bytes {
+        if !files.is_reused() && pages.huge_bytes < bytes {
             // SAFETY: the mapping was just made.
             unsafe { pages::populate(mapping.base, bytes) }?;
         }

@@ -88,7 +88,7 @@ impl SlabMut {
     }
 
     /// Attaches a guard that is dropped when the slab is sealed or dropped.
-    pub fn accompany(&mut self, guard: Box<dyn Any + Send + Sync>) {
+    pub fn attach_guard(&mut self, guard: Box<dyn Any + Send + Sync>) {
         self.guard = Some(guard);
     }
 
@@ -192,7 +192,7 @@ impl Slab {
     }
 
     /// Compares a checksum of the bytes with the recorded one. The first call records its checksum.
-    pub fn agrees_with(&self, sum: u32) -> bool {
+    pub fn verify_checksum(&self, sum: u32) -> bool {
         let sum = HAS_SUM | u64::from(sum);
         // Relaxed: the word orders nothing; it is compared with bytes that do not change.
         let before = self.0.sum.compare_exchange(0, sum, Ordering::Relaxed, Ordering::Relaxed);

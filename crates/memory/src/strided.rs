@@ -2,7 +2,7 @@
 
 /// `count` pages of `bytes` bytes, the first at `start`, each `stride` bytes after the one before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Strided {
+pub struct StridedPages {
     /// Start of the first page, in bytes from an origin that all runs share.
     pub start: usize,
     /// Bytes from the start of a page to the start of the next one.
@@ -13,7 +13,7 @@ pub struct Strided {
     pub count: usize,
 }
 
-impl Strided {
+impl StridedPages {
     /// Bytes from the start of the first page to the end of the last one; `None` on overflow.
     pub fn extent(&self) -> Option<usize> {
         let Some(steps) = self.count.checked_sub(1) else { return Some(0) };
@@ -25,7 +25,7 @@ impl Strided {
     ///
     /// # Panics
     /// If a stride is zero, or if a run overflows the address space.
-    pub fn shares_bytes_with(&self, other: &Self) -> bool {
+    pub fn overlaps(&self, other: &Self) -> bool {
         if self.count == 0 || other.count == 0 || self.bytes == 0 || other.bytes == 0 {
             return false;
         }
@@ -46,7 +46,7 @@ impl Strided {
 
 /// The sum over all pages i of `own` of how many pages j of `other`, less one, have
 /// `j * other.stride <= from + i * own.stride`.
-fn multiples_up_to(from: i128, own: &Strided, other: &Strided) -> i128 {
+fn multiples_up_to(from: i128, own: &StridedPages, other: &StridedPages) -> i128 {
     let (step, divisor) = (own.stride as i128, other.stride as i128);
     let (count, last) = (own.count as i128, other.count as i128 - 1);
     // Number of pages i that start before the point.
@@ -81,17 +81,17 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn overlaps_by_pairs(one: &Strided, other: &Strided) -> bool {
-        let starts = |run: &Strided| {
+    fn overlaps_by_pairs(one: &StridedPages, other: &StridedPages) -> bool {
+        let starts = |run: &StridedPages| {
             let run = *run;
             (0..run.count).map(move |at| run.start + at * run.stride)
         };
         starts(one).any(|a| starts(other).any(|b| a < b + other.bytes && b < a + one.bytes))
     }
 
-    fn run() -> impl Strategy<Value = Strided> {
+    fn run() -> impl Strategy<Value = StridedPages> {
         (0_usize..120, 1_usize..12, 0_usize..9, 0_usize..12).prop_map(
-            |(start, bytes, gap, count)| Strided { start, stride: bytes + gap, bytes, count },
+            |(start, bytes, gap, count)| StridedPages { start, stride: bytes + gap, bytes, count },
         )
     }
 
@@ -99,35 +99,36 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(4000))]
         #[test]
         fn the_result_matches_a_comparison_of_all_pairs(one in run(), other in run()) {
-            prop_assert_eq!(one.shares_bytes_with(&other), overlaps_by_pairs(&one, &other));
-            prop_assert_eq!(other.shares_bytes_with(&one), overlaps_by_pairs(&one, &other));
+            prop_assert_eq!(one.overlaps(&other), overlaps_by_pairs(&one, &other));
+            prop_assert_eq!(other.overlaps(&one), overlaps_by_pairs(&one, &other));
         }
     }
 
     #[test]
     fn layers_of_one_storage_do_not_overlap() {
         let (layers, pages, bytes) = (64_usize, 1_usize << 20, 64 << 10);
-        let block_major = |layer: usize| Strided {
+        let block_major = |layer: usize| StridedPages {
             start: layer * bytes,
             stride: layers * bytes,
             bytes,
             count: pages,
         };
         for layer in 1..layers {
-            assert!(!block_major(0).shares_bytes_with(&block_major(layer)));
-            let shifted = Strided { start: layer * bytes - 1, ..block_major(layer) };
-            assert!(block_major(layer - 1).shares_bytes_with(&shifted));
+            assert!(!block_major(0).overlaps(&block_major(layer)));
+            let shifted = StridedPages { start: layer * bytes - 1, ..block_major(layer) };
+            assert!(block_major(layer - 1).overlaps(&shifted));
         }
         // With other strides, an overlap at the last page only.
-        let last = Strided { start: (pages - 1) * layers * bytes, stride: 1, bytes: 1, count: 1 };
-        assert!(block_major(0).shares_bytes_with(&last));
-        assert!(!block_major(1).shares_bytes_with(&last));
+        let last =
+            StridedPages { start: (pages - 1) * layers * bytes, stride: 1, bytes: 1, count: 1 };
+        assert!(block_major(0).overlaps(&last));
+        assert!(!block_major(1).overlaps(&last));
     }
 
     #[test]
     fn a_run_longer_than_memory_has_no_extent() {
-        let run = Strided { start: 0, stride: usize::MAX / 2, bytes: 8, count: 4 };
+        let run = StridedPages { start: 0, stride: usize::MAX / 2, bytes: 8, count: 4 };
         assert_eq!(run.extent(), None);
-        assert_eq!(Strided { count: 0, ..run }.extent(), Some(0));
+        assert_eq!(StridedPages { count: 0, ..run }.extent(), Some(0));
     }
 }

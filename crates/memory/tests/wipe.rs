@@ -38,7 +38,7 @@ fn all_free_memory_is_zeroed() {
     fill(&pool);
     pool.begin_wipe();
     let wiped = pool.wipe(&mut || true);
-    assert_eq!((wiped.zeroed_bytes, wiped.left_bytes, wiped.held_bytes), (BYTES, 0, 0));
+    assert_eq!((wiped.zeroed_bytes, wiped.unwiped_bytes, wiped.held_bytes), (BYTES, 0, 0));
     assert_eq!(bytes_left(&pool), 0);
     assert_eq!(pool.stats().reserved_bytes, 0);
 }
@@ -74,6 +74,6 @@ fn memory_not_zeroed_in_time_is_reported_and_can_be_allocated() {
     fill(&pool);
     pool.begin_wipe();
     let wiped = pool.wipe(&mut || false);
-    assert_eq!((wiped.zeroed_bytes, wiped.left_bytes), (0, BYTES));
+    assert_eq!((wiped.zeroed_bytes, wiped.unwiped_bytes), (0, BYTES));
     assert!(pool.allocate(BYTES).is_some());
 }

@@ -9,12 +9,15 @@ use cascade_store::CallOptions;
 use serde::Serialize;
 
 use crate::Node;
-use crate::explain::{ChainStory, Question};
-use crate::status::View;
-use crate::tenants::{DEFAULT, Leftover, Receipt, Tenant};
+use crate::explain::{ChainReport, ExplainRequest};
+use crate::status::StatusView;
+use crate::tenants::{DEFAULT_TENANT, Leftover, Receipt, Tenant};
 
 pub(crate) use commands::reload;
-pub use responses::{Changed, Cleared, Deleted, Drained, Flushed, Found, Identity, Reloaded};
+pub use responses::{
+    ClearResult, DeleteResult, DrainResult, FlushResult, FoundKeys, NodeIdentity, ReloadResult,
+    SettingChange,
+};
 
 /// All topics, for the error message about an unknown one.
 const TOPICS: &str = "status, stats, explain, find, version, flush, delete, clear, forget, config, \
@@ -36,7 +39,7 @@ pub(crate) fn answer(
             let tenant = request.tenant.as_deref().unwrap_or(caller.name());
             let tenant = find_tenant(node, caller, tenant)?;
             let options = CallOptions { timeout: Some(time), ..CallOptions::default() };
-            json(&ChainStory::of(tenant.store(), &request.question, options)?)
+            json(&ChainReport::query(tenant.store(), &request.question, options)?)
         }
         "find" => json(&commands::find(node, caller, &parse(topic, arguments)?, time)?),
         "version" => json(&commands::version(node, caller)),
@@ -71,10 +74,10 @@ fn parse<'a, T: serde::Deserialize<'a>>(topic: &str, arguments: &'a str) -> Resu
 /// A tenant without access gets the same error whether or not `name` exists, so that it cannot
 /// probe for the names of others.
 fn find_tenant<'a>(node: &'a Node, caller: &Tenant, name: &str) -> Result<&'a Tenant, String> {
-    let has_access = caller.name() == name || caller.name() == DEFAULT;
+    let has_access = caller.name() == name || caller.name() == DEFAULT_TENANT;
     let found = node.tenants().by_name(name).filter(|_| has_access);
     found.map(AsRef::as_ref).ok_or_else(|| {
-        if caller.name() == DEFAULT {
+        if caller.name() == DEFAULT_TENANT {
             let names = node.tenants().all().iter().map(|tenant| tenant.name());
             let names: Vec<&str> = names.collect();
             return format!("there is no tenant {name:?}; the tenants are {}", names.join(", "));
@@ -86,7 +89,7 @@ fn find_tenant<'a>(node: &'a Node, caller: &Tenant, name: &str) -> Result<&'a Te
 
 /// Rejects a request about the whole node unless the caller is the default tenant.
 fn require_administrator(caller: &Tenant) -> Result<(), String> {
-    if caller.name() == DEFAULT {
+    if caller.name() == DEFAULT_TENANT {
         return Ok(());
     }
     Err(format!(
@@ -99,7 +102,7 @@ fn require_administrator(caller: &Tenant) -> Result<(), String> {
 /// The status as the caller may see it: a tenant other than the default one sees only itself and
 /// its own clients.
 fn status(node: &Node, caller: &Tenant) -> crate::status::Status {
-    node.status().seen_by(&View::of_tenant(caller), node)
+    node.status().seen_by(&StatusView::of_tenant(caller), node)
 }
 
 /// Arguments of `explain`.
@@ -108,7 +111,7 @@ struct Explain {
     #[serde(default)]
     tenant: Option<String>,
     #[serde(flatten)]
-    question: Question,
+    question: ExplainRequest,
 }
 
 /// Arguments of `forget`.
@@ -126,7 +129,7 @@ fn forget(node: &Node, caller: &Tenant, name: &str, time: Duration) -> Result<Re
     node.sessions().drop_pins(tenant, None);
     let mut receipt = tenant.forget(time).map_err(|error| error.to_string())?;
     if receipt.memory.held_bytes > 0 {
-        let held = |client: &crate::SessionFacts| client.leased_bytes + client.reserved_bytes;
+        let held = |client: &crate::ClientSnapshot| client.leased_bytes + client.reserved_bytes;
         let holders = node.clients().into_iter();
         let holders = holders.filter(|client| client.tenant == name && held(client) > 0);
         receipt.left.extend(holders.map(|client| Leftover {

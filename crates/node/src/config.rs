@@ -24,17 +24,17 @@ mod settings;
 mod value;
 
 pub use admin_group::AdminGroup;
-pub use change::{ShownKey, shown, with_value};
+pub use change::{SettingInfo, list_settings, with_value};
 pub use check::SOCKET_PATH_BYTES_MAX;
-pub use default_capacity::Room;
-pub use difference::{Difference, difference};
+pub use default_capacity::AvailableSpace;
+pub use difference::{ConfigDifference, difference};
 pub use environment::Environment;
 pub use error::ConfigError;
-pub use key::Key;
+pub use key::SettingKey;
 pub use keys::{KEYS, SECTIONS, TENANT_KEYS};
 pub use reference::{example, reference};
 pub use settings::{Setting, SettingSource, Settings};
-pub use value::{Kind, SettingValue};
+pub use value::{SettingValue, ValueKind};
 
 /// A node's settings.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -152,11 +152,11 @@ impl NodeConfig {
 
 /// Sources of settings, in addition to the built-in defaults and the environment.
 #[derive(Debug, Clone, Default)]
-pub struct Sources {
+pub struct ConfigSources {
     /// The configuration file. Without it, the file that `CASCADE_CONFIG` names is read.
     pub file: Option<PathBuf>,
     /// Keys set on the command line, each with its value as text.
-    pub flags: Vec<(&'static Key, String)>,
+    pub flags: Vec<(&'static SettingKey, String)>,
 }
 
 /// Reads all sources and checks the result. Later sources override earlier ones: built-in
@@ -164,7 +164,7 @@ pub struct Sources {
 ///
 /// # Errors
 /// The first setting that is wrong, with its place and the expected value.
-pub fn load(sources: &Sources, environment: &Environment) -> Result<NodeConfig, ConfigError> {
+pub fn load(sources: &ConfigSources, environment: &Environment) -> Result<NodeConfig, ConfigError> {
     let mut settings = Settings::built_in();
     if let Some(path) = sources.file.clone().or_else(|| environment.config_file()) {
         file::read(&path, &mut settings)?;

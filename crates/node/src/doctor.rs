@@ -24,7 +24,7 @@ use crate::config::ConfigError;
 use cascade_block::with_causes;
 
 pub use machine::{Machine, ProbeFile, ThisMachine};
-pub use space::{FileSystem, Space};
+pub use space::{DiskSpace, FileSystem};
 
 /// The usual time limit for all checks together. A check that takes longer (a dead mount) has
 /// failed.
@@ -33,7 +33,7 @@ pub const TIME_LIMIT: Duration = Duration::from_secs(10);
 /// The result of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum State {
+pub enum CheckState {
     /// No problem.
     Ok,
     /// A node works, but is slower or keeps less than it could.
@@ -44,7 +44,7 @@ pub enum State {
     Absent,
 }
 
-impl fmt::Display for State {
+impl fmt::Display for CheckState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
             Self::Ok => "ok",
@@ -61,7 +61,7 @@ pub struct Finding {
     /// The check, such as `shared_memory`.
     pub id: String,
     /// The result.
-    pub state: State,
+    pub state: CheckState,
     /// What was found on the host.
     pub found: String,
     /// Why it matters.
@@ -84,26 +84,26 @@ pub struct Report {
 /// The outcome of a check, without its name and reason.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct CheckOutcome {
-    state: State,
+    state: CheckState,
     found: String,
     remedy: Option<String>,
 }
 
 impl CheckOutcome {
     fn ok(found: impl Into<String>) -> Self {
-        Self { state: State::Ok, found: found.into(), remedy: None }
+        Self { state: CheckState::Ok, found: found.into(), remedy: None }
     }
 
     fn absent(found: impl Into<String>) -> Self {
-        Self { state: State::Absent, found: found.into(), remedy: None }
+        Self { state: CheckState::Absent, found: found.into(), remedy: None }
     }
 
     fn warning(found: impl Into<String>, remedy: impl Into<String>) -> Self {
-        Self { state: State::Warning, found: found.into(), remedy: Some(remedy.into()) }
+        Self { state: CheckState::Warning, found: found.into(), remedy: Some(remedy.into()) }
     }
 
     fn failed(found: impl Into<String>, remedy: impl Into<String>) -> Self {
-        Self { state: State::Failed, found: found.into(), remedy: Some(remedy.into()) }
+        Self { state: CheckState::Failed, found: found.into(), remedy: Some(remedy.into()) }
     }
 }
 
@@ -169,7 +169,7 @@ pub fn examine(
             vec![finding(&CONFIGURATION, CheckOutcome::failed(with_causes(&error), remedy))]
         }
     };
-    let is_ready = checks.iter().all(|finding| finding.state != State::Failed);
+    let is_ready = checks.iter().all(|finding| finding.state != CheckState::Failed);
     Report { version: env!("CARGO_PKG_VERSION").to_owned(), is_ready, checks }
 }
 

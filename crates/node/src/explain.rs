@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 /// The request of `cascade explain`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Question {
+pub struct ExplainRequest {
     /// The keys of the chain in hexadecimal digits, root first: all 64 digits, or the first ones
     /// as pages show them.
     pub keys: Vec<String>,
@@ -19,7 +19,7 @@ pub struct Question {
 
 /// The explanation of a chain.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ChainStory {
+pub struct ChainReport {
     /// Leading blocks that are present: what a lookup would match.
     pub leading: usize,
     /// Blocks that are present after the first missing one.
@@ -27,14 +27,14 @@ pub struct ChainStory {
     /// Why the first missing block is missing.
     pub first_missing: Option<String>,
     /// All blocks.
-    pub blocks: Vec<BlockStory>,
+    pub blocks: Vec<BlockReport>,
     /// How the known namespaces differ from the client's, if no block of the chain is known.
     pub namespaces: Vec<NamespaceReport>,
 }
 
 /// The explanation of a block: `here` or `missing`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct BlockStory {
+pub struct BlockReport {
     /// The key in hexadecimal digits.
     pub key: String,
     /// Its location and use, if it is present.
@@ -91,7 +91,7 @@ const DIGITS_MIN: usize = 8;
 const SHORTENED_MAX: usize = 64;
 
 /// The keys of blocks that are given by their keys, or by the first digits of them.
-pub(crate) fn keys(
+pub(crate) fn resolve_keys(
     store: &Store,
     texts: &[String],
     options: CallOptions,
@@ -109,7 +109,7 @@ pub(crate) fn keys(
 
 /// The only key that begins with these digits.
 fn resolve(store: &Store, text: &str, options: CallOptions) -> Result<BlockKey, String> {
-    match find(store, text, 2, options)?.as_slice() {
+    match find_by_prefix(store, text, 2, options)?.as_slice() {
         [key] => Ok(*key),
         [] => Err(format!(
             "no block has a key that begins with {text}; use all 64 digits to explain a block \
@@ -124,7 +124,7 @@ fn resolve(store: &Store, text: &str, options: CallOptions) -> Result<BlockKey, 
 }
 
 /// At most `limit` keys of blocks that begin with these hexadecimal digits.
-pub(crate) fn find(
+pub(crate) fn find_by_prefix(
     store: &Store,
     digits: &str,
     limit: usize,
@@ -148,10 +148,14 @@ pub(crate) fn find(
     Ok(found.into_iter().filter(matches).take(limit).collect())
 }
 
-impl ChainStory {
+impl ChainReport {
     /// Queries a store.
-    pub fn of(store: &Store, request: &Question, options: CallOptions) -> Result<Self, String> {
-        let keys = keys(store, &request.keys, options)?;
+    pub fn query(
+        store: &Store,
+        request: &ExplainRequest,
+        options: CallOptions,
+    ) -> Result<Self, String> {
+        let keys = resolve_keys(store, &request.keys, options)?;
         let namespace = request.manifest.as_ref().map(|fields| {
             let with =
                 |manifest: Manifest, (name, value): (&String, &String)| manifest.with(name, value);
@@ -167,7 +171,7 @@ impl ChainStory {
     fn from_explanation(explanation: &Explanation, now_unix_ms: u64) -> Self {
         let blocks = explanation.blocks.iter();
         let blocks: Vec<_> =
-            blocks.map(|block| BlockStory::from_explanation(block, now_unix_ms)).collect();
+            blocks.map(|block| BlockReport::from_explanation(block, now_unix_ms)).collect();
         let namespaces = explanation.namespaces.iter().map(|other| NamespaceReport {
             id: other.id.to_string(),
             difference: match other.fields.as_slice() {
@@ -185,17 +189,17 @@ impl ChainStory {
     }
 }
 
-impl BlockStory {
+impl BlockReport {
     fn from_explanation(block: &BlockExplanation, now_unix_ms: u64) -> Self {
         let seconds = |since: u64| now_unix_ms.saturating_sub(since) / 1000;
         let key = block.key.to_string();
         match &block.state {
-            BlockState::Here(here) if here.tiers.is_empty() => Self {
+            BlockState::Present(here) if here.tiers.is_empty() => Self {
                 key,
                 missing: Some("unavailable: it is only in a tier whose circuit is open".to_owned()),
                 ..Self::default()
             },
-            BlockState::Here(here) => Self {
+            BlockState::Present(here) => Self {
                 key,
                 here: Some(ResidentBlock {
                     tiers: here.tiers.iter().map(ToString::to_string).collect(),
@@ -216,7 +220,7 @@ impl BlockStory {
                 }),
                 ..Self::default()
             },
-            BlockState::Gone { why, since_unix_ms } => Self {
+            BlockState::Absent { why, since_unix_ms } => Self {
                 key,
                 missing: Some(why.to_string()),
                 gone_s: Some(seconds(*since_unix_ms)),

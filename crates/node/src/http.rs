@@ -34,7 +34,7 @@ const BACKLOG: i32 = 4096;
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Path of the Unix socket for HTTP, by the path of the node's own socket.
-pub fn socket_of(node_socket: &Path) -> PathBuf {
+pub fn http_socket_path(node_socket: &Path) -> PathBuf {
     let mut path = node_socket.as_os_str().to_owned();
     path.push(".http");
     path.into()
@@ -143,7 +143,7 @@ pub fn serve(node: &Node, config: HttpConfig) -> Result<HttpHandle, NodeError> {
     // a client's kernel retries only after a second. Listening again sets a longer one.
     rustix::net::listen(&listener, BACKLOG).map_err(|error| bind(error.into()))?;
     let address = listener.local_addr().map_err(bind)?;
-    node.note_address(address);
+    node.set_address(address);
     let access = Arc::new(RwLock::new(Arc::new(HttpAccess::new(address, secrets))));
     let (stop, stopped) = watch::channel(None);
     let runtime = tokio::runtime::Builder::new_current_thread()
@@ -177,8 +177,8 @@ type UnixSocket = (Option<std::os::unix::net::UnixListener>, Option<SocketFile>)
 ///
 /// If its path would be too long, there is no such socket: `cascade status` shows the same.
 fn listen_unix(node: &Node) -> Result<UnixSocket, NodeError> {
-    let path = socket_of(&node.config().socket);
-    let group = node.config().admin_group.as_ref().map(|group| group.number);
+    let path = http_socket_path(&node.config().socket);
+    let group = node.config().admin_group.as_ref().map(|group| group.gid);
     if rustix::net::SocketAddrUnix::new(&path).is_err() {
         tracing::warn!(
             path = %path.display(),

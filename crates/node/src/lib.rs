@@ -23,4 +23,4 @@ pub mod traffic;
 
 pub use config::NodeConfig;
 pub use node::{Node, NodeError};
-pub use server::{Server, SessionFacts};
+pub use server::{ClientSnapshot, Server};

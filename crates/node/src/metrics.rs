@@ -11,7 +11,7 @@ use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet, 
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
 
-use crate::status::{Histogram, Status, View};
+use crate::status::{Histogram, Status, StatusView};
 
 /// Every family, in the order of a scrape.
 pub fn families() -> impl Iterator<Item = &'static MetricFamily> + Clone {
@@ -160,7 +160,7 @@ impl Collector for StatusCollector {
             let metric = encoder.encode_descriptor(family.name, family.help, None, kind)?;
             let mut samples = FamilySamples::default();
             (family.read)(&self.0, &mut samples);
-            write_samples(family, &samples, self.0.view == View::Totals, metric)?;
+            write_samples(family, &samples, self.0.view == StatusView::Totals, metric)?;
         }
         Ok(())
     }

@@ -11,14 +11,14 @@ use cascade_store::{Store, StoreError};
 use thiserror::Error;
 
 use crate::NodeConfig;
-use crate::config::{self, Difference};
+use crate::config::{self, ConfigDifference};
 use crate::controls::ProcessControls;
 use crate::http::HttpError;
 use crate::process_stats::ProcessStats;
 use crate::samples::Samples;
-use crate::server::{ClientSessions, SessionFacts};
+use crate::server::{ClientSessions, ClientSnapshot};
 use crate::socket_place::SocketPlaceError;
-use crate::status::{ClientsStatus, NodeState, NodeStatus, Status, TenantStatus, View};
+use crate::status::{ClientsStatus, NodeState, NodeStatus, Status, StatusView, TenantStatus};
 use crate::telemetry::{Spans, TelemetryError};
 use crate::tenants::{Tenant, TenantError, Tenants};
 use crate::traffic::Traffic;
@@ -176,7 +176,10 @@ impl Node {
     ///
     /// # Errors
     /// The log filter is invalid; then nothing changes.
-    pub(crate) fn apply_config(&self, new: &NodeConfig) -> Result<Difference, TelemetryError> {
+    pub(crate) fn apply_config(
+        &self,
+        new: &NodeConfig,
+    ) -> Result<ConfigDifference, TelemetryError> {
         // Held to the end: two concurrent changes must not each compare with the other's old state.
         let mut current = self.0.current.lock().unwrap_or_else(PoisonError::into_inner);
         // The log filter is the only step that can fail, so it goes first.
@@ -188,7 +191,7 @@ impl Node {
         *current = new.clone();
         // Live settings are compared with the last change, the others with the start: these stay
         // different until the node is restarted.
-        Ok(Difference { live, restart: config::difference(&self.0.config, new).restart })
+        Ok(ConfigDifference { live, restart: config::difference(&self.0.config, new).restart })
     }
 
     /// Sets the handles on the process. Only the first call has an effect.
@@ -243,7 +246,7 @@ impl Node {
     }
 
     /// Sets the address of the TCP port. Only the first call has an effect.
-    pub(crate) fn note_address(&self, address: SocketAddr) {
+    pub(crate) fn set_address(&self, address: SocketAddr) {
         self.0.address.get_or_init(|| address);
     }
 
@@ -260,7 +263,7 @@ impl Node {
     }
 
     /// The clients that are connected or hold memory.
-    pub fn clients(&self) -> Vec<SessionFacts> {
+    pub fn clients(&self) -> Vec<ClientSnapshot> {
         self.0.sessions.all().iter().map(|session| session.snapshot()).collect()
     }
 
@@ -285,12 +288,13 @@ impl Node {
         let tenants = inner.tenants.all().iter().map(|tenant| {
             let store = tenant.store();
             let hot = store.hot_prefixes(HOT_PREFIXES);
-            TenantStatus::of(tenant.name(), &store.stats(), SystemClock.unix_ms()).with_hot(&hot)
+            TenantStatus::of(tenant.name(), &store.stats(), SystemClock.unix_ms())
+                .with_hot_prefixes(&hot)
         });
         let tenants = tenants.collect();
         let spans = inner.spans.lock().unwrap_or_else(PoisonError::into_inner);
         Status {
-            view: View::All,
+            view: StatusView::All,
             node: NodeStatus {
                 version: env!("CARGO_PKG_VERSION").to_owned(),
                 pid: std::process::id(),

@@ -12,7 +12,7 @@ use tokio::sync::Notify;
 use crate::admin;
 use crate::config::{ConfigError, Environment};
 use crate::controls::ProcessControls;
-use crate::doctor::{self, Finding, Machine, State, ThisMachine};
+use crate::doctor::{self, CheckState, Finding, Machine, ThisMachine};
 use crate::http::{self, HttpConfig};
 use crate::notify::ServiceManager;
 use crate::socket::SocketFile;
@@ -54,7 +54,7 @@ pub fn run(
     let log = telemetry::start(&config.log, spans.as_ref())?;
     log_derived_files_capacity(&config);
     log_failed_checks(&config);
-    let group = config.admin_group.as_ref().map(|group| group.number);
+    let group = config.admin_group.as_ref().map(|group| group.gid);
     let (listener, file) = SocketFile::listen(&config.socket, config.socket_mode, group)?;
     let node = Node::open(config)?;
     node.set_controls(ProcessControls::new(reload, log, &signals.stop));
@@ -166,7 +166,7 @@ fn reload_config(node: &Node) {
 fn log_failed_checks(config: &NodeConfig) {
     let machine: Arc<dyn Machine> = Arc::new(ThisMachine);
     let report = doctor::examine(Ok(config.clone()), &machine, doctor::TIME_LIMIT);
-    for finding in report.checks.iter().filter(|finding| finding.state == State::Failed) {
+    for finding in report.checks.iter().filter(|finding| finding.state == CheckState::Failed) {
         let Finding { id: check, found, why, remedy, .. } = finding;
         tracing::warn!(%check, %found, %why, remedy, "a check of this machine failed");
     }

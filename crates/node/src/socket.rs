@@ -11,7 +11,7 @@ use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use rustix::process::geteuid;
 
 use crate::NodeError;
-use crate::socket_place::{self, Occupant, SocketPlaceError};
+use crate::socket_place::{self, SocketPathState, SocketPlaceError};
 
 /// Connections that the kernel holds until the node accepts them; `net.core.somaxconn` caps it.
 const BACKLOG: i32 = 4096;
@@ -49,7 +49,7 @@ impl SocketFile {
         if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
             return Err(path_error(SocketPlaceError::Taken { path: path.to_owned() }));
         }
-        if found == Occupant::Stale {
+        if found == SocketPathState::Stale {
             fs::remove_file(path).map_err(failed("remove the stale socket"))?;
         }
         // Only the owner may connect until the permissions below are set.

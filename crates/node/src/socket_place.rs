@@ -16,9 +16,9 @@ const STICKY: u32 = 0o1000;
 
 /// What exists at the socket's path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Occupant {
+pub enum SocketPathState {
     /// Nothing.
-    Nobody,
+    Free,
     /// A socket that no process serves: it may be removed.
     Stale,
 }
@@ -77,7 +77,10 @@ pub enum SocketPlaceError {
 ///
 /// # Errors
 /// Why a node of `user` must not listen there.
-pub fn create_directory_and_examine(path: &Path, user: u32) -> Result<Occupant, SocketPlaceError> {
+pub fn create_directory_and_examine(
+    path: &Path,
+    user: u32,
+) -> Result<SocketPathState, SocketPlaceError> {
     let directory = directory_of(path);
     let made = DirBuilder::new().recursive(true).mode(0o700).create(directory);
     made.map_err(|source| SocketPlaceError::Directory { directory: directory.into(), source })?;
@@ -88,7 +91,7 @@ pub fn create_directory_and_examine(path: &Path, user: u32) -> Result<Occupant, 
 ///
 /// # Errors
 /// Why the node must not listen there.
-pub fn examine(path: &Path, user: u32) -> Result<Occupant, SocketPlaceError> {
+pub fn examine(path: &Path, user: u32) -> Result<SocketPathState, SocketPlaceError> {
     let directory = directory_of(path);
     let facts = fs::metadata(directory)
         .map_err(|source| SocketPlaceError::Directory { directory: directory.into(), source })?;
@@ -98,7 +101,7 @@ pub fn examine(path: &Path, user: u32) -> Result<Occupant, SocketPlaceError> {
         return Err(SocketPlaceError::Unsafe { directory: directory.into(), owner, mode });
     }
     match fs::symlink_metadata(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Occupant::Nobody),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(SocketPathState::Free),
         Err(source) => Err(SocketPlaceError::Unclear { path: path.into(), source }),
         Ok(facts) if !facts.file_type().is_socket() => {
             Err(SocketPlaceError::NoSocket { path: path.into() })
@@ -108,7 +111,7 @@ pub fn examine(path: &Path, user: u32) -> Result<Occupant, SocketPlaceError> {
             Ok(()) | Err(Errno::AGAIN | Errno::INPROGRESS) => {
                 Err(SocketPlaceError::Taken { path: path.into() })
             }
-            Err(Errno::CONNREFUSED) => Ok(Occupant::Stale),
+            Err(Errno::CONNREFUSED) => Ok(SocketPathState::Stale),
             Err(error) => {
                 Err(SocketPlaceError::Unclear { path: path.into(), source: error.into() })
             }
@@ -142,7 +145,7 @@ mod tests {
     fn a_missing_directory_is_created_for_its_user_alone() {
         let directory = tempfile::TempDir::new().unwrap();
         let path = directory.path().join("cascade-1/cascade.sock");
-        assert_eq!(create_directory_and_examine(&path, own_user()).unwrap(), Occupant::Nobody);
+        assert_eq!(create_directory_and_examine(&path, own_user()).unwrap(), SocketPathState::Free);
         let mode = fs::metadata(path.parent().unwrap()).unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o700);
     }
@@ -159,7 +162,7 @@ mod tests {
         assert!(answers.contains(&Err(Errno::AGAIN)), "{answers:?}");
         assert!(matches!(examine(&path, own_user()), Err(SocketPlaceError::Taken { .. })));
         drop(listener);
-        assert_eq!(examine(&path, own_user()).unwrap(), Occupant::Stale);
+        assert_eq!(examine(&path, own_user()).unwrap(), SocketPathState::Stale);
         fs::remove_file(&path).unwrap();
         fs::write(&path, "").unwrap();
         assert!(matches!(examine(&path, own_user()), Err(SocketPlaceError::NoSocket { .. })));

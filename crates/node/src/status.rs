@@ -7,13 +7,13 @@ mod view;
 use serde::{Deserialize, Serialize};
 
 pub use histogram::Histogram;
-pub use view::{ALL_TENANTS, View};
+pub use view::{ALL_TENANTS, StatusView};
 
 /// The status of a node at one moment.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Status {
     /// The part of the node that this status covers.
-    pub view: View,
+    pub view: StatusView,
     /// The process.
     pub node: NodeStatus,
     /// The stores of the tenants, `default` first.

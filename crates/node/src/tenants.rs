@@ -29,7 +29,7 @@ use crate::config::AdminGroup;
 const ROOT_USER: u32 = 0;
 
 /// The tenant of the node's own user.
-pub const DEFAULT: &str = "default";
+pub const DEFAULT_TENANT: &str = "default";
 
 /// Why the tenants of a configuration cannot be served.
 #[derive(Debug, Error)]
@@ -182,7 +182,7 @@ impl Tenants {
 
     fn open_for(config: &NodeConfig, own_user: u32) -> Result<Self, TenantError> {
         let name = |place: usize| match place {
-            0 => DEFAULT.to_owned(),
+            0 => DEFAULT_TENANT.to_owned(),
             place => config.tenants[place - 1].name.clone(),
         };
         let ambiguous = |one: usize, other: usize, reason: &str| TenantError::Ambiguous {
@@ -204,7 +204,7 @@ impl Tenants {
                 if let Some(other) = users.insert(*user, place).filter(|other| *other != place) {
                     let reason = format!(
                         "both have user {user}; a user belongs to one tenant (the node's own user \
-                         to {DEFAULT:?}), use a token_file for the other"
+                         to {DEFAULT_TENANT:?}), use a token_file for the other"
                     );
                     return Err(ambiguous(other, place, &reason));
                 }
@@ -220,7 +220,7 @@ impl Tenants {
         }
         check_directories(config, &ambiguous)?;
         let own = Tenant::open(
-            DEFAULT,
+            DEFAULT_TENANT,
             config.store.clone(),
             config.encryption_key_file.as_ref(),
             config,
@@ -296,7 +296,7 @@ impl Tenants {
 /// Only the default tenant has one. A file with a name cannot be sealed against truncation: another
 /// user with its descriptor could truncate it and crash the node with SIGBUS.
 pub(crate) fn pool_file(node: &NodeConfig, tenant: &str) -> Option<PathBuf> {
-    if tenant != DEFAULT {
+    if tenant != DEFAULT_TENANT {
         return None;
     }
     let directory = node.pool_directory.as_ref()?;

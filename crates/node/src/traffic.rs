@@ -61,7 +61,7 @@ impl Operation {
 
 /// The figures of one completed request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Answered {
+pub struct CompletedRequest {
     /// The kind of request.
     pub operation: Operation,
     /// Time from the request to the response.
@@ -135,7 +135,7 @@ impl Default for Traffic {
 
 impl Traffic {
     /// Counts a request.
-    pub fn record(&self, request: &Answered) {
+    pub fn record(&self, request: &CompletedRequest) {
         let counters = &self.operations[request.operation as usize];
         if request.failed {
             counters.failures.fetch_add(1, Relaxed);
@@ -235,9 +235,9 @@ impl Buckets {
 mod tests {
     use super::*;
 
-    fn request(operation: Operation, blocks: u64, hit_blocks: u64) -> Answered {
+    fn request(operation: Operation, blocks: u64, hit_blocks: u64) -> CompletedRequest {
         let duration = Duration::from_micros(100);
-        Answered { operation, duration, blocks, hit_blocks, bytes: 0, failed: false }
+        CompletedRequest { operation, duration, blocks, hit_blocks, bytes: 0, failed: false }
     }
 
     #[test]

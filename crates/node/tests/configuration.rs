@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 
 use cascade_node::NodeConfig;
 use cascade_node::config::{
-    self, ConfigError, Environment, KEYS, KeepPool, Key, Kind, Room, Sources, TENANT_KEYS,
-    difference,
+    self, AvailableSpace, ConfigError, ConfigSources, Environment, KEYS, KeepPool, SettingKey,
+    TENANT_KEYS, ValueKind, difference,
 };
 use cascade_node::doctor::FileSystem;
 use proptest::prelude::*;
@@ -17,13 +17,14 @@ use tempfile::TempDir;
 
 const USER: u32 = 1000;
 /// The free space of every directory in these tests.
-const ROOM: Room = Room { file_system: FileSystem(0xef53), free_bytes: 2 << 40, own_bytes: 0 };
+const ROOM: AvailableSpace =
+    AvailableSpace { file_system: FileSystem(0xef53), free_bytes: 2 << 40, own_bytes: 0 };
 
 /// One configuration file in a directory of its own. `HERE` in the text is replaced by its path.
 struct Case {
     directory: TempDir,
     variables: Vec<(&'static str, String)>,
-    flags: Vec<(&'static Key, String)>,
+    flags: Vec<(&'static SettingKey, String)>,
 }
 
 impl Case {
@@ -58,9 +59,9 @@ impl Case {
     fn load(&self) -> Result<NodeConfig, ConfigError> {
         let mut environment = Environment::new(self.variables.clone(), USER);
         environment.passwd = self.path("passwd");
-        environment.room_of = |_| Ok(ROOM);
+        environment.available_space = |_| Ok(ROOM);
         let file = Some(self.path("cascade.toml"));
-        config::load(&Sources { file, flags: self.flags.clone() }, &environment)
+        config::load(&ConfigSources { file, flags: self.flags.clone() }, &environment)
     }
 
     fn refusal(&self) -> String {
@@ -69,7 +70,7 @@ impl Case {
 }
 
 fn without_file() -> NodeConfig {
-    config::load(&Sources::default(), &Environment::new([("A", "")], USER)).unwrap()
+    config::load(&ConfigSources::default(), &Environment::new([("A", "")], USER)).unwrap()
 }
 
 /// The configuration without the sources of its settings.
@@ -128,10 +129,10 @@ fn the_file_may_be_named_by_the_environment() {
     let case = Case::new("dram = \"1GiB\"\n");
     let file = case.path("cascade.toml").display().to_string();
     let environment = Environment::new([("CASCADE_CONFIG", file)], USER);
-    let config = config::load(&Sources::default(), &environment).unwrap();
+    let config = config::load(&ConfigSources::default(), &environment).unwrap();
     assert_eq!(config.store.dram_bytes, 1 << 30);
     let missing = Environment::new([("CASCADE_CONFIG", "/no/such/file.toml")], USER);
-    let error = config::load(&Sources::default(), &missing).unwrap_err().to_string();
+    let error = config::load(&ConfigSources::default(), &missing).unwrap_err().to_string();
     assert!(error.contains("/no/such/file.toml"), "{error}");
 }
 
@@ -155,8 +156,8 @@ fn unknown_keys_and_invalid_values_are_reported_with_their_place() {
         ("capacity = \"1GiB\"", &["cascade.toml:1", "\"capacity\""]),
         ("dram = \"lots\"", &["cascade.toml:1", "dram", "512MiB"]),
         ("dram = 1.5", &["cascade.toml:1", "\"1.5\"", "512MiB"]),
-        ("dram = \"1MiB\"", &["dram", "the least is 4MiB"]),
-        ("[advanced]\nprotected_share = 101", &["protected_share", "the most is 100%"]),
+        ("dram = \"1MiB\"", &["dram", "the minimum is 4MiB"]),
+        ("[advanced]\nprotected_share = 101", &["protected_share", "the maximum is 100%"]),
         ("policy = true", &["policy", "prefix-cost"]),
         ("[advanced]\ntimeout = \"soon\"", &["timeout", "250ms"]),
         ("socket_mode = 600", &["socket_mode", "\"0600\""]),
@@ -181,7 +182,7 @@ fn a_former_name_of_a_setting_is_refused_with_the_new_name() {
         ("[dram]\ncapacity = \"1GiB\"", &[":2", "dram.capacity is now called dram", "top"]),
         ("[files]\ndirectory = \"/a\"", &["files.directory is now called files"]),
         ("[store]\ndirty_max = \"1GiB\"", &["is now called dirty_max", "below [advanced]"]),
-        ("[dram]\nnothing = 1", &["dram: is no table", "[advanced]"]),
+        ("[dram]\nnothing = 1", &["dram: is not a table", "[advanced]"]),
         ("dirty_bytes_max = 1", &["dirty_bytes_max is now called dirty_max"]),
         (
             "[[tenant]]\nname = \"a\"\nfiles_directory = \"/a\"",
@@ -265,7 +266,7 @@ fn secrets_that_others_can_use_are_refused() {
     }
     let inside = "files = \"HERE\"\nencryption_key_file = \"HERE/key\"\n";
     let error = Case::new(inside).secret("key", 0o600).refusal();
-    assert!(error.contains("lies among the files"), "{error}");
+    assert!(error.contains("inside the directory that it encrypts"), "{error}");
 }
 
 #[test]
@@ -322,11 +323,11 @@ fn a_derived_capacity_is_not_a_change_of_the_configuration() {
     let case = Case::new("files = \"/nvme/cascade\"\n");
     let old = case.load().unwrap();
     let mut environment = Environment::new([("A", "")], USER);
-    environment.room_of = |_| Ok(Room { free_bytes: 1 << 40, ..ROOM });
+    environment.available_space = |_| Ok(AvailableSpace { free_bytes: 1 << 40, ..ROOM });
     let file = Some(case.path("cascade.toml"));
-    let new = config::load(&Sources { file, flags: Vec::new() }, &environment).unwrap();
+    let new = config::load(&ConfigSources { file, flags: Vec::new() }, &environment).unwrap();
     assert_ne!(old.store.files, new.store.files);
-    assert_eq!(difference(&old, &new), config::Difference::default());
+    assert_eq!(difference(&old, &new), config::ConfigDifference::default());
 }
 
 #[test]
@@ -338,26 +339,26 @@ fn a_pool_that_is_not_kept_has_no_directory() {
 }
 
 /// A value of a key that differs from its default, as TOML.
-fn other_value(key: &Key) -> String {
+fn other_value(key: &SettingKey) -> String {
     let text = match key.kind {
-        Kind::Choice(choices) => {
+        ValueKind::Choice(choices) => {
             *choices.iter().find(|choice| Some(**choice) != key.default).unwrap()
         }
-        Kind::Switch if key.default == Some("true") => return "false".to_owned(),
-        Kind::Switch => return "true".to_owned(),
-        Kind::Count => return "5".to_owned(),
-        Kind::List => return "[4711]".to_owned(),
-        Kind::Path => "HERE/secret",
-        Kind::Size => "8MiB",
-        Kind::Rate => "3MiB/s",
-        Kind::Duration => "7s",
-        Kind::Percent => "42%",
-        Kind::Mode => "0666",
-        Kind::Address => "127.0.0.1:9000",
-        Kind::Url => "http://localhost:4318",
-        Kind::Text if key.path == "pipeline" => "Files",
-        Kind::Text if key.path == "admin_group" => "700",
-        Kind::Text => "debug",
+        ValueKind::Switch if key.default == Some("true") => return "false".to_owned(),
+        ValueKind::Switch => return "true".to_owned(),
+        ValueKind::Count => return "5".to_owned(),
+        ValueKind::List => return "[4711]".to_owned(),
+        ValueKind::Path => "HERE/secret",
+        ValueKind::Size => "8MiB",
+        ValueKind::Rate => "3MiB/s",
+        ValueKind::Duration => "7s",
+        ValueKind::Percent => "42%",
+        ValueKind::Mode => "0666",
+        ValueKind::Address => "127.0.0.1:9000",
+        ValueKind::Url => "http://localhost:4318",
+        ValueKind::Text if key.path == "pipeline" => "Files",
+        ValueKind::Text if key.path == "admin_group" => "700",
+        ValueKind::Text => "debug",
     };
     format!("{text:?}")
 }
@@ -435,7 +436,7 @@ fn a_reload_lists_live_changes_and_those_that_need_a_restart() {
     let changes = difference(&old, &new);
     assert_eq!(changes.live, ["connections_max"]);
     assert_eq!(changes.restart, ["dram", "tenant \"b\" (new)", "tenant \"a\" (removed)"]);
-    assert_eq!(difference(&old, &old), config::Difference::default());
+    assert_eq!(difference(&old, &old), config::ConfigDifference::default());
 }
 
 proptest! {

@@ -16,12 +16,12 @@ use std::time::Duration;
 
 use cascade_memory::{MemoryError, PageReport, PageSource};
 use cascade_node::NodeConfig;
-use cascade_node::config::{self, Environment, Sources};
+use cascade_node::config::{self, ConfigSources, Environment};
 use cascade_node::doctor::{
-    FileSystem, Machine, ProbeFile, Report, Space, State, ThisMachine, check_ids, examine,
+    CheckState, DiskSpace, FileSystem, Machine, ProbeFile, Report, ThisMachine, check_ids, examine,
 };
-use cascade_node::socket_place::{Occupant, SocketPlaceError};
-use cascade_store::{FilesConfig, IoEngine, LeftPool, Store, StoreConfig};
+use cascade_node::socket_place::{SocketPathState, SocketPlaceError};
+use cascade_store::{FilesConfig, IoEngine, LeftoverPool, Store, StoreConfig};
 use tempfile::TempDir;
 
 const GIB: u64 = 1 << 30;
@@ -49,13 +49,13 @@ fn concurrent_checks_can_probe_one_directory() {
 struct FakeMachine {
     texts: BTreeMap<String, String>,
     lists: BTreeMap<String, Vec<String>>,
-    pool: Space,
-    files: Space,
+    pool: DiskSpace,
+    files: DiskSpace,
     direct_refusal: Option<io::ErrorKind>,
     huge_bytes: usize,
     ring: Result<bool, io::ErrorKind>,
     unix_seconds: u64,
-    left_pools: Vec<LeftPool>,
+    left_pools: Vec<LeftoverPool>,
     /// `try_ring` blocks until the sender is dropped.
     hangs_until: Option<Mutex<mpsc::Receiver<()>>>,
 }
@@ -83,7 +83,7 @@ impl FakeMachine {
             ("/usr/lib64", "libcuda.so.1"),
         ];
         let space =
-            |file_system| Space { file_system, free_bytes: 20 * GIB, total_bytes: 32 * GIB };
+            |file_system| DiskSpace { file_system, free_bytes: 20 * GIB, total_bytes: 32 * GIB };
         Self {
             texts: texts.map(|(path, text)| (path.to_owned(), text.to_owned())).into(),
             lists: lists.map(|(path, name)| (path.to_owned(), vec![name.to_owned()])).into(),
@@ -112,7 +112,7 @@ impl Machine for FakeMachine {
         self.lists.get(path).cloned().ok_or_else(|| io::ErrorKind::NotFound.into())
     }
 
-    fn space(&self, directory: &Path) -> io::Result<Space> {
+    fn space(&self, directory: &Path) -> io::Result<DiskSpace> {
         Ok(if directory == Path::new("/dev/shm") { self.pool } else { self.files })
     }
 
@@ -128,7 +128,7 @@ impl Machine for FakeMachine {
         Ok(())
     }
 
-    fn socket(&self, path: &Path) -> Result<Occupant, SocketPlaceError> {
+    fn socket(&self, path: &Path) -> Result<SocketPathState, SocketPlaceError> {
         ThisMachine.socket(path)
     }
 
@@ -149,7 +149,7 @@ impl Machine for FakeMachine {
         self.ring.map_err(Into::into)
     }
 
-    fn left_pools(&self, _: &Path) -> io::Result<Vec<LeftPool>> {
+    fn left_pools(&self, _: &Path) -> io::Result<Vec<LeftoverPool>> {
         Ok(self.left_pools.clone())
     }
 
@@ -178,14 +178,14 @@ fn diagnose(config: NodeConfig, machine: impl Machine + 'static) -> Report {
 
 /// Asserts that the report has exactly this warning or failure.
 #[track_caller]
-fn assert_reported(report: &Report, id: &str, state: State, found: &str, remedy: &str) {
-    let is_problem = |state| matches!(state, State::Warning | State::Failed);
+fn assert_reported(report: &Report, id: &str, state: CheckState, found: &str, remedy: &str) {
+    let is_problem = |state| matches!(state, CheckState::Warning | CheckState::Failed);
     let problems: Vec<_> = report.checks.iter().filter(|check| is_problem(check.state)).collect();
     let [check] = &problems[..] else { panic!("expected one problem, {id}: {problems:#?}") };
     assert_eq!((check.id.as_str(), check.state), (id, state), "{check:?}");
     assert!(check.found.contains(found), "{found}: {check:?}");
     assert!(check.remedy.as_ref().unwrap().contains(remedy), "{remedy}: {check:?}");
-    assert_eq!(report.is_ready, state != State::Failed);
+    assert_eq!(report.is_ready, state != CheckState::Failed);
 }
 
 #[test]
@@ -194,7 +194,7 @@ fn a_healthy_machine_has_no_problem() {
     let report = diagnose(node(directory.path()), FakeMachine::healthy());
     let states: Vec<_> = report.checks.iter().map(|check| (&*check.id, check.state)).collect();
     for (id, state) in states {
-        let expected = if id == "valkey" { State::Absent } else { State::Ok };
+        let expected = if id == "valkey" { CheckState::Absent } else { CheckState::Ok };
         assert_eq!(state, expected, "{id}: {:#?}", report.checks);
     }
     assert!(report.is_ready);
@@ -212,32 +212,32 @@ fn checks_of_unconfigured_features_are_absent() {
     machine.ring = Err(io::ErrorKind::PermissionDenied);
     machine.huge_bytes = 0;
     let report = diagnose(config, machine);
-    let absent = report.checks.iter().filter(|check| check.state == State::Absent).count();
+    let absent = report.checks.iter().filter(|check| check.state == CheckState::Absent).count();
     assert!(report.is_ready && absent == 13, "{absent}: {:#?}", report.checks);
 }
 
 /// A change of a healthy machine, and the problem that it causes: id, state, text, remedy.
-type Fault = (fn(&mut FakeMachine), &'static str, State, &'static str, &'static str);
+type Fault = (fn(&mut FakeMachine), &'static str, CheckState, &'static str, &'static str);
 
 const FAULTS: &[Fault] = &[
     (
         |machine| machine.text("/proc/sys/kernel/osrelease", "5.10.0-8-amd64\n"),
         "kernel",
-        State::Failed,
+        CheckState::Failed,
         "5.10.0",
         "6.1",
     ),
     (
         |machine| machine.text("/proc/sys/kernel/osrelease", "5.15.0\n"),
         "kernel",
-        State::Warning,
+        CheckState::Warning,
         "5.15.0",
         "6.1",
     ),
     (
         |machine| machine.text("/proc/meminfo", "MemAvailable:    1048576 kB\n"),
         "memory",
-        State::Failed,
+        CheckState::Failed,
         "1.0 GiB available",
         "--dram",
     ),
@@ -247,7 +247,7 @@ const FAULTS: &[Fault] = &[
             machine.text("/sys/fs/cgroup/memory.current", "1073741824\n");
         },
         "memory",
-        State::Failed,
+        CheckState::Failed,
         "3.0 GiB available",
         "--dram",
     ),
@@ -257,107 +257,107 @@ const FAULTS: &[Fault] = &[
             machine.text("/proc/self/limits", &limits);
         },
         "memlock",
-        State::Warning,
+        CheckState::Warning,
         "8.0 MiB",
         "ulimit -l unlimited",
     ),
-    (|machine| machine.huge_bytes = 0, "huge_pages", State::Warning, "none", "vm.nr_hugepages"),
+    (|machine| machine.huge_bytes = 0, "huge_pages", CheckState::Warning, "none", "nr_hugepages"),
     (
         |machine| machine.pool.free_bytes = 64 << 20,
         "shared_memory",
-        State::Failed,
+        CheckState::Failed,
         "64.0 MiB free",
         "remount,size=40896M",
     ),
     (
         |machine| machine.pool.file_system = FileSystem(0xef53),
         "shared_memory",
-        State::Warning,
+        CheckState::Warning,
         "ext4",
         "/dev/shm",
     ),
     (
         |machine| machine.files.free_bytes = GIB,
         "files_space",
-        State::Failed,
+        CheckState::Failed,
         "1.0 GiB free",
         "1024MiB",
     ),
     (
         |machine| machine.files.file_system = FileSystem::TMPFS,
         "file_system",
-        State::Warning,
+        CheckState::Warning,
         "tmpfs",
         "files",
     ),
     (
         |machine| machine.files.file_system = FileSystem::OVERLAY,
         "file_system",
-        State::Warning,
+        CheckState::Warning,
         "container",
         "docker run -v",
     ),
     (
         |machine| machine.files.file_system = FileSystem::NFS,
         "file_system",
-        State::Warning,
+        CheckState::Warning,
         "nfs",
         "local disk",
     ),
     (
         |machine| machine.direct_refusal = Some(io::ErrorKind::InvalidInput),
         "direct_io",
-        State::Warning,
+        CheckState::Warning,
         "refuses O_DIRECT",
         "ext4",
     ),
     (
         |machine| machine.ring = Err(io::ErrorKind::PermissionDenied),
         "io_uring",
-        State::Warning,
+        CheckState::Warning,
         "psync is used",
         "kernel.io_uring_disabled=0",
     ),
-    (|machine| machine.ring = Ok(false), "io_uring", State::Warning, "registered", "memlock"),
+    (|machine| machine.ring = Ok(false), "io_uring", CheckState::Warning, "registered", "memlock"),
     (
         |machine| {
             let limits = machine.texts["/proc/self/limits"].replace("65536", "1024 ");
             machine.text("/proc/self/limits", &limits);
         },
         "open_files",
-        State::Failed,
+        CheckState::Failed,
         "1024",
         "ulimit -n",
     ),
-    (|machine| machine.unix_seconds = 86_400, "clock", State::Failed, "86400", "timedatectl"),
+    (|machine| machine.unix_seconds = 86_400, "clock", CheckState::Failed, "86400", "timedatectl"),
     (
         |machine| {
             let path = "/sys/devices/system/clocksource/clocksource0/current_clocksource";
             machine.text(path, "hpet\n");
         },
         "clock",
-        State::Warning,
+        CheckState::Warning,
         "hpet",
         "available_clocksource",
     ),
     (
         |machine| drop(machine.lists.remove("/usr/lib64")),
         "cuda",
-        State::Warning,
+        CheckState::Warning,
         "libcuda.so.1",
         "--gpus all",
     ),
     (
         |machine| machine.text("/sys/class/infiniband/mlx5_0/ports/1/state", "1: DOWN\n"),
         "rdma",
-        State::Warning,
+        CheckState::Warning,
         "no port is active",
         "rdma link",
     ),
     (
         |machine| drop(machine.lists.remove("/dev/infiniband")),
         "rdma",
-        State::Warning,
+        CheckState::Warning,
         "uverbs",
         "modprobe ib_uverbs",
     ),
@@ -382,11 +382,11 @@ fn a_configuration_that_does_not_fit_the_machine_is_reported() {
     let mut machine = FakeMachine::healthy();
     machine.ring = Err(io::ErrorKind::PermissionDenied);
     let report = diagnose(config, machine);
-    assert_reported(&report, "io_uring", State::Failed, "io_engine is uring", "auto");
+    assert_reported(&report, "io_uring", CheckState::Failed, "io_engine is uring", "auto");
     let mut config = node(directory.path());
     config.listen = Some("0.0.0.0:0".parse().unwrap());
     let report = diagnose(config, FakeMachine::healthy());
-    assert_reported(&report, "exposure", State::Warning, "without TLS", "tls_certificate");
+    assert_reported(&report, "exposure", CheckState::Warning, "without TLS", "tls_certificate");
 }
 
 #[test]
@@ -394,11 +394,11 @@ fn a_refused_configuration_is_the_only_finding() {
     let file = TempDir::new().unwrap();
     let path = file.path().join("cascade.toml");
     fs::write(&path, "drma = \"1GiB\"\n").unwrap();
-    let sources = Sources { file: Some(path), flags: Vec::new() };
+    let sources = ConfigSources { file: Some(path), flags: Vec::new() };
     let config = config::load(&sources, &Environment::new([("A", "")], 0));
     let machine: Arc<dyn Machine> = Arc::new(FakeMachine::healthy());
     let report = examine(config, &machine, LIMIT);
-    assert_reported(&report, "configuration", State::Failed, "dram", "correct it");
+    assert_reported(&report, "configuration", CheckState::Failed, "dram", "correct");
     assert_eq!(report.checks.len(), 1);
 }
 
@@ -409,7 +409,7 @@ fn a_port_in_use_is_reported() {
     let mut config = node(directory.path());
     config.listen = Some(listener.local_addr().unwrap());
     let report = diagnose(config, FakeMachine::healthy());
-    assert_reported(&report, "port", State::Failed, "in use", "ss -ltnp");
+    assert_reported(&report, "port", CheckState::Failed, "in use", "ss -ltnp");
 }
 
 #[test]
@@ -420,7 +420,7 @@ fn an_address_of_another_host_is_reported() {
     config.listen = Some("192.0.2.1:9000".parse().unwrap());
     config.security.certificate = Some("/certificate".into());
     let report = diagnose(config, FakeMachine::healthy());
-    assert_reported(&report, "port", State::Failed, "192.0.2.1", "ip -brief address");
+    assert_reported(&report, "port", CheckState::Failed, "192.0.2.1", "ip -brief address");
 }
 
 #[test]
@@ -429,19 +429,19 @@ fn served_sockets_stale_sockets_and_unsafe_directories_are_distinguished() {
     let path = directory.path().join("cascade.sock");
     let listener = UnixListener::bind(&path).unwrap();
     let report = diagnose(node(directory.path()), FakeMachine::healthy());
-    assert_reported(&report, "socket", State::Failed, "another process listens", "ss -xlp");
+    assert_reported(&report, "socket", CheckState::Failed, "another process listens", "ss -xlp");
     drop(listener);
     let report = diagnose(node(directory.path()), FakeMachine::healthy());
     let socket = report.checks.iter().find(|check| check.id == "socket").unwrap();
-    assert!(socket.state == State::Ok && socket.found.contains("gone"), "{socket:?}");
+    assert!(socket.state == CheckState::Ok && socket.found.contains("stale"), "{socket:?}");
     fs::remove_file(&path).unwrap();
     fs::write(&path, "").unwrap();
     let report = diagnose(node(directory.path()), FakeMachine::healthy());
-    assert_reported(&report, "socket", State::Failed, "no socket", "move");
+    assert_reported(&report, "socket", CheckState::Failed, "no socket", "move");
     fs::remove_file(&path).unwrap();
     fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o777)).unwrap();
     let report = diagnose(node(directory.path()), FakeMachine::healthy());
-    assert_reported(&report, "socket", State::Failed, "0777", "chmod go-w");
+    assert_reported(&report, "socket", CheckState::Failed, "0777", "chmod go-w");
 }
 
 #[test]
@@ -449,11 +449,11 @@ fn a_file_in_place_of_the_directory_is_reported() {
     let directory = TempDir::new().unwrap();
     fs::write(directory.path().join("files"), "").unwrap();
     let report = diagnose(node(directory.path()), FakeMachine::healthy());
-    assert_reported(&report, "files_directory", State::Failed, "no directory", "files");
+    assert_reported(&report, "files_directory", CheckState::Failed, "is not a directory", "files");
 }
 
 /// The result of one check on the machine that runs the test. Other checks differ by host.
-fn result_of(report: &Report, id: &str) -> (State, String, String) {
+fn result_of(report: &Report, id: &str) -> (CheckState, String, String) {
     let check = report.checks.iter().find(|check| check.id == id).unwrap();
     (check.state, check.found.clone(), check.remedy.clone().unwrap_or_default())
 }
@@ -492,13 +492,13 @@ fn a_file_system_that_is_too_small_is_reported() {
     config.pool_directory = Some(tiny.path());
     let report = diagnose(config, ThisMachine);
     let (state, found, remedy) = result_of(&report, "files_space");
-    assert_eq!(state, State::Failed);
+    assert_eq!(state, CheckState::Failed);
     assert!(found.contains("8.0 MiB free") && remedy.contains("8MiB"), "{found}: {remedy}");
     let (state, found, remedy) = result_of(&report, "shared_memory");
-    assert_eq!(state, State::Failed);
+    assert_eq!(state, CheckState::Failed);
     assert!(found.contains("8.0 MiB free") && remedy.contains("size=8192M"), "{found}: {remedy}");
-    assert_eq!(result_of(&report, "file_system").0, State::Warning);
-    assert_eq!(result_of(&report, "files_directory").0, State::Ok);
+    assert_eq!(result_of(&report, "file_system").0, CheckState::Warning);
+    assert_eq!(result_of(&report, "files_directory").0, CheckState::Ok);
     assert_eq!(fs::read_dir(tiny.path()).unwrap().count(), 0, "probes are removed");
 }
 
@@ -514,7 +514,7 @@ fn a_read_only_file_system_is_reported() {
     let report = diagnose(config, ThisMachine);
     for id in ["files_directory", "shared_memory", "socket"] {
         let (state, found, remedy) = result_of(&report, id);
-        assert_eq!(state, State::Failed, "{id}: {found}");
+        assert_eq!(state, CheckState::Failed, "{id}: {found}");
         assert!(found.contains("Read-only file system"), "{id}: {found}");
         assert!(!remedy.is_empty(), "{id}");
     }
@@ -526,18 +526,19 @@ fn a_missing_pool_directory_is_reported() {
     let mut config = node(directory.path());
     config.pool_directory = Some(directory.path().join("shm"));
     let (state, _, remedy) = result_of(&diagnose(config, ThisMachine), "shared_memory");
-    assert!(state == State::Failed && remedy.contains("mount -t tmpfs"), "{remedy}");
+    assert!(state == CheckState::Failed && remedy.contains("mount -t tmpfs"), "{remedy}");
 }
 
 #[test]
 fn unused_pool_files_are_reported() {
     let directory = TempDir::new().unwrap();
     let path = Path::new("/dev/shm/cascade-7-ab-default.pool");
-    for (has_blocks, found) in [(true, "with blocks"), (false, "of a start that was killed")] {
+    for (has_blocks, found) in [(true, "with blocks"), (false, "of an interrupted start")] {
         let mut machine = FakeMachine::healthy();
-        machine.left_pools = vec![LeftPool { path: path.to_owned(), bytes: 2 * GIB, has_blocks }];
+        machine.left_pools =
+            vec![LeftoverPool { path: path.to_owned(), bytes: 2 * GIB, has_blocks }];
         let report = diagnose(node(directory.path()), machine);
-        assert_reported(&report, "left_pools", State::Warning, found, "rm /dev/shm/cascade-7-ab");
+        assert_reported(&report, "left_pools", CheckState::Warning, found, "rm /dev/shm/");
     }
 }
 
@@ -554,12 +555,12 @@ fn the_pool_file_of_a_closed_store_is_reported() {
     let key = cascade_block::BlockKey::from_bytes([7; 32]);
     store.put(&[cascade_store::Put::new(key, &[7; 100])], cascade_store::CallOptions::default());
     let report = diagnose(config.clone(), ThisMachine);
-    assert_eq!(result_of(&report, "left_pools").0, State::Ok, "it is in use");
+    assert_eq!(result_of(&report, "left_pools").0, CheckState::Ok, "it is in use");
     store.close().unwrap();
     drop(store);
     let report = diagnose(config, ThisMachine);
     let (after, found, _) = result_of(&report, "left_pools");
-    assert_eq!(after, State::Warning);
+    assert_eq!(after, CheckState::Warning);
     assert!(found.contains("abc-default.pool (6.2 MiB, with blocks)"), "{found}");
 }
 
@@ -582,7 +583,7 @@ fn a_check_that_hangs_fails_and_the_others_still_answer() {
         Arc::new(FakeMachine { hangs_until: Some(Mutex::new(until)), ..FakeMachine::healthy() });
     let limit = Duration::from_secs(5);
     let report = examine(Ok(node(directory.path())), &machine, limit);
-    assert_reported(&report, "io_uring", State::Failed, "no answer within 5 s", "hangs");
+    assert_reported(&report, "io_uring", CheckState::Failed, "no answer within 5 s", "hangs");
     drop(end);
 }
 

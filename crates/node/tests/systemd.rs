@@ -8,7 +8,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use cascade_node::config::{self, Environment, Sources};
+use cascade_node::config::{self, ConfigSources, Environment};
 
 fn unit() -> String {
     let path =
@@ -27,7 +27,8 @@ fn the_environment_of_the_unit_is_a_valid_configuration() {
     let unit = unit();
     let variables = values(&unit, "Environment");
     let variables = variables.iter().map(|pair| pair.split_once('=').unwrap());
-    let config = config::load(&Sources::default(), &Environment::new(variables, 999)).unwrap();
+    let config =
+        config::load(&ConfigSources::default(), &Environment::new(variables, 999)).unwrap();
     assert_eq!(config.socket, PathBuf::from("/run/cascade/cascade.sock"));
     assert_eq!(config.socket_mode, 0o660);
     let stop: u64 = values(&unit, "TimeoutStopSec")[0].parse().unwrap();

@@ -36,7 +36,7 @@ impl From<Changes> for PyChanges {
         let Changes { next, is_lost, is_current, changes, .. } = changes;
         let parts = changes.into_iter().map(|change| match change {
             Change::Stored(key) => (STORED, key),
-            Change::Gone(key) => (GONE, key),
+            Change::Removed(key) => (GONE, key),
             Change::Cleared => (CLEARED, BlockKey::from_bytes([0; 32])),
         });
         let (kinds, keys): (Vec<u8>, Vec<BlockKey>) = parts.unzip();

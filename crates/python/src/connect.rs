@@ -55,7 +55,7 @@ fn connect(
     options.timeout = timeout.unwrap_or(TIMEOUT);
     let place = options.socket.display().to_string();
     let client = py.detach(|| Client::connect(options)).map_err(|error| match error {
-        StoreError::Away { .. } => AwayError::new_err(format!(
+        StoreError::Unavailable { .. } => AwayError::new_err(format!(
             "{error}; start a node with `cascade serve --socket {place}`, or connect to the socket \
              that a running node prints in its line with `ready`"
         )),

@@ -29,7 +29,7 @@ pub(crate) fn to_python(error: &StoreError) -> PyErr {
         StoreError::Pipeline(_) => PipelineError::new_err(message),
         StoreError::Config { .. } => ConfigError::new_err(message),
         StoreError::Memory(_) => PoolError::new_err(message),
-        StoreError::Away { .. } => AwayError::new_err(message),
+        StoreError::Unavailable { .. } => AwayError::new_err(message),
         StoreError::Refused { .. } => RefusedError::new_err(message),
         StoreError::Closed => ClosedError::new_err(message),
         _ => CascadeError::new_err(message),

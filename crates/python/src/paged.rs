@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::ptr::NonNull;
 use std::slice;
 
-use cascade_memory::{Strided, copy_in, copy_out};
+use cascade_memory::{StridedPages, copy_in, copy_out};
 use pyo3::buffer::{PyBuffer, PyUntypedBuffer};
 use pyo3::exceptions::{PyBufferError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -83,7 +83,7 @@ impl PyPagedMemory {
             let buffer = buffer.map_err(|_| {
                 type_error(format_args!("regions[{at}][0]"), &object, "a writable buffer")
             })?;
-            let place = Strided { start: offset, stride, bytes, count: pages };
+            let place = StridedPages { start: offset, stride, bytes, count: pages };
             checked.push(Region::new(&buffer, at, place, block_bytes)?);
             held.push(buffer);
             block_bytes = block_bytes.checked_add(bytes).ok_or_else(too_long)?;
@@ -129,10 +129,10 @@ impl Region {
     fn new(
         buffer: &PyUntypedBuffer,
         at: usize,
-        place: Strided,
+        place: StridedPages,
         offset_in_block: usize,
     ) -> PyResult<Self> {
-        let Strided { start: offset, stride, bytes, .. } = place;
+        let StridedPages { start: offset, stride, bytes, .. } = place;
         let span = Span::of(buffer, format_args!("regions[{at}]"))?;
         if buffer.readonly() {
             let message = format!("regions[{at}] is read-only; give a writable buffer");
@@ -167,7 +167,7 @@ impl Region {
 impl PyPagedMemory {
     /// Refuses pages that share bytes, because a copy to one would damage the other.
     fn check_disjoint(&self) -> PyResult<()> {
-        let place = |region: &Region| Strided {
+        let place = |region: &Region| StridedPages {
             // Two buffers may be views of the same memory, so addresses are compared.
             start: region.start.addr().get(),
             stride: region.stride,
@@ -175,7 +175,7 @@ impl PyPagedMemory {
             count: self.pages,
         };
         for (at, region) in self.regions.iter().enumerate() {
-            let shares = |other: &Region| place(region).shares_bytes_with(&place(other));
+            let shares = |other: &Region| place(region).overlaps(&place(other));
             if let Some(other) = self.regions[..at].iter().position(shares) {
                 let message = format!("pages of regions[{other}] and regions[{at}] share memory");
                 return Err(PyValueError::new_err(message));

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use cascade_store::{Prepared, Put, PutOutcome, PutSlab};
+use cascade_store::{PrepareOutcome, Put, PutOutcome, PutSlab};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
@@ -75,13 +75,13 @@ impl PyPreparedPut {
         store: Py<PyStore>,
         puts: &[Put<'_>],
         block_bytes: usize,
-        prepared: Vec<Prepared>,
+        prepared: Vec<PrepareOutcome>,
     ) -> Self {
         let mut needed = Vec::new();
         let mut blocks = Vec::with_capacity(puts.len());
         for (at, (put, prepared)) in puts.iter().zip(prepared).enumerate() {
             blocks.push(match prepared {
-                Prepared::Slab(slab) => {
+                PrepareOutcome::Slab(slab) => {
                     needed.push(at);
                     PreparedBlock::Needed(PutSlab {
                         key: put.key,
@@ -93,8 +93,10 @@ impl PyPreparedPut {
                         ttl_ms: put.ttl_ms,
                     })
                 }
-                Prepared::Settled(outcome) => PreparedBlock::Settled(outcome),
-                Prepared::Compare | Prepared::Later => unreachable!("a whole batch is decided"),
+                PrepareOutcome::Settled(outcome) => PreparedBlock::Settled(outcome),
+                PrepareOutcome::Compare | PrepareOutcome::Deferred => {
+                    unreachable!("a whole batch is decided")
+                }
             });
         }
         let block_count = blocks.len();

@@ -9,7 +9,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use cascade_block::SystemClock;
 use cascade_memory::SlabMut;
 use cascade_store::stage::{
-    RecordAnswer, RecordStage, Records, Registry, Stage, StageContext, StageError, conformance,
+    RecordAnswer, RecordStage, Records, Stage, StageContext, StageError, StageRegistry, conformance,
 };
 use cascade_store::{BlockStore, Pipeline, StoreConfig, intern};
 use pyo3::exceptions::{PyAssertionError, PyBufferError, PyRuntimeError, PyTypeError};
@@ -34,7 +34,7 @@ const THREADS_MAX: usize = 16;
 
 /// The Python stages of one store.
 pub(crate) struct Stages {
-    registry: Registry,
+    registry: StageRegistry,
     started: Vec<Py<PyStageCalls>>,
 }
 
@@ -50,7 +50,7 @@ struct PythonStage<'py> {
 impl Stages {
     /// Checks the stages of a store and starts their threads.
     pub(crate) fn new(stages: Option<&Bound<'_, PyAny>>, config: &StoreConfig) -> PyResult<Self> {
-        let mut this = Self { registry: Registry::default(), started: Vec::new() };
+        let mut this = Self { registry: StageRegistry::default(), started: Vec::new() };
         let Some(stages) = stages else { return Ok(this) };
         let Ok(stages) = stages.cast::<PyDict>() else {
             return Err(type_error("stages", stages, "a dict of names and stages"));
@@ -78,7 +78,7 @@ impl Stages {
         checked.map(|()| this)
     }
 
-    pub(crate) fn registry(&self) -> &Registry {
+    pub(crate) fn registry(&self) -> &StageRegistry {
         &self.registry
     }
 
@@ -98,7 +98,7 @@ impl Stages {
 }
 
 impl<'py> PythonStage<'py> {
-    fn new(name: String, object: Bound<'py, PyAny>, registry: &Registry) -> PyResult<Self> {
+    fn new(name: String, object: Bound<'py, PyAny>, registry: &StageRegistry) -> PyResult<Self> {
         let refuse =
             |reason: String| Err(ConfigError::new_err(format!("stages: {name}: {reason}")));
         let class = object.get_type().qualname()?;
@@ -160,7 +160,7 @@ impl<'py> PythonStage<'py> {
 /// Refuses a stage that is not in the pipeline, because the store would never call it.
 fn check_pipeline(
     config: &StoreConfig,
-    registry: &Registry,
+    registry: &StageRegistry,
     stages: &[PythonStage<'_>],
 ) -> PyResult<()> {
     let parsed = Pipeline::parse(&config.pipeline, registry);
@@ -375,7 +375,7 @@ fn open_one(
 ) -> Result<Arc<dyn Stage>, String> {
     let (calls, capacity_bytes) = Python::attach(|py| {
         let object = make.bind(py).call0()?;
-        let stage = PythonStage::new("checked".to_owned(), object, &Registry::default())?;
+        let stage = PythonStage::new("checked".to_owned(), object, &StageRegistry::default())?;
         Ok((stage.start(started)?, stage.capacity_bytes))
     })
     .map_err(|error: PyErr| error.to_string())?;

@@ -3,7 +3,8 @@
 use cascade_memory::PoolStats;
 use cascade_store::stage::StageStats;
 use cascade_store::{
-    Counters, HealthState, ShadowFigure, ShadowRates, StageHealth, Stats, TierHits, TierName,
+    HealthState, ShadowFigure, ShadowRates, StageHealth, StoreCounters, StoreStats, TierHits,
+    TierName,
 };
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -22,10 +23,10 @@ macro_rules! set_fields {
 }
 
 /// The dictionary that `cascadekv.stats.Stats` describes.
-pub(crate) fn to_dict<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyDict>> {
+pub(crate) fn to_dict<'py>(py: Python<'py>, stats: &StoreStats) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
     set_counters(&dict, &stats.counters)?;
-    set_fields!(dict, stats, Stats {
+    set_fields!(dict, stats, StoreStats {
         keys, contents, content_bytes, dram_blocks, dram_bytes, protected_blocks,
         protection_refused, catalog_bytes, pending_bytes,
         insight_bytes, notes,
@@ -43,11 +44,11 @@ pub(crate) fn to_dict<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py
     Ok(dict)
 }
 
-fn set_counters(dict: &Bound<'_, PyDict>, counters: &Counters) -> PyResult<()> {
+fn set_counters(dict: &Bound<'_, PyDict>, counters: &StoreCounters) -> PyResult<()> {
     set_fields!(
         dict,
         counters,
-        Counters {
+        StoreCounters {
             requests,
             blocks_requested,
             blocks_matched,
@@ -128,7 +129,7 @@ fn pool_dict<'py>(py: Python<'py>, pool: &PoolStats) -> PyResult<Bound<'py, PyDi
     Ok(dict)
 }
 
-fn stages_dict<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyDict>> {
+fn stages_dict<'py>(py: Python<'py>, stats: &StoreStats) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
     for ((tier, stage), blocks) in stats.stages.iter().zip(&stats.stage_blocks) {
         let one = PyDict::new(py);

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use cascade_block::{BlockKey, NamespaceId, SystemClock};
 use cascade_store::{
-    BlockStore, CallOptions, Put, PutSlab, Request, Stats, Store, StoreConfig, StoreError,
+    BlockStore, CallOptions, Put, PutSlab, Request, Store, StoreConfig, StoreError, StoreStats,
 };
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -55,7 +55,7 @@ pub(crate) struct PyStore {
 #[derive(Debug)]
 enum StoreState {
     Open(Arc<dyn BlockStore>),
-    Closed(Box<Stats>),
+    Closed(Box<StoreStats>),
 }
 
 /// The keywords that the put methods share.

@@ -10,8 +10,8 @@ use std::time::Duration;
 use cascade_block::{BlockKey, Clock, Deadline, NamespaceId, SystemClock};
 use cascade_memory::{HugePages, Pool, PoolConfig, Slab};
 use cascade_store::stage::{
-    Address, BlockFacts, EncryptedStage, Load, Loaded, Room, Stage, StageContext, StageError,
-    StageStats,
+    Address, BlockFacts, EncryptedStage, Load, LoadOutcome, MakeRoomOutcome, Stage, StageContext,
+    StageError, StageStats,
 };
 use cascade_store::{EncryptionConfig, StoreConfig};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
@@ -38,11 +38,11 @@ impl Stage for Last {
         batch.into_iter().map(keep).collect()
     }
 
-    fn load(&self, batch: Vec<Load>, _: Deadline) -> Vec<Loaded> {
+    fn load(&self, batch: Vec<Load>, _: Deadline) -> Vec<LoadOutcome> {
         let kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let copy = |mut load: Load| {
             load.slab.copy_from_slice(&kept[&0]);
-            Loaded::Hit(load.slab)
+            LoadOutcome::Hit(load.slab)
         };
         batch.into_iter().map(copy).collect()
     }
@@ -59,8 +59,8 @@ impl Stage for Last {
         &self,
         _: &mut dyn FnMut(&BlockKey, Address) -> bool,
         _: Deadline,
-    ) -> Result<Room, StageError> {
-        Ok(Room::default())
+    ) -> Result<MakeRoomOutcome, StageError> {
+        Ok(MakeRoomOutcome::default())
     }
 
     fn recover(&self) -> Vec<(BlockFacts, Address)> {
@@ -116,7 +116,7 @@ fn encryption(criterion: &mut Criterion) {
                 let slab = pool.allocate(bytes).expect("the pool has room");
                 let load = Load { key: facts.key, address: Address(0), slab };
                 let loaded = stage.load(vec![load], deadline);
-                assert!(matches!(loaded[0], Loaded::Hit(_)));
+                assert!(matches!(loaded[0], LoadOutcome::Hit(_)));
             });
         });
     }

@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use cascade_store::PolicyKind;
 use cascade_store::eviction::{
-    Asked, Eviction, Hints, Incoming, Limits, Removal, Slot, Verdict, policy,
+    Eviction, EvictionChoice, EvictionLimits, Hints, Incoming, RemovalReason, RequestedBlock, Slot,
+    policy,
 };
 use criterion::{BatchSize, Criterion, criterion_group, criterion_main};
 
@@ -21,13 +22,16 @@ struct Load {
     slots: Vec<Option<Slot>>,
     next_block: u32,
     requests: u64,
-    chain: Vec<Asked>,
+    chain: Vec<RequestedBlock>,
 }
 
 impl Load {
     fn new(kind: PolicyKind) -> Self {
-        let limits =
-            Limits { capacity_bytes: RESIDENT as u64, protected_percent: 0, admit_partial: false };
+        let limits = EvictionLimits {
+            capacity_bytes: RESIDENT as u64,
+            protected_percent: 0,
+            admit_partial: false,
+        };
         let mut load = Self {
             eviction: Eviction::new(policy(kind), limits),
             slots: vec![None; OWNERS as usize],
@@ -62,7 +66,7 @@ impl Load {
         self.next_block += CHAIN;
         let slots = &self.slots;
         self.chain.clear();
-        self.chain.extend(known.chain(new).map(|block| Asked {
+        self.chain.extend(known.chain(new).map(|block| RequestedBlock {
             fingerprint: u64::from(block).wrapping_mul(0x9e37_79b9_7f4a_7c15),
             resident: slots[(block % OWNERS) as usize],
         }));
@@ -83,8 +87,8 @@ impl Load {
             let incoming = Incoming { owner, fingerprint, parent, bytes: 1, is_protected: false };
             if self.eviction.blocks().len() >= RESIDENT {
                 match self.eviction.victim_for(now, &incoming, &mut |_| true) {
-                    Verdict::Evict(victim) => self.evict(victim),
-                    Verdict::Decline => break,
+                    EvictionChoice::Evict(victim) => self.evict(victim),
+                    EvictionChoice::Decline => break,
                 }
             }
             let slot = self.eviction.insert(now, &incoming);
@@ -96,7 +100,7 @@ impl Load {
     fn evict(&mut self, victim: Slot) {
         let owner = self.eviction.blocks().owner(victim);
         self.slots[owner as usize] = None;
-        self.eviction.remove(victim, Removal::Evicted);
+        self.eviction.remove(victim, RemovalReason::Evicted);
     }
 }
 

@@ -5,10 +5,10 @@ use std::fmt;
 use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId};
 use cascade_memory::SlabMut;
 
-use crate::outcome::{Prepared, PutSlab};
+use crate::outcome::{PrepareOutcome, PutSlab};
 use crate::{
-    CallOptions, ChangeCursor, Changes, GetOutcome, PrefixMatch, Put, PutOutcome, Request, Stats,
-    Store, StoreError, TierName, ViewOutcome,
+    CallOptions, ChangeCursor, Changes, GetOutcome, PrefixMatch, Put, PutOutcome, Request, Store,
+    StoreError, StoreStats, TierName, ViewOutcome,
 };
 
 /// The calls of a block store. [`Store`] serves them in this process; a client sends them to its
@@ -18,12 +18,17 @@ pub trait BlockStore: Send + Sync + fmt::Debug {
     fn put(&self, batch: &[Put<'_>], options: CallOptions) -> Vec<PutOutcome>;
     /// As [`Store::reserve`].
     fn reserve(&self, bytes: usize, options: CallOptions) -> Result<SlabMut, StoreError>;
-    /// As [`Store::prepare_whole`]: the first phase of a two-phase put. The caller fills the slabs
+    /// As [`Store::prepare_all`]: the first phase of a two-phase put. The caller fills the slabs
     /// and passes them to `put_slabs`. Dropping a slab returns its memory and counts nothing.
     ///
     /// # Panics
     /// If the numbers of lengths and blocks differ.
-    fn prepare(&self, batch: &[Put<'_>], lengths: &[usize], options: CallOptions) -> Vec<Prepared>;
+    fn prepare(
+        &self,
+        batch: &[Put<'_>],
+        lengths: &[usize],
+        options: CallOptions,
+    ) -> Vec<PrepareOutcome>;
     /// As [`Store::put_slabs`].
     fn put_slabs(&self, batch: Vec<PutSlab>, options: CallOptions) -> Vec<PutOutcome>;
     /// As [`Store::get`].
@@ -67,7 +72,7 @@ pub trait BlockStore: Send + Sync + fmt::Debug {
     /// As [`Store::changes`].
     fn changes(&self, since: Option<ChangeCursor>, max: usize) -> Result<Changes, StoreError>;
     /// As [`Store::stats`].
-    fn stats(&self) -> Stats;
+    fn stats(&self) -> StoreStats;
     /// As [`Store::close`].
     fn close(&self) -> Result<(), StoreError>;
 }
@@ -81,8 +86,13 @@ impl BlockStore for Store {
         Store::reserve(self, bytes, options)
     }
 
-    fn prepare(&self, batch: &[Put<'_>], lengths: &[usize], options: CallOptions) -> Vec<Prepared> {
-        Store::prepare_whole(self, batch, lengths, options)
+    fn prepare(
+        &self,
+        batch: &[Put<'_>],
+        lengths: &[usize],
+        options: CallOptions,
+    ) -> Vec<PrepareOutcome> {
+        Store::prepare_all(self, batch, lengths, options)
     }
 
     fn put_slabs(&self, batch: Vec<PutSlab>, options: CallOptions) -> Vec<PutOutcome> {
@@ -158,7 +168,7 @@ impl BlockStore for Store {
         Store::changes(self, since, max)
     }
 
-    fn stats(&self) -> Stats {
+    fn stats(&self) -> StoreStats {
         Store::stats(self)
     }
 

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use cascade_block::{Clock, Deadline};
 
-use crate::{StoreError, Writer};
+use crate::{StoreError, WriterId};
 
 /// Keys of one batch that are processed before the lock is released and the deadline is checked.
 pub(crate) const KEYS_PER_LOCK: usize = 512;
@@ -14,11 +14,11 @@ pub(crate) const KEYS_PER_LOCK: usize = 512;
 pub(crate) struct CallContext {
     pub(crate) deadline: Deadline,
     timeout: Duration,
-    pub(crate) writer: Option<Writer>,
+    pub(crate) writer: Option<WriterId>,
 }
 
 impl CallContext {
-    pub(crate) fn new(clock: &dyn Clock, timeout: Duration, writer: Option<Writer>) -> Self {
+    pub(crate) fn new(clock: &dyn Clock, timeout: Duration, writer: Option<WriterId>) -> Self {
         Self { deadline: Deadline::after(clock, timeout), timeout, writer }
     }
 

@@ -7,7 +7,7 @@
 mod arena;
 mod table;
 
-use cascade_block::{BlockKey, Digest, Seed};
+use cascade_block::{BlockKey, Digest, FingerprintSeed};
 use cascade_memory::Slab;
 
 use crate::Change;
@@ -41,11 +41,11 @@ pub(crate) struct ContentIndex(pub(crate) u32);
 
 /// The access that is expected for a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Awaits {
+pub(crate) enum ExpectedAccess {
     /// None.
-    Nothing,
+    None,
     /// A chain lookup has reported the coming access to the policy.
-    AnnouncedAccess,
+    ReportedAccess,
     /// Prefetch promoted the block and it has not been requested since.
     FirstUse,
 }
@@ -62,7 +62,7 @@ pub(crate) struct KeyEntry {
     parent_tag: u32,
     pub(crate) pins: u16,
     flags: u8,
-    pub(crate) awaits: Awaits,
+    pub(crate) expected_access: ExpectedAccess,
     /// Milliseconds since 1970; zero for never.
     pub(crate) expires_unix_ms: u64,
 }
@@ -147,11 +147,11 @@ impl Content {
 
     /// The fastest lower stage that has it.
     pub(crate) fn fastest_lower(&self) -> Option<(usize, Address)> {
-        self.fastest_lower_but(0)
+        self.fastest_lower_except(0)
     }
 
     /// The fastest lower stage that has it, except those whose bit is set in `avoid`.
-    pub(crate) fn fastest_lower_but(&self, avoid: u8) -> Option<(usize, Address)> {
+    pub(crate) fn fastest_lower_except(&self, avoid: u8) -> Option<(usize, Address)> {
         let mut stages = (0..LOWER_STAGES_MAX).filter(|stage| avoid & (1 << stage) == 0);
         stages.find_map(|stage| Some((stage, self.address(stage)?)))
     }
@@ -163,7 +163,7 @@ impl Content {
     }
 
     /// Whether any tier has its bytes.
-    pub(crate) fn is_anywhere(&self) -> bool {
+    pub(crate) fn is_in_any_tier(&self) -> bool {
         self.slab.is_some() || self.fastest_lower().is_some()
     }
 }
@@ -180,7 +180,7 @@ pub(crate) struct NewKey {
 /// All keys and contents of one node.
 #[derive(Debug)]
 pub(crate) struct Catalog {
-    seed: Seed,
+    seed: FingerprintSeed,
     table: KeyTable,
     keys: Arena<KeyEntry>,
     contents: Arena<Content>,
@@ -195,7 +195,7 @@ pub(crate) struct Catalog {
 }
 
 impl Catalog {
-    pub(crate) fn new(seed: Seed) -> Self {
+    pub(crate) fn new(seed: FingerprintSeed) -> Self {
         Self {
             seed,
             table: KeyTable::new(),
@@ -250,7 +250,7 @@ impl Catalog {
     }
 
     /// Reports a change to subscribers, if there are any.
-    pub(crate) fn note(&mut self, change: Change) {
+    pub(crate) fn report(&mut self, change: Change) {
         if let Some(log) = &mut self.changes
             && !log.push(change)
         {
@@ -388,7 +388,7 @@ impl Catalog {
             parent_tag: 0,
             pins: 0,
             flags: if new.is_prefix { IS_PREFIX } else { 0 },
-            awaits: Awaits::Nothing,
+            expected_access: ExpectedAccess::None,
             expires_unix_ms: new.expires_unix_ms,
         });
         self.table.insert(self.fingerprint(&new.key), key);
@@ -405,8 +405,8 @@ impl Catalog {
             self.set_parent(KeyIndex(key), parent);
         }
         if let Some(log) = &mut self.changes {
-            log.expect_end(new.expires_unix_ms, key);
-            self.note(Change::Stored(new.key));
+            log.add_expiration(new.expires_unix_ms, key);
+            self.report(Change::Stored(new.key));
         }
         KeyIndex(key)
     }
@@ -416,8 +416,8 @@ impl Catalog {
         let entry = self.keys.remove(key.0);
         self.table.remove(self.fingerprint(&entry.key), key.0);
         if let Some(log) = &mut self.changes {
-            log.forget_end(entry.expires_unix_ms, key.0);
-            self.note(Change::Gone(entry.key));
+            log.remove_expiration(entry.expires_unix_ms, key.0);
+            self.report(Change::Removed(entry.key));
         }
         self.unlink(&entry, key);
         let content = self.content_mut(entry.content);

@@ -17,7 +17,7 @@ use cascade_block::BlockKey;
 
 use crate::catalog::{ContentIndex, KeyIndex};
 use crate::history::Loss;
-use crate::state::State;
+use crate::state::StoreState;
 use crate::{Store, StoreError};
 
 /// Changes returned and entries scanned while the lock is held once.
@@ -32,7 +32,7 @@ pub enum Change {
     Stored(BlockKey),
     /// The store does not have this block any more. A follower can get this for a block that it
     /// does not know.
-    Gone(BlockKey),
+    Removed(BlockKey),
     /// The store has no blocks any more.
     Cleared,
 }
@@ -137,14 +137,14 @@ impl ChangeLog {
     }
 
     /// Adds the expiration time of a new key; zero is never.
-    pub(crate) fn expect_end(&mut self, expires_unix_ms: u64, index: u32) {
+    pub(crate) fn add_expiration(&mut self, expires_unix_ms: u64, index: u32) {
         if expires_unix_ms != 0 {
             self.expirations.insert((expires_unix_ms, index));
         }
     }
 
     /// Removes the expiration time of a removed key.
-    pub(crate) fn forget_end(&mut self, expires_unix_ms: u64, index: u32) {
+    pub(crate) fn remove_expiration(&mut self, expires_unix_ms: u64, index: u32) {
         if expires_unix_ms != 0 {
             self.expirations.remove(&(expires_unix_ms, index));
         }
@@ -199,8 +199,8 @@ impl Store {
     /// # Errors
     /// [`StoreError::Config`] if `changes_max` is 0; [`StoreError::Closed`] if the store is closed.
     pub fn changes(&self, since: Option<ChangeCursor>, max: usize) -> Result<Changes, StoreError> {
-        let node = self.node();
-        let entries_max = node.config.changes_max;
+        let core = self.core();
+        let entries_max = core.config.changes_max;
         if entries_max == 0 {
             let reason = "0; the store keeps no change log: set its length".to_owned();
             return Err(StoreError::Config { setting: "changes_max", reason });
@@ -209,16 +209,16 @@ impl Store {
         let mut cursor = since;
         let mut answer: Option<Changes> = None;
         loop {
-            let mut state = node.lock();
+            let mut state = core.lock();
             if state.is_closed {
                 return Err(StoreError::Closed);
             }
-            let now_unix_ms = node.clock.unix_ms();
-            state.history.tell_time(now_unix_ms);
+            let now_unix_ms = core.clock.unix_ms();
+            state.history.set_time(now_unix_ms);
             let count = answer.as_ref().map_or(0, |answer| answer.changes.len());
             let most = (max - count).min(PIECE_KEYS as usize);
             let piece = state.read_changes(cursor, most, entries_max, now_unix_ms);
-            node.unlock(state);
+            core.unlock(state);
             cursor = Some(piece.next);
             // If the log lost this cursor between two pieces, the pieces before it are obsolete.
             let whole = match answer.take().filter(|_| !piece.is_lost) {
@@ -236,7 +236,7 @@ impl Store {
     }
 }
 
-impl State {
+impl StoreState {
     /// One piece of the result of [`Store::changes`], of at most `most` changes.
     ///
     /// The order matters: the changes since the cursor come before the entries of the scan, because
@@ -304,7 +304,7 @@ impl State {
                 expirations.push((entry.expires_unix_ms, key.0));
             }
             let content = self.catalog.content(entry.content);
-            if !entry.has_expired(now_unix_ms) && !self.is_out_of_reach(content) {
+            if !entry.has_expired(now_unix_ms) && !self.is_unreadable(content) {
                 changes.push(Change::Stored(entry.key));
             }
         }
@@ -320,7 +320,7 @@ impl State {
         if let Some(log) = self.catalog.changes_mut() {
             log.expirations.clear();
         }
-        self.catalog.note(Change::Cleared);
+        self.catalog.report(Change::Cleared);
     }
 
     /// Makes all followers start anew, after too many changes for single entries.
@@ -333,7 +333,7 @@ impl State {
     /// Whether a content can be read now. True for every content while all read circuits are
     /// closed.
     pub(crate) fn is_readable(&self, content: ContentIndex) -> bool {
-        self.shed == 0 || !self.is_out_of_reach(self.catalog.content(content))
+        self.open_read_circuits == 0 || !self.is_unreadable(self.catalog.content(content))
     }
 
     /// Logs the keys of a content whose readability changed, because a tier gained or lost the
@@ -345,8 +345,8 @@ impl State {
         }
         for key in self.catalog.keys_of(content) {
             let name = self.catalog.entry(key).key;
-            let change = if is_readable { Change::Stored } else { Change::Gone };
-            self.catalog.note(change(name));
+            let change = if is_readable { Change::Stored } else { Change::Removed };
+            self.catalog.report(change(name));
         }
     }
 }

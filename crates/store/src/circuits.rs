@@ -7,9 +7,9 @@
 use crate::catalog::{Content, LOWER_STAGES_MAX};
 use crate::health::{CircuitChange, Direction};
 use crate::mover;
-use crate::node::Node;
-use crate::stage::{Loaded, StageError};
-use crate::state::{KeyChange, PendingWrite, State};
+use crate::stage::{LoadOutcome, StageError};
+use crate::state::{KeyChange, PendingWrite, StoreState};
+use crate::store_core::StoreCore;
 
 /// Maximum number of blocks listed as missing in a stage. Beyond it the oldest, which are evicted
 /// first, are dropped from the list.
@@ -48,7 +48,7 @@ impl HealthSignal {
                         signal = Self::Success;
                     }
                 }
-                Some(StageError::Closed | StageError::Shed) => {}
+                Some(StageError::Closed | StageError::CircuitOpen) => {}
                 Some(StageError::Timeout) if !is_long_enough => signal = Self::Inconclusive,
                 Some(error) => return Self::Failure(error.clone()),
             }
@@ -57,20 +57,20 @@ impl HealthSignal {
     }
 
     /// The signal of a load.
-    pub(crate) fn of_load(loaded: &[Loaded], is_long_enough: bool) -> Self {
+    pub(crate) fn of_load(loaded: &[LoadOutcome], is_long_enough: bool) -> Self {
         let errors = loaded.iter().map(|loaded| match loaded {
-            Loaded::Failed(error) => Some(error),
-            Loaded::Hit(_) | Loaded::Gone | Loaded::Damaged => None,
+            LoadOutcome::Failed(error) => Some(error),
+            LoadOutcome::Hit(_) | LoadOutcome::Gone | LoadOutcome::Damaged => None,
         });
         Self::of(errors, is_long_enough)
     }
 }
 
-impl Node {
+impl StoreCore {
     /// Records the health signal of a call, and applies the change of the circuit.
     pub(crate) fn record_health(
         &self,
-        state: &mut State,
+        state: &mut StoreState,
         stage: usize,
         direction: Direction,
         signal: HealthSignal,
@@ -100,7 +100,7 @@ impl Node {
     /// Records the result of a probe, and applies the change of the circuit.
     pub(crate) fn end_probe(
         &self,
-        state: &mut State,
+        state: &mut StoreState,
         stage: usize,
         direction: Direction,
         result: Result<(), StageError>,
@@ -123,7 +123,7 @@ impl Node {
     /// the queues.
     fn apply_circuit_change(
         &self,
-        state: &mut State,
+        state: &mut StoreState,
         stage: usize,
         direction: Direction,
         change: CircuitChange,
@@ -133,17 +133,17 @@ impl Node {
             CircuitChange::Opened => true,
             CircuitChange::Closed => false,
         };
-        self.stages[stage].set_shed(direction, is_open);
+        self.stages[stage].set_circuit_open(direction, is_open);
         let bits = match direction {
-            Direction::Reads => &mut state.shed,
-            Direction::Writes => &mut state.write_shed,
+            Direction::Reads => &mut state.open_read_circuits,
+            Direction::Writes => &mut state.open_write_circuits,
         };
         *bits = *bits & !(1 << stage) | u8::from(is_open) << stage;
         match (direction, is_open) {
             // All blocks that only this stage has become unreadable or readable at once, too many
             // for single entries in the change log: followers start anew.
             (Direction::Reads, _) => state.invalidate_change_cursors(),
-            (Direction::Writes, true) => mover::fail_queue(state, stage, &StageError::Shed),
+            (Direction::Writes, true) => mover::fail_queue(state, stage, &StageError::CircuitOpen),
             (Direction::Writes, false) => {
                 // The mover sends the queued key changes before it writes these blocks.
                 state.requeue_counts[stage] = state.unstored[stage].len();
@@ -155,13 +155,15 @@ impl Node {
 
     /// Whether no tier accepts blocks: the pipeline has no DRAM, and the write circuits of all
     /// stages that keep bytes are open.
-    pub(crate) fn takes_nothing(&self, state: &State) -> bool {
+    pub(crate) fn has_no_writable_tier(&self, state: &StoreState) -> bool {
         let mut keepers = (0..self.stages.len()).filter(|at| !self.stages[*at].keeps_names_only());
-        !state.has_dram && state.write_shed != 0 && keepers.all(|stage| state.is_write_shed(stage))
+        !state.has_dram
+            && state.open_write_circuits != 0
+            && keepers.all(|stage| state.is_write_circuit_open(stage))
     }
 
     /// Requests probes of the stages with a backlog, because a put waits for them.
-    pub(crate) fn probe_backlogged_stages(&self, state: &mut State) {
+    pub(crate) fn probe_backlogged_stages(&self, state: &mut StoreState) {
         let now = self.clock.monotonic();
         for stage in 0..self.stages.len() {
             if state.pending_bytes[stage] > 0 || !state.key_changes[stage].is_empty() {
@@ -171,20 +173,20 @@ impl Node {
     }
 }
 
-impl State {
+impl StoreState {
     /// Whether the read circuit of a stage is open.
-    pub(crate) fn is_shed(&self, stage: usize) -> bool {
-        self.shed & (1 << stage) != 0
+    pub(crate) fn is_read_circuit_open(&self, stage: usize) -> bool {
+        self.open_read_circuits & (1 << stage) != 0
     }
 
     /// Whether the write circuit of a stage is open.
-    pub(crate) fn is_write_shed(&self, stage: usize) -> bool {
-        self.write_shed & (1 << stage) != 0
+    pub(crate) fn is_write_circuit_open(&self, stage: usize) -> bool {
+        self.open_write_circuits & (1 << stage) != 0
     }
 
     /// Whether a content cannot be read now: only stages with an open read circuit have its bytes.
-    pub(crate) fn is_out_of_reach(&self, content: &Content) -> bool {
-        if self.shed == 0 || content.slab.is_some() {
+    pub(crate) fn is_unreadable(&self, content: &Content) -> bool {
+        if self.open_read_circuits == 0 || content.slab.is_some() {
             return false;
         }
         let keeps_bytes = |stage: &usize| {
@@ -192,12 +194,12 @@ impl State {
         };
         let mut holders = (0..LOWER_STAGES_MAX).filter(keeps_bytes).peekable();
         let is_below = holders.peek().is_some();
-        is_below && holders.all(|stage| self.is_shed(stage))
+        is_below && holders.all(|stage| self.is_read_circuit_open(stage))
     }
 
     /// The longest queue of key changes among the stages whose write circuit is closed.
     pub(crate) fn key_changes_waiting(&self) -> usize {
-        let healthy = (0..LOWER_STAGES_MAX).filter(|stage| !self.is_write_shed(*stage));
+        let healthy = (0..LOWER_STAGES_MAX).filter(|stage| !self.is_write_circuit_open(*stage));
         healthy.map(|stage| self.key_changes[stage].len()).max().unwrap_or(0)
     }
 
@@ -214,7 +216,8 @@ impl State {
     /// Puts failed key changes back at the front of the queue: their order matters.
     pub(crate) fn requeue_key_changes(&mut self, stage: usize, failed: &[KeyChange]) {
         self.key_changes[stage].splice(0..0, failed.iter().copied());
-        while self.is_write_shed(stage) && self.key_changes[stage].len() >= KEY_CHANGES_MAX {
+        while self.is_write_circuit_open(stage) && self.key_changes[stage].len() >= KEY_CHANGES_MAX
+        {
             self.limit_key_changes(stage);
         }
     }
@@ -222,7 +225,7 @@ impl State {
     /// Limits the queue of key changes while the write circuit is open. The effect of dropped
     /// changes shows after a restart: a deleted block is back, or a key is missing.
     pub(crate) fn limit_key_changes(&mut self, stage: usize) {
-        if !self.is_write_shed(stage) || self.key_changes[stage].len() < KEY_CHANGES_MAX {
+        if !self.is_write_circuit_open(stage) || self.key_changes[stage].len() < KEY_CHANGES_MAX {
             return;
         }
         let count = (KEY_CHANGES_MAX / 2) as u64;
@@ -236,7 +239,10 @@ impl State {
     /// when the mover's queue is empty, so that puts do not wait for these blocks.
     pub(crate) fn requeue_unstored(&mut self, stage: usize, bytes_max: u64) {
         let mut bytes = 0;
-        while self.requeue_counts[stage] > 0 && bytes < bytes_max && !self.is_write_shed(stage) {
+        while self.requeue_counts[stage] > 0
+            && bytes < bytes_max
+            && !self.is_write_circuit_open(stage)
+        {
             self.requeue_counts[stage] -= 1;
             let Some(pending) = self.unstored[stage].pop_front() else { continue };
             let place = (pending.content, pending.generation);

@@ -264,12 +264,12 @@ pub struct CallOptions {
     /// Timeout of the call. Default: the timeout of the store.
     pub timeout: Option<Duration>,
     /// Identifier of the caller, kept with the blocks that it puts, for [`crate::Store::explain`].
-    pub writer: Option<Writer>,
+    pub writer: Option<WriterId>,
 }
 
 /// Identifier of the writer of a block, chosen by the caller, such as a process or session number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Writer(pub NonZeroU32);
+pub struct WriterId(pub NonZeroU32);
 
 /// What is wrong with a pipeline.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]

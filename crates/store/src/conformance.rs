@@ -14,8 +14,8 @@ use cascade_block::{BlockKey, Deadline, Manifest, Namespace, SystemClock, Tenant
 
 use crate::outcome::PutSlab;
 use crate::{
-    BlockStore, CallOptions, Change, ChangeCursor, Counters, DeclineReason, GetOutcome, Put,
-    PutOutcome, Request, StoreError, TierName, ViewOutcome,
+    BlockStore, CallOptions, Change, ChangeCursor, DeclineReason, GetOutcome, Put, PutOutcome,
+    Request, StoreCounters, StoreError, TierName, ViewOutcome,
 };
 
 /// A fresh store under test, with a pool of [`DRAM_BYTES`].
@@ -23,7 +23,7 @@ pub struct Subject {
     /// The store.
     pub store: Box<dyn BlockStore>,
     /// Reads the counters of the store; for a served store, of its node.
-    pub counters: Box<dyn Fn() -> Counters>,
+    pub counters: Box<dyn Fn() -> StoreCounters>,
     /// Whether the store deduplicates equal bytes under two keys.
     pub deduplicates: bool,
 }
@@ -151,10 +151,10 @@ fn tier_of(key: &BlockKey, view: ViewOutcome) -> Option<TierName> {
     }
 }
 
-fn counters_add_up(counters: &Counters) {
-    let Counters { gets, hits, misses, get_failures, .. } = counters;
+fn counters_add_up(counters: &StoreCounters) {
+    let StoreCounters { gets, hits, misses, get_failures, .. } = counters;
     assert_eq!(*gets, hits + misses + get_failures, "reads: {counters:?}");
-    let Counters { puts, stored, deduplicated, present, .. } = counters;
+    let StoreCounters { puts, stored, deduplicated, present, .. } = counters;
     let accepted = stored + deduplicated + present;
     let refused = counters.conflicts + counters.declined + counters.put_failures;
     assert_eq!(*puts, accepted + refused, "puts: {counters:?}");
@@ -440,7 +440,7 @@ fn a_follower_of_changes_has_the_exact_set(subject: &Subject) {
             for change in &answer.changes {
                 match change {
                     Change::Stored(key) => drop(present.insert(*key)),
-                    Change::Gone(key) => drop(present.remove(key)),
+                    Change::Removed(key) => drop(present.remove(key)),
                     Change::Cleared => present.clear(),
                 }
             }
@@ -460,8 +460,12 @@ fn a_follower_of_changes_has_the_exact_set(subject: &Subject) {
     store.clear();
     subject.put_new(&keys[5..6], 512);
     let (changes, present) = follow(1 << 20);
-    let expected =
-        [Change::Gone(keys[0]), Change::Gone(keys[1]), Change::Cleared, Change::Stored(keys[5])];
+    let expected = [
+        Change::Removed(keys[0]),
+        Change::Removed(keys[1]),
+        Change::Cleared,
+        Change::Stored(keys[5]),
+    ];
     assert_eq!(changes, expected);
     assert_eq!(present, [keys[5]].into());
     let foreign = ChangeCursor::from_bytes([7; ChangeCursor::BYTES]);
@@ -477,7 +481,9 @@ fn calls_with_a_zero_timeout_lose_no_blocks(subject: &Subject) {
     for _ in 0..20 {
         for (key, view) in keys.iter().zip(subject.store.view(&keys, none)) {
             match view {
-                ViewOutcome::Failed(StoreError::Timeout { .. } | StoreError::Away { .. }) => {}
+                ViewOutcome::Failed(
+                    StoreError::Timeout { .. } | StoreError::Unavailable { .. },
+                ) => {}
                 other => drop(tier_of(key, other)),
             }
         }

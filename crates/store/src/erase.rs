@@ -3,30 +3,30 @@
 use std::collections::HashSet;
 
 use cascade_block::with_causes;
-use cascade_memory::Wiped;
+use cascade_memory::WipeReport;
 
 use crate::call_context::CallContext;
 use crate::catalog::LOWER_STAGES_MAX;
 use crate::history::{History, Loss};
-use crate::node::Node;
-use crate::stage::StageErased;
-use crate::state::{KeyChange, State};
+use crate::stage::StageEraseReport;
+use crate::state::{KeyChange, StoreState};
+use crate::store_core::StoreCore;
 use crate::{CallOptions, StoreError, TierName};
 
 /// Result of erasing a store.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Erased {
+pub struct EraseReport {
     /// What was erased in each tier, fast to slow.
-    pub tiers: Vec<TierErased>,
+    pub tiers: Vec<TierEraseReport>,
     /// The pool: memory that was zeroed, and memory that was not.
-    pub memory: Wiped,
+    pub memory: WipeReport,
     /// What was not erased, with the reason; empty if the erase is complete.
-    pub left: Vec<Left>,
+    pub left: Vec<NotErased>,
 }
 
 /// What was erased in one tier.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct TierErased {
+pub struct TierEraseReport {
     /// The tier.
     pub tier: TierName,
     /// Number of blocks.
@@ -41,30 +41,30 @@ pub struct TierErased {
 
 /// Something that was not erased.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Left {
+pub struct NotErased {
     /// A file, a tier, or memory.
     pub what: String,
     /// The reason.
     pub why: String,
 }
 
-impl Erased {
+impl EraseReport {
     /// Whether everything was erased.
     pub fn is_complete(&self) -> bool {
         self.left.is_empty()
     }
 
     fn add_not_erased(&mut self, what: impl Into<String>, why: impl Into<String>) {
-        self.left.push(Left { what: what.into(), why: why.into() });
+        self.left.push(NotErased { what: what.into(), why: why.into() });
     }
 }
 
-impl Node {
+impl StoreCore {
     /// Forgets every block, waits for calls in flight, erases the stages and zeroes the pool.
     ///
     /// The order matters: `is_erasing` refuses new puts and reads, so that calls in flight end;
     /// only then does no thread write to a stage or a slab, and stages and memory can be erased.
-    pub(crate) fn erase(&self, options: CallOptions) -> Result<Erased, StoreError> {
+    pub(crate) fn erase(&self, options: CallOptions) -> Result<EraseReport, StoreError> {
         let call = self.call(options);
         let mut state = self.lock();
         if state.is_closing {
@@ -73,11 +73,12 @@ impl Node {
         if std::mem::replace(&mut state.is_erasing, true) {
             return Err(StoreError::Erasing);
         }
-        let mut erased = Erased { tiers: self.empty_catalog(&mut state), ..Erased::default() };
+        let mut erased =
+            EraseReport { tiers: self.empty_catalog(&mut state), ..EraseReport::default() };
         let mut removed = CancelledRemovals::default();
         removed.take(&mut state);
         drop(state);
-        self.forget_watched();
+        self.reset_insight();
         self.notify_changed();
         self.notify_movers();
         self.pool.begin_wipe();
@@ -95,8 +96,8 @@ impl Node {
     }
 
     /// Empties the catalog, the eviction policy and the history. Returns what each tier had.
-    fn empty_catalog(&self, state: &mut State) -> Vec<TierErased> {
-        let tier = |at| TierErased { tier: self.tier_name(at), ..TierErased::default() };
+    fn empty_catalog(&self, state: &mut StoreState) -> Vec<TierEraseReport> {
+        let tier = |at| TierEraseReport { tier: self.tier_name(at), ..TierEraseReport::default() };
         let mut tiers: Vec<_> = (0..=self.stages.len()).map(tier).collect();
         let mut counted = HashSet::new();
         for key in state.catalog.all_keys() {
@@ -128,7 +129,7 @@ impl Node {
     /// Waits until no call, mover or scrubber holds a block.
     fn wait_for_calls(
         &self,
-        erased: &mut Erased,
+        erased: &mut EraseReport,
         removed: &mut CancelledRemovals,
         call: CallContext,
     ) {
@@ -159,7 +160,7 @@ impl Node {
     /// Waits for calls to stages whose callers have timed out: a late store call still writes.
     /// Waits for at most half of the remaining time, so that a call that hangs forever leaves time
     /// for the other steps.
-    fn wait_for_stuck_calls(&self, erased: &mut Erased, call: CallContext) {
+    fn wait_for_stuck_calls(&self, erased: &mut EraseReport, call: CallContext) {
         let wait = call.half(&*self.clock);
         for stage in &self.stages {
             let mut in_time = true;
@@ -173,11 +174,16 @@ impl Node {
         }
     }
 
-    fn erase_stages(&self, erased: &mut Erased, removed: CancelledRemovals, call: CallContext) {
+    fn erase_stages(
+        &self,
+        erased: &mut EraseReport,
+        removed: CancelledRemovals,
+        call: CallContext,
+    ) {
         for ((at, stage), removed) in self.stages.iter().enumerate().zip(removed.0) {
             let left_before = erased.left.len();
             match stage.erase(call.deadline) {
-                Ok(StageErased { files_removed, overwritten_bytes, left }) => {
+                Ok(StageEraseReport { files_removed, overwritten_bytes, left }) => {
                     let tier = &mut erased.tiers[1 + at];
                     tier.files_removed = files_removed;
                     tier.overwritten_bytes = overwritten_bytes;
@@ -201,7 +207,7 @@ impl Node {
 
     /// Zeroes the memory of the pool: first the free memory. Then waits until the deadline for
     /// readers to release the rest, which is zeroed on release.
-    fn wipe(&self, erased: &mut Erased, call: CallContext) {
+    fn wipe(&self, erased: &mut EraseReport, call: CallContext) {
         let mut has_time = || !call.deadline.has_passed(&*self.clock);
         let mut wiped = self.pool.wipe(&mut has_time);
         let held_before = wiped.held_bytes;
@@ -224,8 +230,8 @@ impl Node {
             wiped = self.pool.wipe(&mut has_time);
         }
         erased.memory = wiped;
-        if wiped.left_bytes > 0 {
-            let why = format!("{} bytes were not zeroed before the deadline", wiped.left_bytes);
+        if wiped.unwiped_bytes > 0 {
+            let why = format!("{} bytes were not zeroed before the deadline", wiped.unwiped_bytes);
             erased.add_not_erased("memory of the pool", why);
         }
         let kernel_bytes = kernel_bytes.min(wiped.held_bytes);
@@ -250,7 +256,7 @@ struct CancelledRemovals([Vec<KeyChange>; LOWER_STAGES_MAX]);
 
 impl CancelledRemovals {
     /// Empties the queues of key changes, and keeps the removals.
-    fn take(&mut self, state: &mut State) {
+    fn take(&mut self, state: &mut StoreState) {
         for (stage, removed) in self.0.iter_mut().enumerate() {
             state.key_tickets[stage].settled += state.key_changes[stage].len() as u64;
             let is_removal = |change: &KeyChange| matches!(change, KeyChange::Remove(..));

@@ -33,7 +33,7 @@ use crate::PolicyKind;
 
 /// One block of a requested chain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Asked {
+pub struct RequestedBlock {
     /// Eight bytes of its key.
     pub fingerprint: u64,
     /// Its slot, if it is resident.
@@ -42,7 +42,7 @@ pub struct Asked {
 
 /// Why a block was removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Removal {
+pub enum RemovalReason {
     /// Evicted to make room: a policy may remember it.
     Evicted,
     /// Deleted by a caller or expired: a policy forgets it.
@@ -51,7 +51,7 @@ pub enum Removal {
 
 /// What to do for a block that needs room.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Verdict {
+pub enum EvictionChoice {
     /// Evict this block.
     Evict(Slot),
     /// Do not admit the block: every eviction candidate is worth more.
@@ -75,13 +75,13 @@ pub trait Policy: fmt::Debug + Send {
         &mut self,
         blocks: &mut BlockTable,
         now: Duration,
-        chain: &[Asked],
+        chain: &[RequestedBlock],
         leading: usize,
         hints: &Hints,
     );
 
     /// Hints for a chain arrived without a request for it.
-    fn hint(&mut self, _: &mut BlockTable, _: Duration, _: &[Asked], _: &Hints) {}
+    fn hint(&mut self, _: &mut BlockTable, _: Duration, _: &[RequestedBlock], _: &Hints) {}
 
     /// One block was read outside a chain request.
     fn touch(&mut self, blocks: &mut BlockTable, now: Duration, slot: Slot);
@@ -90,7 +90,7 @@ pub trait Policy: fmt::Debug + Send {
     fn insert(&mut self, blocks: &mut BlockTable, now: Duration, slot: Slot);
 
     /// A block is about to be removed; it is still in the table.
-    fn remove(&mut self, blocks: &mut BlockTable, slot: Slot, why: Removal);
+    fn remove(&mut self, blocks: &mut BlockTable, slot: Slot, why: RemovalReason);
 
     /// The last resident child of a block was removed: the block is a leaf now.
     fn became_leaf(&mut self, _: &mut BlockTable, _: Slot) {}
@@ -125,7 +125,7 @@ pub trait Policy: fmt::Debug + Send {
 
 /// Settings of one tier's eviction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Limits {
+pub struct EvictionLimits {
     /// Size of the tier; the quota is a share of it.
     pub capacity_bytes: u64,
     /// Share of the tier that protected prefixes may hold, in percent.
@@ -162,7 +162,7 @@ pub struct Eviction {
     policy: Box<dyn Policy>,
     /// Protected blocks by last use.
     protected: BlockList,
-    limits: Limits,
+    limits: EvictionLimits,
     stats: EvictionStats,
     now: Duration,
 }
@@ -180,7 +180,7 @@ pub fn policy(kind: PolicyKind) -> Box<dyn Policy> {
 
 impl Eviction {
     /// An empty tier.
-    pub fn new(policy: Box<dyn Policy>, limits: Limits) -> Self {
+    pub fn new(policy: Box<dyn Policy>, limits: EvictionLimits) -> Self {
         Self {
             blocks: BlockTable::default(),
             policy,
@@ -223,7 +223,7 @@ impl Eviction {
     pub fn request(
         &mut self,
         now: Duration,
-        chain: &[Asked],
+        chain: &[RequestedBlock],
         partial_tail: bool,
         hints: &Hints,
     ) -> usize {
@@ -244,7 +244,7 @@ impl Eviction {
     }
 
     /// Hints for a chain, after its request or before the next one.
-    pub fn hint(&mut self, now: Duration, chain: &[Asked], hints: &Hints) {
+    pub fn hint(&mut self, now: Duration, chain: &[RequestedBlock], hints: &Hints) {
         self.advance(now);
         self.policy.hint(&mut self.blocks, self.now, chain, hints);
     }
@@ -279,7 +279,7 @@ impl Eviction {
     ///
     /// # Panics
     /// If the slot holds no block.
-    pub fn remove(&mut self, slot: Slot, why: Removal) {
+    pub fn remove(&mut self, slot: Slot, why: RemovalReason) {
         assert!(self.blocks.is_resident(slot), "a block leaves once: slot {}", slot.index());
         if self.blocks.is_protected(slot) {
             self.protected.remove(&mut self.blocks, slot);
@@ -287,8 +287,8 @@ impl Eviction {
             self.stats.protected_bytes -= u64::from(self.blocks.bytes_of(slot));
         }
         match why {
-            Removal::Evicted => self.stats.evicted += 1,
-            Removal::Deleted => self.stats.deleted += 1,
+            RemovalReason::Evicted => self.stats.evicted += 1,
+            RemovalReason::Deleted => self.stats.deleted += 1,
         }
         self.policy.remove(&mut self.blocks, slot, why);
         if let Some(leaf) = self.blocks.remove(slot) {
@@ -311,14 +311,14 @@ impl Eviction {
         now: Duration,
         incoming: &Incoming,
         usable: &mut dyn FnMut(u32) -> bool,
-    ) -> Verdict {
+    ) -> EvictionChoice {
         self.advance(now);
         let victim = self.choose(incoming.parent, usable).filter(|victim| {
             let is_protected = incoming.is_protected || self.blocks.is_protected(*victim);
             is_protected || self.policy.should_evict_for(&self.blocks, self.now, *victim, incoming)
         });
         self.stats.declined += u64::from(victim.is_none());
-        victim.map_or(Verdict::Decline, Verdict::Evict)
+        victim.map_or(EvictionChoice::Decline, EvictionChoice::Evict)
     }
 
     /// Evicts until `bytes_needed` bytes are freed or no candidate is left. Appends the owners of
@@ -335,7 +335,7 @@ impl Eviction {
             let Some(slot) = self.victim(now, usable) else { break };
             bytes += u64::from(self.blocks.bytes_of(slot));
             owners.push(self.blocks.owner(slot));
-            self.remove(slot, Removal::Evicted);
+            self.remove(slot, RemovalReason::Evicted);
         }
         bytes
     }
@@ -347,7 +347,7 @@ impl Eviction {
     /// The number of leading resident blocks. Corrects parents on the way, because a parent may
     /// have been deleted and put again. Cuts the chain where it contradicts the known parents, so
     /// no block occurs twice among the leading ones.
-    fn leading<'a>(&mut self, chain: &'a [Asked]) -> (&'a [Asked], usize) {
+    fn leading<'a>(&mut self, chain: &'a [RequestedBlock]) -> (&'a [RequestedBlock], usize) {
         let mut before = None;
         for (at, requested) in chain.iter().enumerate() {
             let resident = requested.resident.filter(|slot| self.blocks.is_resident(*slot));

@@ -1,12 +1,12 @@
 //! Explain: the state of each block of a chain, and why a request did not match more of it.
 
-use cascade_block::{BlockKey, Difference, Namespace, NamespaceId};
+use cascade_block::{BlockKey, ManifestDifference, Namespace, NamespaceId};
 
 use crate::catalog::KeyIndex;
 use crate::history::Loss;
-use crate::node::Node;
-use crate::state::State;
-use crate::{CallOptions, Store, StoreError, TierName, Writer};
+use crate::state::StoreState;
+use crate::store_core::StoreCore;
+use crate::{CallOptions, Store, StoreError, TierName, WriterId};
 
 /// The state of the blocks of a chain.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -42,9 +42,9 @@ pub struct BlockExplanation {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum BlockState {
     /// The store has the block.
-    Here(BlockHere),
+    Present(PresentBlock),
     /// The store does not have the block any more, or declined it.
-    Gone {
+    Absent {
         /// The reason.
         why: Loss,
         /// When this happened, in milliseconds since 1970, to the second.
@@ -56,7 +56,7 @@ pub enum BlockState {
 
 /// A block that the store has. Times are milliseconds since 1970, to the second.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct BlockHere {
+pub struct PresentBlock {
     /// The readable tiers that have the block, fast to slow. Empty if only stages with an open read
     /// circuit have it.
     pub tiers: Vec<TierName>,
@@ -71,7 +71,7 @@ pub struct BlockHere {
     /// Number of reads since the put, at most 65,535.
     pub uses: u16,
     /// The writer, if the put named one.
-    pub writer: Option<Writer>,
+    pub writer: Option<WriterId>,
     /// Number of pins.
     pub pins: u16,
     /// Views and writers that hold its slab now.
@@ -93,7 +93,7 @@ pub struct NamespaceDifference {
     pub id: NamespaceId,
     /// The fields that differ; `ours` is the caller's value. Empty if the manifests are equal: then
     /// the tenant secrets differ.
-    pub fields: Vec<Difference>,
+    pub fields: Vec<ManifestDifference>,
 }
 
 impl Store {
@@ -108,20 +108,20 @@ impl Store {
         namespace: Option<&Namespace>,
         options: CallOptions,
     ) -> Result<Explanation, StoreError> {
-        let node = self.node();
-        let now_unix_ms = node.clock.unix_ms();
-        let state = node.lock();
+        let core = self.core();
+        let now_unix_ms = core.clock.unix_ms();
+        let state = core.lock();
         let blocks: Vec<_> = keys
             .iter()
             .map(|key| BlockExplanation {
                 key: *key,
-                state: node.explain_block(&state, key, now_unix_ms),
+                state: core.explain_block(&state, key, now_unix_ms),
             })
             .collect();
         drop(state);
         let is_here = |block: &&BlockExplanation| match &block.state {
-            BlockState::Here(here) => !here.tiers.is_empty(),
-            BlockState::Gone { .. } | BlockState::Unknown => false,
+            BlockState::Present(here) => !here.tiers.is_empty(),
+            BlockState::Absent { .. } | BlockState::Unknown => false,
         };
         let leading = blocks.iter().take_while(is_here).count();
         let behind_gap = blocks[leading..].iter().filter(is_here).count();
@@ -151,23 +151,23 @@ impl Store {
     }
 }
 
-impl Node {
-    fn explain_block(&self, state: &State, key: &BlockKey, now_unix_ms: u64) -> BlockState {
+impl StoreCore {
+    fn explain_block(&self, state: &StoreState, key: &BlockKey, now_unix_ms: u64) -> BlockState {
         match state.catalog.find(key) {
             Some(found) if state.catalog.entry(found).has_expired(now_unix_ms) => {
                 let since_unix_ms = state.catalog.entry(found).expires_unix_ms;
-                BlockState::Gone { why: Loss::Expired, since_unix_ms }
+                BlockState::Absent { why: Loss::Expired, since_unix_ms }
             }
-            Some(found) => BlockState::Here(self.explain_present(state, found)),
+            Some(found) => BlockState::Present(self.explain_present(state, found)),
             None => {
-                state.history.end_of(key).map_or(BlockState::Unknown, |(why, since_unix_ms)| {
-                    BlockState::Gone { why, since_unix_ms }
+                state.history.loss_of(key).map_or(BlockState::Unknown, |(why, since_unix_ms)| {
+                    BlockState::Absent { why, since_unix_ms }
                 })
             }
         }
     }
 
-    fn explain_present(&self, state: &State, key: KeyIndex) -> BlockHere {
+    fn explain_present(&self, state: &StoreState, key: KeyIndex) -> PresentBlock {
         let entry = state.catalog.entry(key);
         let content = state.catalog.content(entry.content);
         let name = |tier: usize| self.tier_name(tier);
@@ -175,14 +175,14 @@ impl Node {
         let parent = state.catalog.parent_of(key);
         // The catalog itself is one holder.
         let holders = content.slab.as_ref().map_or(0, |slab| slab.holders() - 1);
-        BlockHere {
+        PresentBlock {
             tiers: self.tiers_with(state, key).into_iter().map(name).collect(),
             queued_for: queued.map(|stage| name(1 + stage)).collect(),
             bytes: content.bytes,
             put_unix_ms: state.history.unix_ms_of(content.put_stamp),
             used_unix_ms: state.history.unix_ms_of(content.used_stamp),
             uses: content.uses,
-            writer: std::num::NonZeroU32::new(content.writer).map(Writer),
+            writer: std::num::NonZeroU32::new(content.writer).map(WriterId),
             pins: entry.pins,
             holders,
             names: content.key_count,

@@ -23,15 +23,15 @@ impl Store {
         most: usize,
         options: CallOptions,
     ) -> Result<Vec<BlockKey>, StoreError> {
-        let node = self.node();
-        let timeout = options.timeout.unwrap_or(node.config.timeout);
-        let deadline = Deadline::after(node.clock.as_ref(), timeout);
+        let core = self.core();
+        let timeout = options.timeout.unwrap_or(core.config.timeout);
+        let deadline = Deadline::after(core.clock.as_ref(), timeout);
         let is_match = |key: &BlockKey| key.as_bytes().starts_with(beginning);
         let hot = self.hot_prefixes(HOT_PREFIXES).into_iter().map(|prefix| prefix.key);
         let mut found: Vec<BlockKey> = hot.filter(is_match).collect();
         let mut from = 0;
         loop {
-            let state = node.lock();
+            let state = core.lock();
             let end = state.catalog.key_indices_end();
             let to = from + PIECE_KEYS.min(end.saturating_sub(from));
             let keys = state.catalog.keys_at(from..to).map(|key| state.catalog.entry(key).key);
@@ -43,7 +43,7 @@ impl Store {
             if to >= end || found.len() == most {
                 return Ok(found);
             }
-            if deadline.remaining(node.clock.as_ref()).is_zero() {
+            if deadline.remaining(core.clock.as_ref()).is_zero() {
                 let timeout_ms = u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX);
                 return Err(StoreError::Timeout { operation: "scan all keys", timeout_ms });
             }

@@ -4,8 +4,8 @@ use crate::call_context::CallContext;
 use crate::catalog::LOWER_STAGES_MAX;
 use crate::circuits::HealthSignal;
 use crate::health::Direction;
-use crate::node::{Node, tier_error};
 use crate::stage::StageError;
+use crate::store_core::{StoreCore, tier_error};
 use crate::{CallOptions, Store, StoreError};
 
 /// The number of failed writes of each stage at one time. A caller that keeps a mark learns of
@@ -36,7 +36,7 @@ impl Store {
     /// restart. Fails if a stage failed to store blocks since the last flush; those blocks stay in
     /// DRAM until they are evicted.
     pub fn flush(&self, options: CallOptions) -> Result<(), StoreError> {
-        self.node().flush(options)
+        self.core().flush(options)
     }
 
     /// As [`Store::flush`], for one of several callers: fails if a stage failed to store blocks
@@ -46,18 +46,18 @@ impl Store {
         reported: &mut FlushMark,
         options: CallOptions,
     ) -> Result<(), StoreError> {
-        self.node().flush_since(reported, self.node().call(options))
+        self.core().flush_since(reported, self.core().call(options))
     }
 
     /// The mark for a new caller: it includes only failures that some flush has reported. The
     /// first flush of the caller therefore reports all others, which may be its own from before a
     /// reconnect.
     pub fn flush_mark(&self) -> FlushMark {
-        self.node().lock().reported_failures
+        self.core().lock().reported_failures
     }
 }
 
-impl Node {
+impl StoreCore {
     /// For callers without a mark: reports the failures that no flush has reported so far.
     pub(crate) fn flush(&self, options: CallOptions) -> Result<(), StoreError> {
         let mut reported = self.lock().reported_failures;
@@ -76,7 +76,7 @@ impl Node {
         // A written block can queue key changes for its stage: draw these tickets only now.
         let tickets = state.key_tickets.map(|tickets| tickets.pushed);
         drop(self.wait_for_key_changes(state, tickets, "flush", call)?);
-        let open_circuits = self.lock().write_shed;
+        let open_circuits = self.lock().open_write_circuits;
         let mut flushed = Ok(());
         // Try every stage and report the first error.
         for (at, stage) in

@@ -2,10 +2,10 @@
 
 use std::fmt;
 
-use cascade_block::{BlockKey, Seed};
+use cascade_block::{BlockKey, FingerprintSeed};
 
 use crate::DeclineReason;
-use crate::eviction::{Ghosts, Removal};
+use crate::eviction::{Ghosts, RemovalReason};
 
 /// Most losses remembered, the latest ones: 1.5 MiB.
 const EVENTS_MAX: usize = 64 << 10;
@@ -76,7 +76,7 @@ const LOSSES: [(Loss, &str); 18] = [
 
 impl Loss {
     /// The reason that is passed to the eviction policy.
-    pub(crate) fn removal(self) -> Removal {
+    pub(crate) fn removal(self) -> RemovalReason {
         match self {
             Self::EvictedUnread
             | Self::EvictedRead
@@ -84,8 +84,8 @@ impl Loss {
             | Self::EvictedUnwritten
             | Self::EvictedReclaimed
             | Self::Reclaimed
-            | Self::Unwritten => Removal::Evicted,
-            _ => Removal::Deleted,
+            | Self::Unwritten => RemovalReason::Evicted,
+            _ => RemovalReason::Deleted,
         }
     }
 
@@ -123,25 +123,25 @@ const _: () = assert!(LOSSES.len() <= 1 << LOSS_BITS, "every loss has a number")
 pub(crate) struct History {
     /// Loss and time, in one number each.
     losses: Ghosts,
-    seed: Seed,
+    seed: FingerprintSeed,
     opened_unix_ms: u64,
     /// The latest time set, in seconds since the store was opened.
     now: u64,
 }
 
 impl History {
-    pub(crate) fn new(opened_unix_ms: u64, seed: Seed) -> Self {
+    pub(crate) fn new(opened_unix_ms: u64, seed: FingerprintSeed) -> Self {
         Self { losses: Ghosts::default(), seed, opened_unix_ms, now: 0 }
     }
 
     /// Sets the time of the losses recorded next. Called once after the state's lock is taken:
     /// reading the clock for every block would cost more than recording it.
-    pub(crate) fn tell_time(&mut self, unix_ms: u64) {
+    pub(crate) fn set_time(&mut self, unix_ms: u64) {
         self.now = unix_ms.saturating_sub(self.opened_unix_ms) / 1000;
     }
 
     /// Records that a block was lost or not stored.
-    pub(crate) fn note(&mut self, key: &BlockKey, why: Loss) {
+    pub(crate) fn record(&mut self, key: &BlockKey, why: Loss) {
         let seconds = self.now.min(SECONDS_MAX);
         let number = u32::try_from(seconds << LOSS_BITS).expect("within the maximum");
         let fingerprint = self.seed.of_key(key);
@@ -155,7 +155,7 @@ impl History {
     }
 
     /// Why a block is absent, and since when (milliseconds since 1970, to the second).
-    pub(crate) fn end_of(&self, key: &BlockKey) -> Option<(Loss, u64)> {
+    pub(crate) fn loss_of(&self, key: &BlockKey) -> Option<(Loss, u64)> {
         let number = self.losses.get(self.seed.of_key(key))?;
         let (why, _) = LOSSES[(number & ((1 << LOSS_BITS) - 1)) as usize];
         let seconds = u64::from(number >> LOSS_BITS);
@@ -191,33 +191,33 @@ mod tests {
     #[test]
     fn the_latest_loss_of_a_block_is_reported_until_it_is_stored_again() {
         let opened = 5_000;
-        let mut history = History::new(opened, Seed::new(1));
+        let mut history = History::new(opened, FingerprintSeed::new(1));
         for (seconds, (why, text)) in (1..).zip(LOSSES) {
-            history.tell_time(opened + seconds * 1000);
-            history.note(&key(1), why);
-            assert_eq!(history.end_of(&key(1)), Some((why, opened + seconds * 1000)));
+            history.set_time(opened + seconds * 1000);
+            history.record(&key(1), why);
+            assert_eq!(history.loss_of(&key(1)), Some((why, opened + seconds * 1000)));
             assert_eq!(why.to_string(), text);
         }
         history.forget(&key(1));
-        assert_eq!(history.end_of(&key(1)), None);
+        assert_eq!(history.loss_of(&key(1)), None);
     }
 
     #[test]
     fn the_oldest_losses_are_forgotten_first() {
-        let mut history = History::new(0, Seed::new(1));
+        let mut history = History::new(0, FingerprintSeed::new(1));
         let count = EVENTS_MAX as u64 + 10;
-        (0..count).for_each(|number| history.note(&key(number), Loss::Deleted));
-        assert!((0..10).all(|number| history.end_of(&key(number)).is_none()));
-        assert!((10..count).all(|number| history.end_of(&key(number)).is_some()));
+        (0..count).for_each(|number| history.record(&key(number), Loss::Deleted));
+        assert!((0..10).all(|number| history.loss_of(&key(number)).is_none()));
+        assert!((10..count).all(|number| history.loss_of(&key(number)).is_some()));
         assert!(history.memory_bytes() <= 3 << 19, "{}", history.memory_bytes());
     }
 
     #[test]
     fn the_time_of_a_loss_saturates_after_many_years() {
-        let mut history = History::new(0, Seed::new(1));
-        history.tell_time((SECONDS_MAX + 77) * 1000);
-        history.note(&key(1), Loss::Expired);
-        let (why, at) = history.end_of(&key(1)).expect("it was recorded");
+        let mut history = History::new(0, FingerprintSeed::new(1));
+        history.set_time((SECONDS_MAX + 77) * 1000);
+        history.record(&key(1), Loss::Expired);
+        let (why, at) = history.loss_of(&key(1)).expect("it was recorded");
         assert_eq!((why, at / 1000), (Loss::Expired, SECONDS_MAX));
         assert_eq!(history.unix_ms_of(0), None);
     }

@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use cascade_block::{BlockKey, Seed};
+use cascade_block::{BlockKey, FingerprintSeed};
 
 /// Most watched prefixes.
 const WATCHED_MAX: usize = 192;
@@ -37,7 +37,7 @@ impl WatchedPrefix {
 
 #[derive(Debug)]
 pub(crate) struct HotPrefixes {
-    seed: Seed,
+    seed: FingerprintSeed,
     watched: Vec<WatchedPrefix>,
     places: HashMap<u64, usize>,
     /// Number of watched blocks per filter mark.
@@ -47,7 +47,7 @@ pub(crate) struct HotPrefixes {
 }
 
 impl HotPrefixes {
-    pub(crate) fn new(seed: Seed) -> Self {
+    pub(crate) fn new(seed: FingerprintSeed) -> Self {
         Self {
             seed,
             watched: Vec::new(),
@@ -161,7 +161,7 @@ mod tests {
 
     #[test]
     fn a_shared_prefix_ranks_above_the_blocks_of_single_sessions() {
-        let mut hot = HotPrefixes::new(Seed::new(1));
+        let mut hot = HotPrefixes::new(FingerprintSeed::new(1));
         let shared = chain(0, 3);
         for session in 1..=200 {
             let keys = [shared.clone(), chain(session, 4)].concat();
@@ -175,7 +175,7 @@ mod tests {
 
     #[test]
     fn hits_leave_the_window_with_time() {
-        let mut hot = HotPrefixes::new(Seed::new(1));
+        let mut hot = HotPrefixes::new(FingerprintSeed::new(1));
         let keys = chain(1, 2);
         (0..5).for_each(|_| hot.request(Duration::ZERO, &keys, 2));
         assert_eq!(hot.top(9)[0].hits(), 5);

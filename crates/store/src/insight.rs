@@ -6,13 +6,13 @@
 use std::collections::BTreeMap;
 use std::sync::{MutexGuard, PoisonError};
 
-use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId, Seed};
+use cascade_block::{BlockKey, FingerprintSeed, Manifest, Namespace, NamespaceId};
 
 use crate::catalog::KeyIndex;
 use crate::hot::HotPrefixes;
-use crate::node::Node;
-use crate::shadow::{Answered, ShadowFigure, Shadows};
-use crate::state::State;
+use crate::shadow::{ChainLookup, ShadowFigure, Shadows};
+use crate::state::StoreState;
+use crate::store_core::StoreCore;
 use crate::{Store, StoreConfig, TierName};
 
 /// Most namespaces whose manifests are kept in memory; stages keep the others.
@@ -55,7 +55,7 @@ impl Insight {
         config: &StoreConfig,
         has_dram: bool,
         lower: &[TierName],
-        seed: Seed,
+        seed: FingerprintSeed,
     ) -> Self {
         Self {
             shadows: Shadows::new(config, has_dram, lower, seed),
@@ -65,7 +65,7 @@ impl Insight {
     }
 
     /// A chain was looked up.
-    pub(crate) fn request(&mut self, lookup: &Answered<'_>) {
+    pub(crate) fn request(&mut self, lookup: &ChainLookup<'_>) {
         self.shadows.request(lookup);
         self.hot.request(lookup.at, lookup.keys, lookup.matched);
     }
@@ -78,7 +78,7 @@ impl Insight {
     }
 
     /// Whether a namespace was registered since the start.
-    pub(crate) fn knows(&self, namespace: &NamespaceId) -> bool {
+    pub(crate) fn is_registered(&self, namespace: &NamespaceId) -> bool {
         self.registered.contains_key(namespace)
     }
 
@@ -99,22 +99,22 @@ impl Store {
     /// are listed separately. A prefix is counted from when it was first seen to be shared, so its
     /// hits are a lower bound.
     pub fn hot_prefixes(&self, count: usize) -> Vec<HotPrefix> {
-        let node = self.node();
-        let watched = node.insight().hot.top(count);
-        let state = node.lock();
+        let core = self.core();
+        let watched = core.insight().hot.top(count);
+        let state = core.lock();
         let describe = |watched: crate::hot::WatchedPrefix| HotPrefix {
             key: watched.key,
             depth_blocks: watched.depth,
             hits: watched.hits(),
-            tiers: node.tiers_of_chain(&state, &watched.key, watched.depth),
+            tiers: core.tiers_of_chain(&state, &watched.key, watched.depth),
         };
         watched.into_iter().map(describe).collect()
     }
 }
 
-impl Node {
+impl StoreCore {
     /// Discards all statistics, as after an erase.
-    pub(crate) fn forget_watched(&self) {
+    pub(crate) fn reset_insight(&self) {
         let lower = &self.tier_names()[1..];
         *self.insight() = Insight::new(&self.config, self.pipeline.has_dram, lower, self.seed);
     }
@@ -126,15 +126,17 @@ impl Node {
 
     /// The numbers of the tiers, fast to slow, that have a content's bytes and a closed read
     /// circuit.
-    pub(crate) fn tiers_with(&self, state: &State, key: KeyIndex) -> Vec<usize> {
+    pub(crate) fn tiers_with(&self, state: &StoreState, key: KeyIndex) -> Vec<usize> {
         let content = state.catalog.content(state.catalog.entry(key).content);
         let memory = content.slab.is_some().then_some(0);
-        let has_it = |stage: &usize| content.address(*stage).is_some() && !state.is_shed(*stage);
+        let has_it = |stage: &usize| {
+            content.address(*stage).is_some() && !state.is_read_circuit_open(*stage)
+        };
         let lower = (0..self.stages.len()).filter(has_it);
         memory.into_iter().chain(lower.map(|stage| 1 + stage)).collect()
     }
 
-    fn tiers_of_chain(&self, state: &State, key: &BlockKey, depth: u32) -> Vec<TierBytes> {
+    fn tiers_of_chain(&self, state: &StoreState, key: &BlockKey, depth: u32) -> Vec<TierBytes> {
         let mut sums = vec![(0_u64, 0_u64); 1 + self.stages.len()];
         let mut at = state.catalog.find(key);
         for _ in 0..depth {

@@ -26,7 +26,7 @@ use crate::StoreError;
 use crate::catalog::{Address, KeyIndex, LOWER_STAGES_MAX};
 use crate::stage::BlockFacts;
 pub(crate) use leftover::remove_unused;
-pub use leftover::{LeftPool, left_pools};
+pub use leftover::{LeftoverPool, leftover_pools};
 pub(crate) use opening::{open, remove};
 pub use process::Process;
 use record::{BLOCK_WORDS, BlockRecord, HELD_WORDS, HeldRecord, Piece};
@@ -173,7 +173,7 @@ impl LedgerTable {
     /// Marks the files as holding blocks: from now on they outlive this store unless it removes
     /// them.
     fn note_used(&self) {
-        self.files.keep();
+        self.files.persist();
         self.files.words().words()[USED_WORD].store(USED, Ordering::Release);
     }
 }
@@ -308,7 +308,7 @@ impl Recovered {
     /// and the next scrub of DRAM computes their checksum.
     pub(crate) fn is_intact(&self) -> bool {
         self.record.sum.is_none_or(|sum| {
-            self.slab.agrees_with(sum) && self.slab.agrees_with(checksum(&self.slab))
+            self.slab.verify_checksum(sum) && self.slab.verify_checksum(checksum(&self.slab))
         })
     }
 
@@ -365,13 +365,13 @@ struct LoadRecord {
 
 impl Drop for LoadRecord {
     fn drop(&mut self) {
-        self.holders.take_back([std::mem::replace(&mut self.id, HeldId::not_kept())]);
+        self.holders.release_ids([std::mem::replace(&mut self.id, HeldId::none())]);
     }
 }
 
 impl Holders {
     /// Records pieces that a process holds: all, or none if they exceed its share.
-    pub(crate) fn note(
+    pub(crate) fn record(
         &self,
         pieces: &[HeldPiece],
         process: Process,
@@ -403,17 +403,17 @@ impl Holders {
     /// Records that a stage reads into a slab, if a place is free. The record is attached to the
     /// slab, so it also covers a stage that returns late, and ends when the slab is sealed or
     /// dropped.
-    pub(crate) fn note_load(self: &Arc<Self>, slab: &mut SlabMut) {
+    pub(crate) fn record_load(self: &Arc<Self>, slab: &mut SlabMut) {
         let Some(place) = self.lock().free.pop() else { return };
         let HeldPiece { offset, bytes, .. } = HeldPiece::reservation(slab);
         let piece = Piece { offset: offset as u64, bytes: bytes as u64 };
         // The process is irrelevant: the record is read only after this one has ended.
         let process = Process { pid: 0, start_time: 0 };
         HeldRecord { piece, process, kind: LOAD }.write(self.table.held(place));
-        slab.accompany(Box::new(LoadRecord { holders: Arc::clone(self), id: HeldId(place) }));
+        slab.attach_guard(Box::new(LoadRecord { holders: Arc::clone(self), id: HeldId(place) }));
     }
 
-    pub(crate) fn take_back(&self, ids: impl IntoIterator<Item = HeldId>) {
+    pub(crate) fn release_ids(&self, ids: impl IntoIterator<Item = HeldId>) {
         let mut state = self.lock();
         for HeldId(place) in ids {
             if place != NO_RECORD {
@@ -426,7 +426,7 @@ impl Holders {
     }
 
     /// Releases what a process of an earlier run held. Returns the number of pieces.
-    pub(crate) fn release(&self, pid: u32) -> usize {
+    pub(crate) fn release_process(&self, pid: u32) -> usize {
         self.release_where(&mut self.lock(), |process| process.is_some_and(|it| it.pid == pid))
     }
 
@@ -538,7 +538,7 @@ impl Holders {
 
 impl HeldId {
     /// For a store whose pool ends with its process: nothing is recorded.
-    pub(crate) fn not_kept() -> Self {
+    pub(crate) fn none() -> Self {
         Self(NO_RECORD)
     }
 }

@@ -16,16 +16,15 @@ mod health;
 mod history;
 mod hot;
 mod insight;
-mod known;
 mod ledger;
 mod mover;
 mod names;
-mod node;
 mod outcome;
 mod pipeline;
 mod prepare;
 mod prober;
 mod put;
+mod put_check;
 mod read;
 mod read_counters;
 mod request;
@@ -36,6 +35,7 @@ pub mod stage;
 mod state;
 mod stats;
 mod store;
+mod store_core;
 mod warm;
 mod write_through;
 
@@ -43,24 +43,24 @@ pub use block_store::BlockStore;
 pub use changes::{Change, ChangeCursor, Changes};
 pub use config::{
     CallOptions, EncryptionConfig, FileLayout, FilesConfig, IoEngine, KeepPool, PipelineError,
-    PolicyKind, StoreConfig, WritePolicy, Writer,
+    PolicyKind, StoreConfig, WritePolicy, WriterId,
 };
-pub use erase::{Erased, Left, TierErased};
-pub use explain::{BlockExplanation, BlockHere, BlockState, Explanation, NamespaceDifference};
+pub use erase::{EraseReport, NotErased, TierEraseReport};
+pub use explain::{BlockExplanation, BlockState, Explanation, NamespaceDifference, PresentBlock};
 pub use flush::FlushMark;
 pub use health::{CircuitHealth, HealthConfig, HealthState, StageHealth};
 pub use history::Loss;
 pub use insight::{HotPrefix, TierBytes};
-pub use ledger::{HeldId, HeldKind, HeldPiece, LeftPool, Process, WarmStats, left_pools};
+pub use ledger::{HeldId, HeldKind, HeldPiece, LeftoverPool, Process, WarmStats, leftover_pools};
 pub use names::intern;
 pub use outcome::{
-    DeclineReason, GetOutcome, PrefixMatch, Prepared, Put, PutOutcome, PutSlab, StoreError,
+    DeclineReason, GetOutcome, PrefixMatch, PrepareOutcome, Put, PutOutcome, PutSlab, StoreError,
     TierName, ViewOutcome,
 };
 pub use pipeline::Pipeline;
 pub use request::{Hints, Request};
-pub use scrub::Scrubbed;
-pub use secret::{Readers, SecretError, read_secret};
+pub use scrub::ScrubReport;
+pub use secret::{SecretError, SecretReaders, read_secret};
 pub use shadow::{ShadowFigure, ShadowRates};
-pub use stats::{Counters, Stats, TierHits};
+pub use stats::{StoreCounters, StoreStats, TierHits};
 pub use store::Store;

@@ -17,9 +17,9 @@ use crate::catalog::{Address, ContentIndex};
 use crate::circuits::HealthSignal;
 use crate::health::Direction;
 use crate::history::Loss;
-use crate::node::Node;
-use crate::stage::{BlockFacts, Room, StageError};
-use crate::state::{KeyChange, PendingWrite, State};
+use crate::stage::{BlockFacts, MakeRoomOutcome, StageError};
+use crate::state::{KeyChange, PendingWrite, StoreState};
+use crate::store_core::StoreCore;
 
 /// Maximum bytes of one batch.
 const BATCH_BYTES: usize = 16 << 20;
@@ -48,28 +48,28 @@ struct WriteBatch {
 }
 
 /// Runs until the store closes and its queue is empty.
-pub(crate) fn run(node: &Arc<Node>, stage: usize) {
-    let mut rate_limiter = RateLimiter::new(node);
-    while let Some(mut batch) = next_batch(node, stage) {
-        rate_limiter.wait_for(node, batch.blocks.iter().map(|(_, slab)| slab.len() as u64).sum());
+pub(crate) fn run(core: &Arc<StoreCore>, stage: usize) {
+    let mut rate_limiter = RateLimiter::new(core);
+    while let Some(mut batch) = next_batch(core, stage) {
+        rate_limiter.wait_for(core, batch.blocks.iter().map(|(_, slab)| slab.len() as u64).sum());
         // Compares checksums first: bytes that changed in memory since the put must not be written
         // with a new, valid checksum.
-        batch.deleted += node.remove_damaged(stage, &mut batch.pending, &mut batch.blocks);
-        let deadline = Deadline::after(&*node.clock, node.config.timeout);
-        if let Some(why) = send_key_changes(node, stage, &batch.key_changes, deadline) {
-            requeue_batch(node, stage, batch, &why);
+        batch.deleted += core.remove_damaged(stage, &mut batch.pending, &mut batch.blocks);
+        let deadline = Deadline::after(&*core.clock, core.config.timeout);
+        if let Some(why) = send_key_changes(core, stage, &batch.key_changes, deadline) {
+            requeue_batch(core, stage, batch, &why);
             continue;
         }
         // A new deadline: the key changes may have used up the first one.
-        let deadline = Deadline::after(&*node.clock, node.config.timeout);
-        let results = store_with_room(node, stage, &batch.blocks, deadline);
-        let is_long_enough = node.config.timeout >= node.config.health.probe_timeout;
+        let deadline = Deadline::after(&*core.clock, core.config.timeout);
+        let results = store_with_room(core, stage, &batch.blocks, deadline);
+        let is_long_enough = core.config.timeout >= core.config.health.probe_timeout;
         let signal =
             HealthSignal::of(results.iter().map(|result| result.as_ref().err()), is_long_enough);
         // Before the blocks become clean: eviction skips a slab that has another holder.
         drop(batch.blocks);
-        let mut state = node.lock();
-        state.history.tell_time(node.clock.unix_ms());
+        let mut state = core.lock();
+        state.history.set_time(core.clock.unix_ms());
         let is_time_out = |result: &Result<_, _>| matches!(result, Err(StageError::Timeout));
         let is_stuck = !results.is_empty() && results.iter().all(is_time_out);
         for (pending, result) in batch.pending.iter().zip(results) {
@@ -79,15 +79,15 @@ pub(crate) fn run(node: &Arc<Node>, stage: usize) {
         if is_stuck {
             fail_queue(&mut state, stage, &StageError::Timeout);
         }
-        node.record_health(&mut state, stage, Direction::Writes, signal);
+        core.record_health(&mut state, stage, Direction::Writes, signal);
         drop(state);
-        node.notify_changed();
+        core.notify_changed();
     }
 }
 
 /// Fails all queued writes of a stage: a whole batch timed out, its write circuit opened, or the
 /// store closes. The failures are counted; the blocks stay in DRAM until they are evicted.
-pub(crate) fn fail_queue(state: &mut State, stage: usize, why: &StageError) {
+pub(crate) fn fail_queue(state: &mut StoreState, stage: usize, why: &StageError) {
     let queue = std::mem::take(&mut state.queues[stage]);
     state.block_tickets[stage].settled += queue.len() as u64;
     for pending in queue {
@@ -96,24 +96,24 @@ pub(crate) fn fail_queue(state: &mut State, stage: usize, why: &StageError) {
 }
 
 /// Executes prefetch hints until the channel is closed.
-pub(crate) fn run_prefetch(node: &Node, hints: &Mutex<Receiver<Vec<BlockKey>>>) {
-    let mut rate_limiter = RateLimiter::new(node);
+pub(crate) fn run_prefetch(core: &StoreCore, hints: &Mutex<Receiver<Vec<BlockKey>>>) {
+    let mut rate_limiter = RateLimiter::new(core);
     loop {
         let hint = hints.lock().unwrap_or_else(PoisonError::into_inner).recv();
         let Ok(keys) = hint else { return };
-        node.prefetch_now(&keys, &mut |bytes| rate_limiter.wait_for(node, bytes));
+        core.prefetch_now(&keys, &mut |bytes| rate_limiter.wait_for(core, bytes));
     }
 }
 
 /// Waits for the next batch of a stage: all queued key changes, and blocks up to the limits. `None`
 /// once the store is closed and the queues are empty.
-fn next_batch(node: &Node, stage: usize) -> Option<WriteBatch> {
-    let mut state = node.lock();
+fn next_batch(core: &StoreCore, stage: usize) -> Option<WriteBatch> {
+    let mut state = core.lock();
     // At most a quarter of the backlog limit, so that retries do not make puts wait.
-    let retry_bytes = (BATCH_BYTES as u64).min(node.dirty_bytes_max / 4).max(1);
+    let retry_bytes = (BATCH_BYTES as u64).min(core.dirty_bytes_max / 4).max(1);
     loop {
-        if state.is_write_shed(stage) && !state.is_closed {
-            state = node.wait_for_work(state);
+        if state.is_write_circuit_open(stage) && !state.is_closed {
+            state = core.wait_for_work(state);
             continue;
         }
         if state.queues[stage].is_empty() && !state.is_closed {
@@ -141,29 +141,31 @@ fn next_batch(node: &Node, stage: usize) -> Option<WriteBatch> {
             return Some(batch);
         }
         state.block_tickets[stage].settled += batch.deleted;
-        node.notify_changed();
+        core.notify_changed();
         if state.is_closed {
             return None;
         }
-        state = node.wait_for_work(state);
+        state = core.wait_for_work(state);
     }
 }
 
 /// Requeues the blocks of a batch whose key changes failed, in their order: a stage must record key
 /// changes before later blocks.
-fn requeue_batch(node: &Node, stage: usize, batch: WriteBatch, why: &StageError) {
+fn requeue_batch(core: &StoreCore, stage: usize, batch: WriteBatch, why: &StageError) {
     drop(batch.blocks);
-    let mut state = node.lock();
-    state.history.tell_time(node.clock.unix_ms());
+    let mut state = core.lock();
+    state.history.set_time(core.clock.unix_ms());
     state.block_tickets[stage].settled += batch.deleted;
     for pending in batch.pending.into_iter().rev() {
         state.queues[stage].push_front(pending);
     }
-    if state.is_write_shed(stage) || matches!(why, StageError::Timeout | StageError::Shed) {
+    if state.is_write_circuit_open(stage)
+        || matches!(why, StageError::Timeout | StageError::CircuitOpen)
+    {
         fail_queue(&mut state, stage, why);
     }
-    node.notify_changed();
-    node.pause(state, KEY_CHANGES_RETRY_DELAY);
+    core.notify_changed();
+    core.pause(state, KEY_CHANGES_RETRY_DELAY);
 }
 
 /// Sends key changes to a stage, in their order, with consecutive changes of one kind in one call.
@@ -171,7 +173,7 @@ fn requeue_batch(node: &Node, stage: usize, batch: WriteBatch, why: &StageError)
 /// is closed, there is no retry: the failures are counted, and the changes are missing after a
 /// restart.
 fn send_key_changes(
-    node: &Arc<Node>,
+    core: &Arc<StoreCore>,
     stage: usize,
     changes: &[KeyChange],
     deadline: Deadline,
@@ -188,14 +190,14 @@ fn send_key_changes(
             }
         }
         let result = if adds.is_empty() {
-            node.stages[stage].remove(removes, deadline)
+            core.stages[stage].remove(removes, deadline)
         } else {
-            node.stages[stage].alias(adds, deadline)
+            core.stages[stage].alias(adds, deadline)
         };
         if let Err(error) = result {
-            let mut state = node.lock();
+            let mut state = core.lock();
             let signal = HealthSignal::of([Some(&error)].into_iter(), false);
-            node.record_health(&mut state, stage, Direction::Writes, signal);
+            core.record_health(&mut state, stage, Direction::Writes, signal);
             state.note_error(stage, error.clone());
             if !state.is_closed {
                 // Stop at the first failure: later changes of a key must not overtake earlier ones.
@@ -209,7 +211,7 @@ fn send_key_changes(
         sent += run.len();
     }
     if sent > 0 {
-        node.lock().key_tickets[stage].settled += sent as u64;
+        core.lock().key_tickets[stage].settled += sent as u64;
     }
     None
 }
@@ -218,7 +220,7 @@ fn send_key_changes(
 /// still lack room. It ends when all are stored, at the deadline, or after more than
 /// [`INEFFECTIVE_ROUNDS_MAX`] rounds without progress.
 fn store_with_room(
-    node: &Arc<Node>,
+    core: &Arc<StoreCore>,
     stage: usize,
     blocks: &[(BlockFacts, Slab)],
     deadline: Deadline,
@@ -228,9 +230,9 @@ fn store_with_room(
     let (mut ineffective, mut rounds) = (0, 0);
     while !remaining.is_empty() {
         let batch = remaining.iter().map(|at| blocks[*at].clone()).collect();
-        let at = Arc::clone(node);
+        let at = Arc::clone(core);
         let late = move |stored: Vec<_>| remove_late_stores(&at, stage, &stored);
-        let stored = node.stages[stage].store(batch, deadline, late);
+        let stored = core.stages[stage].store(batch, deadline, late);
         for (at, result) in remaining.iter().zip(stored) {
             results[*at] = result;
         }
@@ -240,19 +242,19 @@ fn store_with_room(
         rounds += 1;
         // Rounds that keep blocks can free nothing; only those that keep none are counted.
         ineffective = if remaining.len() < before || may_keep { 0 } else { ineffective + 1 };
-        let is_last = ineffective > INEFFECTIVE_ROUNDS_MAX || deadline.has_passed(&*node.clock);
+        let is_last = ineffective > INEFFECTIVE_ROUNDS_MAX || deadline.has_passed(&*core.clock);
         if remaining.is_empty() || is_last {
             break;
         }
-        match make_room(node, stage, may_keep, deadline) {
+        match make_room(core, stage, may_keep, deadline) {
             Ok(room) => {
-                apply_room(node, stage, &room);
+                apply_room(core, stage, &room);
                 remaining.extend(apply_room_to_batch(blocks, &room, &mut results));
             }
             Err(error) => {
-                let mut state = node.lock();
+                let mut state = core.lock();
                 let signal = HealthSignal::of([Some(&error)].into_iter(), false);
-                node.record_health(&mut state, stage, Direction::Writes, signal);
+                core.record_health(&mut state, stage, Direction::Writes, signal);
                 state.note_error(stage, error);
                 break;
             }
@@ -264,35 +266,35 @@ fn store_with_room(
 /// Asks a stage to free space. It returns what it moved and dropped; a result after the deadline is
 /// applied when it comes, so that the catalog never keeps stale addresses.
 fn make_room(
-    node: &Arc<Node>,
+    core: &Arc<StoreCore>,
     stage: usize,
     may_keep: bool,
     deadline: Deadline,
-) -> Result<Room, StageError> {
+) -> Result<MakeRoomOutcome, StageError> {
     let mut kept = HashMap::new();
-    let (keeper, late_node) = (Arc::clone(node), Arc::clone(node));
+    let (keeper, late_node) = (Arc::clone(core), Arc::clone(core));
     let keep = move |key: &BlockKey, _| may_keep && should_keep(&keeper, stage, key, &mut kept);
     let late = move |room| apply_room(&late_node, stage, &room);
-    node.stages[stage].make_room(Box::new(keep), deadline, late)
+    core.stages[stage].make_room(Box::new(keep), deadline, late)
 }
 
 /// Removes blocks that a stage stored after the call's deadline: the call has failed, so that they
 /// are queued again or deleted by now.
-fn remove_late_stores(node: &Node, stage: usize, stored: &[(BlockKey, Address)]) {
-    let mut state = node.lock();
+fn remove_late_stores(core: &StoreCore, stage: usize, stored: &[(BlockKey, Address)]) {
+    let mut state = core.lock();
     if !state.is_closed {
         for (key, address) in stored {
             state.push_key_change(stage, KeyChange::Remove(*key, *address));
         }
     }
-    node.unlock(state);
+    core.unlock(state);
 }
 
 /// Applies moves and drops to the results of this batch: making room for the rest can move or drop
 /// blocks of the batch that are not in the catalog yet. Returns the blocks to store again.
 fn apply_room_to_batch(
     blocks: &[(BlockFacts, Slab)],
-    room: &Room,
+    room: &MakeRoomOutcome,
     results: &mut [Result<Address, StageError>],
 ) -> Vec<usize> {
     let moved: HashMap<_, _> = room.moved.iter().map(|(_, old, new)| (*old, *new)).collect();
@@ -313,12 +315,12 @@ fn apply_room_to_batch(
 /// Whether reclaim keeps a block: if it was read since it was written there, is in DRAM, or is
 /// protected. Decided once per content, so that all its keys are kept or dropped together.
 fn should_keep(
-    node: &Node,
+    core: &StoreCore,
     stage: usize,
     key: &BlockKey,
     kept: &mut HashMap<(u32, u32), bool>,
 ) -> bool {
-    let mut state = node.lock();
+    let mut state = core.lock();
     let Some(found) = state.catalog.find(key) else { return false };
     let entry = state.catalog.entry(found);
     let (index, is_prefix) = (entry.content, entry.is_prefix());
@@ -334,9 +336,9 @@ fn should_keep(
 }
 
 /// Applies moves and drops of a stage to the catalog and the queued key changes.
-fn apply_room(node: &Node, stage: usize, room: &Room) {
-    let mut state = node.lock();
-    state.history.tell_time(node.clock.unix_ms());
+fn apply_room(core: &StoreCore, stage: usize, room: &MakeRoomOutcome) {
+    let mut state = core.lock();
+    state.history.set_time(core.clock.unix_ms());
     // Queued key changes still have the old addresses.
     let places: HashMap<_, _> = room.moved.iter().map(|(_, old, new)| (*old, *new)).collect();
     for change in &mut state.key_changes[stage] {
@@ -357,12 +359,12 @@ fn apply_room(node: &Node, stage: usize, room: &Room) {
         }
     }
     drop(state);
-    node.notify_changed();
+    core.notify_changed();
 }
 
 /// The content of a key, if the stage has it at this address; not if it was moved or deleted since.
 fn content_at(
-    state: &mut State,
+    state: &mut StoreState,
     stage: usize,
     key: &BlockKey,
     address: Address,
@@ -374,7 +376,7 @@ fn content_at(
 
 /// Applies the result of the write of one block.
 fn settle(
-    state: &mut State,
+    state: &mut StoreState,
     stage: usize,
     pending: &PendingWrite,
     result: Result<Address, StageError>,
@@ -404,8 +406,9 @@ fn settle(
             state.counters.demote_failures += 1;
             state.write_failures.count(stage, 1);
             // Time-outs and open circuits are not the fault of the block and do not count.
-            let is_block_error = matches!(error, StageError::Failed(_) | StageError::NoAnswer);
-            let tries = pending.tries + u8::from(is_block_error && !state.is_write_shed(stage));
+            let is_block_error = matches!(error, StageError::Failed(_) | StageError::NoResult);
+            let tries =
+                pending.tries + u8::from(is_block_error && !state.is_write_circuit_open(stage));
             if !matches!(error, StageError::Full) && tries < WRITE_TRIES_MAX {
                 state.note_unstored(stage, PendingWrite { tries, ..*pending });
             }
@@ -421,7 +424,7 @@ fn settle(
 
 /// Queues the other keys of a content for the stage, and the removal of the key it was written
 /// under if that was deleted meanwhile.
-fn add_other_keys(state: &mut State, stage: usize, pending: &PendingWrite, address: Address) {
+fn add_other_keys(state: &mut StoreState, stage: usize, pending: &PendingWrite, address: Address) {
     let mut has_written_key = false;
     for key in state.catalog.keys_of(pending.content) {
         let entry = state.catalog.entry(key);
@@ -452,39 +455,39 @@ struct RateLimiter {
 }
 
 impl RateLimiter {
-    fn new(node: &Node) -> Self {
+    fn new(core: &StoreCore) -> Self {
         Self {
-            bytes_per_second: node.config.mover_bytes_per_second,
-            next_start: node.clock.monotonic(),
+            bytes_per_second: core.config.mover_bytes_per_second,
+            next_start: core.clock.monotonic(),
         }
     }
 
-    fn wait_for(&mut self, node: &Node, bytes: u64) {
+    fn wait_for(&mut self, core: &StoreCore, bytes: u64) {
         let Some(rate) = self.bytes_per_second else { return };
         loop {
-            let now = node.clock.monotonic();
+            let now = core.clock.monotonic();
             if now >= self.next_start {
                 let nanos = u128::from(bytes) * 1_000_000_000 / u128::from(rate);
                 self.next_start =
                     now + Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX));
                 return;
             }
-            let state = node.lock();
+            let state = core.lock();
             if state.is_closed {
                 return;
             }
-            node.pause(state, self.next_start.saturating_sub(now));
+            core.pause(state, self.next_start.saturating_sub(now));
         }
     }
 }
 
 /// Starts the mover thread of a stage.
 pub(crate) fn start(
-    node: &Arc<Node>,
+    core: &Arc<StoreCore>,
     stage: usize,
 ) -> std::io::Result<std::thread::JoinHandle<()>> {
-    let node = Arc::clone(node);
+    let core = Arc::clone(core);
     std::thread::Builder::new()
-        .name(format!("cascade-mover-{}", node.stages[stage].name()))
-        .spawn(move || run(&node, stage))
+        .name(format!("cascade-mover-{}", core.stages[stage].name()))
+        .spawn(move || run(&core, stage))
 }

@@ -114,16 +114,16 @@ pub enum PutOutcome {
 
 /// Outcome of the first phase of a two-phase put, for one block.
 #[derive(Debug)]
-pub enum Prepared {
+pub enum PrepareOutcome {
     /// Write the block into this slab, then pass it to [`crate::Store::put_slabs`].
     Slab(SlabMut),
     /// The put of this block is complete; there is nothing to write.
     Settled(PutOutcome),
-    /// The key is present. Compare its bytes, from [`crate::Store::inspect`], and report the
-    /// result to [`crate::Store::count_settled`].
+    /// The key is present. Compare its bytes, from [`crate::Store::peek`], and report the
+    /// result to [`crate::Store::count_completed_puts`].
     Compare,
     /// Complete the puts of the blocks before this one, then prepare it again.
-    Later,
+    Deferred,
 }
 
 /// Outcome of the copying get of one block.
@@ -252,7 +252,7 @@ pub enum StoreError {
     Closed,
     /// The node is unavailable. Compute; the client reconnects by itself.
     #[error("the node at {socket} is unavailable: {reason}")]
-    Away {
+    Unavailable {
         /// Socket of the node.
         socket: String,
         /// The last error.

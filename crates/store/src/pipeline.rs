@@ -2,7 +2,7 @@
 
 use crate::PipelineError;
 use crate::catalog::LOWER_STAGES_MAX;
-use crate::stage::Registry;
+use crate::stage::StageRegistry;
 
 /// Names of tiers that this build does not have; a pipeline may name them, and they are left out.
 const UNAVAILABLE: [&str; 2] = ["hbm", "peers"];
@@ -11,7 +11,7 @@ const UNAVAILABLE: [&str; 2] = ["hbm", "peers"];
 const FOR_BENCHMARKS: [&str; 2] = ["empty", "fake"];
 
 /// The stages that error messages list.
-fn listed_stages(registry: &Registry) -> Vec<String> {
+fn listed_stages(registry: &StageRegistry) -> Vec<String> {
     let names = registry.names().into_iter();
     names.filter(|name| !FOR_BENCHMARKS.contains(&name.as_str())).collect()
 }
@@ -29,7 +29,7 @@ pub struct Pipeline {
 
 impl Pipeline {
     /// Parses and checks a pipeline. Names are case-insensitive; `Cache` is an alias of `Dram`.
-    pub fn parse(text: &str, registry: &Registry) -> Result<Self, PipelineError> {
+    pub fn parse(text: &str, registry: &StageRegistry) -> Result<Self, PipelineError> {
         let bad = |reason: String| PipelineError::BadOrder { pipeline: text.to_owned(), reason };
         let mut pipeline = Self::default();
         for (position, raw) in text.split('|').enumerate() {
@@ -54,7 +54,7 @@ impl Pipeline {
                 lower if pipeline.lower.iter().any(|other| other == lower) => {
                     return Err(bad(format!("it has {} twice", raw.trim())));
                 }
-                lower if registry.knows(lower) => pipeline.lower.push(stage),
+                lower if registry.contains(lower) => pipeline.lower.push(stage),
                 _ => {
                     return Err(PipelineError::UnknownStage {
                         pipeline: text.to_owned(),
@@ -77,7 +77,7 @@ mod tests {
     use super::*;
 
     fn parse(text: &str) -> Result<Pipeline, PipelineError> {
-        Pipeline::parse(text, &Registry::default())
+        Pipeline::parse(text, &StageRegistry::default())
     }
 
     #[test]

@@ -8,10 +8,10 @@ use cascade_memory::Region;
 
 use crate::call_context::{CallContext, KEYS_PER_LOCK};
 use crate::eviction::Slot;
-use crate::known::Known;
-use crate::node::Node;
-use crate::outcome::{Prepared, PutOutcome};
+use crate::outcome::{PrepareOutcome, PutOutcome};
 use crate::put::{PutCandidate, resident_ancestor};
+use crate::put_check::PutCheck;
+use crate::store_core::StoreCore;
 use crate::{
     CallOptions, DeclineReason, Put, Store, StoreError, TierName, ViewOutcome, WritePolicy,
 };
@@ -24,11 +24,11 @@ impl Store {
     /// First phase of a two-phase put, for blocks whose bytes are in another process: allocates a
     /// slab of the given length for each new block, and decides the others. Ignores `Put::bytes`.
     /// The slabs take at most `bytes_max` bytes together; the blocks after the last that fits are
-    /// [`Prepared::Later`], to be prepared in a further call.
+    /// [`PrepareOutcome::Deferred`], to be prepared in a further call.
     ///
     /// With a timeout of zero the call never waits. The first block that would have to wait fails
     /// with [`StoreError::Timeout`] or [`StoreError::Busy`] and is not counted; all blocks after it
-    /// are [`Prepared::Later`].
+    /// are [`PrepareOutcome::Deferred`].
     ///
     /// # Panics
     /// If the numbers of lengths and blocks differ.
@@ -38,14 +38,14 @@ impl Store {
         lengths: &[usize],
         bytes_max: usize,
         options: CallOptions,
-    ) -> Vec<Prepared> {
+    ) -> Vec<PrepareOutcome> {
         assert_eq!(batch.len(), lengths.len(), "one length for each block");
         let limits = StepLimits {
             bytes_max,
-            call: self.node().call(options),
+            call: self.core().call(options),
             may_wait: options.timeout != Some(Duration::ZERO),
         };
-        self.node().prepare(batch, lengths, limits, &mut ChainProgress::default())
+        self.core().prepare(batch, lengths, limits, &mut ChainProgress::default())
     }
 
     /// As [`Store::prepare`], for a caller that fills all slabs before it seals any: every block
@@ -55,52 +55,52 @@ impl Store {
     ///
     /// # Panics
     /// If the numbers of lengths and blocks differ.
-    pub fn prepare_whole(
+    pub fn prepare_all(
         &self,
         batch: &[Put<'_>],
         lengths: &[usize],
         options: CallOptions,
-    ) -> Vec<Prepared> {
+    ) -> Vec<PrepareOutcome> {
         assert_eq!(batch.len(), lengths.len(), "one length for each block");
-        self.node().prepare_whole(batch, lengths, options)
+        self.core().prepare_all(batch, lengths, options)
     }
 
     /// Counts puts that the caller of [`Store::prepare`] completed itself: by a comparison, or by
     /// giving them up.
-    pub fn count_settled(&self, present: u64, conflicts: u64, failures: u64) {
-        self.node().count_settled(present, conflicts, failures);
+    pub fn count_completed_puts(&self, present: u64, conflicts: u64, failures: u64) {
+        self.core().count_completed_puts(present, conflicts, failures);
     }
 
     /// Views of blocks for a comparison. Does not count as an access, and promotes nothing.
-    pub fn inspect(&self, keys: &[BlockKey], options: CallOptions) -> Vec<ViewOutcome> {
-        self.node().inspect(keys, options)
+    pub fn peek(&self, keys: &[BlockKey], options: CallOptions) -> Vec<ViewOutcome> {
+        self.core().peek(keys, options)
     }
 
     /// Whether [`Store::view`] of these blocks can be served without reading a lower tier.
-    pub fn reads_at_once(&self, keys: &[BlockKey]) -> bool {
-        self.node().reads_at_once(keys)
+    pub fn can_read_without_waiting(&self, keys: &[BlockKey]) -> bool {
+        self.core().can_read_without_waiting(keys)
     }
 
     /// Whether [`Store::put_slabs`] of these blocks can be served without hashing, and without
     /// reading a lower tier or waiting for one.
-    pub fn puts_at_once(&self, keys: &[BlockKey]) -> bool {
-        self.node().puts_at_once(keys)
+    pub fn can_put_without_waiting(&self, keys: &[BlockKey]) -> bool {
+        self.core().can_put_without_waiting(keys)
     }
 
     /// Whether a thread panicked while it held the lock of the store. Every further call panics
     /// too; the caller has to open a new store.
-    pub fn is_broken(&self) -> bool {
-        self.node().is_broken()
+    pub fn is_poisoned(&self) -> bool {
+        self.core().is_poisoned()
     }
 
     /// The names of the tiers, fast to slow. DRAM is first, even if the pipeline does not have it.
     pub fn tier_names(&self) -> &[TierName] {
-        self.node().tier_names()
+        self.core().tier_names()
     }
 
     /// The shared memory of all blocks in DRAM, to map it in another process.
     pub fn region(&self) -> &Region {
-        self.node().pool.region()
+        self.core().pool.region()
     }
 }
 
@@ -122,14 +122,14 @@ struct ChainProgress {
     previous: Option<(BlockKey, Option<Slot>)>,
 }
 
-impl Node {
-    /// See [`crate::Store::prepare_whole`].
-    fn prepare_whole(
+impl StoreCore {
+    /// See [`crate::Store::prepare_all`].
+    fn prepare_all(
         &self,
         batch: &[Put<'_>],
         lengths: &[usize],
         options: CallOptions,
-    ) -> Vec<Prepared> {
+    ) -> Vec<PrepareOutcome> {
         let limits = StepLimits { bytes_max: usize::MAX, call: self.call(options), may_wait: true };
         let mut chain = ChainProgress::default();
         let mut all = Vec::with_capacity(batch.len());
@@ -139,28 +139,28 @@ impl Node {
             let (rest, lengths) = (&batch[all.len()..], &lengths[all.len()..]);
             if limits.call.has_timed_out(&*self.clock) {
                 let late = || limits.call.timeout_error("prepare all blocks of a batch");
-                let late = rest.iter().map(|_| Prepared::Settled(PutOutcome::Failed(late())));
+                let late = rest.iter().map(|_| PrepareOutcome::Settled(PutOutcome::Failed(late())));
                 all.extend(late);
-                self.count_settled(0, 0, rest.len() as u64);
+                self.count_completed_puts(0, 0, rest.len() as u64);
                 break;
             }
             let step = self.prepare(rest, lengths, limits, &mut chain);
-            all.extend(step.into_iter().take_while(|one| !matches!(one, Prepared::Later)));
+            all.extend(step.into_iter().take_while(|one| !matches!(one, PrepareOutcome::Deferred)));
         }
         let mut present = 0;
         for prepared in &mut all {
-            if matches!(prepared, Prepared::Compare) {
-                *prepared = Prepared::Settled(PutOutcome::Present);
+            if matches!(prepared, PrepareOutcome::Compare) {
+                *prepared = PrepareOutcome::Settled(PutOutcome::Present);
                 present += 1;
             }
         }
         if present > 0 {
-            self.count_settled(present, 0, 0);
+            self.count_completed_puts(present, 0, 0);
         }
         all
     }
 
-    fn count_settled(&self, present: u64, conflicts: u64, failures: u64) {
+    fn count_completed_puts(&self, present: u64, conflicts: u64, failures: u64) {
         let mut state = self.lock();
         let counters = &mut state.counters;
         counters.puts += present + conflicts + failures;
@@ -176,29 +176,29 @@ impl Node {
         lengths: &[usize],
         StepLimits { bytes_max, call, may_wait }: StepLimits,
         ChainProgress { declined, previous }: &mut ChainProgress,
-    ) -> Vec<Prepared> {
+    ) -> Vec<PrepareOutcome> {
         let mut prepared = Vec::with_capacity(batch.len());
         let mut allocated_bytes = 0;
         let mut state = self.lock();
-        let now = self.moment(&mut state);
+        let now = self.timestamps(&mut state);
         for (put, bytes) in batch.iter().zip(lengths).take(KEYS_PER_LOCK) {
             if allocated_bytes > 0 && allocated_bytes + bytes > bytes_max.min(BATCH_BYTES) {
                 break;
             }
-            let next = match self.known_by_length(&mut state, put, *bytes, None, now) {
-                Known::Settled(outcome) => Prepared::Settled(outcome),
-                Known::Compare => Prepared::Compare,
+            let next = match self.check_put_by_length(&mut state, put, *bytes, None, now) {
+                PutCheck::Settled(outcome) => PrepareOutcome::Settled(outcome),
+                PutCheck::Compare => PrepareOutcome::Compare,
                 // A lookup stops at a missing parent, so that this block could never be matched.
-                Known::New if declined.is_some_and(|(key, _)| put.parent == Some(key)) => {
+                PutCheck::New if declined.is_some_and(|(key, _)| put.parent == Some(key)) => {
                     let (_, reason) = declined.expect("the guard has checked it");
                     *declined = Some((put.key, reason));
-                    Prepared::Settled(PutOutcome::Declined(reason))
+                    PrepareOutcome::Settled(PutOutcome::Declined(reason))
                 }
                 // A block larger than the pool is declined as `TooLarge` by the allocation below.
-                Known::New if *bytes > bytes_max && *bytes <= self.pool.region().bytes() => {
-                    Prepared::Settled(PutOutcome::Declined(DeclineReason::Full))
+                PutCheck::New if *bytes > bytes_max && *bytes <= self.pool.region().bytes() => {
+                    PrepareOutcome::Settled(PutOutcome::Declined(DeclineReason::Full))
                 }
-                Known::New => {
+                PutCheck::New => {
                     let ancestor = resident_ancestor(&state, put, *previous);
                     let candidate = PutCandidate { put, bytes: *bytes, ancestor };
                     let holds_some = allocated_bytes > 0;
@@ -210,18 +210,18 @@ impl Node {
                             state.slabs_in_flight -= 1;
                             allocated_bytes += slab.len().max(1);
                             *previous = Some((put.key, ancestor));
-                            Prepared::Slab(slab)
+                            PrepareOutcome::Slab(slab)
                         }
                         // The slabs of this step may be the reason: let the caller seal them first.
                         Err(_) if holds_some => break,
                         Err(failure) => {
                             let outcome = self.outcome_without_slab(&state, failure, *bytes, call);
-                            Prepared::Settled(outcome)
+                            PrepareOutcome::Settled(outcome)
                         }
                     }
                 }
             };
-            if let Prepared::Settled(outcome) = &next {
+            if let PrepareOutcome::Settled(outcome) = &next {
                 if let PutOutcome::Declined(reason) = outcome {
                     *declined = Some((put.key, *reason));
                 }
@@ -236,12 +236,12 @@ impl Node {
         }
         self.unlock(state);
         self.insight().shadows.declined(now.policy, batch, lengths, &prepared);
-        prepared.resize_with(batch.len(), || Prepared::Later);
+        prepared.resize_with(batch.len(), || PrepareOutcome::Deferred);
         prepared
     }
 
     /// Whether a read of these blocks can be served from memory alone.
-    pub(crate) fn reads_at_once(&self, keys: &[BlockKey]) -> bool {
+    pub(crate) fn can_read_without_waiting(&self, keys: &[BlockKey]) -> bool {
         if self.stages.is_empty() {
             return true;
         }
@@ -255,21 +255,21 @@ impl Node {
                 let content = state.catalog.content(entry.content);
                 entry.has_expired(now_unix_ms)
                     || content.slab.is_some()
-                    || state.is_out_of_reach(content)
+                    || state.is_unreadable(content)
             })
         })
     }
 
     /// Whether a put of these blocks, written in place, can be served without waiting.
-    pub(crate) fn puts_at_once(&self, keys: &[BlockKey]) -> bool {
+    pub(crate) fn can_put_without_waiting(&self, keys: &[BlockKey]) -> bool {
         let waits_for_tiers = self.config.write == WritePolicy::Through
             || !self.pipeline.has_dram
             || self.config.digest != DigestMode::Off;
-        !waits_for_tiers && self.reads_at_once(keys)
+        !waits_for_tiers && self.can_read_without_waiting(keys)
     }
 
     /// Views for a comparison: not counted, and nothing is promoted.
-    pub(crate) fn inspect(&self, keys: &[BlockKey], options: CallOptions) -> Vec<ViewOutcome> {
+    pub(crate) fn peek(&self, keys: &[BlockKey], options: CallOptions) -> Vec<ViewOutcome> {
         self.read_to_compare(keys, self.call(options))
     }
 }

@@ -7,8 +7,8 @@ use cascade_block::Deadline;
 
 use crate::circuits::HealthSignal;
 use crate::health::Direction;
-use crate::node::Node;
 use crate::stage::StageError;
+use crate::store_core::StoreCore;
 
 /// Checks per probe interval for a probe that is due.
 const CHECKS_PER_INTERVAL: u32 = 5;
@@ -16,46 +16,47 @@ const CHECKS_PER_INTERVAL: u32 = 5;
 const CHECK_INTERVAL_MAX: Duration = Duration::from_secs(1);
 
 /// Runs until the store closes.
-fn run(node: &Node, stage: usize) {
-    let health = node.config.health;
+fn run(core: &StoreCore, stage: usize) {
+    let health = core.config.health;
     let check_interval = (health.probe_interval / CHECKS_PER_INTERVAL)
         .min(health.probe_timeout)
         .min(CHECK_INTERVAL_MAX);
-    let mut state = node.lock();
+    let mut state = core.lock();
     while !state.is_closed {
-        for direction in node.stages[stage].hung(health.probe_timeout * health.threshold) {
+        for direction in core.stages[stage].hung_directions(health.probe_timeout * health.threshold)
+        {
             state.note_error(stage, StageError::Timeout);
-            node.record_health(&mut state, stage, direction, HealthSignal::Hang);
+            core.record_health(&mut state, stage, direction, HealthSignal::Hang);
         }
         let mut has_probed = false;
         // Writes first: a successful write probe also proves that reads work.
         for direction in [Direction::Writes, Direction::Reads] {
-            if !state.breakers[stage].begin_probe(direction, node.clock.monotonic()) {
+            if !state.breakers[stage].begin_probe(direction, core.clock.monotonic()) {
                 continue;
             }
             has_probed = true;
             drop(state);
-            let deadline = Deadline::after(&*node.clock, health.probe_timeout);
-            let result = node.stages[stage].probe(direction, deadline);
-            state = node.lock();
+            let deadline = Deadline::after(&*core.clock, health.probe_timeout);
+            let result = core.stages[stage].probe(direction, deadline);
+            state = core.lock();
             if state.is_closed {
                 return;
             }
-            node.end_probe(&mut state, stage, direction, result);
+            core.end_probe(&mut state, stage, direction, result);
         }
         if !has_probed {
-            state = node.wait_for_prober_wakeup(state, check_interval);
+            state = core.wait_for_prober_wakeup(state, check_interval);
         }
     }
 }
 
 /// Starts the prober thread of a stage.
 pub(crate) fn start(
-    node: &Arc<Node>,
+    core: &Arc<StoreCore>,
     stage: usize,
 ) -> std::io::Result<std::thread::JoinHandle<()>> {
-    let node = Arc::clone(node);
+    let core = Arc::clone(core);
     std::thread::Builder::new()
-        .name(format!("cascade-prober-{}", node.stages[stage].name()))
-        .spawn(move || run(&node, stage))
+        .name(format!("cascade-prober-{}", core.stages[stage].name()))
+        .spawn(move || run(&core, stage))
 }

@@ -11,11 +11,11 @@ use cascade_memory::{Slab, SlabMut};
 use crate::call_context::{CallContext, KEYS_PER_LOCK};
 use crate::catalog::{ContentIndex, NewKey};
 use crate::eviction::{Incoming, Slot};
-use crate::known::Known;
-use crate::node::{AllocationFailure, Moment, Node};
 use crate::outcome::PutSlab;
+use crate::put_check::PutCheck;
 use crate::stage::BlockFacts;
-use crate::state::{KeyChange, State};
+use crate::state::{KeyChange, StoreState};
+use crate::store_core::{AllocationFailure, StoreCore, Timestamps};
 use crate::{CallOptions, DeclineReason, Put, PutOutcome, StoreError, WritePolicy};
 
 /// Maximum bytes that one round of a put holds outside the catalog.
@@ -70,7 +70,7 @@ pub(crate) struct PutCandidate<'a> {
     pub(crate) ancestor: Option<Slot>,
 }
 
-impl Node {
+impl StoreCore {
     pub(crate) fn put(&self, batch: &[Put<'_>], options: CallOptions) -> Vec<PutOutcome> {
         // `put_all` hashes before this copies, so that bytes already present are never copied.
         self.put_all(batch, options, |puts, undecided| {
@@ -101,7 +101,7 @@ impl Node {
                 // No back-pressure here: the slabs are allocated already, so waiting would free no
                 // memory. `reserve` and `prepare` have waited for the backlog.
                 let mut state = self.lock();
-                let now = self.moment(&mut state);
+                let now = self.timestamps(&mut state);
                 for at in round {
                     self.publish_new(&mut state, puts, *at, &slabs[*at], now);
                 }
@@ -190,7 +190,7 @@ impl Node {
         // The last block that got a slab in this round, and its nearest resident ancestor.
         let mut previous: Option<(BlockKey, Option<Slot>)> = None;
         let mut state = self.lock();
-        let now = self.moment(&mut state);
+        let now = self.timestamps(&mut state);
         for (done, at) in undecided.iter().enumerate() {
             let is_full = allocated.len() == ROUND_BLOCKS || allocated_bytes >= ROUND_BYTES;
             if is_full || done == KEYS_PER_LOCK {
@@ -198,16 +198,16 @@ impl Node {
                 return (allocated, done);
             }
             let put = &puts.batch[*at];
-            match self.known(&mut state, put, puts.digests[*at], now) {
-                Known::Settled(outcome) => puts.outcomes[*at] = Some(outcome),
-                Known::Compare => {}
+            match self.check_put(&mut state, put, puts.digests[*at], now) {
+                PutCheck::Settled(outcome) => puts.outcomes[*at] = Some(outcome),
+                PutCheck::Compare => {}
                 // A lookup stops at a missing parent, so that this block could never be matched.
-                Known::New if declined.is_some_and(|(key, _)| put.parent == Some(key)) => {
+                PutCheck::New if declined.is_some_and(|(key, _)| put.parent == Some(key)) => {
                     let (_, reason) = declined.expect("the guard has checked it");
                     declined = Some((put.key, reason));
                     puts.outcomes[*at] = Some(PutOutcome::Declined(reason));
                 }
-                Known::New => {
+                PutCheck::New => {
                     let (bytes, holds_some) = (put.bytes.len(), !allocated.is_empty());
                     let ancestor = resident_ancestor(&state, put, previous);
                     let candidate = PutCandidate { put, bytes, ancestor };
@@ -247,11 +247,11 @@ impl Node {
     /// way to them.
     pub(crate) fn allocate_for_put<'a>(
         &'a self,
-        state: MutexGuard<'a, State>,
+        state: MutexGuard<'a, StoreState>,
         candidate: PutCandidate<'_>,
         holds_some: bool,
         call: CallContext,
-    ) -> (MutexGuard<'a, State>, Result<SlabMut, AllocationFailure>) {
+    ) -> (MutexGuard<'a, StoreState>, Result<SlabMut, AllocationFailure>) {
         let PutCandidate { put, bytes, ancestor } = candidate;
         if !self.stages.is_empty() {
             if holds_some && self.is_backlogged(&state) {
@@ -274,7 +274,7 @@ impl Node {
     }
 
     /// Whether the write backlog is at its limit.
-    pub(crate) fn is_backlogged(&self, state: &State) -> bool {
+    pub(crate) fn is_backlogged(&self, state: &StoreState) -> bool {
         state.pending_total() >= self.dirty_bytes_max
             || state.key_changes_waiting() >= KEY_CHANGES_WAITING_MAX
     }
@@ -282,9 +282,9 @@ impl Node {
     /// Back-pressure: waits while the write backlog is at its limit. False if the deadline passed.
     fn wait_for_backlog<'a>(
         &'a self,
-        mut state: MutexGuard<'a, State>,
+        mut state: MutexGuard<'a, StoreState>,
         call: CallContext,
-    ) -> (MutexGuard<'a, State>, bool) {
+    ) -> (MutexGuard<'a, StoreState>, bool) {
         while self.is_backlogged(&state) {
             self.probe_backlogged_stages(&mut state);
             // This call may have queued blocks without waking the movers.
@@ -311,7 +311,7 @@ impl Node {
             return;
         }
         let mut state = self.lock();
-        let now = self.moment(&mut state);
+        let now = self.timestamps(&mut state);
         for (index, slab) in sealed {
             state.slabs_in_flight -= 1;
             self.publish_new(&mut state, puts, index, &slab, now);
@@ -324,17 +324,17 @@ impl Node {
     /// Publishes a block, unless another thread has put the same key or the same bytes meanwhile.
     fn publish_new(
         &self,
-        state: &mut State,
+        state: &mut StoreState,
         puts: &mut PutBatch<'_>,
         index: usize,
         slab: &Slab,
-        now: Moment,
+        now: Timestamps,
     ) {
         let (put, digest) = (&puts.batch[index], puts.digests[index]);
-        puts.outcomes[index] = match self.known(state, put, digest, now) {
-            Known::Settled(outcome) => Some(outcome),
-            Known::Compare => None,
-            Known::New => Some(self.publish(state, put, digest, slab.clone(), (puts.call, now))),
+        puts.outcomes[index] = match self.check_put(state, put, digest, now) {
+            PutCheck::Settled(outcome) => Some(outcome),
+            PutCheck::Compare => None,
+            PutCheck::New => Some(self.publish(state, put, digest, slab.clone(), (puts.call, now))),
         };
     }
 
@@ -350,10 +350,10 @@ impl Node {
     /// Links a key to a content that is already present under another key.
     pub(crate) fn deduplicate(
         &self,
-        state: &mut State,
+        state: &mut StoreState,
         put: &Put<'_>,
         digest: Option<Digest>,
-        (content, now): (ContentIndex, Moment),
+        (content, now): (ContentIndex, Timestamps),
     ) -> PutOutcome {
         let facts = self.facts(put, digest);
         let key = state.catalog.link(&new_key(&facts), content);
@@ -375,11 +375,11 @@ impl Node {
     /// resident.
     fn publish(
         &self,
-        state: &mut State,
+        state: &mut StoreState,
         put: &Put<'_>,
         digest: Option<Digest>,
         slab: Slab,
-        (call, now): (CallContext, Moment),
+        (call, now): (CallContext, Timestamps),
     ) -> PutOutcome {
         let facts = self.facts(put, digest);
         let bytes = u64::from(facts.bytes);
@@ -436,7 +436,7 @@ impl Node {
     /// The outcome of a put for which no slab was allocated.
     pub(crate) fn outcome_without_slab(
         &self,
-        state: &State,
+        state: &StoreState,
         failure: AllocationFailure,
         bytes: usize,
         call: CallContext,
@@ -453,7 +453,7 @@ impl Node {
 
     pub(crate) fn allocation_error(
         &self,
-        state: &State,
+        state: &StoreState,
         failure: AllocationFailure,
         bytes: usize,
         call: CallContext,
@@ -473,7 +473,7 @@ impl Node {
     }
 
     /// The error of back-pressure; names the stage with the largest backlog.
-    fn busy_error(&self, state: &State) -> StoreError {
+    fn busy_error(&self, state: &StoreState) -> StoreError {
         let stages = 0..self.stages.len();
         let slowest = stages.max_by_key(|stage| state.pending_bytes[*stage]);
         StoreError::Busy {
@@ -500,7 +500,7 @@ impl Node {
 /// this round and is not published yet, the ancestor of the parent. The ancestor must not be
 /// evicted to make room for the block: without it, no lookup would match the block.
 pub(crate) fn resident_ancestor(
-    state: &State,
+    state: &StoreState,
     put: &Put<'_>,
     previous: Option<(BlockKey, Option<Slot>)>,
 ) -> Option<Slot> {

@@ -6,14 +6,14 @@ use cascade_block::{BlockKey, Clock};
 use cascade_memory::{Slab, SlabMut};
 
 use crate::call_context::{CallContext, KEYS_PER_LOCK};
-use crate::catalog::{Address, Awaits, ContentIndex, KeyIndex};
+use crate::catalog::{Address, ContentIndex, ExpectedAccess, KeyIndex};
 use crate::circuits::HealthSignal;
 use crate::health::Direction;
 use crate::history::Loss;
-use crate::node::{AllocationFailure, Node};
 use crate::read_counters::ReadResult;
-use crate::stage::{Load, Loaded, StageError};
-use crate::state::{KeyChange, State};
+use crate::stage::{Load, LoadOutcome, StageError};
+use crate::state::{KeyChange, StoreState};
+use crate::store_core::{AllocationFailure, StoreCore};
 use crate::{CallOptions, GetOutcome, StoreError, ViewOutcome};
 
 /// A step of a copying get holds at most DRAM divided by this.
@@ -109,7 +109,7 @@ impl ReadBatch {
     }
 }
 
-impl Node {
+impl StoreCore {
     pub(crate) fn view(&self, keys: &[BlockKey], options: CallOptions) -> Vec<ViewOutcome> {
         let outcomes = self.read(keys, self.call(options), ReadPurpose::Use);
         self.count_gets(keys.len(), outcomes.iter().map(ReadResult::from_view));
@@ -266,13 +266,13 @@ impl Node {
     /// another call.
     fn plan<'a>(
         &'a self,
-        mut state: MutexGuard<'a, State>,
+        mut state: MutexGuard<'a, StoreState>,
         pending: &[PendingRead],
         batch: &mut ReadBatch,
-    ) -> (MutexGuard<'a, State>, ReadPlan) {
+    ) -> (MutexGuard<'a, StoreState>, ReadPlan) {
         let now = self.policy_now(&state);
         let now_unix_ms = self.clock.unix_ms();
-        state.history.tell_time(now_unix_ms);
+        state.history.set_time(now_unix_ms);
         let stamp = state.history.stamp();
         let keys: Vec<BlockKey> = pending.iter().map(|pending| pending.key).collect();
         let mut found = Vec::with_capacity(keys.len());
@@ -317,22 +317,22 @@ impl Node {
     /// allocates a slab. Returns an outcome instead if no stage is usable or no slab is available.
     fn plan_fetch<'a>(
         &'a self,
-        mut state: MutexGuard<'a, State>,
+        mut state: MutexGuard<'a, StoreState>,
         pending: PendingRead,
         key: KeyIndex,
         plan: &mut ReadPlan,
         batch: &mut ReadBatch,
-    ) -> (MutexGuard<'a, State>, Option<ViewOutcome>) {
-        let (index, open_circuits) = (state.catalog.entry(key).content, state.shed);
+    ) -> (MutexGuard<'a, StoreState>, Option<ViewOutcome>) {
+        let (index, open_circuits) = (state.catalog.entry(key).content, state.open_read_circuits);
         let content = state.catalog.content_mut(index);
         if content.is_loading {
             plan.waiting.push(pending);
             return (state, None);
         }
-        let Some((stage, address)) = content.fastest_lower_but(pending.avoid | open_circuits)
+        let Some((stage, address)) = content.fastest_lower_except(pending.avoid | open_circuits)
         else {
             let is_unreadable =
-                pending.circuit_opened || content.fastest_lower_but(pending.avoid).is_some();
+                pending.circuit_opened || content.fastest_lower_except(pending.avoid).is_some();
             // If a stage that has the block failed, the outcome is that failure, not a miss.
             let failure = batch.outcomes[pending.index].take();
             if failure.is_none() && is_unreadable && batch.purpose == ReadPurpose::Use {
@@ -398,7 +398,7 @@ impl Node {
             let now_unix_ms = self.clock.unix_ms();
             let mut state = self.lock();
             self.record_health(&mut state, stage, Direction::Reads, signal);
-            state.history.tell_time(now_unix_ms);
+            state.history.set_time(now_unix_ms);
             for ((mut pending, from), loaded) in places.into_iter().zip(loaded) {
                 state.slabs_in_flight -= 1;
                 if !self.settle(&mut state, &mut pending, from, loaded, batch) {
@@ -414,10 +414,10 @@ impl Node {
     /// Applies the result of a stage. Returns false if the block has to be looked up again.
     fn settle(
         &self,
-        state: &mut State,
+        state: &mut StoreState,
         pending: &mut PendingRead,
         from: FetchSource,
-        loaded: Loaded,
+        loaded: LoadOutcome,
         batch: &mut ReadBatch,
     ) -> bool {
         if let Some(content) = state.catalog.live_content(from.place()) {
@@ -425,34 +425,34 @@ impl Node {
         }
         let tier = self.tier_name(1 + from.stage);
         match loaded {
-            Loaded::Hit(slab) => {
+            LoadOutcome::Hit(slab) => {
                 let slab = slab.seal();
                 self.promote(state, pending, from, &slab, batch.purpose);
                 batch.settle(pending, ViewOutcome::Hit { slab, tier });
                 return true;
             }
             // No second attempt after a time-out: the next stage is slower still.
-            Loaded::Failed(StageError::Timeout) => {
+            LoadOutcome::Failed(StageError::Timeout) => {
                 let late = batch.call.timeout_error("read from a tier");
                 batch.settle(pending, ViewOutcome::Failed(late));
                 return true;
             }
-            Loaded::Failed(StageError::Shed) => {
+            LoadOutcome::Failed(StageError::CircuitOpen) => {
                 pending.avoid |= 1 << from.stage;
                 pending.circuit_opened = true;
             }
             // The failure becomes the outcome only if no slower stage has the block.
-            Loaded::Failed(error) => {
+            LoadOutcome::Failed(error) => {
                 pending.avoid |= 1 << from.stage;
                 let (operation, source) = ("read a block", std::sync::Arc::new(error));
                 let failure = StoreError::Tier { tier, operation, source };
                 batch.settle(pending, ViewOutcome::Failed(failure));
             }
-            Loaded::Gone if self.stages[from.stage].keeps_names_only() => {
+            LoadOutcome::Gone if self.stages[from.stage].keeps_names_only() => {
                 pending.avoid |= 1 << from.stage;
             }
-            Loaded::Gone => forget_key(state, pending, from),
-            Loaded::Damaged => {
+            LoadOutcome::Gone => forget_key(state, pending, from),
+            LoadOutcome::Damaged => {
                 state.counters.damaged_blocks += 1;
                 forget_address(state, from, Loss::Damaged);
             }
@@ -469,7 +469,7 @@ impl Node {
     /// deleted meanwhile.
     fn promote(
         &self,
-        state: &mut State,
+        state: &mut StoreState,
         pending: &PendingRead,
         from: FetchSource,
         slab: &Slab,
@@ -510,7 +510,7 @@ impl Node {
             state.counters.prefetched_blocks += 1;
             state.protect_prefetched(key, self.config.dram_bytes / PREFETCHED_SHARE);
         } else {
-            state.catalog.entry_mut(key).awaits = Awaits::Nothing;
+            state.catalog.entry_mut(key).expected_access = ExpectedAccess::None;
         }
     }
 
@@ -530,7 +530,7 @@ impl Node {
 
 /// The slab of a block in DRAM. A read for use counts as an access.
 fn resident(
-    state: &mut State,
+    state: &mut StoreState,
     key: KeyIndex,
     now: std::time::Duration,
     stamp: u32,
@@ -548,7 +548,7 @@ fn resident(
 
 /// The bytes are no longer at the address in the catalog: removes the address for all keys of the
 /// content.
-fn forget_address(state: &mut State, from: FetchSource, why: Loss) {
+fn forget_address(state: &mut StoreState, from: FetchSource, why: Loss) {
     let Some(content) = state.catalog.live_content(from.place()) else { return };
     if content.address(from.stage) == Some(from.address) {
         state.clear_address(from.content, from.stage);
@@ -562,7 +562,7 @@ fn forget_address(state: &mut State, from: FetchSource, why: Loss) {
 
 /// The stage does not know this key. For the only key of a content, its bytes are gone. Otherwise
 /// the addition of the key may still be queued for the stage; if it is not, forget this key alone.
-fn forget_key(state: &mut State, pending: &PendingRead, from: FetchSource) {
+fn forget_key(state: &mut StoreState, pending: &PendingRead, from: FetchSource) {
     let Some(content) = state.catalog.live_content(from.place()) else { return };
     if content.address(from.stage) != Some(from.address) {
         return;

@@ -1,9 +1,9 @@
 //! Counters of get and view.
 
-use crate::node::Node;
+use crate::store_core::StoreCore;
 use crate::{GetOutcome, ViewOutcome};
 
-impl Node {
+impl StoreCore {
     pub(crate) fn count_gets(&self, gets: usize, results: impl Iterator<Item = ReadResult>) {
         let mut state = self.lock();
         state.counters.gets += gets as u64;

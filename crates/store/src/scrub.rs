@@ -13,9 +13,9 @@ use cascade_block::checksum;
 use cascade_memory::Slab;
 
 use crate::catalog::{Catalog, ContentIndex};
-use crate::node::Node;
 use crate::stage::BlockFacts;
-use crate::state::{PendingWrite, State};
+use crate::state::{PendingWrite, StoreState};
+use crate::store_core::StoreCore;
 use crate::{CallOptions, Store};
 
 /// Maximum bytes of one step. Its blocks cannot be evicted meanwhile.
@@ -31,7 +31,7 @@ const PASS_DELAY_MIN: Duration = Duration::from_secs(60);
 
 /// Result of one pass over the blocks in DRAM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Scrubbed {
+pub struct ScrubReport {
     /// Blocks compared.
     pub blocks: u64,
     /// Bytes of these blocks.
@@ -39,7 +39,7 @@ pub struct Scrubbed {
     /// Blocks whose bytes had changed, which were dropped from DRAM.
     pub damaged: u64,
     /// Whether the pass covered all blocks before the deadline.
-    pub is_whole: bool,
+    pub is_complete: bool,
 }
 
 /// A content with the result of its comparison.
@@ -52,46 +52,46 @@ struct CheckedContent {
 impl Store {
     /// Compares every block in DRAM with its checksum now, and computes missing checksums. Damaged
     /// blocks are counted and dropped from DRAM; they are misses unless a lower tier has them.
-    pub fn scrub(&self, options: CallOptions) -> Scrubbed {
-        let node = self.node();
-        let call = node.call(options);
-        let mut all = Scrubbed::default();
+    pub fn scrub(&self, options: CallOptions) -> ScrubReport {
+        let core = self.core();
+        let call = core.call(options);
+        let mut all = ScrubReport::default();
         let mut at = Some(0);
         while let Some(from) = at {
-            if call.deadline.has_passed(&*node.clock) {
+            if call.deadline.has_passed(&*core.clock) {
                 return all;
             }
-            let (step, next) = node.scrub_step(from);
+            let (step, next) = core.scrub_step(from);
             all.blocks += step.blocks;
             all.bytes += step.bytes;
             all.damaged += step.damaged;
             at = next;
         }
-        all.is_whole = true;
+        all.is_complete = true;
         all
     }
 }
 
-impl Node {
+impl StoreCore {
     /// Compares some blocks, from an index of the catalog on. Returns the index to continue at, or
     /// `None` at the end.
     ///
     /// Computes the checksums without the lock. The slab that the step holds prevents eviction, and
     /// `settle` checks that the content still has it.
-    fn scrub_step(&self, from: u32) -> (Scrubbed, Option<u32>) {
+    fn scrub_step(&self, from: u32) -> (ScrubReport, Option<u32>) {
         let mut state = self.lock();
         if state.is_closed || state.is_erasing {
-            return (Scrubbed::default(), None);
+            return (ScrubReport::default(), None);
         }
         let (mut picked, next) = contents_to_check(&state.catalog, from);
         state.blocks_in_scrub += picked.len() as u64;
         drop(state);
         for one in &mut picked {
-            one.is_intact = one.slab.agrees_with(checksum(&one.slab));
+            one.is_intact = one.slab.verify_checksum(checksum(&one.slab));
         }
-        let mut step = Scrubbed::default();
+        let mut step = ScrubReport::default();
         let mut state = self.lock();
-        state.history.tell_time(self.clock.unix_ms());
+        state.history.set_time(self.clock.unix_ms());
         for one in picked {
             state.blocks_in_scrub -= 1;
             step.blocks += 1;
@@ -112,9 +112,9 @@ impl Node {
         blocks: &mut Vec<(BlockFacts, Slab)>,
     ) -> u64 {
         let is_intact: Vec<bool> =
-            blocks.iter().map(|(_, slab)| slab.agrees_with(checksum(slab))).collect();
+            blocks.iter().map(|(_, slab)| slab.verify_checksum(checksum(slab))).collect();
         let mut state = self.lock();
-        state.history.tell_time(self.clock.unix_ms());
+        state.history.set_time(self.clock.unix_ms());
         for ((pending, (_, slab)), is_intact) in pending.iter().zip(&*blocks).zip(&is_intact) {
             let place = (pending.content, pending.generation);
             let one = CheckedContent { place, slab: slab.clone(), is_intact: *is_intact };
@@ -158,7 +158,7 @@ fn contents_to_check(catalog: &Catalog, from: u32) -> (Vec<CheckedContent>, Opti
 }
 
 /// Applies the result of one comparison. Returns true if the block was damaged and dropped.
-fn settle(state: &mut State, one: &CheckedContent) -> bool {
+fn settle(state: &mut StoreState, one: &CheckedContent) -> bool {
     let Some(content) = state.catalog.live_content(one.place) else { return false };
     if content.slab.as_ref().is_none_or(|slab| !slab.is_same(&one.slab)) {
         return false;
@@ -178,36 +178,36 @@ fn settle(state: &mut State, one: &CheckedContent) -> bool {
 }
 
 /// Runs until the store closes.
-fn run(node: &Node, bytes_per_second: NonZeroU64) {
+fn run(core: &StoreCore, bytes_per_second: NonZeroU64) {
     let mut at = 0;
-    let mut due = node.clock.monotonic().saturating_add(FIRST_PASS_DELAY);
+    let mut due = core.clock.monotonic().saturating_add(FIRST_PASS_DELAY);
     loop {
-        let state = node.lock();
+        let state = core.lock();
         if state.is_closed {
             return;
         }
-        let left = due.saturating_sub(node.clock.monotonic());
+        let left = due.saturating_sub(core.clock.monotonic());
         if !left.is_zero() {
             // Ends early when the store closes.
-            drop(node.wait_for_prober_wakeup(state, left));
+            drop(core.wait_for_prober_wakeup(state, left));
             continue;
         }
         drop(state);
-        let (step, next) = node.scrub_step(at);
+        let (step, next) = core.scrub_step(at);
         at = next.unwrap_or(0);
         let nanos = u128::from(step.bytes) * 1_000_000_000 / u128::from(bytes_per_second.get());
         let cost =
             Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX)).max(STEP_DELAY_MIN);
         let cost = if next.is_none() { cost.max(PASS_DELAY_MIN) } else { cost };
-        due = node.clock.monotonic().saturating_add(cost);
+        due = core.clock.monotonic().saturating_add(cost);
     }
 }
 
 /// Starts the scrubber thread, unless it is off or the pipeline has no DRAM.
-pub(crate) fn start(node: &Arc<Node>) -> std::io::Result<Option<JoinHandle<()>>> {
-    let rate = node.config.scrub_bytes_per_second.filter(|_| node.pipeline.has_dram);
+pub(crate) fn start(core: &Arc<StoreCore>) -> std::io::Result<Option<JoinHandle<()>>> {
+    let rate = core.config.scrub_bytes_per_second.filter(|_| core.pipeline.has_dram);
     let Some(rate) = rate else { return Ok(None) };
-    let node = Arc::clone(node);
+    let core = Arc::clone(core);
     let thread = std::thread::Builder::new().name("cascade-scrub".to_owned());
-    thread.spawn(move || run(&node, rate)).map(Some)
+    thread.spawn(move || run(&core, rate)).map(Some)
 }

@@ -43,7 +43,7 @@ pub enum SecretError {
 
 /// Users that may read a secret file. Only the owner may ever change it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Readers {
+pub enum SecretReaders {
     /// The owner: modes 0600 and 0400.
     Owner,
     /// The owner and the group: also modes 0640 and 0440.
@@ -53,8 +53,12 @@ pub enum Readers {
 /// Reads a secret file of at most `bytes_max` bytes. Fails if its mode permits more than `readers`.
 ///
 /// Checks the mode of the open file, not of the path: the file cannot be replaced in between.
-pub fn read_secret(path: &Path, bytes_max: u64, readers: Readers) -> Result<Vec<u8>, SecretError> {
-    let forbidden = if readers == Readers::Owner { 0o077 } else { 0o037 };
+pub fn read_secret(
+    path: &Path,
+    bytes_max: u64,
+    readers: SecretReaders,
+) -> Result<Vec<u8>, SecretError> {
+    let forbidden = if readers == SecretReaders::Owner { 0o077 } else { 0o037 };
     let failed = |source| SecretError::Read { path: path.to_owned(), source };
     let content = |reason: String| SecretError::Content { path: path.to_owned(), reason };
     let file = File::open(path).map_err(failed)?;

@@ -16,10 +16,10 @@ use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::time::Duration;
 
-use cascade_block::{BlockKey, Seed};
+use cascade_block::{BlockKey, FingerprintSeed};
 
-use crate::eviction::{Hints, Limits};
-use crate::{PolicyKind, Prepared, Put, PutOutcome, StoreConfig, TierName};
+use crate::eviction::{EvictionLimits, Hints};
+use crate::{PolicyKind, PrepareOutcome, Put, PutOutcome, StoreConfig, TierName};
 use cache::{Arrival, DramShadow};
 use queue::FilesShadow;
 use sample::Sample;
@@ -104,7 +104,7 @@ impl ShadowRates {
 
 /// A chain lookup with its result.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Answered<'a> {
+pub(crate) struct ChainLookup<'a> {
     pub(crate) at: Duration,
     pub(crate) keys: &'a [BlockKey],
     pub(crate) partial_tail: bool,
@@ -134,9 +134,9 @@ struct TierPlan {
 /// The shadows of one store.
 #[derive(Debug)]
 pub(crate) struct Shadows {
-    seed: Seed,
+    seed: FingerprintSeed,
     policy: PolicyKind,
-    limits: Limits,
+    limits: EvictionLimits,
     dram_blocks: u64,
     segment_bytes: u64,
     dram_plan: Option<TierPlan>,
@@ -160,7 +160,7 @@ impl Shadows {
         config: &StoreConfig,
         has_dram: bool,
         lower: &[TierName],
-        seed: Seed,
+        seed: FingerprintSeed,
     ) -> Self {
         let plan = |name, capacity_bytes| TierPlan { name, capacity_bytes };
         let files = config.files.as_ref().filter(|_| lower.contains(&"files"));
@@ -169,7 +169,7 @@ impl Shadows {
         Self {
             seed,
             policy: config.policy,
-            limits: Limits {
+            limits: EvictionLimits {
                 capacity_bytes: config.dram_bytes,
                 protected_percent: config.protected_percent,
                 admit_partial: config.admit_partial,
@@ -200,7 +200,8 @@ impl Shadows {
             sample = Sample::of_at_most(blocks, SAMPLE_BLOCKS);
             let models = SIZES.map(|percent| {
                 let of = |whole: u64| sample.share(scale(whole, percent));
-                let limits = Limits { capacity_bytes: of(plan.capacity_bytes), ..self.limits };
+                let limits =
+                    EvictionLimits { capacity_bytes: of(plan.capacity_bytes), ..self.limits };
                 DramShadow::new(self.policy, limits, of(self.dram_blocks))
             });
             self.dram = Some(TierModels { sample, models });
@@ -218,7 +219,7 @@ impl Shadows {
     }
 
     /// A chain was looked up.
-    pub(crate) fn request(&mut self, lookup: &Answered<'_>) {
+    pub(crate) fn request(&mut self, lookup: &ChainLookup<'_>) {
         self.start(lookup.block_bytes);
         // The file tier first: what it serves depends on what DRAM held before this request.
         self.request_files(lookup);
@@ -239,7 +240,7 @@ impl Shadows {
         self.places.last().is_some_and(|last| last + 1 == keys.len())
     }
 
-    fn request_dram(&mut self, lookup: &Answered<'_>) {
+    fn request_dram(&mut self, lookup: &ChainLookup<'_>) {
         let Some(sample) = self.dram.as_ref().map(|tier| tier.sample) else { return };
         let has_tail = self.select_sampled(lookup.keys, sample);
         let mut counts = WindowCounts::of_request(lookup.keys.len(), lookup.in_dram);
@@ -277,7 +278,7 @@ impl Shadows {
         self.dram_window.add(lookup.at, &counts);
     }
 
-    fn request_files(&mut self, lookup: &Answered<'_>) {
+    fn request_files(&mut self, lookup: &ChainLookup<'_>) {
         let Some(sample) = self.files.as_ref().map(|tier| tier.sample) else { return };
         self.select_sampled(lookup.keys, sample);
         let mut counts = WindowCounts::of_request(lookup.keys.len(), lookup.matched);
@@ -344,11 +345,11 @@ impl Shadows {
         now: Duration,
         batch: &[Put<'_>],
         lengths: &[usize],
-        prepared: &[Prepared],
+        prepared: &[PrepareOutcome],
     ) {
         use crate::DeclineReason::{Full, WorthLess};
         for ((put, bytes), prepared) in batch.iter().zip(lengths).zip(prepared) {
-            let Prepared::Settled(PutOutcome::Declined(Full | WorthLess)) = prepared else {
+            let PrepareOutcome::Settled(PutOutcome::Declined(Full | WorthLess)) = prepared else {
                 continue;
             };
             if let Ok(bytes) = u32::try_from(*bytes) {

@@ -2,7 +2,7 @@
 //!
 //! A stage keeps bytes at its own addresses and answers in batches. The store decides which blocks
 //! are stored, kept and removed. To add a stage: implement [`Stage`], run [`conformance`] over it,
-//! register it in a [`Registry`].
+//! register it in a [`StageRegistry`].
 
 mod call_threads;
 pub mod conformance;
@@ -24,12 +24,12 @@ use thiserror::Error;
 
 use crate::TierName;
 pub use crate::catalog::Address;
-pub use crate::erase::Left;
+pub use crate::erase::NotErased;
 pub use encrypted::EncryptedStage;
 pub use fake::FakeStage;
 pub use files::FilesStage;
 pub use records::{RecordAnswer, RecordBuffer, RecordCall, RecordStage, Records, UnsealedRecord};
-pub use registry::{Registry, StageContext, StageFactory};
+pub use registry::{StageContext, StageFactory, StageRegistry};
 
 /// A block's properties besides its bytes; a persistent stage returns them after a restart.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -63,7 +63,7 @@ pub struct Load {
 
 /// Result of loading one block.
 #[derive(Debug)]
-pub enum Loaded {
+pub enum LoadOutcome {
     /// The slab holds the block's bytes, checked.
     Hit(SlabMut),
     /// The stage no longer has it: reclaimed, or it keeps only names.
@@ -89,7 +89,7 @@ pub enum StageError {
     },
     /// The stage panicked, or returned no result for the block.
     #[error("the stage returned no result")]
-    NoAnswer,
+    NoResult,
     /// The stage does not support erasing.
     #[error("the stage cannot erase its blocks")]
     CannotErase,
@@ -101,7 +101,7 @@ pub enum StageError {
     Timeout,
     /// The circuit is open after errors or hung calls, until a probe succeeds.
     #[error("the stage's circuit is open after errors; it closes when a probe succeeds")]
-    Shed,
+    CircuitOpen,
     /// Any other error.
     #[error("the stage failed")]
     Failed(#[source] Arc<dyn Error + Send + Sync>),
@@ -109,7 +109,7 @@ pub enum StageError {
 
 /// Result of making room.
 #[derive(Debug, Clone, Default)]
-pub struct Room {
+pub struct MakeRoomOutcome {
     /// Blocks that were kept and moved: key, old address, new address.
     pub moved: Vec<(BlockKey, Address, Address)>,
     /// Blocks that were dropped.
@@ -138,13 +138,13 @@ pub struct StageStats {
 
 /// Result of erasing a stage.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct StageErased {
+pub struct StageEraseReport {
     /// Files or other containers removed.
     pub files_removed: u64,
     /// Bytes overwritten in them.
     pub overwritten_bytes: u64,
     /// What could not be erased.
-    pub left: Vec<Left>,
+    pub left: Vec<NotErased>,
 }
 
 /// A place below DRAM that keeps blocks.
@@ -178,7 +178,7 @@ pub trait Stage: Send + Sync + fmt::Debug {
     ) -> Vec<Result<Address, StageError>>;
 
     /// Loads blocks; one result for each, in order.
-    fn load(&self, batch: Vec<Load>, deadline: Deadline) -> Vec<Loaded>;
+    fn load(&self, batch: Vec<Load>, deadline: Deadline) -> Vec<LoadOutcome>;
 
     /// Adds another name for stored bytes, kept over restarts if the stage is persistent.
     fn alias(
@@ -195,7 +195,7 @@ pub trait Stage: Send + Sync + fmt::Debug {
         &self,
         keep: &mut dyn FnMut(&BlockKey, Address) -> bool,
         deadline: Deadline,
-    ) -> Result<Room, StageError>;
+    ) -> Result<MakeRoomOutcome, StageError>;
 
     /// Returns the blocks of earlier runs, once.
     fn recover(&self) -> Vec<(BlockFacts, Address)>;
@@ -233,7 +233,7 @@ pub trait Stage: Send + Sync + fmt::Debug {
 
     /// Erases everything stored: bytes, names and manifests. The stage is empty and usable
     /// afterwards. No other call is in flight.
-    fn erase(&self, _deadline: Deadline) -> Result<StageErased, StageError> {
+    fn erase(&self, _deadline: Deadline) -> Result<StageEraseReport, StageError> {
         Err(StageError::CannotErase)
     }
 

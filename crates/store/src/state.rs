@@ -11,18 +11,18 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use cascade_block::{BlockKey, Clock, Seed};
+use cascade_block::{BlockKey, Clock, FingerprintSeed};
 
 use crate::HealthConfig;
-use crate::catalog::{Address, Awaits, Catalog, ContentIndex, KeyIndex, LOWER_STAGES_MAX};
-use crate::eviction::{Eviction, Incoming, Removal, Verdict};
+use crate::catalog::{Address, Catalog, ContentIndex, ExpectedAccess, KeyIndex, LOWER_STAGES_MAX};
+use crate::eviction::{Eviction, EvictionChoice, Incoming, RemovalReason};
 use crate::flush::FlushMark;
 use crate::health::Breaker;
 use crate::history::{History, Loss};
 use crate::ledger::{Ledger, unknown_namespace};
 use crate::outcome::PutOutcome;
 use crate::stage::{BlockFacts, StageError};
-use crate::stats::Counters;
+use crate::stats::StoreCounters;
 
 /// A block queued to be written to a lower stage.
 #[derive(Debug, Clone, Copy)]
@@ -67,10 +67,10 @@ pub(crate) struct Tickets {
 /// The state of a store.
 #[derive(Debug)]
 #[expect(clippy::struct_excessive_bools, reason = "facts that do not exclude each other")]
-pub(crate) struct State {
+pub(crate) struct StoreState {
     pub(crate) catalog: Catalog,
     pub(crate) eviction: Eviction,
-    pub(crate) counters: Counters,
+    pub(crate) counters: StoreCounters,
     /// Why recent blocks are no longer in the store.
     pub(crate) history: History,
     /// Hits and bytes by tier: DRAM first, then the lower stages.
@@ -94,9 +94,9 @@ pub(crate) struct State {
     pub(crate) pending_bytes: [u64; LOWER_STAGES_MAX],
     pub(crate) breakers: [Breaker; LOWER_STAGES_MAX],
     /// Bit per lower stage: its read circuit is open.
-    pub(crate) shed: u8,
+    pub(crate) open_read_circuits: u8,
     /// Bit per lower stage: its write circuit is open.
-    pub(crate) write_shed: u8,
+    pub(crate) open_write_circuits: u8,
     /// Bit per lower stage: it keeps only keys, no bytes.
     pub(crate) key_only_stages: u8,
     /// Blocks that each stage failed to store, oldest first. They are queued again when its write
@@ -129,20 +129,20 @@ pub(crate) struct State {
     pub(crate) is_closed: bool,
 }
 
-impl State {
+impl StoreState {
     pub(crate) fn new(
         eviction: Eviction,
         has_dram: bool,
         lower_stages: usize,
         history: History,
-        (health, seed): (HealthConfig, Seed),
+        (health, seed): (HealthConfig, FingerprintSeed),
         clock: &dyn Clock,
     ) -> Self {
         let (now, now_unix_ms) = (clock.monotonic(), clock.unix_ms());
         Self {
             catalog: Catalog::new(seed),
             eviction,
-            counters: Counters::default(),
+            counters: StoreCounters::default(),
             history,
             tier_hits: [(0, 0); 1 + LOWER_STAGES_MAX],
             tier_matches: [0; 1 + LOWER_STAGES_MAX],
@@ -156,8 +156,8 @@ impl State {
             last_errors: Default::default(),
             pending_bytes: [0; LOWER_STAGES_MAX],
             breakers: std::array::from_fn(|_| Breaker::new(health, now, now_unix_ms)),
-            shed: 0,
-            write_shed: 0,
+            open_read_circuits: 0,
+            open_write_circuits: 0,
             key_only_stages: 0,
             unstored: Default::default(),
             requeue_counts: [0; LOWER_STAGES_MAX],
@@ -210,17 +210,17 @@ impl State {
     /// Notes that a chain lookup matched this block: its caller will read it.
     pub(crate) fn expect_read(&mut self, key: KeyIndex) {
         let entry = self.catalog.entry_mut(key);
-        let awaited = std::mem::replace(&mut entry.awaits, Awaits::AnnouncedAccess);
-        self.counters.prefetched_used += u64::from(awaited == Awaits::FirstUse);
+        let awaited = std::mem::replace(&mut entry.expected_access, ExpectedAccess::ReportedAccess);
+        self.counters.prefetched_used += u64::from(awaited == ExpectedAccess::FirstUse);
     }
 
     /// Reports an access to the policy, unless a chain lookup has reported it already.
     pub(crate) fn touch(&mut self, key: KeyIndex, now: Duration) {
         let entry = self.catalog.entry_mut(key);
-        let awaited = std::mem::replace(&mut entry.awaits, Awaits::Nothing);
-        self.counters.prefetched_used += u64::from(awaited == Awaits::FirstUse);
+        let awaited = std::mem::replace(&mut entry.expected_access, ExpectedAccess::None);
+        self.counters.prefetched_used += u64::from(awaited == ExpectedAccess::FirstUse);
         match entry.slot() {
-            Some(_) if awaited == Awaits::AnnouncedAccess => {}
+            Some(_) if awaited == ExpectedAccess::ReportedAccess => {}
             Some(slot) => self.eviction.touch(now, slot),
             None => self.make_resident(key, now),
         }
@@ -248,8 +248,8 @@ impl State {
         let victim = match incoming {
             None => self.eviction.victim(now, &mut usable),
             Some(incoming) => match self.eviction.victim_for(now, incoming, &mut usable) {
-                Verdict::Evict(slot) => Some(slot),
-                Verdict::Decline => None,
+                EvictionChoice::Evict(slot) => Some(slot),
+                EvictionChoice::Decline => None,
             },
         };
         let Some(slot) = victim else {
@@ -261,7 +261,7 @@ impl State {
         };
         let key = KeyIndex(self.eviction.blocks().owner(slot));
         let is_protected = self.eviction.blocks().is_protected(slot);
-        self.release_slot(key, Removal::Evicted);
+        self.release_slot(key, RemovalReason::Evicted);
         let content = self.catalog.entry(key).content;
         // The slab stays while another key of the content has a slot.
         if self.catalog.content(content).resident_keys == 0 {
@@ -269,7 +269,7 @@ impl State {
             let bytes = u64::from(self.catalog.content(content).bytes);
             self.counters.evicted_blocks += 1;
             self.counters.evicted_bytes += bytes;
-            self.counters.lost_blocks += u64::from(!self.catalog.content(content).is_anywhere());
+            self.counters.lost_blocks += u64::from(!self.catalog.content(content).is_in_any_tier());
             self.forget_if_in_no_tier(content, self.eviction_loss(content, is_protected));
         }
         EvictionResult::Evicted
@@ -303,7 +303,7 @@ impl State {
     pub(crate) fn drop_damaged(&mut self, index: ContentIndex) {
         self.counters.damaged_blocks += 1;
         for key in self.catalog.keys_of(index) {
-            self.release_slot(key, Removal::Deleted);
+            self.release_slot(key, RemovalReason::Deleted);
         }
         // Movers that have it queued find no slab, and treat the block as deleted.
         self.catalog.content_mut(index).dirty = 0;
@@ -389,7 +389,7 @@ impl State {
 
     /// Forgets a content that is in no tier.
     pub(crate) fn forget_if_in_no_tier(&mut self, content: ContentIndex, why: Loss) {
-        if self.catalog.content(content).is_anywhere() {
+        if self.catalog.content(content).is_in_any_tier() {
             return;
         }
         for key in self.catalog.keys_of(content) {
@@ -416,7 +416,7 @@ impl State {
         self.release_slot(key, why.removal());
         let entry = self.catalog.entry(key);
         let (name, index) = (entry.key, entry.content);
-        self.history.note(&name, why);
+        self.history.record(&name, why);
         let addresses: [_; LOWER_STAGES_MAX] =
             std::array::from_fn(|stage| self.catalog.content(index).address(stage));
         for (stage, address) in addresses.into_iter().enumerate() {
@@ -441,12 +441,12 @@ impl State {
         }
     }
 
-    fn release_slot(&mut self, key: KeyIndex, why: Removal) {
+    fn release_slot(&mut self, key: KeyIndex, why: RemovalReason) {
         let entry = self.catalog.entry_mut(key);
         let content = entry.content;
         let Some(slot) = entry.slot() else { return };
         entry.set_slot(None);
-        entry.awaits = Awaits::Nothing;
+        entry.expected_access = ExpectedAccess::None;
         self.eviction.remove(slot, why);
         self.catalog.content_mut(content).resident_keys -= 1;
     }
@@ -472,7 +472,7 @@ impl State {
         content: ContentIndex,
         tries: u8,
     ) {
-        let is_shed = self.is_write_shed(stage);
+        let is_shed = self.is_write_circuit_open(stage);
         let entry = self.catalog.content_mut(content);
         let generation = entry.generation;
         if is_shed {
@@ -510,7 +510,8 @@ impl State {
                 continue;
             }
             let content = self.catalog.content(entry.content);
-            let lower = content.fastest_lower_but(self.shed).map(|(stage, _)| 1 + stage);
+            let lower =
+                content.fastest_lower_except(self.open_read_circuits).map(|(stage, _)| 1 + stage);
             match if content.slab.is_some() { Some(memory_tier) } else { lower } {
                 Some(tier) => {
                     direct += 1;
@@ -527,8 +528,8 @@ impl State {
     pub(crate) fn count_put(&mut self, key: &BlockKey, outcome: &PutOutcome) {
         self.counters.count_put(outcome);
         match outcome {
-            PutOutcome::Declined(why) => self.history.note(key, (*why).into()),
-            PutOutcome::Failed(_) => self.history.note(key, Loss::PutFailed),
+            PutOutcome::Declined(why) => self.history.record(key, (*why).into()),
+            PutOutcome::Failed(_) => self.history.record(key, Loss::PutFailed),
             PutOutcome::Stored
             | PutOutcome::Deduplicated
             | PutOutcome::Present
@@ -539,7 +540,7 @@ impl State {
     /// Records the last error of a stage.
     pub(crate) fn note_error(&mut self, stage: usize, error: StageError) {
         // An open circuit is the consequence of an earlier error, which says more.
-        if !matches!(error, StageError::Shed) || self.last_errors[stage].is_none() {
+        if !matches!(error, StageError::CircuitOpen) || self.last_errors[stage].is_none() {
             self.last_errors[stage] = Some(error);
         }
     }
@@ -548,7 +549,7 @@ impl State {
     /// prefetched blocks lose their protection.
     pub(crate) fn protect_prefetched(&mut self, key: KeyIndex, bytes_max: u64) {
         let entry = self.catalog.entry_mut(key);
-        entry.awaits = Awaits::FirstUse;
+        entry.expected_access = ExpectedAccess::FirstUse;
         let (name, content) = (entry.key, entry.content);
         let bytes = u64::from(self.catalog.content(content).bytes);
         self.prefetched.push_back((name, bytes));
@@ -559,8 +560,8 @@ impl State {
             self.prefetched_bytes -= bytes;
             if let Some(key) = self.catalog.find(&oldest) {
                 let entry = self.catalog.entry_mut(key);
-                if entry.awaits == Awaits::FirstUse {
-                    entry.awaits = Awaits::Nothing;
+                if entry.expected_access == ExpectedAccess::FirstUse {
+                    entry.expected_access = ExpectedAccess::None;
                 }
             }
         }
@@ -586,6 +587,6 @@ fn is_evictable(catalog: &Catalog, key: KeyIndex) -> bool {
     let content = catalog.content(entry.content);
     // The catalog itself is one holder.
     let is_held = content.slab.as_ref().is_some_and(|slab| slab.holders() > 1);
-    let is_prefetched = entry.awaits == Awaits::FirstUse;
+    let is_prefetched = entry.expected_access == ExpectedAccess::FirstUse;
     entry.pins == 0 && !is_prefetched && content.dirty == 0 && !is_held
 }

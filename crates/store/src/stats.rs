@@ -11,7 +11,7 @@ use crate::{StageHealth, TierName, WarmStats};
 
 /// Counters since the store was opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub struct Counters {
+pub struct StoreCounters {
     /// Chain lookups.
     pub requests: u64,
     /// Blocks requested by chain lookups.
@@ -82,7 +82,7 @@ pub struct Counters {
     pub prefetched_used: u64,
 }
 
-impl Counters {
+impl StoreCounters {
     /// Blocks requested, the denominator of the hit rate: by chain lookups, and by get and view
     /// without a lookup. A block that a lookup matches and a get then loads counts once.
     pub fn requested(&self) -> u64 {
@@ -118,15 +118,15 @@ pub struct TierHits {
     pub blocks: u64,
     /// Bytes of these blocks.
     pub bytes: u64,
-    /// Requested blocks matched in this tier. The sum over all tiers is [`Counters::matched`].
+    /// Requested blocks matched in this tier. The sum over all tiers is [`StoreCounters::matched`].
     pub matched_blocks: u64,
 }
 
 /// Statistics of a store at one time.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub struct Stats {
+pub struct StoreStats {
     /// Counters since the store was opened.
-    pub counters: Counters,
+    pub counters: StoreCounters,
     /// Hits by tier, fast to slow. The sum is `counters.hits`.
     pub hits_by_tier: Vec<TierHits>,
     /// Keys of blocks in any tier.

@@ -9,16 +9,16 @@ use cascade_memory::SlabMut;
 
 use crate::call_context::KEYS_PER_LOCK;
 use crate::catalog::{Content, KeyIndex};
-use crate::eviction::Asked;
+use crate::eviction::RequestedBlock;
 use crate::history::Loss;
-use crate::node::{Node, tier_error};
 use crate::outcome::PutSlab;
-use crate::shadow::Answered;
-use crate::stage::{Registry, StageError};
-use crate::state::State;
-use crate::stats::{Stats, TierHits};
+use crate::shadow::ChainLookup;
+use crate::stage::{StageError, StageRegistry};
+use crate::state::StoreState;
+use crate::stats::{StoreStats, TierHits};
+use crate::store_core::{StoreCore, tier_error};
 use crate::{
-    CallOptions, Erased, GetOutcome, PrefixMatch, Put, PutOutcome, Request, StoreConfig,
+    CallOptions, EraseReport, GetOutcome, PrefixMatch, Put, PutOutcome, Request, StoreConfig,
     StoreError, TierName, ViewOutcome, mover, prober, scrub,
 };
 
@@ -52,7 +52,7 @@ pub struct Store(Arc<StoreInner>);
 /// Shared by all handles; owns the threads of the store.
 #[derive(Debug)]
 struct StoreInner {
-    node: Arc<Node>,
+    core: Arc<StoreCore>,
     prefetch: Mutex<Option<SyncSender<Vec<BlockKey>>>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
@@ -60,53 +60,53 @@ struct StoreInner {
 impl Store {
     /// Opens a store with the built-in stages and the system clock.
     pub fn open(config: StoreConfig) -> Result<Self, StoreError> {
-        Self::open_with(config, &Registry::default(), Arc::new(SystemClock))
+        Self::open_with(config, &StageRegistry::default(), Arc::new(SystemClock))
     }
 
     /// Opens a store with the stages of a registry and a given clock.
     pub fn open_with(
         config: StoreConfig,
-        registry: &Registry,
+        registry: &StageRegistry,
         clock: Arc<dyn Clock>,
     ) -> Result<Self, StoreError> {
-        let node = Arc::new(Node::new(config, registry, clock)?);
+        let core = Arc::new(StoreCore::new(config, registry, clock)?);
         let (sender, receiver) = sync_channel(PREFETCH_QUEUE);
         let inner = StoreInner {
-            node: Arc::clone(&node),
+            core: Arc::clone(&core),
             prefetch: Mutex::new(Some(sender)),
             threads: Mutex::new(Vec::new()),
         };
-        let threads = start_threads(&node, receiver)
+        let threads = start_threads(&core, receiver)
             .map_err(|error| StoreError::Threads { source: Arc::new(error) })?;
         inner.threads.lock().unwrap_or_else(PoisonError::into_inner).extend(threads);
         Ok(Self(Arc::new(inner)))
     }
 
-    pub(crate) fn node(&self) -> &Node {
-        &self.0.node
+    pub(crate) fn core(&self) -> &StoreCore {
+        &self.0.core
     }
 
     /// The configuration of the store.
     pub fn config(&self) -> &StoreConfig {
-        &self.node().config
+        &self.core().config
     }
 
     /// Stores blocks: copies their bytes into the first tier. Waits while the write backlog is at
     /// its limit.
     pub fn put(&self, batch: &[Put<'_>], options: CallOptions) -> Vec<PutOutcome> {
-        self.node().put(batch, options)
+        self.core().put(batch, options)
     }
 
     /// Allocates a slab, to write a block in place. The caller fills the slab and passes it to
     /// [`Store::put_slabs`]. As a put, this call waits while the write backlog is at its limit;
     /// the later put of the slab does not wait for it.
     pub fn reserve(&self, bytes: usize, options: CallOptions) -> Result<SlabMut, StoreError> {
-        self.node().reserve(bytes, options)
+        self.core().reserve(bytes, options)
     }
 
     /// Stores blocks that the caller wrote in place, without a copy.
     pub fn put_slabs(&self, batch: Vec<PutSlab>, options: CallOptions) -> Vec<PutOutcome> {
-        self.node().put_slabs(batch, options)
+        self.core().put_slabs(batch, options)
     }
 
     /// Copies each block into its buffer. Never writes past the length of the block.
@@ -119,26 +119,26 @@ impl Store {
         buffers: &mut [&mut [u8]],
         options: CallOptions,
     ) -> Vec<GetOutcome> {
-        self.node().get(keys, buffers, options)
+        self.core().get(keys, buffers, options)
     }
 
     /// Views of blocks, without a copy. The bytes of a view never change while it is held, even if
     /// the block is evicted or deleted; dropping the last view of a block frees its memory.
     pub fn view(&self, keys: &[BlockKey], options: CallOptions) -> Vec<ViewOutcome> {
-        self.node().view(keys, options)
+        self.core().view(keys, options)
     }
 
     /// Matches the leading blocks of a chain, and returns the fastest tier of each. The eviction
     /// policy learns of requests from this call: look up the whole chain first, then read the
     /// matched blocks and put the others.
     pub fn lookup_prefix(&self, request: &Request<'_>) -> PrefixMatch {
-        let node = self.node();
-        let now_unix_ms = node.clock.unix_ms();
+        let core = self.core();
+        let now_unix_ms = core.clock.unix_ms();
         let mut found = Vec::with_capacity(request.keys.len());
-        let mut state = node.lock();
-        state.history.tell_time(now_unix_ms);
+        let mut state = core.lock();
+        state.history.set_time(now_unix_ms);
         state.policy_time = state.policy_time.max(request.at);
-        let now = node.policy_now(&state);
+        let now = core.policy_now(&state);
         state.catalog.find_batch(request.keys, &mut found);
         let mut chain = Vec::with_capacity(request.keys.len());
         let mut tiers = Vec::new();
@@ -156,13 +156,16 @@ impl Store {
             // The policy gets the whole chain, the match only the blocks before the first gap.
             let Some(found) = found else {
                 is_unbroken = false;
-                chain.push(Asked { fingerprint: state.catalog.fingerprint(key), resident: None });
+                chain.push(RequestedBlock {
+                    fingerprint: state.catalog.fingerprint(key),
+                    resident: None,
+                });
                 continue;
             };
             let entry = state.catalog.entry(found);
             let (content, resident) = (entry.content, entry.slot());
-            chain.push(Asked { fingerprint: state.catalog.fingerprint(key), resident });
-            is_unbroken &= !state.is_out_of_reach(state.catalog.content(content));
+            chain.push(RequestedBlock { fingerprint: state.catalog.fingerprint(key), resident });
+            is_unbroken &= !state.is_unreadable(state.catalog.content(content));
             if is_unbroken {
                 if state.has_dram {
                     state.expect_read(found);
@@ -170,11 +173,11 @@ impl Store {
                 state.catalog.entry_mut(found).note_matched();
                 let content = state.catalog.content(content);
                 in_dram += usize::from(content.slab.is_some() && in_dram == tiers.len());
-                let lower = content.fastest_lower_but(state.shed);
+                let lower = content.fastest_lower_except(state.open_read_circuits);
                 let lower = lower.map_or(0, |(stage, _)| 1 + stage);
                 let tier = if content.slab.is_some() { 0 } else { lower };
                 state.tier_matches[tier] += 1;
-                tiers.push(node.tier_name(tier));
+                tiers.push(core.tier_name(tier));
             }
         }
         if state.has_dram {
@@ -185,8 +188,8 @@ impl Store {
         state.counters.blocks_matched += tiers.len() as u64;
         let block_bytes = state.mean_block_bytes();
         // The lock of the insight is never taken under the lock of the state.
-        node.unlock(state);
-        node.insight().request(&Answered {
+        core.unlock(state);
+        core.insight().request(&ChainLookup {
             at: now,
             keys: request.keys,
             partial_tail: request.partial_tail,
@@ -208,48 +211,49 @@ impl Store {
     /// Passes hints about a chain to the eviction policy outside a request, such as the end of its
     /// session or a queued request for it. Does not count as an access.
     pub fn hint(&self, request: &Request<'_>) {
-        let node = self.node();
+        let core = self.core();
         let mut found = Vec::with_capacity(request.keys.len());
-        let mut state = node.lock();
+        let mut state = core.lock();
         state.policy_time = state.policy_time.max(request.at);
         state.catalog.find_batch(request.keys, &mut found);
-        let asked = |(key, found): (&BlockKey, Option<KeyIndex>)| Asked {
+        let asked = |(key, found): (&BlockKey, Option<KeyIndex>)| RequestedBlock {
             fingerprint: state.catalog.fingerprint(key),
             resident: found.and_then(|found| state.catalog.entry(found).slot()),
         };
         let chain: Vec<_> = request.keys.iter().zip(found).map(asked).collect();
-        let now = node.policy_now(&state);
+        let now = core.policy_now(&state);
         state.eviction.hint(now, &chain, &request.hints);
         drop(state);
-        node.insight().shadows.hint(now, request.keys, &request.hints);
+        core.insight().shadows.hint(now, request.keys, &request.hints);
     }
 
     /// Whether each block can be read from any tier. Does not count as an access.
     pub fn contains(&self, keys: &[BlockKey]) -> Vec<bool> {
         self.map_contents(keys, |state, content| {
-            content.is_some_and(|content| !state.is_out_of_reach(content))
+            content.is_some_and(|content| !state.is_unreadable(content))
         })
     }
 
     /// The tiers that have each block, fast to slow. Does not count as an access.
     pub fn locate(&self, keys: &[BlockKey]) -> Vec<Vec<TierName>> {
-        let node = self.node();
+        let core = self.core();
         self.map_contents(keys, |state, content| {
             let Some(content) = content else { return Vec::new() };
-            let dram = content.slab.is_some().then(|| node.tier_name(0));
-            let lower = (0..node.stages.len())
-                .filter(|at| content.address(*at).is_some() && !state.is_shed(*at))
-                .map(|stage| node.tier_name(1 + stage));
+            let dram = content.slab.is_some().then(|| core.tier_name(0));
+            let lower = (0..core.stages.len())
+                .filter(|at| content.address(*at).is_some() && !state.is_read_circuit_open(*at))
+                .map(|stage| core.tier_name(1 + stage));
             dram.into_iter().chain(lower).collect()
         })
     }
 
     /// The blocks that a readable lower tier has and DRAM does not have.
     fn only_in_lower_tiers(&self, keys: &[BlockKey]) -> Vec<BlockKey> {
-        let stages = self.node().stages.len();
+        let stages = self.core().stages.len();
         let is_below = self.map_contents(keys, |state, content| {
             content.filter(|content| content.slab.is_none()).is_some_and(|content| {
-                (0..stages).any(|at| content.address(at).is_some() && !state.is_shed(at))
+                (0..stages)
+                    .any(|at| content.address(at).is_some() && !state.is_read_circuit_open(at))
             })
         });
         let below = keys.iter().zip(is_below);
@@ -260,13 +264,13 @@ impl Store {
     fn map_contents<T>(
         &self,
         keys: &[BlockKey],
-        map: impl Fn(&State, Option<&Content>) -> T,
+        map: impl Fn(&StoreState, Option<&Content>) -> T,
     ) -> Vec<T> {
-        let now_unix_ms = self.node().clock.unix_ms();
+        let now_unix_ms = self.core().clock.unix_ms();
         let mut results = Vec::with_capacity(keys.len());
         let mut found = Vec::with_capacity(keys.len().min(KEYS_PER_LOCK));
         for keys in keys.chunks(KEYS_PER_LOCK) {
-            let state = self.node().lock();
+            let state = self.core().lock();
             state.catalog.find_batch(keys, &mut found);
             let content_of = |found| {
                 let entry = state.catalog.entry(found);
@@ -307,9 +311,9 @@ impl Store {
         keys: &[BlockKey],
         mut change: impl FnMut(&Content, u16) -> Option<u16>,
     ) -> Vec<bool> {
-        let node = self.node();
-        let now_unix_ms = node.clock.unix_ms();
-        let mut change_one = |state: &mut State, key: &BlockKey, now| {
+        let core = self.core();
+        let now_unix_ms = core.clock.unix_ms();
+        let mut change_one = |state: &mut StoreState, key: &BlockKey, now| {
             let found = state.find_live(key, now_unix_ms).filter(|_| !state.is_closed);
             let Some(found) = found else { return false };
             let content = state.catalog.entry(found).content;
@@ -326,13 +330,13 @@ impl Store {
         };
         let mut changed = Vec::with_capacity(keys.len());
         for keys in keys.chunks(KEYS_PER_LOCK) {
-            let mut state = node.lock();
-            state.history.tell_time(now_unix_ms);
-            let now = node.policy_now(&state);
+            let mut state = core.lock();
+            state.history.set_time(now_unix_ms);
+            let now = core.policy_now(&state);
             changed.extend(keys.iter().map(|key| change_one(&mut state, key, now)));
-            node.unlock(state);
+            core.unlock(state);
         }
-        node.notify_changed();
+        core.notify_changed();
         changed
     }
 
@@ -340,21 +344,21 @@ impl Store {
     /// Returns for each block whether the store had it. Takes effect at once; a persistent stage
     /// has recorded the removal after the next flush.
     pub fn delete(&self, keys: &[BlockKey]) -> Vec<bool> {
-        let node = self.node();
+        let core = self.core();
         let mut deleted = Vec::with_capacity(keys.len());
         for keys in keys.chunks(KEYS_PER_LOCK) {
-            let mut state = node.lock();
+            let mut state = core.lock();
             if state.is_closing {
                 break;
             }
-            state.history.tell_time(node.clock.unix_ms());
+            state.history.set_time(core.clock.unix_ms());
             deleted.extend(keys.iter().map(|key| {
                 let found = state.catalog.find(key);
                 found.inspect(|found| state.forget(*found, Loss::Deleted)).is_some()
             }));
-            node.unlock(state);
-            node.notify_changed();
-            node.insight().shadows.remove(keys);
+            core.unlock(state);
+            core.notify_changed();
+            core.insight().shadows.remove(keys);
         }
         deleted.resize(keys.len(), false);
         deleted
@@ -362,24 +366,24 @@ impl Store {
 
     /// Removes every block from every tier.
     pub fn clear(&self) {
-        let node = self.node();
-        let mut state = node.lock();
+        let core = self.core();
+        let mut state = core.lock();
         if state.is_closing {
             return;
         }
-        state.history.tell_time(node.clock.unix_ms());
+        state.history.set_time(core.clock.unix_ms());
         state.forget_all(Loss::Cleared);
-        node.unlock(state);
-        node.notify_changed();
-        node.insight().shadows.clear();
+        core.unlock(state);
+        core.notify_changed();
+        core.insight().shadows.clear();
     }
 
     /// Promotes blocks to DRAM in the background, because they will be read soon. Returns the
     /// number of blocks accepted: those that only lower tiers have, or zero while the queue is
     /// full.
     pub fn prefetch(&self, keys: &[BlockKey]) -> usize {
-        let node = self.node();
-        if !node.pipeline.has_dram || node.stages.is_empty() {
+        let core = self.core();
+        if !core.pipeline.has_dram || core.stages.is_empty() {
             return 0;
         }
         let below = self.only_in_lower_tiers(keys);
@@ -397,11 +401,11 @@ impl Store {
     /// Stores the manifest of a namespace beside its blocks, so that later readers know what the
     /// blocks were computed for. Call it once, before the first put.
     pub fn register(&self, namespace: &Namespace, options: CallOptions) -> Result<(), StoreError> {
-        let deadline = self.node().call(options).deadline;
-        self.node().insight().register(namespace);
+        let deadline = self.core().call(options).deadline;
+        self.core().insight().register(namespace);
         let mut registered = Ok(());
         // Try every stage and report the first error.
-        for stage in &self.node().stages {
+        for stage in &self.core().stages {
             let stored = stage.register(namespace, deadline);
             registered = registered
                 .and(stored.map_err(|error| tier_error(stage, "store a manifest", error)));
@@ -410,8 +414,8 @@ impl Store {
     }
 
     /// Whether a namespace was registered since the store was opened.
-    pub fn knows_namespace(&self, namespace: &NamespaceId) -> bool {
-        self.node().insight().knows(namespace)
+    pub fn is_namespace_registered(&self, namespace: &NamespaceId) -> bool {
+        self.core().insight().is_registered(namespace)
     }
 
     /// The manifests of all namespaces that may have blocks here. To explain a miss, compare them
@@ -420,13 +424,13 @@ impl Store {
         &self,
         options: CallOptions,
     ) -> Result<Vec<(NamespaceId, Manifest)>, StoreError> {
-        let deadline = self.node().call(options).deadline;
+        let deadline = self.core().call(options).deadline;
         let mut all = Vec::new();
-        for stage in &self.node().stages {
+        for stage in &self.core().stages {
             let listed = stage.manifests(deadline);
             all.extend(listed.map_err(|error| tier_error(stage, "list manifests", error))?);
         }
-        all.extend(self.node().insight().manifests());
+        all.extend(self.core().insight().manifests());
         all.sort_by_key(|(id, _)| *id);
         all.dedup_by_key(|(id, _)| *id);
         Ok(all)
@@ -436,13 +440,13 @@ impl Store {
     /// overwritten before they are removed. Meanwhile puts fail with [`StoreError::Erasing`] and
     /// reads are misses; afterwards the store is empty and usable. Continues after a failure; the
     /// result lists what was not erased.
-    pub fn erase(&self, options: CallOptions) -> Result<Erased, StoreError> {
-        self.node().erase(options)
+    pub fn erase(&self, options: CallOptions) -> Result<EraseReport, StoreError> {
+        self.core().erase(options)
     }
 
     /// The current statistics.
-    pub fn stats(&self) -> Stats {
-        self.node().stats()
+    pub fn stats(&self) -> StoreStats {
+        self.core().stats()
     }
 
     /// Flushes and stops. Later calls fail with [`StoreError::Closed`]; views that are held stay
@@ -458,41 +462,41 @@ impl StoreInner {
     /// soon after the timeout even if a stage hangs.
     fn close(&self) -> Result<(), StoreError> {
         let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
-        if std::mem::replace(&mut self.node.lock().is_closing, true) {
+        if std::mem::replace(&mut self.core.lock().is_closing, true) {
             return Ok(());
         }
         self.prefetch.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let flushed = self.node.flush(CallOptions::default());
+        let flushed = self.core.flush(CallOptions::default());
         // Under one hold of the lock: a mover or caller that sees `is_closed` also sees empty
         // queues and settled tickets, and stops waiting.
-        let mut state = self.node.lock();
+        let mut state = self.core.lock();
         state.is_closed = true;
-        for stage in 0..self.node.stages.len() {
+        for stage in 0..self.core.stages.len() {
             mover::fail_queue(&mut state, stage, &StageError::Timeout);
-            self.node.stages[stage].let_go();
+            self.core.stages[stage].end_all_waits();
             state.key_tickets[stage].settled += state.key_changes[stage].len() as u64;
             state.key_changes[stage].clear();
         }
         drop(state);
-        self.node.notify_movers();
-        self.node.notify_changed();
-        self.node.wake_probers();
+        self.core.notify_movers();
+        self.core.notify_changed();
+        self.core.wake_probers();
         for thread in threads.drain(..) {
             // The panic handler has reported a thread that panicked; closing continues.
             drop(thread.join());
         }
         // Not longer than a probe: the caller of close() should not wait for a stage that hangs.
-        let config = &self.node.config;
+        let config = &self.core.config;
         let time = config.timeout.min(config.health.probe_timeout);
-        let deadline = Deadline::after(&*self.node.clock, time);
-        self.node.stages.iter().for_each(|stage| stage.close(deadline));
-        flushed.and(self.node.remove_pool_files())
+        let deadline = Deadline::after(&*self.core.clock, time);
+        self.core.stages.iter().for_each(|stage| stage.close(deadline));
+        flushed.and(self.core.remove_pool_files())
     }
 }
 
 impl Drop for StoreInner {
     fn drop(&mut self) {
-        if self.node.is_broken() {
+        if self.core.is_poisoned() {
             return;
         }
         // A caller that needs the result of the flush calls close() itself.
@@ -500,8 +504,8 @@ impl Drop for StoreInner {
     }
 }
 
-impl Node {
-    fn stats(&self) -> Stats {
+impl StoreCore {
+    fn stats(&self) -> StoreStats {
         let stages = self.stages.iter().map(|stage| (stage.name(), stage.stats()));
         let stages: Vec<_> = stages.collect();
         let stuck = self.stages.iter().map(|stage| (stage.name(), stage.stuck_calls()));
@@ -518,7 +522,7 @@ impl Node {
             bytes: *bytes,
             matched_blocks: state.tier_matches[tier],
         };
-        Stats {
+        StoreStats {
             counters: state.counters,
             hits_by_tier: state.tier_hits[..=self.stages.len()]
                 .iter()
@@ -551,21 +555,21 @@ impl Node {
 }
 
 fn start_threads(
-    node: &Arc<Node>,
+    core: &Arc<StoreCore>,
     hints: Receiver<Vec<BlockKey>>,
 ) -> std::io::Result<Vec<JoinHandle<()>>> {
     let mut threads = Vec::new();
-    threads.extend(scrub::start(node)?);
-    for stage in 0..node.stages.len() {
-        threads.push(mover::start(node, stage)?);
-        threads.push(prober::start(node, stage)?);
+    threads.extend(scrub::start(core)?);
+    for stage in 0..core.stages.len() {
+        threads.push(mover::start(core, stage)?);
+        threads.push(prober::start(core, stage)?);
     }
     let hints = Arc::new(Mutex::new(hints));
-    for _ in 0..if node.stages.is_empty() { 0 } else { PREFETCH_THREADS } {
-        let (node, hints) = (Arc::clone(node), Arc::clone(&hints));
+    for _ in 0..if core.stages.is_empty() { 0 } else { PREFETCH_THREADS } {
+        let (core, hints) = (Arc::clone(core), Arc::clone(&hints));
         let thread = std::thread::Builder::new()
             .name("cascade-prefetch".to_owned())
-            .spawn(move || mover::run_prefetch(&node, &hints))?;
+            .spawn(move || mover::run_prefetch(&core, &hints))?;
         threads.push(thread);
     }
     Ok(threads)

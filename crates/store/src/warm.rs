@@ -10,8 +10,8 @@ use cascade_memory::{Pool, SlabMut};
 
 use crate::catalog::{ContentIndex, NewKey};
 use crate::ledger::{self, HeldId, HeldPiece, Holders, Ledger, Process, Recovered, WarmStats};
-use crate::node::Node;
-use crate::state::State;
+use crate::state::StoreState;
+use crate::store_core::StoreCore;
 use crate::{KeepPool, Store, StoreConfig, StoreError};
 
 /// The named pool of a store, except for its ledger, which is part of the state.
@@ -98,7 +98,7 @@ fn millis(time: Duration) -> u64 {
 }
 
 impl NamedPool {
-    pub(crate) fn stats(&self, state: &State) -> WarmStats {
+    pub(crate) fn stats(&self, state: &StoreState) -> WarmStats {
         let mut stats = self.stats;
         if let Some(ledger) = &state.ledger {
             ledger.add_to(&mut stats);
@@ -124,12 +124,12 @@ impl RestoredBlocks {
     }
 }
 
-impl Node {
+impl StoreCore {
     /// Adds the blocks of an earlier run to the catalog and the policy, parents first, so that
     /// chains are linked. The times of their last uses are lost.
     pub(crate) fn restore_dram(
         &self,
-        state: &mut State,
+        state: &mut StoreState,
         recovered: Vec<Recovered>,
     ) -> RestoredBlocks {
         let now_unix_ms = self.clock.unix_ms();
@@ -154,7 +154,7 @@ impl Node {
     /// Queues the restored blocks that the movers of the earlier run had not written yet. A block
     /// without a namespace in its record was promoted from a stage that has reclaimed it since; as
     /// without a restart, it is not written again.
-    pub(crate) fn queue_unwritten(&self, state: &mut State, restored: &RestoredBlocks) {
+    pub(crate) fn queue_unwritten(&self, state: &mut StoreState, restored: &RestoredBlocks) {
         for (name, recovered) in &restored.0 {
             let Some(key) = state.catalog.find(name) else { continue };
             let content = state.catalog.entry(key).content;
@@ -172,7 +172,7 @@ impl Node {
     /// write into it after this process has ended. The read proceeds even if the ledger is full.
     pub(crate) fn note_load(&self, slab: &mut SlabMut) {
         if let Some(warm) = &self.warm {
-            warm.holders.note_load(slab);
+            warm.holders.record_load(slab);
         }
     }
 
@@ -214,7 +214,7 @@ impl Node {
 
 /// Adds one block to the catalog. Blocks in the same piece of memory share a content.
 fn insert_restored(
-    state: &mut State,
+    state: &mut StoreState,
     recovered: &Recovered,
     contents: &mut HashMap<usize, ContentIndex>,
 ) -> crate::catalog::KeyIndex {
@@ -283,34 +283,34 @@ impl Store {
     /// # Errors
     /// [`StoreError::Limit`] if the process would exceed its share of the ledger: a process may
     /// hold as many pieces as remain free for the others.
-    pub fn note_held(
+    pub fn record_held(
         &self,
         pieces: &[HeldPiece],
         process: Process,
         ids: &mut Vec<HeldId>,
     ) -> Result<(), StoreError> {
-        if let Some(warm) = &self.node().warm {
-            return warm.holders.note(pieces, process, ids);
+        if let Some(warm) = &self.core().warm {
+            return warm.holders.record(pieces, process, ids);
         }
-        ids.extend(pieces.iter().map(|_| HeldId::not_kept()));
+        ids.extend(pieces.iter().map(|_| HeldId::none()));
         Ok(())
     }
 
-    /// Removes records of [`Store::note_held`], because the process has released the pieces. Must
+    /// Removes records of [`Store::record_held`], because the process has released the pieces. Must
     /// be called before the pieces are freed.
-    pub fn unhold(&self, ids: impl IntoIterator<Item = HeldId>) {
-        if let Some(warm) = &self.node().warm {
-            warm.holders.take_back(ids);
+    pub fn release_held(&self, ids: impl IntoIterator<Item = HeldId>) {
+        if let Some(warm) = &self.core().warm {
+            warm.holders.release_ids(ids);
         }
     }
 
     /// Releases all memory of an earlier run that a process holds, because it no longer accesses
     /// it. Returns the number of pieces. Without this call they are released when the process ends.
     pub fn release_process(&self, pid: u32) -> usize {
-        let node = self.node();
-        let released = node.warm.as_ref().map_or(0, |warm| warm.holders.release(pid));
+        let core = self.core();
+        let released = core.warm.as_ref().map_or(0, |warm| warm.holders.release_process(pid));
         if released > 0 {
-            node.notify_changed();
+            core.notify_changed();
         }
         released
     }

@@ -1,11 +1,11 @@
 //! Write-through: a put returns only once every tier has its blocks.
 
 use crate::call_context::CallContext;
-use crate::node::Node;
 use crate::outcome::PutOutcome;
+use crate::store_core::StoreCore;
 use crate::{Put, StoreError};
 
-impl Node {
+impl StoreCore {
     /// Waits until every stage has the block. A block that is only in DRAM, because an earlier
     /// write failed, is queued once more.
     pub(crate) fn wait_written(
@@ -37,7 +37,7 @@ impl Node {
                     if entry.address(stage).is_some() {
                         break;
                     }
-                    if was_queued || entry.slab.is_none() || state.is_write_shed(stage) {
+                    if was_queued || entry.slab.is_none() || state.is_write_circuit_open(stage) {
                         return Err(self.stage_error(&state, stage, "write a block"));
                     }
                     was_queued = true;
@@ -49,7 +49,9 @@ impl Node {
             }
         }
         if matches!(outcome, Deduplicated) {
-            if let Some(stage) = (0..self.stages.len()).find(|stage| state.is_write_shed(*stage)) {
+            if let Some(stage) =
+                (0..self.stages.len()).find(|stage| state.is_write_circuit_open(*stage))
+            {
                 return Err(self.stage_error(&state, stage, "record a key"));
             }
             let tickets = state.key_tickets.map(|tickets| tickets.pushed);

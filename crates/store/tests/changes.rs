@@ -43,7 +43,7 @@ impl Follower {
         for change in &read.changes {
             match change {
                 Change::Stored(key) => drop(self.blocks.insert(*key)),
-                Change::Gone(key) => drop(self.blocks.remove(key)),
+                Change::Removed(key) => drop(self.blocks.remove(key)),
                 Change::Cleared => self.blocks.clear(),
             }
         }
@@ -305,7 +305,7 @@ fn changes_are_reported_in_order() {
     let read = follower.step(&store, 100);
     let expected = [
         Change::Stored(key(2)),
-        Change::Gone(key(0)),
+        Change::Removed(key(0)),
         Change::Stored(key(0)),
         Change::Cleared,
         Change::Stored(key(5)),
@@ -322,7 +322,7 @@ fn changes_are_reported_in_order() {
 #[test]
 fn expired_blocks_are_reported_to_followers() {
     let clock = Arc::new(ManualClock::default());
-    let registry = cascade_store::stage::Registry::default();
+    let registry = cascade_store::stage::StageRegistry::default();
     let store = Store::open_with(dram(8), &registry, Arc::clone(&clock) as Arc<dyn Clock>);
     let store = store.unwrap();
     let mut follower = Follower::default();

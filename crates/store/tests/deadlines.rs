@@ -12,10 +12,10 @@ use std::time::Duration;
 
 use blocks::dram;
 use cascade_block::{BlockKey, Clock};
-use cascade_store::stage::Registry;
+use cascade_store::stage::StageRegistry;
 use cascade_store::{
-    CallOptions, GetOutcome, Prepared, Put, PutOutcome, PutSlab, Store, StoreConfig, StoreError,
-    ViewOutcome,
+    CallOptions, GetOutcome, PrepareOutcome, Put, PutOutcome, PutSlab, Store, StoreConfig,
+    StoreError, ViewOutcome,
 };
 
 const BLOCKS: usize = 40_000;
@@ -51,7 +51,7 @@ fn adversarial() -> Vec<BlockKey> {
 fn open() -> (Store, Arc<SteppingClock>) {
     let clock = Arc::new(SteppingClock::default());
     let config = StoreConfig { hash_seed: Some(7), ..dram(16) };
-    let store = Store::open_with(config, &Registry::default(), clock.clone()).unwrap();
+    let store = Store::open_with(config, &StageRegistry::default(), clock.clone()).unwrap();
     (store, clock)
 }
 
@@ -142,11 +142,11 @@ fn a_prepared_batch_ends_by_its_deadline() {
     let options = CallOptions { timeout: Some(Duration::from_millis(40)), ..Default::default() };
     let puts: Vec<_> = keys.iter().map(|key| Put::new(*key, &[])).collect();
     clock.step.store(1, Ordering::SeqCst);
-    let prepared = store.prepare_whole(&puts, &vec![8; BLOCKS], options);
+    let prepared = store.prepare_all(&puts, &vec![8; BLOCKS], options);
     count_in_time(
         &prepared,
-        |it| matches!(it, Prepared::Slab(_)),
-        |it| matches!(it, Prepared::Settled(PutOutcome::Failed(error)) if is_timeout(error)),
+        |it| matches!(it, PrepareOutcome::Slab(_)),
+        |it| matches!(it, PrepareOutcome::Settled(PutOutcome::Failed(error)) if is_timeout(error)),
     );
     drop(prepared);
 

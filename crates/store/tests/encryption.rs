@@ -249,7 +249,7 @@ fn a_tier_cannot_mix_encrypted_and_plain_blocks() {
     fs::remove_dir_all(directory.path().join("tier")).unwrap();
     fill(&plain);
     let error = Store::open(encrypted).unwrap_err().to_string();
-    assert!(error.contains("in the clear"), "{error}");
+    assert!(error.contains("unencrypted"), "{error}");
 }
 
 #[test]

@@ -7,12 +7,13 @@ use std::time::Duration;
 
 use cascade_store::PolicyKind;
 use cascade_store::eviction::{
-    Asked, Eviction, Ghosts, Hints, Incoming, Limits, Lru, PrefixCost, Removal, S3Fifo, Slot,
-    StopReason, Verdict, conformance, policy,
+    Eviction, EvictionChoice, EvictionLimits, Ghosts, Hints, Incoming, Lru, PrefixCost,
+    RemovalReason, RequestedBlock, S3Fifo, Slot, StopReason, conformance, policy,
 };
 use proptest::prelude::*;
 
-const LIMITS: Limits = Limits { capacity_bytes: 100, protected_percent: 0, admit_partial: false };
+const LIMITS: EvictionLimits =
+    EvictionLimits { capacity_bytes: 100, protected_percent: 0, admit_partial: false };
 
 #[test]
 fn lru_conforms() {
@@ -44,7 +45,7 @@ fn prefix_cost_conforms() {
 
 #[test]
 fn partial_blocks_are_declined_unless_admitted() {
-    let admitting = Limits { admit_partial: true, ..LIMITS };
+    let admitting = EvictionLimits { admit_partial: true, ..LIMITS };
     assert!(!Eviction::new(policy(PolicyKind::Lru), LIMITS).admits(true));
     assert!(Eviction::new(policy(PolicyKind::Lru), LIMITS).admits(false));
     assert!(Eviction::new(policy(PolicyKind::Lru), admitting).admits(true));
@@ -67,7 +68,10 @@ impl Tier {
         let now = Duration::from_secs(seconds);
         let asked: Vec<_> = chain
             .iter()
-            .map(|block| Asked { fingerprint: *block as u64, resident: self.slots[*block] })
+            .map(|block| RequestedBlock {
+                fingerprint: *block as u64,
+                resident: self.slots[*block],
+            })
             .collect();
         let leading = self.eviction.request(now, &asked, false, hints);
         let mut parent = leading.checked_sub(1).and_then(|at| asked[at].resident);
@@ -77,9 +81,9 @@ impl Tier {
             let incoming = Incoming { owner, fingerprint, parent, bytes: 1, is_protected: false };
             if self.eviction.blocks().len() == self.capacity {
                 let verdict = self.eviction.victim_for(now, &incoming, &mut |_| true);
-                let Verdict::Evict(victim) = verdict else { break };
+                let EvictionChoice::Evict(victim) = verdict else { break };
                 self.slots[self.eviction.blocks().owner(victim) as usize] = None;
-                self.eviction.remove(victim, Removal::Evicted);
+                self.eviction.remove(victim, RemovalReason::Evicted);
             }
             parent = Some(self.eviction.insert(now, &incoming));
             self.slots[*block] = parent;
@@ -108,8 +112,10 @@ fn blocks_expected_by_a_waiting_request_are_kept() {
         let mut tier = Tier::new(PolicyKind::PrefixCost, 4);
         tier.request(0, &[1, 2], &Hints::default());
         tier.request(0, &[3, 4], &Hints::default());
-        let asked = first
-            .map(|block: usize| Asked { fingerprint: block as u64, resident: tier.slots[block] });
+        let asked = first.map(|block: usize| RequestedBlock {
+            fingerprint: block as u64,
+            resident: tier.slots[block],
+        });
         let expected = Hints { expected_within: Some(Duration::from_secs(60)), ..Hints::default() };
         tier.eviction.hint(Duration::from_secs(1), &asked, &expected);
         tier.request(2, &[5, 6], &Hints::default());
@@ -150,7 +156,7 @@ fn memory_per_block_is_bounded() {
         let fingerprints = chain * 20..chain * 20 + 20;
         let asked: Vec<_> = fingerprints
             .clone()
-            .map(|block| Asked { fingerprint: block.into(), resident: None })
+            .map(|block| RequestedBlock { fingerprint: block.into(), resident: None })
             .collect();
         eviction.request(now, &asked, false, &Hints::default());
         let mut parent = None;

@@ -12,10 +12,10 @@ use std::time::Duration;
 
 use blocks::{bytes_of, check, dram, key, keys};
 use cascade_block::{BlockKey, Manifest, ManualClock, Namespace, TenantSecret};
-use cascade_store::stage::Registry;
+use cascade_store::stage::StageRegistry;
 use cascade_store::{
-    BlockExplanation, BlockHere, BlockState, CallOptions, Explanation, Loss, PolicyKind, Put,
-    PutOutcome, Request, Store, StoreConfig, TierBytes, Writer,
+    BlockExplanation, BlockState, CallOptions, Explanation, Loss, PolicyKind, PresentBlock, Put,
+    PutOutcome, Request, Store, StoreConfig, TierBytes, WriterId,
 };
 use third_party::MapStage;
 
@@ -25,7 +25,7 @@ const BLOCK: usize = 4096;
 fn small(blocks: u64) -> (Store, Arc<ManualClock>) {
     let clock = Arc::new(ManualClock::default());
     let config = StoreConfig { dram_blocks: Some(blocks), policy: PolicyKind::Lru, ..dram(4) };
-    let store = Store::open_with(config, &Registry::default(), clock.clone()).unwrap();
+    let store = Store::open_with(config, &StageRegistry::default(), clock.clone()).unwrap();
     (store, clock)
 }
 
@@ -58,14 +58,14 @@ fn explain(store: &Store, keys: &[BlockKey]) -> Explanation {
 
 fn why(store: &Store, key: BlockKey) -> Option<Loss> {
     match explain(store, &[key]).blocks[0].state {
-        BlockState::Gone { why, .. } => Some(why),
+        BlockState::Absent { why, .. } => Some(why),
         _ => None,
     }
 }
 
 /// The explanation of a block right after its put.
-fn fresh() -> BlockHere {
-    BlockHere {
+fn fresh() -> PresentBlock {
+    PresentBlock {
         tiers: vec!["dram"],
         queued_for: Vec::new(),
         bytes: 4096,
@@ -86,7 +86,7 @@ fn fresh() -> BlockHere {
 fn an_explanation_names_the_first_missing_block_and_the_reason() {
     let (store, clock) = small(4);
     clock.set(Duration::from_secs(10));
-    let writer = Some(Writer(NonZeroU32::new(7).unwrap()));
+    let writer = Some(WriterId(NonZeroU32::new(7).unwrap()));
     let first = keys(0..3);
     put_chain(&store, &first, CallOptions { writer, ..CallOptions::default() });
     clock.set(Duration::from_secs(20));
@@ -97,8 +97,8 @@ fn an_explanation_names_the_first_missing_block_and_the_reason() {
     store.pin(&second[..1]);
     let views = store.view(&second[..1], CallOptions::default());
     let explanation = explain(&store, &[&first[..], &second[..]].concat());
-    let here = |key: BlockKey, here| BlockExplanation { key, state: BlockState::Here(here) };
-    let of_first = |parent| BlockHere {
+    let here = |key: BlockKey, here| BlockExplanation { key, state: BlockState::Present(here) };
+    let of_first = |parent| PresentBlock {
         put_unix_ms: Some(10_000),
         used_unix_ms: Some(20_000),
         uses: 1,
@@ -106,17 +106,22 @@ fn an_explanation_names_the_first_missing_block_and_the_reason() {
         parent,
         ..fresh()
     };
-    let gone = BlockState::Gone { why: Loss::EvictedUnread, since_unix_ms: 30_000 };
-    let of_second = BlockHere { put_unix_ms: Some(30_000), ..fresh() };
-    let read =
-        BlockHere { used_unix_ms: Some(30_000), uses: 1, pins: 1, holders: 1, ..of_second.clone() };
+    let gone = BlockState::Absent { why: Loss::EvictedUnread, since_unix_ms: 30_000 };
+    let of_second = PresentBlock { put_unix_ms: Some(30_000), ..fresh() };
+    let read = PresentBlock {
+        used_unix_ms: Some(30_000),
+        uses: 1,
+        pins: 1,
+        holders: 1,
+        ..of_second.clone()
+    };
     let expected = Explanation {
         blocks: vec![
             here(first[0], of_first(None)),
             here(first[1], of_first(Some(first[0]))),
             BlockExplanation { key: first[2], state: gone },
             here(second[0], read),
-            here(second[1], BlockHere { parent: Some(second[0]), ..of_second }),
+            here(second[1], PresentBlock { parent: Some(second[0]), ..of_second }),
         ],
         leading: 2,
         behind_gap: 2,
@@ -134,15 +139,15 @@ fn deletions_expiry_and_clears_are_explained() {
     assert_eq!(explain(&store, &[key(9)]).blocks[0].state, BlockState::Unknown);
     clock.set(Duration::from_secs(5));
     store.delete(&[key(3)]);
-    let deleted = BlockState::Gone { why: Loss::Deleted, since_unix_ms: 5_000 };
+    let deleted = BlockState::Absent { why: Loss::Deleted, since_unix_ms: 5_000 };
     assert_eq!(explain(&store, &[key(3)]).blocks[0].state, deleted);
     let bytes = bytes_of(&key(4), BLOCK);
     let brief = Put { ttl_ms: Some(1_500), ..Put::new(key(4), &bytes) };
     store.put(&[brief], CallOptions::default());
-    let BlockState::Here(here) = &explain(&store, &[key(4)]).blocks[0].state else { panic!() };
+    let BlockState::Present(here) = &explain(&store, &[key(4)]).blocks[0].state else { panic!() };
     assert_eq!(here.expires_unix_ms, Some(6_500));
     clock.set(Duration::from_secs(60));
-    let expired = BlockState::Gone { why: Loss::Expired, since_unix_ms: 6_500 };
+    let expired = BlockState::Absent { why: Loss::Expired, since_unix_ms: 6_500 };
     assert_eq!(explain(&store, &[key(4)]).blocks[0].state, expired);
     // After an access it is removed, and the reason is kept.
     assert_eq!(check(&store, &[key(4)]), [None]);
@@ -202,7 +207,7 @@ fn losses_in_a_lower_tier_are_explained() {
     third_party::flush(&store);
     put_chain(&store, &keys(1..5), CallOptions::default());
     third_party::flush(&store);
-    let BlockState::Here(here) = &explain(&store, &keys(0..1)).blocks[0].state else { panic!() };
+    let BlockState::Present(here) = &explain(&store, &keys(0..1)).blocks[0].state else { panic!() };
     assert_eq!(here.tiers, ["map"]);
     stage.damages.store(true, Relaxed);
     assert_eq!(check(&store, &keys(0..1)), [None]);

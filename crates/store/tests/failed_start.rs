@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use blocks::{MIB, check, keys, put};
-use cascade_store::{FilesConfig, KeepPool, Store, StoreConfig, StoreError, left_pools};
+use cascade_store::{FilesConfig, KeepPool, Store, StoreConfig, StoreError, leftover_pools};
 use named_pool::{config, directory, warm};
 use small_disk::SmallDisk;
 
@@ -150,7 +150,7 @@ fn the_next_start_removes_empty_pools_of_killed_starts() {
     }
     std::fs::write(directory.path().join("else.ledger"), b"not ours").unwrap();
 
-    let found = left_pools(directory.path()).unwrap();
+    let found = leftover_pools(directory.path()).unwrap();
     let found: Vec<_> = found.iter().map(|it| (it.path.clone(), it.has_blocks)).collect();
     let expected = [(pool("empty"), false), (pool("used"), true), (pool("young"), false)];
     assert_eq!(found, expected);
@@ -175,7 +175,7 @@ fn the_next_start_removes_empty_pools_of_killed_starts() {
     assert_eq!(warm(&store).recovered_blocks, 30);
     check(&store, &keys(0..30));
     assert!(
-        left_pools(directory.path()).unwrap().is_empty(),
+        leftover_pools(directory.path()).unwrap().is_empty(),
         "the pool of the killed process is removed, too"
     );
 }
@@ -188,7 +188,7 @@ fn a_start_waits_while_another_process_lists_its_files() {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             while !stop.load(std::sync::atomic::Ordering::Relaxed) {
-                left_pools(directory.path()).unwrap();
+                leftover_pools(directory.path()).unwrap();
             }
         });
         for round in 0..50 {

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use blocks::{check, dram, key, keys, put};
 use cascade_block::{Clock, Deadline, DigestAlgorithm, DigestMode, ManualClock, SystemClock};
-use cascade_store::stage::Registry;
+use cascade_store::stage::StageRegistry;
 use cascade_store::{
     CallOptions, HealthState, Put, PutOutcome, Request, Store, StoreConfig, StoreError,
     ViewOutcome, WritePolicy,
@@ -78,7 +78,7 @@ fn a_circuit_opens_after_two_failed_calls_and_closes_after_one_probe() {
     assert!(matched.tiers.is_empty(), "{matched:?}");
     let explained = store.explain(&chain, None, CallOptions::default()).unwrap();
     assert_eq!((explained.leading, explained.behind_gap), (0, 0), "{explained:?}");
-    assert!(store.reads_at_once(&chain), "a miss needs no tier");
+    assert!(store.can_read_without_waiting(&chain), "a miss needs no tier");
     stage.fails.store(false, Relaxed);
     let took = pass_until(&store, &clock, true);
     assert!(took <= 15 * SECOND, "{took:?}");
@@ -302,7 +302,7 @@ fn failed_removals_of_names_are_retried() {
 /// Two stages: `Map`, which fails in the test, and `Slow` below it, which works.
 fn two_stages() -> (Store, Arc<MapStage>, Arc<MapStage>) {
     let (broken, working) = (MapStage::new(), MapStage::new());
-    let mut registry: Registry = broken.registry();
+    let mut registry: StageRegistry = broken.registry();
     let slow = Arc::clone(&working);
     registry.register("Slow", Arc::new(move |_| Ok(slow.clone())));
     let pipeline = "Dram|Map|Slow".to_owned();

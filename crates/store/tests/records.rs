@@ -12,7 +12,7 @@ use cascade_block::{
 use cascade_memory::Pool;
 use cascade_store::StoreConfig;
 use cascade_store::stage::{
-    Address, BlockFacts, Load, Loaded, RecordAnswer, RecordCall, RecordStage, Records, Stage,
+    Address, BlockFacts, Load, LoadOutcome, RecordAnswer, RecordCall, RecordStage, Records, Stage,
     StageContext, StageError, conformance,
 };
 
@@ -102,14 +102,14 @@ impl Fixture {
         stage.store(vec![(facts(n, bytes), slab.seal())], deadline()).pop().unwrap()
     }
 
-    fn load(&self, stage: &dyn Stage, n: u8, address: Address, bytes: usize) -> Loaded {
+    fn load(&self, stage: &dyn Stage, n: u8, address: Address, bytes: usize) -> LoadOutcome {
         let slab = self.pool.allocate(bytes).unwrap();
         stage.load(vec![Load { key: key(n), address, slab }], deadline()).pop().unwrap()
     }
 
     fn assert_hit(&self, stage: &dyn Stage, n: u8, address: Address, byte: u8, bytes: usize) {
         let loaded = self.load(stage, n, address, bytes);
-        let is_right = matches!(&loaded, Loaded::Hit(slab) if slab[..] == vec![byte; bytes]);
+        let is_right = matches!(&loaded, LoadOutcome::Hit(slab) if slab[..] == vec![byte; bytes]);
         assert!(is_right, "{n}: {loaded:?}");
     }
 }
@@ -185,7 +185,7 @@ fn names_survive_a_restart_and_removed_names_do_not() {
     let stage = fixture.open(None);
     assert_eq!(named(&stage), [(key(2), address)]);
     fixture.assert_hit(&*stage, 2, address, 1, 100);
-    assert!(matches!(fixture.load(&*stage, 1, address, 100), Loaded::Gone));
+    assert!(matches!(fixture.load(&*stage, 1, address, 100), LoadOutcome::Gone));
     // Its first name can be added again.
     stage.alias(vec![(facts(1, 100), address)], deadline()).unwrap();
     fixture.assert_hit(&*stage, 1, address, 1, 100);
@@ -206,19 +206,19 @@ fn damaged_records_are_never_served() {
     for bit in 0..usize::try_from(bits).unwrap() {
         fixture.records.map().values_mut().for_each(|record| record[bit / 8] ^= 1 << (bit % 8));
         let loaded = fixture.load(&*stage, 1, address, 40);
-        assert!(matches!(loaded, Loaded::Damaged), "bit {bit}: {loaded:?}");
+        assert!(matches!(loaded, LoadOutcome::Damaged), "bit {bit}: {loaded:?}");
         fixture.records.map().clone_from(&whole);
     }
     for bytes in 0..usize::try_from(HEADER_BYTES + 40).unwrap() {
         fixture.records.map().values_mut().for_each(|record| record.truncate(bytes));
         let loaded = fixture.load(&*stage, 1, address, 40);
-        assert!(matches!(loaded, Loaded::Damaged), "{bytes} bytes: {loaded:?}");
+        assert!(matches!(loaded, LoadOutcome::Damaged), "{bytes} bytes: {loaded:?}");
         fixture.records.map().clone_from(&whole);
     }
     fixture.assert_hit(&*stage, 1, address, 1, 40);
     assert_eq!(stage.stats().damaged_blocks, bits + HEADER_BYTES + 40);
     fixture.records.map().clear();
-    assert!(matches!(fixture.load(&*stage, 1, address, 40), Loaded::Gone));
+    assert!(matches!(fixture.load(&*stage, 1, address, 40), LoadOutcome::Gone));
     assert_eq!(stage.stats().used_bytes, 0, "missing records use no capacity");
 }
 
@@ -236,7 +236,7 @@ fn swapped_and_replayed_records_are_damaged() {
     drop(records);
     for (n, address) in [(1, first), (1, again), (2, other)] {
         let loaded = fixture.load(&*stage, n, address, 40);
-        assert!(matches!(loaded, Loaded::Damaged), "{n}: {loaded:?}");
+        assert!(matches!(loaded, LoadOutcome::Damaged), "{n}: {loaded:?}");
     }
 }
 
@@ -312,7 +312,7 @@ fn a_failing_record_service_loses_nothing_and_fails_the_probe() {
     let used_bytes = stage.stats().used_bytes;
     fixture.records.fails.store(true, Ordering::Relaxed);
     assert!(matches!(fixture.store(&*stage, 2, 100), Err(StageError::Failed(_))));
-    assert!(matches!(fixture.load(&*stage, 1, address, 100), Loaded::Failed(_)));
+    assert!(matches!(fixture.load(&*stage, 1, address, 100), LoadOutcome::Failed(_)));
     stage.alias(vec![(facts(3, 100), address)], deadline()).unwrap_err();
     stage.remove(&[(key(1), address)], deadline()).unwrap_err();
     stage.make_room(&mut |_, _| false, deadline()).unwrap_err();

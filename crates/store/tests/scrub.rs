@@ -13,7 +13,7 @@ use std::os::unix::fs::FileExt;
 
 use blocks::{MIB, check, dram, keys, put};
 use cascade_block::BlockKey;
-use cascade_store::{CallOptions, FilesConfig, Loss, Scrubbed, Store, StoreConfig, ViewOutcome};
+use cascade_store::{CallOptions, FilesConfig, Loss, ScrubReport, Store, StoreConfig, ViewOutcome};
 use named_pool::{config, directory, pool, warm};
 
 const BLOCK: usize = 48 << 10;
@@ -24,7 +24,7 @@ fn options() -> CallOptions {
 
 /// Flips one bit of a block in the pool's file. Returns its offset.
 fn flip(store: &Store, key: &BlockKey, at: u64) -> u64 {
-    let views = store.inspect(&[*key], options());
+    let views = store.peek(&[*key], options());
     let [ViewOutcome::Hit { slab, .. }] = &views[..] else { panic!("{views:?}") };
     let at = slab.offset() as u64 + at;
     let mut byte = [0];
@@ -38,14 +38,14 @@ fn a_block_with_a_flipped_bit_is_a_miss_after_the_next_scrub() {
     let store = Store::open(dram(8)).unwrap();
     put(&store, &keys(0..100), BLOCK);
     let bytes = 100 * BLOCK as u64;
-    let clean = Scrubbed { blocks: 100, bytes, damaged: 0, is_whole: true };
+    let clean = ScrubReport { blocks: 100, bytes, damaged: 0, is_complete: true };
     assert_eq!(store.scrub(options()), clean, "records checksums");
     assert_eq!(store.scrub(options()), clean, "compares checksums");
     store.pin(&keys(7..8));
     for (number, at) in [(7, 0), (31, BLOCK as u64 - 1)] {
         flip(&store, &keys(number..number + 1)[0], at);
     }
-    assert_eq!(store.scrub(options()), Scrubbed { damaged: 2, ..clean });
+    assert_eq!(store.scrub(options()), ScrubReport { damaged: 2, ..clean });
     let tiers = check(&store, &keys(0..100));
     let missing: Vec<_> = (0..100).filter(|at| tiers[*at].is_none()).collect();
     assert_eq!(missing, [7, 31]);

@@ -9,7 +9,8 @@ use std::time::Duration;
 use blocks::{bytes_of, dram, key};
 use cascade_block::BlockKey;
 use cascade_store::{
-    CallOptions, FilesConfig, PolicyKind, Put, Request, ShadowFigure, Stats, Store, StoreConfig,
+    CallOptions, FilesConfig, PolicyKind, Put, Request, ShadowFigure, Store, StoreConfig,
+    StoreStats,
 };
 use proptest::prelude::*;
 
@@ -32,7 +33,7 @@ fn serve(store: &Store, at: u64, keys: &[BlockKey], length: usize) {
     store.put(&batch, CallOptions::default());
 }
 
-fn figure(stats: &Stats, tier: &str, percent: u64) -> ShadowFigure {
+fn figure(stats: &StoreStats, tier: &str, percent: u64) -> ShadowFigure {
     let mut all = stats.shadows.iter();
     let is_it = |f: &&ShadowFigure| f.tier == tier && f.capacity_percent == percent;
     all.find(is_it).unwrap_or_else(|| panic!("{tier} at {percent} %")).clone()

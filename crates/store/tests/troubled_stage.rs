@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use blocks::{MIB, bytes_of, check, dram, key, keys, put};
 use cascade_block::{DigestAlgorithm, DigestMode, NamespaceId, SystemClock};
-use cascade_store::stage::{BlockFacts, Registry};
+use cascade_store::stage::{BlockFacts, StageRegistry};
 use cascade_store::{
     CallOptions, GetOutcome, HealthConfig, Put, PutOutcome, PutSlab, Store, StoreConfig,
     StoreError, ViewOutcome, WritePolicy,
@@ -184,7 +184,7 @@ fn two_stages(
     slow: &Arc<MapStage>,
     digest: DigestMode,
 ) -> Result<Store, StoreError> {
-    let mut registry: Registry = fast.registry();
+    let mut registry: StageRegistry = fast.registry();
     let slow = Arc::clone(slow);
     registry.register("Slow", Arc::new(move |_| Ok(slow.clone())));
     let config = StoreConfig { pipeline: "Dram|Map|Slow".to_owned(), digest, ..dram(4) };

@@ -122,7 +122,7 @@ fn hold_and_wait(directory: &Path) {
     reserved.fill(0xA5);
     pieces.push(HeldPiece::reservation(&reserved));
     let mut ids = Vec::new();
-    store.note_held(&pieces, holder, &mut ids).unwrap();
+    store.record_held(&pieces, holder, &mut ids).unwrap();
     assert_eq!(store.delete(&keys(0..1)), [true]);
     report(&reserved.offset().to_string());
     wait();
@@ -444,12 +444,12 @@ fn released_holds_free_their_ledger_records() {
     let slab = store.reserve(BLOCK, CallOptions::default()).unwrap();
     for _ in 0..10_000 {
         let mut ids = Vec::new();
-        store.note_held(&[HeldPiece::reservation(&slab)], me, &mut ids).unwrap();
-        store.unhold(ids);
+        store.record_held(&[HeldPiece::reservation(&slab)], me, &mut ids).unwrap();
+        store.release_held(ids);
     }
     let mut ids = Vec::new();
     let pieces = vec![HeldPiece::reservation(&slab); 1 << 20];
-    let error = store.note_held(&pieces, me, &mut ids).unwrap_err();
+    let error = store.record_held(&pieces, me, &mut ids).unwrap_err();
     assert!(matches!(error, StoreError::Limit { .. }), "{error:?}");
     assert!(ids.is_empty(), "all or none");
     drop(slab);
@@ -468,7 +468,7 @@ fn a_process_leaves_half_of_the_free_ledger_places_to_others() {
     let piece = HeldPiece::reservation(&slab);
     let take_all = |pid: u32| {
         let (process, mut ids) = (Process { pid, start_time: 1 }, Vec::new());
-        while store.note_held(&[piece], process, &mut ids).is_ok() {}
+        while store.record_held(&[piece], process, &mut ids).is_ok() {}
         ids
     };
     let mut all: Vec<_> = (1..=8).map(take_all).collect();
@@ -477,7 +477,7 @@ fn a_process_leaves_half_of_the_free_ledger_places_to_others() {
     for (before, after) in counts.iter().zip(&counts[1..]) {
         assert!(*after > 0 && after.abs_diff(before / 2) <= 1, "{counts:?}");
     }
-    store.unhold(all.drain(..).flatten());
+    store.release_held(all.drain(..).flatten());
     assert_eq!(take_all(9).len(), counts[0], "all of them are free again");
     store.close().unwrap();
 }

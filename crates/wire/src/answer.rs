@@ -338,7 +338,7 @@ fn write_changes(into: &mut FieldWriter<'_>, changes: &Changes) {
                 into.u8(0);
                 into.key(key);
             }
-            Change::Gone(key) => {
+            Change::Removed(key) => {
                 into.u8(1);
                 into.key(key);
             }
@@ -355,7 +355,7 @@ fn read_changes(from: &mut FieldReader<'_>) -> Result<Changes, WireError> {
         changes: list(from, |from| {
             Ok(match from.u8("change")? {
                 0 => Change::Stored(from.key()?),
-                1 => Change::Gone(from.key()?),
+                1 => Change::Removed(from.key()?),
                 2 => Change::Cleared,
                 _ => return Err(WireError::Field("change")),
             })

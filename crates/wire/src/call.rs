@@ -11,7 +11,7 @@ use crate::{KEYS_MAX, WireError};
 
 /// A block that a client wants to put.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct AskedBlock {
+pub struct BlockToPrepare {
     /// Its key.
     pub key: BlockKey,
     /// Key of the block before it in the chain.
@@ -104,7 +104,7 @@ pub enum Call {
         /// Hold of the first block.
         first_hold: u64,
         /// The blocks.
-        blocks: Vec<AskedBlock>,
+        blocks: Vec<BlockToPrepare>,
     },
     /// Allocates a slab outside a batch.
     Reserve {
@@ -211,7 +211,7 @@ pub enum Call {
     },
 }
 
-impl AskedBlock {
+impl BlockToPrepare {
     fn write(&self, into: &mut FieldWriter<'_>) {
         into.key(&self.key);
         into.u32(self.bytes);
@@ -333,7 +333,7 @@ impl Call {
             Self::Prepare { timeout_ms, first_hold, blocks } => {
                 into.u32(*timeout_ms);
                 into.u64(*first_hold);
-                into.list(blocks, AskedBlock::write);
+                into.list(blocks, BlockToPrepare::write);
             }
             Self::Reserve { timeout_ms, hold, bytes } => {
                 into.u32(*timeout_ms);
@@ -403,7 +403,7 @@ impl Call {
                 let (timeout_ms, first_hold) = (from.u32("timeout")?, from.u64("hold")?);
                 let count = from.count(39, "blocks")?;
                 let first_hold = check_holds(first_hold, count)?;
-                let blocks = from.all(count, AskedBlock::read)?;
+                let blocks = from.all(count, BlockToPrepare::read)?;
                 Self::Prepare { timeout_ms, first_hold, blocks }
             }
             4 => Self::Reserve {

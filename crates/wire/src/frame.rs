@@ -11,7 +11,7 @@ pub const VERSION: u16 = 1;
 /// The oldest protocol version that this build supports.
 pub const VERSION_MIN: u16 = 1;
 /// Call number of a refusal that the node sends before it has read a call. Clients count from 1.
-pub const UNREAD: u32 = 0;
+pub const UNREAD_CALL: u32 = 0;
 /// Length of a header.
 pub const HEADER_BYTES: usize = 24;
 /// Maximum length of a body.
@@ -80,7 +80,7 @@ fn hex<const N: usize>(text: &str) -> Option<[u8; N]> {
 
 /// The fields before a frame's body.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Header {
+pub struct FrameHeader {
     /// The kind of message.
     pub kind: u16,
     /// Call number, chosen by the caller and repeated in the answer.
@@ -94,7 +94,7 @@ pub struct Header {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Frame<'a> {
     /// Its header.
-    pub header: Header,
+    pub header: FrameHeader,
     /// The trace that the call belongs to.
     pub trace: Option<TraceContext>,
     /// The message.
@@ -105,12 +105,12 @@ pub struct Frame<'a> {
 /// complete.
 pub fn frame_length(bytes: &[u8]) -> Result<Option<usize>, WireError> {
     match bytes.first_chunk::<HEADER_BYTES>() {
-        Some(header) => Ok(Some(HEADER_BYTES + Header::read(header)?.body_bytes as usize)),
+        Some(header) => Ok(Some(HEADER_BYTES + FrameHeader::read(header)?.body_bytes as usize)),
         None => Ok(None),
     }
 }
 
-impl Header {
+impl FrameHeader {
     fn read(bytes: &[u8; HEADER_BYTES]) -> Result<Self, WireError> {
         let u16_at = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
         let u32_at = |at: usize| {
@@ -183,7 +183,7 @@ impl<'a> Frame<'a> {
     /// Reads a frame of exactly `bytes`, whose length [`frame_length`] has returned.
     pub fn read(bytes: &'a [u8]) -> Result<Self, WireError> {
         let (head, body) = bytes.split_first_chunk().ok_or(WireError::Field("length"))?;
-        let header = Header::read(head)?;
+        let header = FrameHeader::read(head)?;
         if header.body_bytes as usize != body.len() {
             return Err(WireError::Field("length"));
         }

@@ -11,12 +11,12 @@ mod frame;
 mod hello;
 
 pub use answer::{Answer, Lease, PreparedBlock, Welcome};
-pub use call::{AskedBlock, Call, HoldRange, KeyQuestion, LeasePurpose, SealedBlock};
+pub use call::{BlockToPrepare, Call, HoldRange, KeyQuestion, LeasePurpose, SealedBlock};
 pub use chain::ChainRequest;
 pub use fields::MANIFEST_FIELDS_MAX;
 pub use frame::{
-    BODY_BYTES_MAX, Frame, HEADER_BYTES, Header, TraceContext, UNREAD, VERSION, VERSION_MIN,
-    frame_length,
+    BODY_BYTES_MAX, Frame, FrameHeader, HEADER_BYTES, TraceContext, UNREAD_CALL, VERSION,
+    VERSION_MIN, frame_length,
 };
 
 pub use hello::{Access, Hello, SessionId};

@@ -4,7 +4,7 @@ use cascade_block::{BlockKey, Manifest, NamespaceId};
 use cascade_store::eviction::{Hints, Priority, StopReason};
 use cascade_store::{Change, ChangeCursor, Changes, DeclineReason, PutOutcome, StoreError};
 use cascade_wire::{
-    Access, Answer, AskedBlock, BLOCKS_MAX, Call, ChainRequest, Frame, HEADER_BYTES, Hello,
+    Access, Answer, BLOCKS_MAX, BlockToPrepare, Call, ChainRequest, Frame, HEADER_BYTES, Hello,
     HoldRange, KEYS_MAX, KeyQuestion, Lease, LeasePurpose, PreparedBlock, SealedBlock,
     TEXT_BYTES_MAX, TraceContext, VERSION, Welcome, WireError, frame_length,
 };
@@ -44,7 +44,7 @@ fn hello() -> Hello {
 
 fn calls() -> Vec<Call> {
     let (timeout_ms, first_hold, keys) = (250, 77, vec![key(1), key(2), key(3)]);
-    let unwritten = AskedBlock {
+    let unwritten = BlockToPrepare {
         key: key(4),
         parent: Some(key(3)),
         bytes: 131_072,
@@ -151,7 +151,7 @@ fn answers() -> Vec<Answer> {
         next: cursor(),
         is_lost: true,
         is_current: false,
-        changes: vec![Change::Cleared, Change::Stored(key(1)), Change::Gone(key(2))],
+        changes: vec![Change::Cleared, Change::Stored(key(1)), Change::Removed(key(2))],
     }));
     all
 }
@@ -321,7 +321,7 @@ fn the_longest_answer_about_blocks_fits_a_frame() {
 
 #[test]
 fn the_longest_answer_about_changes_fits_a_frame() {
-    let changes = vec![Change::Gone(key(7)); KEYS_MAX];
+    let changes = vec![Change::Removed(key(7)); KEYS_MAX];
     let all = Changes { next: cursor(), is_lost: false, is_current: true, changes };
     let mut bytes = Vec::new();
     Answer::Changes(all.clone()).write(&mut bytes, 1);
@@ -409,7 +409,7 @@ proptest! {
 fn hold_numbers_that_overflow_are_refused() {
     let (timeout_ms, keys, first_hold) = (1, vec![key(1), key(2)], u64::MAX - 1);
     let unwritten =
-        AskedBlock { key: key(1), parent: None, bytes: 1, is_prefix: false, is_partial: false };
+        BlockToPrepare { key: key(1), parent: None, bytes: 1, is_prefix: false, is_partial: false };
     let purpose = LeasePurpose::Use;
     for call in [
         Call::Prepare { timeout_ms, first_hold, blocks: vec![unwritten; 2] },

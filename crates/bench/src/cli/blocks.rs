@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use cascade_block::{BlockKey, ByteSize, Digest, DigestAlgorithm};
 use cascade_client::Access;
-use cascade_node::admin::{Deleted, Found};
+use cascade_node::admin::{DeleteResult, FoundKeys};
 use cascade_store::{BlockStore as _, CallOptions, Put, PutOutcome, ViewOutcome};
 use clap::Args;
 use serde_json::json;
@@ -103,7 +103,7 @@ fn full_key(text: &str, connection: &ConnectionArgs) -> Result<BlockKey, Failure
     if let Ok(key) = text.parse() {
         return Ok(key);
     }
-    let found: Found = connection.connect()?.request("find", &json!({ "digits": text }))?;
+    let found: FoundKeys = connection.connect()?.request("find", &json!({ "digits": text }))?;
     match found.keys.as_slice() {
         [key] => key.parse().map_err(|error| Failure::other("read the node's answer", error)),
         [] => Err(Failure::Declined(format!("no stored block has a key that starts with {text}"))),
@@ -219,7 +219,7 @@ pub(super) struct DeleteArgs {
 
 pub(super) fn delete(args: &DeleteArgs, screen: &mut Screen) -> Result<i32, Failure> {
     let request = json!({ "tenant": args.tenant, "keys": args.keys });
-    let deleted: Deleted = args.connection.connect()?.request("delete", &request)?;
+    let deleted: DeleteResult = args.connection.connect()?.request("delete", &request)?;
     if args.json {
         write_json(Path::new("-"), &deleted, screen)?;
         return Ok(EXIT_OK);

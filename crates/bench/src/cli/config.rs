@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
-use cascade_node::admin::Changed;
-use cascade_node::config::ShownKey;
+use cascade_node::admin::SettingChange;
+use cascade_node::config::SettingInfo;
 use clap::{Args, Subcommand};
 use serde_json::json;
 
@@ -70,12 +70,12 @@ pub(super) fn run(verb: &ConfigVerb, screen: &mut Screen) -> Result<i32, Failure
 
 fn get(args: &GetArgs, screen: &mut Screen) -> Result<i32, Failure> {
     let request = json!({ "keys": args.keys });
-    let shown: Vec<ShownKey> = args.connection.connect()?.request("config", &request)?;
+    let shown: Vec<SettingInfo> = args.connection.connect()?.request("config", &request)?;
     if args.json {
         write_json(Path::new("-"), &shown, screen)?;
         return Ok(EXIT_OK);
     }
-    for ShownKey { key, value, source, .. } in shown {
+    for SettingInfo { key, value, source, .. } in shown {
         let value = value.unwrap_or_else(|| "not set".to_owned());
         let source = screen.dim(&format!("# {source}"));
         screen.line(format!("{:<48} {source}", format!("{key} = {value}")))?;
@@ -85,13 +85,13 @@ fn get(args: &GetArgs, screen: &mut Screen) -> Result<i32, Failure> {
 
 fn set(args: &SetArgs, screen: &mut Screen) -> Result<i32, Failure> {
     let request = json!({ "key": args.key, "value": args.value });
-    let changed: Changed = args.connection.connect()?.request("config-set", &request)?;
+    let changed: SettingChange = args.connection.connect()?.request("config-set", &request)?;
     if args.json {
         write_json(Path::new("-"), &changed, screen)?;
         return Ok(EXIT_OK);
     }
     let text = |value: Option<String>| value.unwrap_or_else(|| "not set".to_owned());
-    let Changed { key, before, now } = changed;
+    let SettingChange { key, before, now } = changed;
     screen.line(format!("{key} = {} (was {})", text(now), text(before)))?;
     Ok(EXIT_OK)
 }

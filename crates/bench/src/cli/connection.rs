@@ -3,9 +3,9 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use cascade_client::{Access, Administrator, AskError, Client, ConnectOptions};
+use cascade_client::{Access, AdminError, Administrator, Client, ConnectOptions};
 use cascade_node::config::Environment;
-use cascade_store::{Readers, StoreError, read_secret};
+use cascade_store::{SecretReaders, StoreError, read_secret};
 use clap::Args;
 use serde::de::DeserializeOwned;
 
@@ -48,7 +48,7 @@ impl ConnectionArgs {
 
     fn token(&self) -> Result<Option<Vec<u8>>, Failure> {
         let Some(path) = &self.token_file else { return Ok(None) };
-        let token = read_secret(path, TOKEN_BYTES_MAX, Readers::Group);
+        let token = read_secret(path, TOKEN_BYTES_MAX, SecretReaders::Group);
         let mut token = token.map_err(|source| Failure::Read {
             path: path.clone(),
             advice: "give a file with a tenant's token that other users cannot read".to_owned(),
@@ -83,7 +83,7 @@ impl AdminConnection {
         topic: &str,
         arguments: &serde_json::Value,
     ) -> Result<T, Failure> {
-        let answer = self.administrator.ask(topic, &arguments.to_string(), self.timeout);
+        let answer = self.administrator.request(topic, &arguments.to_string(), self.timeout);
         let text = answer.map_err(request_failure)?;
         serde_json::from_str(&text).map_err(|source| Failure::Read {
             path: self.administrator.socket().to_owned(),
@@ -106,12 +106,12 @@ impl AdminConnection {
     }
 }
 
-fn request_failure(error: AskError) -> Failure {
+fn request_failure(error: AdminError) -> Failure {
     let what = error.to_string();
     let advice = match error {
-        AskError::Declined { reason } => return Failure::Declined(reason),
-        AskError::Away { .. } => NO_NODE,
-        AskError::Refused { .. } => {
+        AdminError::Declined { reason } => return Failure::Declined(reason),
+        AdminError::Unavailable { .. } => NO_NODE,
+        AdminError::Refused { .. } => {
             "use `sudo cascade ...`, which works whichever user the node runs as, or act as a \
              tenant with --token-file"
         }
@@ -123,7 +123,7 @@ fn request_failure(error: AskError) -> Failure {
 fn worker_failure(error: &StoreError) -> Failure {
     let advice = match error {
         // The worker's client reports a stopped node with the same error.
-        StoreError::Away { .. } => NO_NODE,
+        StoreError::Unavailable { .. } => NO_NODE,
         StoreError::Refused { .. } => {
             "only users of a tenant can access its blocks; to act as a tenant, give its token \
              with --token-file"

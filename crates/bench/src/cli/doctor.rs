@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use cascade_node::doctor::{self, Finding, Machine, Report, State, ThisMachine};
+use cascade_node::doctor::{self, CheckState, Finding, Machine, Report, ThisMachine};
 use clap::Args;
 
 use crate::cli::key_flags::Settings;
@@ -47,7 +47,7 @@ fn show(report: &Report, screen: &mut Screen) -> Result<(), Failure> {
         show_finding(finding, screen)?;
     }
     let count = |state| report.checks.iter().filter(|finding| finding.state == state).count();
-    let (failed, warnings) = (count(State::Failed), count(State::Warning));
+    let (failed, warnings) = (count(CheckState::Failed), count(CheckState::Warning));
     let verdict = match (failed, warnings) {
         (0, 0) => "this machine is ready".to_owned(),
         (0, warnings) => format!("this machine is ready; warnings: {warnings}"),
@@ -61,10 +61,10 @@ fn show(report: &Report, screen: &mut Screen) -> Result<(), Failure> {
 fn show_finding(finding: &Finding, screen: &mut Screen) -> Result<(), Failure> {
     let state = format!("{:<8}", finding.state);
     let state = match finding.state {
-        State::Ok => screen.verdict(true, &state),
-        State::Failed => screen.verdict(false, &state),
-        State::Warning => screen.bold(&state),
-        State::Absent => screen.dim(&state),
+        CheckState::Ok => screen.verdict(true, &state),
+        CheckState::Failed => screen.verdict(false, &state),
+        CheckState::Warning => screen.bold(&state),
+        CheckState::Absent => screen.dim(&state),
     };
     screen.line(format!("{state} {:<16} {}", finding.id, finding.found))?;
     if let Some(remedy) = &finding.remedy {

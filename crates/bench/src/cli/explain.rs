@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use cascade_block::ByteSize;
-use cascade_node::explain::{BlockStory, ChainStory, Question};
+use cascade_node::explain::{BlockReport, ChainReport, ExplainRequest};
 use clap::Args;
 
 use crate::cli::connection::ConnectionArgs;
@@ -44,10 +44,10 @@ pub(super) struct ExplainArgs {
 }
 
 pub(super) fn run(args: &ExplainArgs, screen: &mut Screen) -> Result<i32, Failure> {
-    let request = Question { keys: keys(args)?, manifest: manifest(args)? };
+    let request = ExplainRequest { keys: keys(args)?, manifest: manifest(args)? };
     let request = serde_json::to_value(&request)
         .map_err(|error| Failure::other("write the request as JSON", error))?;
-    let explanation: ChainStory = args.connection.connect()?.request("explain", &request)?;
+    let explanation: ChainReport = args.connection.connect()?.request("explain", &request)?;
     if args.json {
         write_json(Path::new("-"), &explanation, screen)?;
     } else {
@@ -105,7 +105,7 @@ fn manifest(
     serde_json::from_str(&text).map(Some).map_err(|error| unreadable(error.into()))
 }
 
-fn show(explanation: &ChainStory, screen: &mut Screen) -> Result<(), Failure> {
+fn show(explanation: &ChainReport, screen: &mut Screen) -> Result<(), Failure> {
     let total = explanation.blocks.len();
     screen.line(screen.bold(&format!("{} of {total} leading blocks hit", explanation.leading)))?;
     if let Some(missing) = &explanation.first_missing {
@@ -132,7 +132,7 @@ fn show(explanation: &ChainStory, screen: &mut Screen) -> Result<(), Failure> {
     Ok(())
 }
 
-fn line(block: &BlockStory) -> String {
+fn line(block: &BlockReport) -> String {
     let Some(here) = &block.here else { return block.missing.clone().unwrap_or_default() };
     let mut parts =
         vec![format!("{} in {}", ByteSize(u64::from(here.bytes)).rounded(), here.tiers.join("+"))];

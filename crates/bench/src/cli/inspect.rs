@@ -86,7 +86,7 @@ fn problems(report: &InspectReport) -> Vec<String> {
         file.problems.iter().map(|problem| format!("{}: {problem}", file.path.display()))
     });
     let of_manifests = report.manifests.iter().filter_map(|manifest| match manifest {
-        StoredManifest::Bad { .. } => Some(format!("a manifest cannot be read: {manifest:?}")),
+        StoredManifest::Invalid { .. } => Some(format!("a manifest cannot be read: {manifest:?}")),
         _ => None,
     });
     of_files.chain(of_manifests).chain(report.problems.iter().cloned()).collect()

@@ -3,7 +3,9 @@
 use std::path::Path;
 
 use cascade_node::NodeConfig;
-use cascade_node::config::{self, ConfigError, Environment, KEYS, Key, Kind, Sources};
+use cascade_node::config::{
+    self, ConfigError, ConfigSources, Environment, KEYS, SettingKey, ValueKind,
+};
 use clap::builder::{PossibleValuesParser, ValueParser};
 use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
 
@@ -20,16 +22,16 @@ pub(super) struct Settings {
 impl Settings {
     /// Loads the configuration from the file, the environment and the flags.
     pub(super) fn load(&self) -> Result<NodeConfig, ConfigError> {
-        let sources = Sources { file: self.config.clone(), flags: self.flags.0.clone() };
+        let sources = ConfigSources { file: self.config.clone(), flags: self.flags.0.clone() };
         config::load(&sources, &Environment::of_process())
     }
 }
 
 /// The keys that were set by flags, each with its text.
 #[derive(Debug, Clone, Default)]
-struct KeyFlags(Vec<(&'static Key, String)>);
+struct KeyFlags(Vec<(&'static SettingKey, String)>);
 
-fn flags() -> impl Iterator<Item = (&'static Key, &'static str)> {
+fn flags() -> impl Iterator<Item = (&'static SettingKey, &'static str)> {
     KEYS.iter().filter_map(|key| key.flag.map(|flag| (key, flag)))
 }
 
@@ -69,10 +71,10 @@ impl Args for KeyFlags {
 }
 
 /// The parser of a flag: it checks the value as the configuration does.
-fn parser(key: &'static Key) -> ValueParser {
+fn parser(key: &'static SettingKey) -> ValueParser {
     match key.kind {
-        Kind::Choice(words) => PossibleValuesParser::new(words).into(),
-        Kind::Path => ValueParser::new(|text: &str| {
+        ValueKind::Choice(words) => PossibleValuesParser::new(words).into(),
+        ValueKind::Path => ValueParser::new(|text: &str| {
             // A relative path counts from the working directory of the command, not of the node.
             let path = std::path::absolute(Path::new(text)).map_err(|error| error.to_string())?;
             path.into_os_string().into_string().map_err(|_| "is not UTF-8".to_owned())

@@ -7,7 +7,7 @@ use std::thread;
 use std::time::Duration;
 
 use cascade_block::{ByteSize, Deadline, SystemClock};
-use cascade_node::admin::{Cleared, Drained, Flushed, Identity, Reloaded};
+use cascade_node::admin::{ClearResult, DrainResult, FlushResult, NodeIdentity, ReloadResult};
 use cascade_node::status::Status;
 use clap::Args;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -43,7 +43,7 @@ pub(super) struct FlushArgs {
 
 pub(super) fn flush(args: &FlushArgs, screen: &mut Screen) -> Result<i32, Failure> {
     let request = json!({ "tenant": args.tenant });
-    let flushed: Vec<Flushed> = args.connection.connect()?.request("flush", &request)?;
+    let flushed: Vec<FlushResult> = args.connection.connect()?.request("flush", &request)?;
     if args.json {
         write_json(Path::new("-"), &flushed, screen)?;
     } else {
@@ -53,7 +53,7 @@ pub(super) fn flush(args: &FlushArgs, screen: &mut Screen) -> Result<i32, Failur
     Ok(if is_written { EXIT_OK } else { EXIT_FAILED })
 }
 
-fn show_flushed(flushed: &[Flushed], screen: &mut Screen) -> Result<(), Failure> {
+fn show_flushed(flushed: &[FlushResult], screen: &mut Screen) -> Result<(), Failure> {
     for tenant in flushed {
         let name = &tenant.tenant;
         let pending = ByteSize(tenant.pending_bytes).rounded();
@@ -97,7 +97,7 @@ pub(super) struct ClearArgs {
 pub(super) fn clear(args: &ClearArgs, screen: &mut Screen) -> Result<i32, Failure> {
     let connection = args.connection.connect()?;
     if !args.yes {
-        let identity: Identity = connection.request("version", &json!({}))?;
+        let identity: NodeIdentity = connection.request("version", &json!({}))?;
         let tenant = args.tenant.clone().unwrap_or(identity.tenant);
         let status: Status = connection.request("status", &json!({}))?;
         let found = status.tenants.iter().find(|it| it.name == tenant);
@@ -131,7 +131,7 @@ pub(super) fn clear(args: &ClearArgs, screen: &mut Screen) -> Result<i32, Failur
         }
     }
     let request = json!({ "tenant": args.tenant });
-    let cleared: Cleared = connection.request("clear", &request)?;
+    let cleared: ClearResult = connection.request("clear", &request)?;
     if args.json {
         write_json(Path::new("-"), &cleared, screen)?;
     } else {
@@ -179,7 +179,7 @@ pub(super) fn drain(args: &DrainArgs, screen: &mut Screen) -> Result<i32, Failur
     let connection = args.connection.connect()?;
     // Before the drain: after it, the process may have ended and its id may belong to another one.
     let process = open_process(&connection.request("version", &json!({}))?);
-    let drained: Drained = connection.request("drain", &request)?;
+    let drained: DrainResult = connection.request("drain", &request)?;
     let socket = args.connection.socket();
     let has_ended = drained.is_ending && wait_for_end(process.as_ref(), &socket, deadline);
     if args.json {
@@ -209,7 +209,7 @@ pub(super) fn drain(args: &DrainArgs, screen: &mut Screen) -> Result<i32, Failur
 
 /// A descriptor that becomes readable when the node's process ends. None if the process is not
 /// visible from here, such as in another PID namespace.
-fn open_process(identity: &Identity) -> Option<OwnedFd> {
+fn open_process(identity: &NodeIdentity) -> Option<OwnedFd> {
     let process = Pid::from_raw(i32::try_from(identity.pid).ok()?)?;
     pidfd_open(process, PidfdFlags::empty()).ok()
 }
@@ -244,12 +244,12 @@ pub(super) struct ReloadArgs {
 }
 
 pub(super) fn reload(args: &ReloadArgs, screen: &mut Screen) -> Result<i32, Failure> {
-    let reloaded: Reloaded = args.connection.connect()?.request("reload", &json!({}))?;
+    let reloaded: ReloadResult = args.connection.connect()?.request("reload", &json!({}))?;
     if args.json {
         write_json(Path::new("-"), &reloaded, screen)?;
         return Ok(EXIT_OK);
     }
-    let Reloaded { changed, needs_restart } = reloaded;
+    let ReloadResult { changed, needs_restart } = reloaded;
     if changed.is_empty() && needs_restart.is_empty() {
         screen.line("nothing changed")?;
     }

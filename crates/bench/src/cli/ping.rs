@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use cascade_block::{Clock as _, SystemClock};
-use cascade_node::admin::Identity;
+use cascade_node::admin::NodeIdentity;
 use clap::Args;
 use serde_json::json;
 
@@ -71,7 +71,7 @@ pub(super) struct VersionArgs {
 pub(super) fn version(args: &VersionArgs, screen: &mut Screen) -> Result<i32, Failure> {
     let own = env!("CARGO_PKG_VERSION");
     let node =
-        args.connection.connect().and_then(|it| it.request::<Identity>("version", &json!({})));
+        args.connection.connect().and_then(|it| it.request::<NodeIdentity>("version", &json!({})));
     let node = match node {
         Err(failure @ (Failure::Usage { .. } | Failure::Read { .. })) => return Err(failure),
         Err(failure) => Err(failure.to_string()),

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashSet};
 use std::time::Duration;
 
 use cascade_block::Geometry;
-use cascade_store::Stats;
+use cascade_store::StoreStats;
 
 use crate::cli::{Count, Failure, ReplayArgs};
 use crate::environment::Environment;
@@ -45,7 +45,7 @@ pub struct Measured {
     /// Blocks in the file tier before the replay.
     pub started_with_blocks: u64,
     /// The store's statistics.
-    pub stats: Stats,
+    pub stats: StoreStats,
 }
 
 impl<'a> Plan<'a> {
@@ -283,7 +283,7 @@ fn timeline(requests: &[RequestRecord], unbounded: &[u64]) -> Vec<TimeSlice> {
 }
 
 /// The store's counters by name.
-fn store_counters(stats: &Stats) -> BTreeMap<String, u64> {
+fn store_counters(stats: &StoreStats) -> BTreeMap<String, u64> {
     let counters = &stats.counters;
     let named = [
         ("gets", counters.gets),

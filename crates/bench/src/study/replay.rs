@@ -1,7 +1,8 @@
 //! Replays a trace through the store's eviction code, with keys only.
 
 use cascade_store::eviction::{
-    Asked, Eviction, Hints, Incoming, Limits, Policy, Removal, Slot, Verdict,
+    Eviction, EvictionChoice, EvictionLimits, Hints, Incoming, Policy, RemovalReason,
+    RequestedBlock, Slot,
 };
 
 use super::events::{ReplayEvent, ReplayEvents};
@@ -16,7 +17,7 @@ struct MetadataTier {
     /// The slot of each resident block of the trace.
     slots: Vec<Option<Slot>>,
     /// The chain of the current request; reused to save allocations.
-    chain: Vec<Asked>,
+    chain: Vec<RequestedBlock>,
     requests_declined: u64,
 }
 
@@ -44,7 +45,7 @@ pub fn replay_with_callback(
     options: &StudyOptions,
     on_request: &mut dyn FnMut(usize, usize),
 ) -> StudyResult {
-    let limits = Limits {
+    let limits = EvictionLimits {
         capacity_bytes: capacity_blocks,
         protected_percent: 0,
         admit_partial: options.admit_partial,
@@ -89,7 +90,7 @@ pub fn replay_with_callback(
 impl MetadataTier {
     fn look_up(&mut self, request: &TraceRequest) {
         self.chain.clear();
-        self.chain.extend(request.blocks.iter().map(|block| Asked {
+        self.chain.extend(request.blocks.iter().map(|block| RequestedBlock {
             fingerprint: fingerprint(*block),
             resident: self.slots[index(*block)],
         }));
@@ -125,10 +126,10 @@ impl MetadataTier {
         let incoming = Incoming { owner, fingerprint, parent, bytes: 1, is_protected: false };
         if self.eviction.blocks().len() >= self.capacity {
             match self.eviction.victim_for(request.at, &incoming, &mut |_| true) {
-                Verdict::Decline => return None,
-                Verdict::Evict(victim) => {
+                EvictionChoice::Decline => return None,
+                EvictionChoice::Evict(victim) => {
                     let evicted = self.eviction.blocks().owner(victim);
-                    self.eviction.remove(victim, Removal::Evicted);
+                    self.eviction.remove(victim, RemovalReason::Evicted);
                     self.slots[evicted as usize] = None;
                 }
             }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use cascade_block::BlockKey;
 use cascade_store::{
-    CallOptions, FilesConfig, PolicyKind, Put, Request, Stats, Store, StoreConfig, StoreError,
+    CallOptions, FilesConfig, PolicyKind, Put, Request, Store, StoreConfig, StoreError, StoreStats,
     TierName, WritePolicy,
 };
 use serde::Serialize;
@@ -128,7 +128,7 @@ pub fn shadow_row(
     Ok(row)
 }
 
-fn hit_percent(stats: &Stats) -> f64 {
+fn hit_percent(stats: &StoreStats) -> f64 {
     100.0 * ratio(stats.counters.blocks_matched, stats.counters.blocks_requested)
 }
 
@@ -164,7 +164,7 @@ fn store_config(
 }
 
 /// Replays a whole trace, one request after the other. The sample selects the keys.
-fn replay(trace: &Trace, config: StoreConfig, sample: u64) -> Result<Stats, StoreError> {
+fn replay(trace: &Trace, config: StoreConfig, sample: u64) -> Result<StoreStats, StoreError> {
     let has_files = config.files.is_some();
     let bytes = if has_files { FILES_BLOCK_BYTES } else { DRAM_BLOCK_BYTES };
     let payload = vec![0_u8; usize::try_from(bytes).expect("a page at most")];

@@ -259,7 +259,7 @@ fn settings_are_printed_and_changed_without_a_restart() {
     assert_eq!(node.log().lines().count(), lines, "{}", node.log());
     node.output(&["config", "set", "log_filter", "info"]);
     node.output(&["clear", "--yes"]);
-    assert!(node.log().contains("cleared by order"), "{}", node.log());
+    assert!(node.log().contains("cleared on request"), "{}", node.log());
 
     for (args, hints) in [
         (&["log_filter", "=="][..], &["log_filter"][..]),
@@ -402,7 +402,7 @@ fn every_command_fails_if_the_node_is_stopped() {
 fn the_default_capacity_of_the_file_tier_is_reported_at_start_and_by_the_doctor() {
     let node = ServedNode::start("files = \"HERE/files\"\n");
     // The default is 80 % of a disk, and at most 4 GiB on a tmpfs or a container layer.
-    let is_reason = |text: &str| text.contains("80 % of") || text.contains("no disk's file system");
+    let is_reason = |text: &str| text.contains("80 % of") || text.contains("not on a disk");
     let log = node.log();
     assert!(log.contains("files_capacity is not set") && is_reason(&log), "{log}");
     let shown = node.json(&["config", "get", "files_capacity"]);

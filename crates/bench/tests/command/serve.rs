@@ -46,7 +46,7 @@ fn an_invalid_configuration_is_refused_with_a_hint() {
     let file = file.display().to_string();
     for (options, hints) in [
         (&["--dram", "lots"][..], &["--dram", "512MiB"][..]),
-        (&["--dram", "1MiB"], &["the least is 4MiB"]),
+        (&["--dram", "1MiB"], &["the minimum is 4MiB"]),
         (&["--policy", "clock"], &["prefix-cost"]),
         (&["--listen", "localhost"], &["127.0.0.1:9000"]),
         (&["--listen", "0.0.0.0:9000"], &["listen", "token_file"]),

@@ -73,7 +73,7 @@ fn flood_without_tenant() {
     let Some(socket) = variable(SOCKET) else { return };
     let error = Client::connect(ConnectOptions::new(&socket)).unwrap_err();
     let StoreError::Refused { reason, .. } = &error else { panic!("{error:?}") };
-    assert!(reason.contains("user 65534 is no tenant"), "{reason}");
+    assert!(reason.contains("user 65534 belongs to no tenant"), "{reason}");
     report_ready();
     loop {
         drop(UnixStream::connect(&socket));

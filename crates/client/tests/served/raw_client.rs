@@ -8,8 +8,8 @@ use std::time::Duration;
 use cascade_block::NamespaceId;
 use cascade_store::{BlockStore, PutOutcome, StoreError};
 use cascade_wire::{
-    Access, Answer, AskedBlock, Call, Frame, Hello, HoldRange, KeyQuestion, Lease, LeasePurpose,
-    PreparedBlock, SealedBlock, Welcome, frame_length,
+    Access, Answer, BlockToPrepare, Call, Frame, Hello, HoldRange, KeyQuestion, Lease,
+    LeasePurpose, PreparedBlock, SealedBlock, Welcome, frame_length,
 };
 
 use crate::test_node::{NOW, TestNode, hits, key, keys, put, wait_until};
@@ -146,8 +146,8 @@ fn an_administrator_gets_neither_the_pool_nor_access_to_blocks() {
     assert_eq!(hits(&keys(0..1), &client.view(&keys(0..1), NOW)), 1);
 }
 
-fn unwritten(n: u64, bytes: u32) -> AskedBlock {
-    AskedBlock { key: key(n), parent: None, bytes, is_prefix: false, is_partial: false }
+fn unwritten(n: u64, bytes: u32) -> BlockToPrepare {
+    BlockToPrepare { key: key(n), parent: None, bytes, is_prefix: false, is_partial: false }
 }
 
 fn sealed(n: u64, hold: u64, bytes: u32) -> SealedBlock {

@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use cascade_client::{Client, ConnectOptions};
-use cascade_store::{BlockStore, Prepared, Put, PutOutcome, PutSlab, StoreError, ViewOutcome};
+use cascade_store::{
+    BlockStore, PrepareOutcome, Put, PutOutcome, PutSlab, StoreError, ViewOutcome,
+};
 
 use crate::child::Process;
 use crate::test_node::{NOW, bytes_of, hits, keys, put, timed, wait_until, within};
@@ -26,7 +28,7 @@ fn calls_miss_at_once_after_a_kill_and_the_client_reconnects_to_the_successor() 
         assert!(matches!(seen[0], ViewOutcome::Miss), "{seen:?}");
         assert!(took < Duration::from_secs(5), "a call waits for a dead node: {took:?}");
         let outcomes = put(&client, &some[..1], 4096, within(60_000));
-        let PutOutcome::Failed(StoreError::Away { .. }) = outcomes[0] else {
+        let PutOutcome::Failed(StoreError::Unavailable { .. }) = outcomes[0] else {
             panic!("{outcomes:?}");
         };
     }
@@ -73,8 +75,8 @@ fn slabs_prepared_before_a_restart_cannot_be_sealed_after_it() {
         true
     });
     let (unavailable, took) = timed(|| prepare(&others));
-    let is_unavailable = |one: &Prepared| {
-        matches!(one, Prepared::Settled(PutOutcome::Failed(StoreError::Away { .. })))
+    let is_unavailable = |one: &PrepareOutcome| {
+        matches!(one, PrepareOutcome::Settled(PutOutcome::Failed(StoreError::Unavailable { .. })))
     };
     assert!(unavailable.iter().all(is_unavailable), "{unavailable:?}");
     assert!(took < Duration::from_secs(5), "a call waits for a dead node: {took:?}");
@@ -83,7 +85,7 @@ fn slabs_prepared_before_a_restart_cannot_be_sealed_after_it() {
     wait_until("the client has reconnected", || client.welcome().is_some_and(|w| w.epoch != epoch));
     assert!(put(&client, &others, 4096, NOW).iter().all(|o| matches!(o, PutOutcome::Stored)));
     let sealed = some.iter().zip(prepared).map(|(key, one)| {
-        let Prepared::Slab(mut slab) = one else { panic!("{one:?}") };
+        let PrepareOutcome::Slab(mut slab) = one else { panic!("{one:?}") };
         slab.fill(0xDB);
         PutSlab::new(*key, slab)
     });

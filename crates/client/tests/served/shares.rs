@@ -83,7 +83,7 @@ fn lease_tiny_blocks() {
     let Some(ViewOutcome::Failed(error @ StoreError::Limit { .. })) = refused else {
         panic!("{held} views, then {refused:?}");
     };
-    assert!(error.to_string().contains("give some back"), "{error}");
+    assert!(error.to_string().contains("release some"), "{error}");
     report_ready();
     await_resume();
 }

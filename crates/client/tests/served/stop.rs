@@ -62,7 +62,10 @@ fn only_the_first_call_to_a_stopped_node_waits_for_its_deadline() {
         let (views, took) = timed(|| client.view(&some, within(60_000)));
         assert!(matches!(views[0], ViewOutcome::Miss), "{views:?}");
         let outcomes = put(&client, &some, 4096, within(60_000));
-        assert!(matches!(outcomes[0], PutOutcome::Failed(StoreError::Away { .. })), "{outcomes:?}");
+        assert!(
+            matches!(outcomes[0], PutOutcome::Failed(StoreError::Unavailable { .. })),
+            "{outcomes:?}"
+        );
         assert!(took < Duration::from_secs(5), "a call waits for an unavailable node: {took:?}");
     }
     assert_eq!(hits(&some, &views), 8, "views need no node");
@@ -92,7 +95,7 @@ fn connecting_to_a_stopped_node_times_out() {
     for _ in 0..5 {
         let (connected, took) = timed(|| Client::connect(options.clone()));
         let error = connected.expect_err("no process accepts");
-        assert!(matches!(error, StoreError::Away { .. }), "{error:?}");
+        assert!(matches!(error, StoreError::Unavailable { .. }), "{error:?}");
         assert!(took < Duration::from_secs(5), "{took:?} of 300 ms");
     }
     pause(Duration::ZERO);

@@ -7,7 +7,7 @@ use std::time::Duration;
 use cascade_block::{BlockKey, Clock, Deadline, SystemClock};
 use cascade_client::{Client, ConnectOptions};
 use cascade_node::{Node, NodeConfig, Server};
-use cascade_store::{BlockStore, CallOptions, Put, PutOutcome, Stats, Store, ViewOutcome};
+use cascade_store::{BlockStore, CallOptions, Put, PutOutcome, Store, StoreStats, ViewOutcome};
 
 pub(crate) const NOW: CallOptions = CallOptions { timeout: None, writer: None };
 /// How long a test waits for a condition.
@@ -48,7 +48,7 @@ impl TestNode {
         self.node.tenants().all()[0].store().clone()
     }
 
-    pub(crate) fn stats(&self) -> Stats {
+    pub(crate) fn stats(&self) -> StoreStats {
         self.store().stats()
     }
 

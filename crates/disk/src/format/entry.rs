@@ -4,7 +4,7 @@ use cascade_block::{BlockKey, Checksum, Digest, NamespaceId};
 
 use super::FormatError;
 use super::fields::{FieldReader, FieldWriter};
-use crate::{Address, RecordMeta};
+use crate::{FileAddress, RecordMeta};
 
 /// Length of an encoded entry.
 pub const ENTRY_BYTES: usize = 160;
@@ -33,7 +33,7 @@ pub struct RecordEntry {
     /// The metadata of the block.
     pub meta: RecordMeta,
     /// The address of the block.
-    pub address: Address,
+    pub address: FileAddress,
     /// CRC-32C of the payload; zero in a tombstone.
     pub payload_checksum: Checksum,
     /// The order of a writer's entries: of two about the same key the higher number is valid.
@@ -81,7 +81,7 @@ impl RecordEntry {
         let sequence = reader.u64();
         let written_unix_ms = reader.u64();
         let expires_unix_ms = reader.u64();
-        let address = Address::from_u64(reader.u64());
+        let address = FileAddress::from_u64(reader.u64());
         let payload_bytes = reader.u32();
         let payload_checksum = reader.u32();
         let kind = match reader.u8() {

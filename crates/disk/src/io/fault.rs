@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use cascade_block::Deadline;
 
 use super::{
-    Engine, FileIo, FileOperations, OpenMode, Transfer, TransferBatch, TransferKind,
+    FileIo, FileOperations, OpenMode, Transfer, TransferBatch, TransferEngine, TransferKind,
     TransferOutcome, TransferQueue,
 };
 use crate::format::PAGE_BYTES;
@@ -85,7 +85,7 @@ fn io_error() -> io::Error {
 
 #[derive(Debug)]
 struct FaultyEngine {
-    inner: Arc<dyn Engine>,
+    inner: Arc<dyn TransferEngine>,
     plan: Arc<FaultPlan>,
 }
 
@@ -141,7 +141,7 @@ impl FaultyEngine {
     }
 }
 
-impl Engine for FaultyEngine {
+impl TransferEngine for FaultyEngine {
     fn name(&self) -> &'static str {
         "faulty"
     }

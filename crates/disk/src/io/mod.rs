@@ -17,7 +17,7 @@ use std::sync::Arc;
 use cascade_block::{Clock, Deadline};
 use cascade_memory::Pool;
 
-use crate::{DiskError, EngineKind};
+use crate::{DiskError, TransferEngineKind};
 
 pub(crate) use files::make_tier_directory;
 pub use files::{FileOperations, OpenMode, SystemFiles};
@@ -49,7 +49,7 @@ pub trait TransferQueue {
 }
 
 /// An I/O engine. It owns the buffers of a transfer until it completes the transfer.
-pub trait Engine: Send + Sync + fmt::Debug {
+pub trait TransferEngine: Send + Sync + fmt::Debug {
     /// The name of the engine in statistics.
     fn name(&self) -> &'static str;
 
@@ -137,7 +137,7 @@ impl TransferQueue for ResumingQueue<'_> {
 #[derive(Debug, Clone)]
 pub struct FileIo {
     /// Transfers payloads.
-    pub engine: Arc<dyn Engine>,
+    pub engine: Arc<dyn TransferEngine>,
     /// All other file operations.
     pub files: Arc<dyn FileOperations>,
     /// Threads for calls that may hang.
@@ -156,7 +156,7 @@ impl FileIo {
     /// # Errors
     /// If the kernel rejects `io_uring` and `kind` requires it.
     pub fn system(
-        kind: EngineKind,
+        kind: TransferEngineKind,
         direct: bool,
         queue_depth: u32,
         pool: Option<&Pool>,
@@ -170,14 +170,14 @@ impl FileIo {
             PsyncEngine::new(workers, read_workers, queue_depth, Arc::clone(&clock))
         };
         let uring = || UringEngine::new(queue_depth, pool, Arc::clone(&clock));
-        let engine: Arc<dyn Engine> = match kind {
-            EngineKind::Psync => Arc::new(psync()),
-            EngineKind::Auto if !direct => Arc::new(psync()),
-            EngineKind::Auto => match uring() {
+        let engine: Arc<dyn TransferEngine> = match kind {
+            TransferEngineKind::Psync => Arc::new(psync()),
+            TransferEngineKind::Auto if !direct => Arc::new(psync()),
+            TransferEngineKind::Auto => match uring() {
                 Ok(engine) => Arc::new(engine),
                 Err(_not_allowed) => Arc::new(psync()),
             },
-            EngineKind::Uring => Arc::new(uring().map_err(|source| DiskError::Config {
+            TransferEngineKind::Uring => Arc::new(uring().map_err(|source| DiskError::Config {
                 setting: "engine",
                 reason: format!("the kernel does not allow io_uring ({source}); use auto or psync"),
             })?),

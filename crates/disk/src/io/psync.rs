@@ -8,7 +8,9 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use cascade_block::{Clock, Deadline};
 use rustix::io::{preadv, pwritev};
 
-use super::{Engine, Transfer, TransferKind, TransferOutcome, TransferQueue, WorkerThreads};
+use super::{
+    Transfer, TransferEngine, TransferKind, TransferOutcome, TransferQueue, WorkerThreads,
+};
 
 /// Reads and writes with blocking system calls, several at once on worker threads.
 #[derive(Debug)]
@@ -75,7 +77,7 @@ impl PsyncEngine {
     }
 }
 
-impl Engine for PsyncEngine {
+impl TransferEngine for PsyncEngine {
     fn name(&self) -> &'static str {
         "psync"
     }

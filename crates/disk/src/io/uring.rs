@@ -20,7 +20,7 @@ use io_uring::{IoUring, opcode, squeue};
 use rustix::io::Errno;
 
 use super::fixed::FixedBuffers;
-use super::{Engine, Transfer, TransferKind, TransferOutcome, TransferQueue};
+use super::{Transfer, TransferEngine, TransferKind, TransferOutcome, TransferQueue};
 
 /// While fewer transfers than this are in the kernel, each is submitted at once: this many keep the
 /// disk busy while the next ones are prepared.
@@ -72,7 +72,7 @@ impl UringEngine {
     /// An engine with at most `queue_depth` transfers in flight per call.
     ///
     /// Transfers from and to slabs of `pool` save the pinning of pages if its region can be
-    /// registered with the kernel; [`Engine::is_registered`] returns whether it was.
+    /// registered with the kernel; [`TransferEngine::is_registered`] returns whether it was.
     ///
     /// # Errors
     /// If the kernel does not allow `io_uring`.
@@ -152,7 +152,7 @@ impl UringEngine {
     }
 }
 
-impl Engine for UringEngine {
+impl TransferEngine for UringEngine {
     fn name(&self) -> &'static str {
         "io_uring"
     }

@@ -18,7 +18,7 @@ use crate::io::{
     Buffer, FileOperations, OpenMode, PageBuffer, Transfer, TransferKind, make_tier_directory,
 };
 use crate::tier::ReadRequest;
-use crate::{Address, DamageKind, DiskError, ReadOutcome, ReclaimOutcome, RecordMeta};
+use crate::{DamageKind, DiskError, FileAddress, ReadOutcome, ReclaimOutcome, RecordMeta};
 
 /// The header page is encoded as the first frame of a segment without ID and number.
 const NO_SEGMENT: RandomId = [0; 16];
@@ -28,7 +28,7 @@ const NO_SEGMENT: RandomId = [0; 16];
 pub(super) struct BlockImage {
     pub(super) meta: RecordMeta,
     /// The number of its write.
-    address: Address,
+    address: FileAddress,
     checksum: Checksum,
     buffers: Vec<Buffer>,
 }
@@ -36,7 +36,7 @@ pub(super) struct BlockImage {
 impl BlockImage {
     pub(super) fn from_slab(
         meta: RecordMeta,
-        address: Address,
+        address: FileAddress,
         checksum: Checksum,
         slab: Slab,
     ) -> Self {
@@ -44,7 +44,7 @@ impl BlockImage {
     }
 
     /// The same bytes with other metadata, for another write.
-    pub(super) fn with_meta(self, meta: RecordMeta, address: Address) -> Self {
+    pub(super) fn with_meta(self, meta: RecordMeta, address: FileAddress) -> Self {
         Self { meta, address, ..self }
     }
 
@@ -53,7 +53,7 @@ impl BlockImage {
         RecordEntry {
             kind: EntryKind::Block,
             meta: self.meta,
-            address: Address::in_segment(0, 1),
+            address: FileAddress::in_segment(0, 1),
             payload_checksum: self.checksum,
             sequence: self.address.to_u64(),
         }
@@ -82,13 +82,14 @@ pub(super) fn file_bytes(payload_bytes: u32) -> u64 {
 pub(super) fn decode_header(page: &[u8], key: &BlockKey) -> Option<RecordEntry> {
     let frame = SegmentFrame::decode(page, &NO_SEGMENT, 0, 0).ok()?;
     let [entry] = frame.entries.as_slice() else { return None };
-    let is_block = entry.kind == EntryKind::Block && Address::from_u64(entry.sequence).is_write();
+    let is_block =
+        entry.kind == EntryKind::Block && FileAddress::from_u64(entry.sequence).is_write();
     (is_block && entry.meta.key == *key).then_some(*entry)
 }
 
 /// A block's address: the number of its write, stored as the sequence number.
-pub(crate) fn address_of(entry: &RecordEntry) -> Address {
-    Address::from_u64(entry.sequence)
+pub(crate) fn address_of(entry: &RecordEntry) -> FileAddress {
+    FileAddress::from_u64(entry.sequence)
 }
 
 impl PerBlockFiles {
@@ -172,7 +173,7 @@ impl PerBlockFiles {
 
     fn finish_read(
         &self,
-        &(ref key, address, slab_bytes): &(BlockKey, Address, usize),
+        &(ref key, address, slab_bytes): &(BlockKey, FileAddress, usize),
         path: &Path,
         (transfer, result): (Option<Transfer>, io::Result<()>),
     ) -> ReadOutcome {
@@ -226,7 +227,7 @@ impl PerBlockFiles {
     pub(super) fn load(
         &self,
         key: &BlockKey,
-        address: Address,
+        address: FileAddress,
         deadline: Deadline,
     ) -> Result<Option<BlockImage>, DiskError> {
         let (path, key) = (self.path(key), *key);
@@ -253,7 +254,7 @@ impl PerBlockFiles {
     /// Reclaims the oldest files, about one segment's worth.
     pub(super) fn reclaim_oldest(
         &self,
-        keep: &mut dyn FnMut(&RecordMeta, Address) -> bool,
+        keep: &mut dyn FnMut(&RecordMeta, FileAddress) -> bool,
         deadline: Deadline,
     ) -> Result<ReclaimOutcome, DiskError> {
         let damaged_bytes = self.remove_damaged(deadline)?;
@@ -308,9 +309,9 @@ impl PerBlockFiles {
     /// ones.
     fn select_victims(
         &self,
-        keep: &mut dyn FnMut(&RecordMeta, Address) -> bool,
-        kept: &mut Vec<Address>,
-        dropped: &mut Vec<(BlockKey, Address)>,
+        keep: &mut dyn FnMut(&RecordMeta, FileAddress) -> bool,
+        kept: &mut Vec<FileAddress>,
+        dropped: &mut Vec<(BlockKey, FileAddress)>,
         deadline: Deadline,
     ) -> Result<(), DiskError> {
         let now = self.io.clock.unix_ms();
@@ -408,7 +409,7 @@ pub(super) fn remove_file(
     files: &dyn FileOperations,
     path: &Path,
     key: &BlockKey,
-    address: Address,
+    address: FileAddress,
     is_known: bool,
 ) -> io::Result<Option<RecordEntry>> {
     match read_header(files, path, key) {

@@ -31,7 +31,7 @@ use crate::problem_log::ProblemLog;
 use crate::tier::ReadRequest;
 use crate::timed_mutex::TimedMutex;
 use crate::{
-    Address, BlockFiles, DamageKind, DiskError, DiskStats, FileEraseReport, FileTierConfig,
+    BlockFiles, DamageKind, DiskError, DiskStats, FileAddress, FileEraseReport, FileTierConfig,
     ReadOutcome, ReclaimOutcome, RecordMeta, StoredManifest, device_probe, manifests,
 };
 
@@ -75,14 +75,14 @@ impl PerBlockFiles {
     }
 
     /// A name in the block's directory that readers ignore.
-    fn temporary_path(&self, key: &BlockKey, address: Address) -> PathBuf {
+    fn temporary_path(&self, key: &BlockKey, address: FileAddress) -> PathBuf {
         let nonce = address.to_u64();
         self.path(key).with_extension(format!("{}.{nonce:016x}.tmp", self.config.writer))
     }
 
     /// A new address for a write.
-    fn next_address(&self) -> Address {
-        Address::of_write(self.next_nonce.fetch_add(1, Ordering::Relaxed))
+    fn next_address(&self) -> FileAddress {
+        FileAddress::of_write(self.next_nonce.fetch_add(1, Ordering::Relaxed))
     }
 
     /// Runs a call that changes the file under a name. Such calls run one at a time, and none
@@ -132,7 +132,7 @@ impl PerBlockFiles {
         &self,
         images: Vec<BlockImage>,
         deadline: Deadline,
-    ) -> Vec<Result<Address, DiskError>> {
+    ) -> Vec<Result<FileAddress, DiskError>> {
         let entries: Vec<_> = images.iter().map(BlockImage::entry).collect();
         let created = self.create_all(images, deadline);
         let mut transfers = Vec::with_capacity(created.len());
@@ -174,7 +174,7 @@ impl PerBlockFiles {
         entry: &RecordEntry,
         written: io::Result<()>,
         deadline: Deadline,
-    ) -> Result<Address, DiskError> {
+    ) -> Result<FileAddress, DiskError> {
         let path = self.path(&entry.meta.key);
         let (from, to, durable) = (temporary.clone(), path.clone(), self.config.durable);
         let published =
@@ -210,7 +210,7 @@ impl PerBlockFiles {
     /// Removes the files of these writes and of no others. Returns the bytes freed.
     fn remove_files(
         &self,
-        blocks: &[(BlockKey, Address)],
+        blocks: &[(BlockKey, FileAddress)],
         deadline: Deadline,
     ) -> Result<u64, DiskError> {
         let targets: Vec<_> = {
@@ -218,7 +218,7 @@ impl PerBlockFiles {
             // Before the files are removed: reads return `Gone` from now on, also if the removal
             // fails. The blocks stay hidden until a removal succeeds.
             table.hide(blocks);
-            let target = |(key, address): &(BlockKey, Address)| {
+            let target = |(key, address): &(BlockKey, FileAddress)| {
                 (self.path(key), *key, *address, table.contains(key, *address))
             };
             blocks.iter().map(target).collect()
@@ -274,9 +274,9 @@ impl PerBlockFiles {
     fn alias_one(
         &self,
         meta: &RecordMeta,
-        target: Address,
+        target: FileAddress,
         deadline: Deadline,
-    ) -> Result<Address, DiskError> {
+    ) -> Result<FileAddress, DiskError> {
         let source = {
             let table = self.table();
             let key = table.key_at(target).filter(|key| !table.is_hidden(key, target));
@@ -299,7 +299,7 @@ impl BlockFiles for PerBlockFiles {
         &self,
         batch: Vec<(RecordMeta, Slab)>,
         deadline: Deadline,
-    ) -> Vec<Result<Address, DiskError>> {
+    ) -> Vec<Result<FileAddress, DiskError>> {
         let mut in_flight_bytes = 0;
         let mut images = Vec::with_capacity(batch.len());
         let mut results = Vec::with_capacity(batch.len());
@@ -327,19 +327,23 @@ impl BlockFiles for PerBlockFiles {
 
     fn alias(
         &self,
-        batch: &[(RecordMeta, Address)],
+        batch: &[(RecordMeta, FileAddress)],
         deadline: Deadline,
-    ) -> Vec<Result<Address, DiskError>> {
+    ) -> Vec<Result<FileAddress, DiskError>> {
         batch.iter().map(|(meta, target)| self.alias_one(meta, *target, deadline)).collect()
     }
 
-    fn remove(&self, keys: &[(BlockKey, Address)], deadline: Deadline) -> Result<(), DiskError> {
+    fn remove(
+        &self,
+        keys: &[(BlockKey, FileAddress)],
+        deadline: Deadline,
+    ) -> Result<(), DiskError> {
         self.remove_files(keys, deadline).map(drop)
     }
 
     fn reclaim(
         &self,
-        keep: &mut dyn FnMut(&RecordMeta, Address) -> bool,
+        keep: &mut dyn FnMut(&RecordMeta, FileAddress) -> bool,
         deadline: Deadline,
     ) -> Result<ReclaimOutcome, DiskError> {
         let _reclaims =
@@ -356,7 +360,7 @@ impl BlockFiles for PerBlockFiles {
         &self,
         key: &BlockKey,
         deadline: Deadline,
-    ) -> Result<Option<(RecordMeta, Address)>, DiskError> {
+    ) -> Result<Option<(RecordMeta, FileAddress)>, DiskError> {
         let Some(entry) = self.load_entry(key, deadline)? else { return Ok(None) };
         let address = address_of(&entry);
         let mut table = self.table();

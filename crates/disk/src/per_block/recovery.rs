@@ -55,10 +55,10 @@ impl PerBlockFiles {
         recovery.live = entries.iter().map(|entry| (entry.meta, address_of(entry))).collect();
         recovery.invalid_manifests = manifests::load_all(&io, &directory, deadline)?
             .into_iter()
-            .filter(|each| matches!(each, StoredManifest::Bad { .. }))
+            .filter(|each| matches!(each, StoredManifest::Invalid { .. }))
             .collect();
         for each in &recovery.invalid_manifests {
-            if let StoredManifest::Bad { path, reason } = each {
+            if let StoredManifest::Invalid { path, reason } = each {
                 problems.add(format!("{}: {reason}", path.display()));
             }
         }

@@ -5,7 +5,7 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use cascade_block::BlockKey;
 
 use super::block_file::{address_of, file_bytes};
-use crate::Address;
+use crate::FileAddress;
 use crate::format::RecordEntry;
 
 /// Stale items tolerated in `reclaim_order` beside one per file.
@@ -16,14 +16,14 @@ const STALE_ORDER_MAX: usize = 64;
 pub(super) struct BlockFileTable {
     files: HashMap<BlockKey, TableFile>,
     /// The key of every file in `files`, by its address.
-    keys: HashMap<Address, BlockKey>,
+    keys: HashMap<FileAddress, BlockKey>,
     /// The order in which files are reclaimed. May contain writes that no longer exist.
-    reclaim_order: VecDeque<Address>,
+    reclaim_order: VecDeque<FileAddress>,
     used_bytes: u64,
     /// Files with a damaged header. They cannot be read, and a reclaim removes them first.
     damaged: Vec<DamagedFile>,
     /// Removed blocks whose files may still exist.
-    hidden: HashSet<(BlockKey, Address)>,
+    hidden: HashSet<(BlockKey, FileAddress)>,
     pub(super) unsynced: Vec<BlockKey>,
 }
 
@@ -36,7 +36,7 @@ pub(super) struct DamagedFile {
 
 #[derive(Debug, Clone, Copy)]
 struct TableFile {
-    address: Address,
+    address: FileAddress,
     bytes: u64,
 }
 
@@ -61,12 +61,12 @@ impl BlockFileTable {
     }
 
     /// Whether the key's file is that of this write.
-    pub(super) fn contains(&self, key: &BlockKey, address: Address) -> bool {
+    pub(super) fn contains(&self, key: &BlockKey, address: FileAddress) -> bool {
         self.files.get(key).is_some_and(|file| file.address == address)
     }
 
     /// The key of a write.
-    pub(super) fn key_at(&self, address: Address) -> Option<BlockKey> {
+    pub(super) fn key_at(&self, address: FileAddress) -> Option<BlockKey> {
         self.keys.get(&address).copied()
     }
 
@@ -75,7 +75,7 @@ impl BlockFileTable {
     }
 
     /// Removes a write. Returns the bytes of its file, or 0 if it is not in the table.
-    pub(super) fn remove(&mut self, key: &BlockKey, address: Address) -> u64 {
+    pub(super) fn remove(&mut self, key: &BlockKey, address: FileAddress) -> u64 {
         if !self.contains(key, address) {
             return 0;
         }
@@ -86,7 +86,7 @@ impl BlockFileTable {
     }
 
     /// Takes the oldest write out of the reclaim order: key, address, bytes.
-    pub(super) fn pop_oldest(&mut self) -> Option<(BlockKey, Address, u64)> {
+    pub(super) fn pop_oldest(&mut self) -> Option<(BlockKey, FileAddress, u64)> {
         while let Some(address) = self.reclaim_order.pop_front() {
             if let Some(key) = self.keys.get(&address) {
                 return Some((*key, address, self.files.get(key).map_or(0, |file| file.bytes)));
@@ -108,23 +108,23 @@ impl BlockFileTable {
     }
 
     /// Returns writes to the end of the reclaim order.
-    pub(super) fn requeue(&mut self, writes: impl IntoIterator<Item = Address>) {
+    pub(super) fn requeue(&mut self, writes: impl IntoIterator<Item = FileAddress>) {
         self.reclaim_order.extend(writes);
     }
 
     /// Reads of these blocks return `Gone` from now on, even if their files remain.
-    pub(super) fn hide(&mut self, blocks: &[(BlockKey, Address)]) {
+    pub(super) fn hide(&mut self, blocks: &[(BlockKey, FileAddress)]) {
         self.hidden.extend(blocks);
     }
 
     /// Ends the hiding of blocks whose files no longer exist or belong to other writes.
-    pub(super) fn unhide(&mut self, blocks: &[(BlockKey, Address)]) {
+    pub(super) fn unhide(&mut self, blocks: &[(BlockKey, FileAddress)]) {
         for block in blocks {
             self.hidden.remove(block);
         }
     }
 
-    pub(super) fn is_hidden(&self, key: &BlockKey, address: Address) -> bool {
+    pub(super) fn is_hidden(&self, key: &BlockKey, address: FileAddress) -> bool {
         self.hidden.contains(&(*key, address))
     }
 

@@ -32,7 +32,7 @@ use crate::problem_log::ProblemLog;
 use crate::tier::ReadRequest;
 use crate::timed_mutex::{TimedMutex, TimedMutexGuard};
 use crate::{
-    Address, BlockFiles, DiskError, DiskStats, FileEraseReport, FileTierConfig, ReadOutcome,
+    BlockFiles, DiskError, DiskStats, FileAddress, FileEraseReport, FileTierConfig, ReadOutcome,
     ReclaimOutcome, RecordMeta, StoredManifest, device_probe, manifests,
 };
 
@@ -45,7 +45,7 @@ pub struct SegmentFiles {
     segments: RwLock<BTreeMap<u32, Arc<Segment>>>,
     aliases: Mutex<Aliases>,
     /// New addresses of blocks that the last reclaim moved, by their old address.
-    moved_addresses: RwLock<HashMap<Address, Address>>,
+    moved_addresses: RwLock<HashMap<FileAddress, FileAddress>>,
     writer: TimedMutex<WriterState>,
     reclaim_lock: TimedMutex<()>,
     counters: SegmentCounters,
@@ -54,7 +54,7 @@ pub struct SegmentFiles {
 }
 
 /// The aliases of each block, by its address.
-pub(super) type Aliases = HashMap<Address, Vec<Alias>>;
+pub(super) type Aliases = HashMap<FileAddress, Vec<Alias>>;
 
 /// An additional key of a block.
 #[derive(Debug, Clone, Copy)]
@@ -95,7 +95,7 @@ impl SegmentFiles {
     }
 
     /// The current address of a block that may have moved.
-    fn resolve(&self, address: Address) -> Address {
+    fn resolve(&self, address: FileAddress) -> FileAddress {
         let moved_addresses = self.moved_addresses.read().unwrap_or_else(PoisonError::into_inner);
         moved_addresses.get(&address).copied().unwrap_or(address)
     }
@@ -121,7 +121,7 @@ impl BlockFiles for SegmentFiles {
         &self,
         batch: Vec<(RecordMeta, Slab)>,
         deadline: Deadline,
-    ) -> Vec<Result<Address, DiskError>> {
+    ) -> Vec<Result<FileAddress, DiskError>> {
         self.append_blocks(batch, deadline)
     }
 
@@ -131,19 +131,23 @@ impl BlockFiles for SegmentFiles {
 
     fn alias(
         &self,
-        batch: &[(RecordMeta, Address)],
+        batch: &[(RecordMeta, FileAddress)],
         deadline: Deadline,
-    ) -> Vec<Result<Address, DiskError>> {
+    ) -> Vec<Result<FileAddress, DiskError>> {
         self.alias_blocks(batch, deadline)
     }
 
-    fn remove(&self, keys: &[(BlockKey, Address)], deadline: Deadline) -> Result<(), DiskError> {
+    fn remove(
+        &self,
+        keys: &[(BlockKey, FileAddress)],
+        deadline: Deadline,
+    ) -> Result<(), DiskError> {
         self.remove_keys(keys, deadline)
     }
 
     fn reclaim(
         &self,
-        keep: &mut dyn FnMut(&RecordMeta, Address) -> bool,
+        keep: &mut dyn FnMut(&RecordMeta, FileAddress) -> bool,
         deadline: Deadline,
     ) -> Result<ReclaimOutcome, DiskError> {
         self.reclaim_segment(keep, deadline)
@@ -153,7 +157,7 @@ impl BlockFiles for SegmentFiles {
         &self,
         _key: &BlockKey,
         _deadline: Deadline,
-    ) -> Result<Option<(RecordMeta, Address)>, DiskError> {
+    ) -> Result<Option<(RecordMeta, FileAddress)>, DiskError> {
         Ok(None)
     }
 

@@ -10,7 +10,7 @@ use super::{SegmentFiles, count};
 use crate::alignment::{read_buffers, slab_from_read};
 use crate::io::{Transfer, TransferKind, TransferOutcome, TransferQueue};
 use crate::tier::ReadRequest;
-use crate::{Address, DamageKind, DiskError, ReadOutcome};
+use crate::{DamageKind, DiskError, FileAddress, ReadOutcome};
 
 /// A block whose read is in flight.
 #[derive(Debug)]
@@ -95,7 +95,11 @@ impl SegmentFiles {
         Ok((PendingRead { segment, payload_bytes, checksum: slot.checksum }, transfer))
     }
 
-    fn find_block(&self, key: &BlockKey, address: Address) -> Option<(Arc<Segment>, BlockSlot)> {
+    fn find_block(
+        &self,
+        key: &BlockKey,
+        address: FileAddress,
+    ) -> Option<(Arc<Segment>, BlockSlot)> {
         let segment = self.segment(address.segment())?;
         let slot = segment.state().slot(address.page()).filter(BlockSlot::is_live)?;
         let is_alias = || {

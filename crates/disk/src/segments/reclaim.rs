@@ -12,7 +12,7 @@ use super::{Alias, SegmentFiles, count};
 use crate::error::is_misplaced;
 use crate::format::{EntryKind, PAGE_BYTES, RecordEntry, pages_of};
 use crate::io::{Buffer, PageBuffer, Transfer, TransferKind};
-use crate::{Address, DiskError, ReclaimOutcome, RecordMeta};
+use crate::{DiskError, FileAddress, ReclaimOutcome, RecordMeta};
 
 /// Maximum number of bytes that a reclaim holds in memory.
 const MOVE_BYTES_MAX: u64 = 8 << 20;
@@ -20,14 +20,14 @@ const MOVE_BYTES_MAX: u64 = 8 << 20;
 /// A block to move, with the keys to keep. The first key becomes its own, the others its aliases.
 #[derive(Debug)]
 struct BlockMove {
-    from: Address,
+    from: FileAddress,
     keys: Vec<RecordMeta>,
 }
 
 impl SegmentFiles {
     pub(super) fn reclaim_segment(
         &self,
-        keep: &mut dyn FnMut(&RecordMeta, Address) -> bool,
+        keep: &mut dyn FnMut(&RecordMeta, FileAddress) -> bool,
         deadline: Deadline,
     ) -> Result<ReclaimOutcome, DiskError> {
         use crate::BlockFiles as _;
@@ -99,7 +99,7 @@ impl SegmentFiles {
         drop(state);
         for page in pages.into_iter().filter(|page| !known.contains(page)) {
             count(&self.counters.records_damaged, 1);
-            let address = Address::in_segment(victim.number, page);
+            let address = FileAddress::in_segment(victim.number, page);
             let aliases = self.aliases();
             let others = aliases.get(&address).into_iter().flatten();
             reclaimed.dropped.extend(others.map(|alias| (alias.meta.key, address)));
@@ -111,7 +111,7 @@ impl SegmentFiles {
         &self,
         victim: &Segment,
         entries: &[RecordEntry],
-        keep: &mut dyn FnMut(&RecordMeta, Address) -> bool,
+        keep: &mut dyn FnMut(&RecordMeta, FileAddress) -> bool,
         reclaimed: &mut ReclaimOutcome,
     ) -> Vec<BlockMove> {
         let now = self.io.clock.unix_ms();
@@ -194,7 +194,7 @@ impl SegmentFiles {
         Ok(())
     }
 
-    fn has_key(&self, key: &cascade_block::BlockKey, address: Address) -> bool {
+    fn has_key(&self, key: &cascade_block::BlockKey, address: FileAddress) -> bool {
         let Some(segment) = self.segment(address.segment()) else { return false };
         let slot = segment.state().slot(address.page());
         let aliases = self.aliases();
@@ -207,7 +207,7 @@ impl SegmentFiles {
         &self,
         writer: &mut WriterState,
         metas: &[RecordMeta],
-        to: Address,
+        to: FileAddress,
         sum: u32,
         deadline: Deadline,
     ) -> Result<(), DiskError> {

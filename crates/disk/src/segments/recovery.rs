@@ -23,7 +23,7 @@ use crate::problem_log::ProblemLog;
 use crate::random::random_bytes;
 use crate::scan::{FileSource, ScanError, ScanOptions, SegmentContent, read_segment, segment_name};
 use crate::timed_mutex::TimedMutex;
-use crate::{Address, DiskError, FileTierConfig, Recovery, StoredManifest, manifests};
+use crate::{DiskError, FileAddress, FileTierConfig, Recovery, StoredManifest, manifests};
 
 /// A segment found at opening, with its content.
 #[derive(Debug)]
@@ -70,7 +70,7 @@ impl SegmentFiles {
         recovery.live = replay.live.iter().map(|entry| (entry.meta, entry.address)).collect();
         recovery.invalid_manifests = manifests::load_all(&io, &directory, deadline)?
             .into_iter()
-            .filter(|each| matches!(each, StoredManifest::Bad { .. }))
+            .filter(|each| matches!(each, StoredManifest::Invalid { .. }))
             .collect();
         let files = Self {
             config,
@@ -93,7 +93,7 @@ impl SegmentFiles {
     /// Seals segments that a crash left open, and writes tombstones for superseded blocks.
     fn finish_recovery(
         &self,
-        superseded: &[(BlockKey, Address)],
+        superseded: &[(BlockKey, FileAddress)],
         unreadable: &[u32],
         deadline: Deadline,
     ) -> Result<(), DiskError> {
@@ -176,7 +176,7 @@ impl SegmentFiles {
 
     /// Adds the aliases. They are completely in memory, so a damaged frame loses none.
     fn checkpoint_aliases(&self, next_sequence: u64, entries: &mut Vec<RecordEntry>) {
-        let blocks: HashMap<Address, Checksum> = entries
+        let blocks: HashMap<FileAddress, Checksum> = entries
             .iter()
             .filter(|entry| entry.kind == EntryKind::Block)
             .map(|entry| (entry.address, entry.payload_checksum))
@@ -197,7 +197,7 @@ impl SegmentFiles {
 
     fn report_invalid_manifests(&self, bad: &[StoredManifest]) {
         for each in bad {
-            if let StoredManifest::Bad { path, reason } = each {
+            if let StoredManifest::Invalid { path, reason } = each {
                 self.problems.add(format!("{}: {reason}", path.display()));
             }
         }
@@ -313,7 +313,7 @@ fn add_checkpoint_entries(
     if !content.was_scanned || content.segment_id() != Some(covered.segment_id) {
         return;
     }
-    let known: HashSet<Address> = content
+    let known: HashSet<FileAddress> = content
         .entries
         .iter()
         .filter(|entry| entry.kind == EntryKind::Block)
@@ -447,7 +447,7 @@ fn build_segments(
     replay: &ReplayResult,
 ) -> (BTreeMap<u32, Arc<Segment>>, Aliases) {
     let mut aliases = Aliases::new();
-    let mut slots: BTreeMap<Address, (RecordEntry, bool)> = BTreeMap::new();
+    let mut slots: BTreeMap<FileAddress, (RecordEntry, bool)> = BTreeMap::new();
     for entry in &replay.live {
         match entry.kind {
             EntryKind::Alias => {
@@ -469,8 +469,8 @@ fn build_segments(
             let mut state = SegmentState::empty(each.content.file_bytes);
             state.entry_location = each.entry_location;
             state.end_page = each.content.end_page;
-            let first = Address::in_segment(each.number, 0);
-            let last = Address::in_segment(each.number, u32::MAX);
+            let first = FileAddress::in_segment(each.number, 0);
+            let last = FileAddress::in_segment(each.number, u32::MAX);
             for (address, (entry, has_first_key)) in slots.range(first..=last) {
                 state.add_slot(entry);
                 if !has_first_key {

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use cascade_block::BlockKey;
 
-use crate::Address;
+use crate::FileAddress;
 use crate::format::{EntryKind, RecordEntry};
 
 /// The result of replaying all entries in order.
@@ -14,7 +14,7 @@ pub(crate) struct ReplayResult {
     /// The blocks that live aliases refer to.
     pub(crate) bodies: Vec<RecordEntry>,
     /// Blocks that a newer block of the same key replaced without a tombstone.
-    pub(crate) superseded: Vec<(BlockKey, Address)>,
+    pub(crate) superseded: Vec<(BlockKey, FileAddress)>,
     pub(crate) expired: u64,
     /// One more than the highest sequence number and segment number.
     pub(crate) sequence_end: u64,
@@ -28,7 +28,7 @@ pub(crate) fn replay(entries: &[RecordEntry], now_unix_ms: u64) -> ReplayResult 
         number_end: entries.iter().map(|each| each.address.segment() + 1).max().unwrap_or(0),
         ..ReplayResult::default()
     };
-    let mut blocks: HashMap<Address, usize> = HashMap::with_capacity(entries.len());
+    let mut blocks: HashMap<FileAddress, usize> = HashMap::with_capacity(entries.len());
     // The entry that is valid for each key so far.
     let mut valid_entries: HashMap<BlockKey, usize> = HashMap::with_capacity(entries.len());
     for (at, entry) in entries.iter().enumerate() {

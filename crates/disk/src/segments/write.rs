@@ -14,7 +14,7 @@ use crate::format::{
     ENTRIES_PER_FRAME, EntryKind, PAGE_BYTES, RandomId, SegmentFrame, encode_footer, footer_bytes,
 };
 use crate::io::{Buffer, PageBuffer, Transfer, TransferKind, TransferOutcome, TransferQueue};
-use crate::{Address, DiskError, RecordMeta};
+use crate::{DiskError, FileAddress, RecordMeta};
 
 /// Pages of a segment that cannot hold payload: header, one frame, the smallest footer.
 const OVERHEAD_PAGES: u32 = 4;
@@ -107,7 +107,7 @@ impl SegmentFiles {
         &self,
         batch: Vec<(RecordMeta, Slab)>,
         deadline: Deadline,
-    ) -> Vec<Result<Address, DiskError>> {
+    ) -> Vec<Result<FileAddress, DiskError>> {
         let mut pending = Vec::with_capacity(batch.len());
         let mut results = Vec::with_capacity(batch.len());
         for (meta, slab) in batch {
@@ -116,7 +116,7 @@ impl SegmentFiles {
                 pending.push(PendingEntry {
                     kind: EntryKind::Block,
                     meta,
-                    target: Address::from_u64(0),
+                    target: FileAddress::from_u64(0),
                     checksum: 0,
                     sequence: None,
                     payload: Some(PendingPayload::Slab(slab)),
@@ -149,9 +149,9 @@ impl SegmentFiles {
 
     pub(super) fn alias_blocks(
         &self,
-        batch: &[(RecordMeta, Address)],
+        batch: &[(RecordMeta, FileAddress)],
         deadline: Deadline,
-    ) -> Vec<Result<Address, DiskError>> {
+    ) -> Vec<Result<FileAddress, DiskError>> {
         let mut writer = match self.lock(&self.writer, deadline) {
             Ok(writer) => writer,
             Err(error) => return batch.iter().map(|_| Err(error.clone())).collect(),
@@ -177,7 +177,11 @@ impl SegmentFiles {
             .collect()
     }
 
-    fn alias_entry(&self, meta: &RecordMeta, address: Address) -> Result<PendingEntry, DiskError> {
+    fn alias_entry(
+        &self,
+        meta: &RecordMeta,
+        address: FileAddress,
+    ) -> Result<PendingEntry, DiskError> {
         let target = self.resolve(address);
         let segment = self.segment(target.segment()).ok_or(DiskError::NoTarget)?;
         let slot = segment.state().slot(target.page()).filter(super::segment::BlockSlot::is_live);
@@ -200,7 +204,7 @@ impl SegmentFiles {
 
     pub(super) fn remove_keys(
         &self,
-        keys: &[(BlockKey, Address)],
+        keys: &[(BlockKey, FileAddress)],
         deadline: Deadline,
     ) -> Result<(), DiskError> {
         let mut writer = self.lock(&self.writer, deadline)?;
@@ -218,7 +222,7 @@ impl SegmentFiles {
     }
 
     /// Removes a key from its block in memory. Returns whether the block had it.
-    pub(super) fn remove_from_memory(&self, key: &BlockKey, address: Address) -> bool {
+    pub(super) fn remove_from_memory(&self, key: &BlockKey, address: FileAddress) -> bool {
         let Some(segment) = self.segment(address.segment()) else { return false };
         // Lock order: aliases, then the state of a segment.
         let mut aliases = self.aliases();
@@ -246,7 +250,7 @@ impl SegmentFiles {
         pending: Vec<PendingEntry>,
         space: SpaceClass,
         deadline: Deadline,
-    ) -> Vec<Result<Address, DiskError>> {
+    ) -> Vec<Result<FileAddress, DiskError>> {
         let total = pending.len();
         let mut pending = VecDeque::from(pending);
         let mut results = Vec::with_capacity(total);
@@ -315,7 +319,7 @@ impl SegmentFiles {
         &self,
         segment: &Segment,
         runs: Vec<(Vec<SegmentFrame>, Result<(), DiskError>)>,
-    ) -> Vec<Result<Address, DiskError>> {
+    ) -> Vec<Result<FileAddress, DiskError>> {
         let mut state = segment.state_mut();
         let mut results = Vec::new();
         for (frames, result) in runs {
@@ -520,7 +524,7 @@ fn bytes_freed_by_sealing(writer: &WriterState) -> u64 {
     })
 }
 
-type AppendResults = Vec<Option<Result<Address, DiskError>>>;
+type AppendResults = Vec<Option<Result<FileAddress, DiskError>>>;
 
 /// Separates valid entries from rejected ones. The results of the valid ones are left open.
 fn split(pending: Vec<Result<PendingEntry, DiskError>>) -> (Vec<PendingEntry>, AppendResults) {
@@ -539,7 +543,7 @@ fn split(pending: Vec<Result<PendingEntry, DiskError>>) -> (Vec<PendingEntry>, A
 }
 
 /// Fills the open results, in order.
-fn fill(results: &mut AppendResults, written: Vec<Result<Address, DiskError>>) {
+fn fill(results: &mut AppendResults, written: Vec<Result<FileAddress, DiskError>>) {
     let open = results.iter_mut().filter(|result| result.is_none());
     for (place, result) in open.zip(written) {
         *place = Some(result);

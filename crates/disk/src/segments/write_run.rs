@@ -9,7 +9,7 @@ use crate::format::{
     ENTRIES_PER_FRAME, EntryKind, PAGE_BYTES, RecordEntry, SegmentFrame, pages_of,
 };
 use crate::io::{Buffer, PageBuffer};
-use crate::{Address, RecordMeta};
+use crate::{FileAddress, RecordMeta};
 
 /// Maximum bytes and buffers of one write. The kernel accepts 1,024 buffers per call.
 const WRITE_BYTES_MAX: u64 = 4 << 20;
@@ -30,7 +30,7 @@ pub(super) struct PendingEntry {
     pub(super) meta: RecordMeta,
     /// The block that an alias or tombstone refers to. The address of a block is assigned when it
     /// is placed.
-    pub(super) target: Address,
+    pub(super) target: FileAddress,
     /// Checksum of the payload. That of a slab is computed when it is placed.
     pub(super) checksum: Checksum,
     /// Its old sequence number if it is rewritten; otherwise the next one is assigned.
@@ -82,7 +82,7 @@ impl WriteRun {
             *next_sequence - 1
         });
         let address = match pending.kind {
-            EntryKind::Block => Address::in_segment(segment.number, start + self.pages),
+            EntryKind::Block => FileAddress::in_segment(segment.number, start + self.pages),
             EntryKind::Alias | EntryKind::Tombstone => pending.target,
         };
         let pages = payload_pages(&pending);
@@ -128,7 +128,7 @@ impl WriteRun {
 }
 
 /// The entry for the removal of a key.
-pub(super) fn tombstone(key: &BlockKey, target: Address) -> PendingEntry {
+pub(super) fn tombstone(key: &BlockKey, target: FileAddress) -> PendingEntry {
     let meta = RecordMeta {
         key: *key,
         digest: None,

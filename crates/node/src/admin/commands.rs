@@ -6,13 +6,16 @@ use cascade_block::{BlockKey, Deadline, SystemClock, with_causes};
 use cascade_store::CallOptions;
 use serde::Deserialize;
 
-use super::responses::{Changed, Cleared, Deleted, Drained, Flushed, Found, Identity, Reloaded};
+use super::responses::{
+    ClearResult, DeleteResult, DrainResult, FlushResult, FoundKeys, NodeIdentity, ReloadResult,
+    SettingChange,
+};
 use super::{find_tenant, require_administrator};
 use crate::Node;
-use crate::config::{self, ShownKey};
+use crate::config::{self, SettingInfo};
 use crate::explain;
 use crate::status::NodeState;
-use crate::tenants::{DEFAULT, Tenant};
+use crate::tenants::{DEFAULT_TENANT, Tenant};
 
 /// Maximum number of keys in a response to `find`.
 const FOUND_MAX: usize = 16;
@@ -73,15 +76,15 @@ pub(super) struct Drain {
     cancel: bool,
 }
 
-pub(super) fn version(node: &Node, caller: &Tenant) -> Identity {
-    Identity {
+pub(super) fn version(node: &Node, caller: &Tenant) -> NodeIdentity {
+    NodeIdentity {
         version: env!("CARGO_PKG_VERSION").to_owned(),
         pid: std::process::id(),
         state: node.state(),
         socket: node.config().socket.display().to_string(),
         protocol: cascade_wire::VERSION,
         tenant: caller.name().to_owned(),
-        is_administrator: caller.name() == DEFAULT,
+        is_administrator: caller.name() == DEFAULT_TENANT,
     }
 }
 
@@ -102,10 +105,11 @@ pub(super) fn find(
     caller: &Tenant,
     request: &Find,
     time: Duration,
-) -> Result<Found, String> {
+) -> Result<FoundKeys, String> {
     let tenant = named_or_own(node, caller, request.tenant.as_deref())?;
-    let keys = explain::find(tenant.store(), &request.digits, FOUND_MAX, with_timeout(time))?;
-    Ok(Found { keys: keys.iter().map(ToString::to_string).collect() })
+    let keys =
+        explain::find_by_prefix(tenant.store(), &request.digits, FOUND_MAX, with_timeout(time))?;
+    Ok(FoundKeys { keys: keys.iter().map(ToString::to_string).collect() })
 }
 
 pub(super) fn flush(
@@ -113,26 +117,26 @@ pub(super) fn flush(
     caller: &Tenant,
     request: &TenantArgument,
     time: Duration,
-) -> Result<Vec<Flushed>, String> {
+) -> Result<Vec<FlushResult>, String> {
     match &request.tenant {
         // An administrator that names no tenant flushes all of them.
-        None if caller.name() == DEFAULT => Ok(flush_all(node, time)),
+        None if caller.name() == DEFAULT_TENANT => Ok(flush_all(node, time)),
         name => Ok(vec![flush_one(named_or_own(node, caller, name.as_deref())?, time)]),
     }
 }
 
 /// Flushes every tenant under one deadline for all.
-fn flush_all(node: &Node, time: Duration) -> Vec<Flushed> {
+fn flush_all(node: &Node, time: Duration) -> Vec<FlushResult> {
     let deadline = Deadline::after(&SystemClock, time);
     let tenants = node.tenants().all().iter();
     tenants.map(|tenant| flush_one(tenant, deadline.remaining(&SystemClock))).collect()
 }
 
-fn flush_one(tenant: &Tenant, time: Duration) -> Flushed {
+fn flush_one(tenant: &Tenant, time: Duration) -> FlushResult {
     let store = tenant.store();
     let mut mark = store.flush_mark();
     let flushed = store.flush_since(&mut mark, with_timeout(time));
-    Flushed {
+    FlushResult {
         tenant: tenant.name().to_owned(),
         error: flushed.err().map(|error| with_causes(&error)),
         pending_bytes: store.stats().pending_bytes,
@@ -144,7 +148,7 @@ pub(super) fn delete(
     caller: &Tenant,
     request: &Delete,
     time: Duration,
-) -> Result<Deleted, String> {
+) -> Result<DeleteResult, String> {
     let tenant = named_or_own(node, caller, request.tenant.as_deref())?;
     if request.keys.len() > KEYS_MAX {
         let count = request.keys.len();
@@ -152,19 +156,19 @@ pub(super) fn delete(
             "cannot delete {count} blocks in one request; send at most {KEYS_MAX}"
         ));
     }
-    let keys = explain::keys(tenant.store(), &request.keys, with_timeout(time))?;
+    let keys = explain::resolve_keys(tenant.store(), &request.keys, with_timeout(time))?;
     node.sessions().drop_pins(tenant, Some(&keys));
     let was_here = tenant.store().delete(&keys);
     tracing::info!(tenant = tenant.name(), keys = keys.len(), "blocks were deleted on request");
     let keys = keys.iter().map(BlockKey::to_string).collect();
-    Ok(Deleted { tenant: tenant.name().to_owned(), keys, was_here })
+    Ok(DeleteResult { tenant: tenant.name().to_owned(), keys, was_here })
 }
 
 pub(super) fn clear(
     node: &Node,
     caller: &Tenant,
     request: &TenantArgument,
-) -> Result<Cleared, String> {
+) -> Result<ClearResult, String> {
     let tenant = named_or_own(node, caller, request.tenant.as_deref())?;
     let before = tenant.store().stats();
     node.sessions().drop_pins(tenant, None);
@@ -172,40 +176,45 @@ pub(super) fn clear(
     let blocks = before.keys;
     tracing::info!(tenant = tenant.name(), blocks, "a tenant's blocks were cleared on request");
     let tenant = tenant.name().to_owned();
-    Ok(Cleared { tenant, blocks, bytes: before.content_bytes })
+    Ok(ClearResult { tenant, blocks, bytes: before.content_bytes })
 }
 
 pub(super) fn config(
     node: &Node,
     caller: &Tenant,
     request: &ShowConfig,
-) -> Result<Vec<ShownKey>, String> {
+) -> Result<Vec<SettingInfo>, String> {
     require_administrator(caller)?;
-    config::shown(&node.current_config(), &request.keys)
+    config::list_settings(&node.current_config(), &request.keys)
 }
 
-pub(super) fn set(node: &Node, caller: &Tenant, request: &SetConfig) -> Result<Changed, String> {
+pub(super) fn set(
+    node: &Node,
+    caller: &Tenant,
+    request: &SetConfig,
+) -> Result<SettingChange, String> {
     require_administrator(caller)?;
     let before = node.current_config();
     let new = config::with_value(&before, &request.key, &request.value)?;
     node.apply_config(&new).map_err(|error| with_causes(&error))?;
     let value = |config: &crate::NodeConfig| {
-        let shown = config::shown(config, std::slice::from_ref(&request.key)).unwrap_or_default();
+        let shown =
+            config::list_settings(config, std::slice::from_ref(&request.key)).unwrap_or_default();
         shown.into_iter().next().and_then(|setting| setting.value)
     };
     let (key, now) = (request.key.clone(), value(&new));
     tracing::info!(%key, now, "a setting was changed on request");
-    Ok(Changed { key, before: value(&before), now })
+    Ok(SettingChange { key, before: value(&before), now })
 }
 
 /// Loads the configuration again and applies the settings that a running node can change.
-pub(crate) fn reload(node: &Node) -> Result<Reloaded, String> {
+pub(crate) fn reload(node: &Node) -> Result<ReloadResult, String> {
     let controls = node.controls().ok_or_else(embedded_node)?;
     let new = controls.load_config().map_err(|error| with_causes(&error))?;
     let difference = node.apply_config(&new).map_err(|error| with_causes(&error))?;
     let (live, restart) = (difference.live.join(", "), difference.restart.join(", "));
     tracing::info!(changed = %live, needs_restart = %restart, "the configuration was reloaded");
-    Ok(Reloaded { changed: difference.live, needs_restart: difference.restart })
+    Ok(ReloadResult { changed: difference.live, needs_restart: difference.restart })
 }
 
 fn embedded_node() -> String {
@@ -218,7 +227,7 @@ pub(super) fn drain(
     caller: &Tenant,
     request: &Drain,
     time: Duration,
-) -> Result<Drained, String> {
+) -> Result<DrainResult, String> {
     require_administrator(caller)?;
     let stop = node.controls().map(|controls| &controls.stop);
     if request.exit && stop.is_none() {
@@ -242,5 +251,5 @@ pub(super) fn drain(
     let sessions = node.sessions().all();
     let clients = sessions.iter().filter(|session| !session.is_administrator()).count();
     let pid = std::process::id();
-    Ok(Drained { state, pid, is_written, tenants, clients, is_ending })
+    Ok(DrainResult { state, pid, is_written, tenants, clients, is_ending })
 }

@@ -6,7 +6,7 @@ use crate::status::NodeState;
 
 /// Response to `version`: the node, and the caller's identity.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Identity {
+pub struct NodeIdentity {
     /// The node's version.
     pub version: String,
     /// The node's process id.
@@ -25,14 +25,14 @@ pub struct Identity {
 
 /// Response to `find`: the block keys with a given prefix.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Found {
+pub struct FoundKeys {
     /// The keys, 64 hexadecimal digits each.
     pub keys: Vec<String>,
 }
 
 /// The result of flushing one tenant.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Flushed {
+pub struct FlushResult {
     /// The tenant.
     pub tenant: String,
     /// Why blocks are not yet written; none if all are.
@@ -43,7 +43,7 @@ pub struct Flushed {
 
 /// Response to `delete`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Deleted {
+pub struct DeleteResult {
     /// The tenant.
     pub tenant: String,
     /// The keys of the request, in full.
@@ -54,7 +54,7 @@ pub struct Deleted {
 
 /// Response to `clear`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Cleared {
+pub struct ClearResult {
     /// The tenant.
     pub tenant: String,
     /// Number of removed blocks.
@@ -65,7 +65,7 @@ pub struct Cleared {
 
 /// Response to `reload`: the keys of the settings that differ.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Reloaded {
+pub struct ReloadResult {
     /// Settings that changed and are in force.
     pub changed: Vec<String>,
     /// Settings that take effect when the node is restarted.
@@ -74,7 +74,7 @@ pub struct Reloaded {
 
 /// Response to `config-set`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Changed {
+pub struct SettingChange {
     /// The setting's key.
     pub key: String,
     /// Its previous value.
@@ -85,7 +85,7 @@ pub struct Changed {
 
 /// Response to `drain`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Drained {
+pub struct DrainResult {
     /// The node's state now.
     pub state: NodeState,
     /// The node's process id.
@@ -93,7 +93,7 @@ pub struct Drained {
     /// Whether every block is written: a stop of the node then loses none.
     pub is_written: bool,
     /// The result of each tenant's flush.
-    pub tenants: Vec<Flushed>,
+    pub tenants: Vec<FlushResult>,
     /// Number of clients that are still connected. They can still read.
     pub clients: usize,
     /// Whether the node is shutting down.

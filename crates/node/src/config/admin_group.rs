@@ -7,7 +7,7 @@ use std::path::Path;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AdminGroup {
     /// The GID. This group owns the socket file.
-    pub number: u32,
+    pub gid: u32,
     /// UIDs of the members that the group database lists. It does not list users whose primary
     /// group this is.
     pub members: Vec<u32>,
@@ -17,7 +17,7 @@ impl AdminGroup {
     /// Whether the group includes a process with this UID and GID, which the kernel reports for
     /// the peer of a Unix socket. The GID of a process is normally its user's primary group.
     pub fn includes(&self, user: u32, group: u32) -> bool {
-        group == self.number || self.members.contains(&user)
+        group == self.gid || self.members.contains(&user)
     }
 
     /// Finds a group by name or GID in files such as `/etc/group` and `/etc/passwd`.
@@ -29,11 +29,11 @@ impl AdminGroup {
             let is_match = group == name || number == name;
             let names = members.split(',').filter(|user| !user.is_empty());
             let users = names.filter_map(|user| user_id(user, passwd)).collect();
-            Some(Self { number: number.parse().ok()?, members: users }).filter(|_| is_match)
+            Some(Self { gid: number.parse().ok()?, members: users }).filter(|_| is_match)
         });
         // A group of a directory service is not in the file. Its GID is accepted as it is; only
         // processes that run with this GID are then members.
-        found.or_else(|| Some(Self { number: name.parse().ok()?, members: Vec::new() }))
+        found.or_else(|| Some(Self { gid: name.parse().ok()?, members: Vec::new() }))
     }
 }
 
@@ -59,13 +59,13 @@ mod tests {
         let (groups, passwd) = (directory.path().join("group"), directory.path().join("passwd"));
         fs::write(&groups, "root:x:0:\nops:x:700:alice,deleted\nmalformed line\n").unwrap();
         fs::write(&passwd, "alice:x:1001:100::/:\nbob:x:1002:700::/:\n").unwrap();
-        let expected = AdminGroup { number: 700, members: vec![1001] };
+        let expected = AdminGroup { gid: 700, members: vec![1001] };
         for name in ["ops", "700"] {
             assert_eq!(AdminGroup::find(name, &groups, &passwd), Some(expected.clone()));
         }
         assert!(expected.includes(1001, 100) && expected.includes(1002, 700));
         assert!(!expected.includes(1002, 100));
-        let unlisted = AdminGroup { number: 70_000, members: vec![] };
+        let unlisted = AdminGroup { gid: 70_000, members: vec![] };
         assert_eq!(AdminGroup::find("70000", &groups, &passwd), Some(unlisted));
         assert_eq!(AdminGroup::find("unknown", &groups, &passwd), None);
     }

@@ -111,7 +111,7 @@ fn derive_files_capacity(settings: &mut Settings, environment: &Environment) {
         below.map(|tenant| tenant.bytes("tenant.files_capacity")).collect();
     let reserved = quotas.iter().flatten().fold(0, |sum: u64, bytes| sum.saturating_add(*bytes));
     let shares = 1 + quotas.iter().filter(|quota| quota.is_none()).count() as u64;
-    let room = (environment.room_of)(&directory);
+    let room = (environment.available_space)(&directory);
     let (bytes, reason) = default_capacity::capacity(&directory, room, reserved, shares);
     let source = SettingSource::Derived(reason);
     settings.node.set_default_from("files_capacity", SettingValue::Size(bytes), source);

@@ -7,11 +7,11 @@ use super::environment::Environment;
 use super::error::ConfigError;
 use super::keys::{KEYS, nearest_name};
 use super::settings::SettingSource;
-use super::{Key, NodeConfig};
+use super::{NodeConfig, SettingKey};
 
 /// One setting, as `cascade config get` shows it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ShownKey {
+pub struct SettingInfo {
     /// The key, such as `dram`.
     pub key: String,
     /// The value as text, if the key is set.
@@ -28,14 +28,14 @@ pub struct ShownKey {
 ///
 /// # Errors
 /// The first name that is neither a key nor a section.
-pub fn shown(config: &NodeConfig, names: &[String]) -> Result<Vec<ShownKey>, String> {
-    let matches = |name: &String, key: &Key| name == key.path || name == key.section();
+pub fn list_settings(config: &NodeConfig, names: &[String]) -> Result<Vec<SettingInfo>, String> {
+    let matches = |name: &String, key: &SettingKey| name == key.path || name == key.section();
     if let Some(name) = names.iter().find(|name| !KEYS.iter().any(|key| matches(name, key))) {
         return Err(unknown_setting(name));
     }
     let selected =
         KEYS.iter().filter(|key| names.is_empty() || names.iter().any(|name| matches(name, key)));
-    let show = |key: &Key| ShownKey {
+    let show = |key: &SettingKey| SettingInfo {
         key: key.path.to_owned(),
         value: config.settings.node.text(key.path),
         source: config.settings.node.source(key.path).to_string(),
@@ -69,7 +69,7 @@ pub fn with_value(config: &NodeConfig, path: &str, text: &str) -> Result<NodeCon
 }
 
 fn unknown_setting(name: &str) -> String {
-    let sections = KEYS.iter().map(super::key::Key::section);
+    let sections = KEYS.iter().map(super::key::SettingKey::section);
     let hint = nearest_name(name, KEYS.iter().map(|key| key.path).chain(sections));
     let hint = hint.map_or_else(
         || "`cascade config get` lists all settings".to_owned(),

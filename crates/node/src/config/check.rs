@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
-use cascade_store::stage::Registry;
-use cascade_store::{Pipeline, Readers, StoreConfig, StoreError, read_secret};
+use cascade_store::stage::StageRegistry;
+use cascade_store::{Pipeline, SecretReaders, StoreConfig, StoreError, read_secret};
 
 use super::error::ConfigError;
 use super::settings::SettingSource;
@@ -69,7 +69,7 @@ impl NodeConfig {
     }
 
     fn check_store(&self, store: &StoreConfig) -> Result<(), ConfigError> {
-        let pipeline = Pipeline::parse(&store.pipeline, &Registry::default());
+        let pipeline = Pipeline::parse(&store.pipeline, &StageRegistry::default());
         let pipeline = pipeline.map_err(|error| {
             let advice = "join stages with |, such as Dram|Files";
             ConfigError::contradiction(self.with_sources(&["pipeline"]), error.to_string(), advice)
@@ -156,9 +156,9 @@ impl NodeConfig {
 
     fn check_secrets(&self) -> Result<(), ConfigError> {
         let own = [
-            ("token_file", &self.security.token_file, Readers::Group),
-            ("tls_private_key", &self.security.private_key, Readers::Owner),
-            ("encryption_key_file", &self.encryption_key_file, Readers::Owner),
+            ("token_file", &self.security.token_file, SecretReaders::Group),
+            ("tls_private_key", &self.security.private_key, SecretReaders::Owner),
+            ("encryption_key_file", &self.encryption_key_file, SecretReaders::Owner),
         ];
         for (key, path, readers) in own {
             if let Some(path) = path {
@@ -167,8 +167,8 @@ impl NodeConfig {
         }
         for tenant in &self.tenants {
             let files = [
-                ("tenant.token_file", &tenant.token_file, Readers::Group),
-                ("tenant.encryption_key_file", &tenant.encryption_key_file, Readers::Owner),
+                ("tenant.token_file", &tenant.token_file, SecretReaders::Group),
+                ("tenant.encryption_key_file", &tenant.encryption_key_file, SecretReaders::Owner),
             ];
             for (key, path, readers) in files {
                 if let Some(path) = path {
@@ -255,7 +255,7 @@ fn check_tenant(tenant: &TenantConfig, taken: &[&str]) -> Result<(), ConfigError
 }
 
 /// Refuses a file with a secret that is missing, is not a regular file, or is open to others.
-fn check_secret(key: &str, path: &Path, readers: Readers) -> Result<(), ConfigError> {
+fn check_secret(key: &str, path: &Path, readers: SecretReaders) -> Result<(), ConfigError> {
     match read_secret(path, SECRET_BYTES_MAX, readers) {
         Ok(_) => Ok(()),
         Err(source) => Err(ConfigError::Secret { key: key.to_owned(), source }),

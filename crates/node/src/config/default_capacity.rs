@@ -23,7 +23,7 @@ const TIME_LIMIT: Duration = Duration::from_secs(5);
 
 /// The space that a file system has for a directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Room {
+pub struct AvailableSpace {
     /// Kind of file system.
     pub file_system: FileSystem,
     /// Bytes that are free for this user.
@@ -33,7 +33,7 @@ pub struct Room {
     pub own_bytes: u64,
 }
 
-impl Room {
+impl AvailableSpace {
     /// Measures the space for a directory, which need not exist yet.
     ///
     /// # Errors
@@ -53,21 +53,21 @@ impl Room {
     }
 }
 
-fn measure(directory: &Path) -> io::Result<Room> {
+fn measure(directory: &Path) -> io::Result<AvailableSpace> {
     let existing = directory.ancestors().find(|path| path.exists());
     let existing = existing.map_or_else(|| PathBuf::from("/"), Path::to_owned);
     let space = ThisMachine.space(&existing)?;
     // If the directory is missing, files in its parent do not belong to the tier.
     let is_own = existing == directory && directory.is_dir();
     let own_bytes = if is_own { ThisMachine.used_bytes(directory, "")? } else { 0 };
-    Ok(Room { file_system: space.file_system, free_bytes: space.free_bytes, own_bytes })
+    Ok(AvailableSpace { file_system: space.file_system, free_bytes: space.free_bytes, own_bytes })
 }
 
 /// The capacity of each of `shares` stores below a directory, and an explanation of it.
 /// `reserved_bytes` are the quotas of other tenants there.
 pub(super) fn capacity(
     directory: &Path,
-    room: io::Result<Room>,
+    room: io::Result<AvailableSpace>,
     reserved_bytes: u64,
     shares: u64,
 ) -> (u64, String) {
@@ -108,7 +108,7 @@ mod tests {
     const EXT4: FileSystem = FileSystem(0xef53);
 
     fn capacity_of(file_system: FileSystem, free_bytes: u64, own_bytes: u64) -> (u64, String) {
-        let room = Room { file_system, free_bytes, own_bytes };
+        let room = AvailableSpace { file_system, free_bytes, own_bytes };
         capacity(Path::new("/nvme"), Ok(room), 0, 1)
     }
 
@@ -134,7 +134,7 @@ mod tests {
 
     #[test]
     fn tenants_without_a_quota_share_what_quotas_leave() {
-        let room = Room { file_system: EXT4, free_bytes: 1000 * GIB, own_bytes: 0 };
+        let room = AvailableSpace { file_system: EXT4, free_bytes: 1000 * GIB, own_bytes: 0 };
         let (bytes, reason) = capacity(Path::new("/nvme"), Ok(room), 200 * GIB, 3);
         assert_eq!(bytes, 200 * GIB);
         assert!(reason.contains("one of 3 tenants"), "{reason}");
@@ -151,10 +151,10 @@ mod tests {
     #[test]
     fn a_missing_directory_has_the_space_of_its_nearest_parent() {
         let directory = tempfile::tempdir().unwrap();
-        let missing = Room::of(&directory.path().join("a/b")).unwrap();
+        let missing = AvailableSpace::of(&directory.path().join("a/b")).unwrap();
         assert!(missing.own_bytes == 0 && missing.free_bytes > 0, "{missing:?}");
         std::fs::write(directory.path().join("block"), vec![7; 1 << 20]).unwrap();
-        let existing = Room::of(directory.path()).unwrap();
+        let existing = AvailableSpace::of(directory.path()).unwrap();
         assert!(existing.own_bytes >= 1 << 20, "{existing:?}");
     }
 }

@@ -1,12 +1,12 @@
 //! Compares two configurations: which keys differ, and which changes a running node can apply.
 
 use super::NodeConfig;
-use super::key::Key;
+use super::key::SettingKey;
 use super::keys::{KEYS, TENANT_KEYS};
 
 /// Names of keys that differ.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Difference {
+pub struct ConfigDifference {
     /// A running node applies these.
     pub live: Vec<String>,
     /// These need a restart.
@@ -20,10 +20,10 @@ pub struct Difference {
 /// change of the contents of a file that a key names is not a difference.
 ///
 /// Works only for configurations that were loaded ([`super::load`]): others have no settings.
-pub fn difference(old: &NodeConfig, new: &NodeConfig) -> Difference {
-    let mut found = Difference::default();
+pub fn difference(old: &NodeConfig, new: &NodeConfig) -> ConfigDifference {
+    let mut found = ConfigDifference::default();
     let (old, new) = (&old.settings, &new.settings);
-    let is_given = |key: &&Key| old.node.is_given(key.path) || new.node.is_given(key.path);
+    let is_given = |key: &&SettingKey| old.node.is_given(key.path) || new.node.is_given(key.path);
     let changed = KEYS.iter().filter(|key| old.node.get(key.path) != new.node.get(key.path));
     for key in changed.filter(is_given) {
         let list = if key.is_live { &mut found.live } else { &mut found.restart };

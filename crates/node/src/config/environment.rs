@@ -5,7 +5,7 @@ use std::ffi::OsString;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::default_capacity::Room;
+use super::default_capacity::AvailableSpace;
 use super::error::ConfigError;
 use super::keys::{KEYS, edit_distance, nearest_name};
 use super::renamed::new_name_of_variable;
@@ -29,7 +29,7 @@ pub struct Environment {
     /// File in which group names are looked up.
     pub groups: PathBuf,
     /// Measures the space that a file system has for a directory.
-    pub room_of: fn(&Path) -> io::Result<Room>,
+    pub available_space: fn(&Path) -> io::Result<AvailableSpace>,
 }
 
 impl Environment {
@@ -55,7 +55,7 @@ impl Environment {
             user,
             passwd: "/etc/passwd".into(),
             groups: "/etc/group".into(),
-            room_of: Room::of,
+            available_space: AvailableSpace::of,
         }
     }
 

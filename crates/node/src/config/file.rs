@@ -10,11 +10,11 @@ use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
 use super::error::ConfigError;
-use super::key::Key;
+use super::key::SettingKey;
 use super::keys::{ADVANCED, KEYS, SECTIONS, TENANT_KEYS, nearest_name};
 use super::renamed::{is_old_section, new_name_of};
 use super::settings::{SettingSource, Settings, Values};
-use super::value::{Kind, SettingValue};
+use super::value::{SettingValue, ValueKind};
 
 /// Size limit. A configuration is short, so a larger file was named by mistake.
 const FILE_BYTES_MAX: u64 = 1 << 20;
@@ -188,18 +188,18 @@ fn expected_place(section: &str) -> String {
     }
 }
 
-fn read_value(key: &Key, value: &DeValue<'_>) -> Result<SettingValue, String> {
+fn read_value(key: &SettingKey, value: &DeValue<'_>) -> Result<SettingValue, String> {
     let wrong = || format!("{} is not {}", value.type_str(), key.kind.description());
     match value {
-        DeValue::Array(parts) if key.kind == Kind::List => {
+        DeValue::Array(parts) if key.kind == ValueKind::List => {
             let texts = parts.iter().map(|part| scalar(part.get_ref()).ok_or_else(wrong));
             texts.collect::<Result<_, _>>().map(SettingValue::List)
         }
-        DeValue::String(text) if key.kind != Kind::List => key.parse(text),
-        DeValue::Float(number) if !key.kind.is_quoted() || key.kind == Kind::Duration => {
+        DeValue::String(text) if key.kind != ValueKind::List => key.parse(text),
+        DeValue::Float(number) if !key.kind.is_quoted() || key.kind == ValueKind::Duration => {
             key.parse(number.as_str())
         }
-        DeValue::Integer(number) if key.kind == Kind::Mode => match number.radix() {
+        DeValue::Integer(number) if key.kind == ValueKind::Mode => match number.radix() {
             8 => key.parse(number.as_str()),
             _ => Err(format!("write octal digits in quotes: \"0{}\"", number.as_str())),
         },

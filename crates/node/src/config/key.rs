@@ -1,15 +1,15 @@
 //! A key of the configuration: one declaration, used for reading, checks and documentation.
 
 use super::keys::ADVANCED;
-use super::value::{Kind, SettingValue};
+use super::value::{SettingValue, ValueKind};
 
 /// A key of the configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Key {
+pub struct SettingKey {
     /// The name, such as `files_capacity`, or `tenant.files_capacity` for a key of a tenant.
     pub path: &'static str,
     /// The kind of its values.
-    pub kind: Kind,
+    pub kind: ValueKind,
     /// Description, in sentences.
     pub meaning: &'static str,
     /// The default, as text.
@@ -30,8 +30,8 @@ pub struct Key {
     pub reason: Option<&'static str>,
 }
 
-impl Key {
-    pub(super) const fn new(path: &'static str, kind: Kind, meaning: &'static str) -> Self {
+impl SettingKey {
+    pub(super) const fn new(path: &'static str, kind: ValueKind, meaning: &'static str) -> Self {
         Self {
             path,
             kind,

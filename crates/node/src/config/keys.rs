@@ -5,8 +5,8 @@
 //! `CASCADE_FILES_CAPACITY` in the environment, and `files_capacity` in Python, for settings of
 //! embedded stores.
 
-use super::key::Key;
-use super::value::Kind;
+use super::key::SettingKey;
+use super::value::ValueKind;
 
 /// The table of keys that an operator rarely needs.
 pub(super) const ADVANCED: &str = "advanced";
@@ -26,114 +26,122 @@ pub const SECTIONS: &[(&str, &str)] = &[
 ];
 
 /// All keys except those of tenants: first the ordinary keys, then the advanced ones.
-pub const KEYS: &[Key] = &[
-    Key::new("dram", Kind::Size, "Size of the DRAM tier. All of it is allocated at start.")
-        .default("256MiB")
-        .minimum("4MiB")
-        .flag("dram"),
-    Key::new(
+pub const KEYS: &[SettingKey] = &[
+    SettingKey::new(
+        "dram",
+        ValueKind::Size,
+        "Size of the DRAM tier. All of it is allocated at start.",
+    )
+    .default("256MiB")
+    .minimum("4MiB")
+    .flag("dram"),
+    SettingKey::new(
         "files",
-        Kind::Path,
+        ValueKind::Path,
         "Directory of the file tier. Only one node may use it. Without it there is no file tier.",
     )
     .flag("files"),
-    Key::new("files_capacity", Kind::Size, "Size limit of the file tier.")
+    SettingKey::new("files_capacity", ValueKind::Size, "Size limit of the file tier.")
         .default_rule("80 % of the free space; at most 4GiB on a tmpfs or a container layer")
         .minimum("1MiB")
         .flag("files-capacity"),
-    Key::new("pipeline", Kind::Text, "Tiers from fast to slow.")
+    SettingKey::new("pipeline", ValueKind::Text, "Tiers from fast to slow.")
         .default_rule("`Dram|Files` with `files`, else `Dram`")
         .flag("pipeline"),
-    Key::new("policy", Kind::Choice(POLICIES), "Eviction policy of DRAM.")
+    SettingKey::new("policy", ValueKind::Choice(POLICIES), "Eviction policy of DRAM.")
         .default("prefix-cost")
         .flag("policy"),
-    Key::new(
+    SettingKey::new(
         "write",
-        Kind::Choice(&["back", "through"]),
+        ValueKind::Choice(&["back", "through"]),
         "When a put returns: once the block is in DRAM (`back`), or in every tier (`through`).",
     )
     .default("back")
     .flag("write"),
-    Key::new(
+    SettingKey::new(
         "durable",
-        Kind::Switch,
+        ValueKind::Switch,
         "Whether a block counts as stored only after it was synced to stable storage.",
     )
     .default("false")
     .flag("durable"),
-    Key::new(
+    SettingKey::new(
         "digest",
-        Kind::Choice(&["off", "blake3", "sha256"]),
+        ValueKind::Choice(&["off", "blake3", "sha256"]),
         "Hash for deduplication: blocks with equal bytes are stored once.",
     )
     .default("off")
     .flag("digest"),
-    Key::new(
+    SettingKey::new(
         "keep_pool",
-        Kind::Choice(KEEP_POOL),
+        ValueKind::Choice(KEEP_POOL),
         "When the next start recovers the blocks in the pool: after a crash, after a crash or a \
          clean shutdown (`always`), or never. With `never` the pool has no file.",
     )
     .default("after-crash")
     .flag("keep-pool"),
-    Key::new("socket", Kind::Path, "Path of the Unix socket for processes on this host.")
-        .default_rule(
-            "`$XDG_RUNTIME_DIR/cascade.sock`; without it `/run/cascade/cascade.sock` for root and \
+    SettingKey::new(
+        "socket",
+        ValueKind::Path,
+        "Path of the Unix socket for processes on this host.",
+    )
+    .default_rule(
+        "`$XDG_RUNTIME_DIR/cascade.sock`; without it `/run/cascade/cascade.sock` for root and \
              `/tmp/cascade-UID/cascade.sock` for others",
-        )
-        .flag("socket"),
-    Key::new("socket_mode", Kind::Mode, "Permissions of the socket file.")
+    )
+    .flag("socket"),
+    SettingKey::new("socket_mode", ValueKind::Mode, "Permissions of the socket file.")
         .default("0600")
         .flag("socket-mode"),
-    Key::new(
+    SettingKey::new(
         "admin_group",
-        Kind::Text,
+        ValueKind::Text,
         "Group of this host whose members may administer the node, like its own user and root. \
          The group owns the socket file.",
     )
     .default_rule("none")
     .flag("admin-group"),
-    Key::new(
+    SettingKey::new(
         "listen",
-        Kind::Address,
+        ValueKind::Address,
         "TCP address for HTTP: metrics, health and the status page. Without it no port is opened. \
          Port 0 chooses a free port.",
     )
     .flag("listen"),
-    Key::new(
+    SettingKey::new(
         "token_file",
-        Kind::Path,
+        ValueKind::Path,
         "File with the token that clients of the TCP port must present.",
     )
     .secret()
     .flag("token-file"),
-    Key::new("tls_certificate", Kind::Path, "Certificate chain of the node (PEM).")
+    SettingKey::new("tls_certificate", ValueKind::Path, "Certificate chain of the node (PEM).")
         .flag("tls-certificate"),
-    Key::new("tls_private_key", Kind::Path, "Private key of the certificate (PEM).")
+    SettingKey::new("tls_private_key", ValueKind::Path, "Private key of the certificate (PEM).")
         .secret()
         .flag("tls-private-key"),
-    Key::new(
+    SettingKey::new(
         "tls_client_ca",
-        Kind::Path,
+        ValueKind::Path,
         "CA certificate for client authentication (PEM). With it, TLS is mutual.",
     )
     .flag("tls-client-ca"),
-    Key::new(
+    SettingKey::new(
         "encryption_key_file",
-        Kind::Path,
+        ValueKind::Path,
         "File with the encryption key of the default tenant's file tier.",
     )
     .secret()
     .flag("encryption-key-file"),
-    Key::new("connections_max", Kind::Count, "Connection limit.")
+    SettingKey::new("connections_max", ValueKind::Count, "Connection limit.")
         .default("4096")
         .minimum("1")
         .maximum("1048576")
         .live()
         .flag("connections-max"),
-    Key::new(
+    SettingKey::new(
         "client_share",
-        Kind::Percent,
+        ValueKind::Percent,
         "Share of a tenant's DRAM that one client may hold under lease or reserved.",
     )
     .default("50%")
@@ -141,111 +149,119 @@ pub const KEYS: &[Key] = &[
     .maximum("100%")
     .live()
     .flag("client-share"),
-    Key::new(
+    SettingKey::new(
         "log_format",
-        Kind::Choice(&["text", "json"]),
+        ValueKind::Choice(&["text", "json"]),
         "Format of the log: text, or one JSON object per line.",
     )
     .default("text")
     .flag("log-format"),
-    Key::new("log_filter", Kind::Text, "Log filter, such as `info` or `cascade_node=debug`.")
-        .default("info")
-        .live()
-        .flag("log-filter"),
-    Key::new(
+    SettingKey::new(
+        "log_filter",
+        ValueKind::Text,
+        "Log filter, such as `info` or `cascade_node=debug`.",
+    )
+    .default("info")
+    .live()
+    .flag("log-filter"),
+    SettingKey::new(
         "traces_endpoint",
-        Kind::Url,
+        ValueKind::Url,
         "OTLP endpoint for traces, over HTTP, such as `http://localhost:4318`.",
     )
     .default_rule("no traces")
     .flag("traces-endpoint"),
-    Key::new("huge_pages", Kind::Switch, "Whether to request huge pages for the pool.")
+    SettingKey::new("huge_pages", ValueKind::Switch, "Whether to request huge pages for the pool.")
         .default("true")
         .flag("huge-pages")
         .advanced("Without free huge pages, the kernel uses ordinary ones."),
-    Key::new(
+    SettingKey::new(
         "protected_share",
-        Kind::Percent,
+        ValueKind::Percent,
         "Share of DRAM that protected prefixes may hold. Above it, prefixes are not protected.",
     )
     .default("90%")
     .maximum("100%")
     .flag("protected-share")
     .advanced("It only keeps protected prefixes from filling DRAM, and few are protected."),
-    Key::new(
+    SettingKey::new(
         "pool_directory",
-        Kind::Path,
+        ValueKind::Path,
         "Directory of the pool file, which survives a crash of the node. Use a tmpfs.",
     )
     .default("/dev/shm")
     .flag("pool-directory")
     .advanced("Every Linux system has this tmpfs."),
-    Key::new("files_layout", Kind::Choice(LAYOUTS), "Layout of blocks in files.")
+    SettingKey::new("files_layout", ValueKind::Choice(LAYOUTS), "Layout of blocks in files.")
         .default("segments")
         .flag("files-layout")
         .advanced("`file-per-block` is slower, and only for file systems that hosts share."),
-    Key::new("segment_size", Kind::Size, "Size of a segment, the unit of reclaim.")
+    SettingKey::new("segment_size", ValueKind::Size, "Size of a segment, the unit of reclaim.")
         .default_rule("a sixteenth of `files_capacity`, 1MiB to 256MiB")
         .minimum("1MiB")
         .maximum("1TiB")
         .flag("segment-size")
         .advanced("With the default, a reclaim drops at most a sixteenth of the tier."),
-    Key::new(
+    SettingKey::new(
         "io_engine",
-        Kind::Choice(ENGINES),
+        ValueKind::Choice(ENGINES),
         "I/O engine of the file tier. `auto` is `uring` if the kernel allows it, else `psync`.",
     )
     .default("auto")
     .flag("io-engine")
     .advanced("`auto` tests `io_uring` at start, and falls back to `psync`."),
-    Key::new(
+    SettingKey::new(
         "direct_io",
-        Kind::Switch,
+        ValueKind::Switch,
         "Whether to bypass the page cache, if the file system allows it.",
     )
     .default("true")
     .flag("direct-io")
     .advanced("The page cache would keep a second copy of blocks that are in DRAM."),
-    Key::new(
+    SettingKey::new(
         "admit_partial",
-        Kind::Switch,
+        ValueKind::Switch,
         "Whether to admit the last block of a request when it is only partly filled.",
     )
     .default("false")
     .flag("admit-partial")
     .advanced("A partly filled block is replaced once it is full, so it is rarely hit."),
-    Key::new("timeout", Kind::Duration, "Time limit of a call that has none of its own.")
-        .default("30s")
-        .minimum("1ms")
-        .flag("timeout")
-        .advanced("Clients send a time limit with each call. This one is for internal calls."),
-    Key::new("shutdown_timeout", Kind::Duration, "Time limit of a clean shutdown.")
+    SettingKey::new(
+        "timeout",
+        ValueKind::Duration,
+        "Time limit of a call that has none of its own.",
+    )
+    .default("30s")
+    .minimum("1ms")
+    .flag("timeout")
+    .advanced("Clients send a time limit with each call. This one is for internal calls."),
+    SettingKey::new("shutdown_timeout", ValueKind::Duration, "Time limit of a clean shutdown.")
         .default("30s")
         .minimum("1s")
         .live()
         .flag("shutdown-timeout")
         .advanced("The default is below the 90 s after which systemd kills a service."),
-    Key::new(
+    SettingKey::new(
         "dirty_max",
-        Kind::Size,
+        ValueKind::Size,
         "Limit of the bytes that wait to be written to lower tiers. At the limit, puts wait.",
     )
     .default_rule("a quarter of `dram`")
     .minimum("1B")
     .flag("dirty-max")
     .advanced("A higher limit pins more DRAM for a slow disk, a lower one delays bursts."),
-    Key::new(
+    SettingKey::new(
         "mover_rate",
-        Kind::Rate,
+        ValueKind::Rate,
         "Limit of the write rate to each lower tier, and of the read rate of prefetch.",
     )
     .default_rule("no limit")
     .minimum("1B/s")
     .flag("mover-rate")
     .advanced("A limit helps only if other programs use the same disk."),
-    Key::new(
+    SettingKey::new(
         "changes_max",
-        Kind::Count,
+        ValueKind::Count,
         "Length of the change log that followers of a store read, at 33 bytes per change. It is \
          kept only while there is a follower. With 0 there are no followers.",
     )
@@ -253,33 +269,37 @@ pub const KEYS: &[Key] = &[
     .maximum("268435456")
     .flag("changes-max")
     .advanced("A follower with a longer backlog reads the whole set of keys again."),
-    Key::new(
+    SettingKey::new(
         "probe_interval",
-        Kind::Duration,
+        ValueKind::Duration,
         "Time between two probes of a tier that is idle or whose circuit is open.",
     )
     .default("5s")
     .minimum("1ms")
     .flag("probe-interval")
     .advanced("A tier that recovers is used again after at most this time."),
-    Key::new(
+    SettingKey::new(
         "probe_timeout",
-        Kind::Duration,
+        ValueKind::Duration,
         "Time limit of a probe. A call that takes longer counts as a failure.",
     )
     .default("3s")
     .minimum("1ms")
     .flag("probe-timeout")
     .advanced("The default is far above the latency of a working disk."),
-    Key::new("failure_window", Kind::Count, "Number of recent calls to a tier that are counted.")
-        .default("8")
-        .minimum("1")
-        .maximum("64")
-        .flag("failure-window")
-        .advanced("It only matters together with `failure_threshold`."),
-    Key::new(
+    SettingKey::new(
+        "failure_window",
+        ValueKind::Count,
+        "Number of recent calls to a tier that are counted.",
+    )
+    .default("8")
+    .minimum("1")
+    .maximum("64")
+    .flag("failure-window")
+    .advanced("It only matters together with `failure_threshold`."),
+    SettingKey::new(
         "failure_threshold",
-        Kind::Count,
+        ValueKind::Count,
         "Failures within the window that open the tier's circuit. At most `failure_window`.",
     )
     .default("2")
@@ -287,7 +307,7 @@ pub const KEYS: &[Key] = &[
     .maximum("64")
     .flag("failure-threshold")
     .advanced("One failure may be chance. Two within a few calls are a fault."),
-    Key::new("threads_max", Kind::Count, "Limit of the threads that serve requests.")
+    SettingKey::new("threads_max", ValueKind::Count, "Limit of the threads that serve requests.")
         .default("64")
         .minimum("1")
         .maximum("4096")
@@ -296,37 +316,41 @@ pub const KEYS: &[Key] = &[
 ];
 
 /// Keys of one tenant.
-pub const TENANT_KEYS: &[Key] = &[
-    Key::new(
+pub const TENANT_KEYS: &[SettingKey] = &[
+    SettingKey::new(
         "tenant.name",
-        Kind::Text,
+        ValueKind::Text,
         "Name in metrics and admin commands: lower-case letters, digits, `-` and `_`.",
     )
     .default_rule("required"),
-    Key::new(
+    SettingKey::new(
         "tenant.users",
-        Kind::List,
+        ValueKind::List,
         "Users of this host that belong to this tenant, by name or UID.",
     )
     .default_rule("none"),
-    Key::new(
+    SettingKey::new(
         "tenant.token_file",
-        Kind::Path,
+        ValueKind::Path,
         "File with the token that authenticates clients as this tenant.",
     )
     .secret(),
-    Key::new(
+    SettingKey::new(
         "tenant.encryption_key_file",
-        Kind::Path,
+        ValueKind::Path,
         "File with the encryption key of the tenant's file tier.",
     )
     .secret(),
-    Key::new("tenant.dram", Kind::Size, "DRAM quota, which is the size of the tenant's own pool.")
-        .default_rule("`dram`")
-        .minimum("4MiB"),
-    Key::new("tenant.files", Kind::Path, "Directory of the tenant's file tier.")
+    SettingKey::new(
+        "tenant.dram",
+        ValueKind::Size,
+        "DRAM quota, which is the size of the tenant's own pool.",
+    )
+    .default_rule("`dram`")
+    .minimum("4MiB"),
+    SettingKey::new("tenant.files", ValueKind::Path, "Directory of the tenant's file tier.")
         .default_rule("`tenants/NAME` below `files`"),
-    Key::new("tenant.files_capacity", Kind::Size, "File tier quota.")
+    SettingKey::new("tenant.files_capacity", ValueKind::Size, "File tier quota.")
         .default_rule("`files_capacity`")
         .minimum("1MiB"),
 ];
@@ -337,7 +361,7 @@ const LAYOUTS: &[&str] = &["segments", "file-per-block"];
 const ENGINES: &[&str] = &["auto", "uring", "psync"];
 
 /// The key with this path, which must be in one of the tables.
-pub(super) fn key(path: &str) -> &'static Key {
+pub(super) fn key(path: &str) -> &'static SettingKey {
     let mut all = KEYS.iter().chain(TENANT_KEYS);
     all.find(|key| key.path == path).expect("the table has this path")
 }
@@ -400,11 +424,15 @@ mod tests {
 
     #[test]
     fn at_most_thirty_settings_are_not_advanced() {
-        let tenants = TENANT_KEYS.iter().map(Key::name);
-        let names: BTreeSet<&str> =
-            KEYS.iter().filter(|key| !key.is_advanced()).map(Key::name).chain(tenants).collect();
+        let tenants = TENANT_KEYS.iter().map(SettingKey::name);
+        let names: BTreeSet<&str> = KEYS
+            .iter()
+            .filter(|key| !key.is_advanced())
+            .map(SettingKey::name)
+            .chain(tenants)
+            .collect();
         assert!(names.len() <= 30, "{}: {names:?}", names.len());
-        let advanced_last = KEYS.is_sorted_by_key(Key::is_advanced);
+        let advanced_last = KEYS.is_sorted_by_key(SettingKey::is_advanced);
         assert!(advanced_last, "advanced keys come last");
     }
 

@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use super::key::Key;
+use super::key::SettingKey;
 use super::keys::{ADVANCED, KEYS, SECTIONS, TENANT_KEYS};
 
 const OPENING: &str = "\
@@ -107,7 +107,7 @@ pub fn reference() -> String {
     page
 }
 
-fn append_row(page: &mut String, key: &Key) {
+fn append_row(page: &mut String, key: &SettingKey) {
     let words = |text: &str| text.replace('|', "\\|");
     let bounds = match (key.minimum, key.maximum) {
         (Some(least), Some(most)) => format!("{least} to {most}"),
@@ -116,7 +116,7 @@ fn append_row(page: &mut String, key: &Key) {
         (None, None) => String::new(),
     };
     let choices = match key.kind {
-        super::Kind::Choice(choices) => format!(" One of `{}`.", choices.join("`, `")),
+        super::ValueKind::Choice(choices) => format!(" One of `{}`.", choices.join("`, `")),
         _ => String::new(),
     };
     let default = match (key.default_rule, key.default) {

@@ -9,7 +9,7 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use super::key::Key;
+use super::key::SettingKey;
 use super::keys::{KEYS, SECTIONS, TENANT_KEYS, key};
 use super::value::SettingValue;
 
@@ -122,7 +122,7 @@ impl Settings {
 }
 
 impl Values {
-    pub(super) fn set(&mut self, key: &Key, value: SettingValue, source: SettingSource) {
+    pub(super) fn set(&mut self, key: &SettingKey, value: SettingValue, source: SettingSource) {
         self.0.insert(key.path, Setting { value, source });
     }
 
@@ -214,7 +214,7 @@ impl Values {
         parts
     }
 
-    fn print<'a>(&self, keys: impl Iterator<Item = &'a Key>, out: &mut String) {
+    fn print<'a>(&self, keys: impl Iterator<Item = &'a SettingKey>, out: &mut String) {
         for key in keys {
             let line = match self.get(key.path) {
                 Some(Setting { value, source }) => {

@@ -9,7 +9,7 @@ use cascade_block::{ByteSize, TimeSpan};
 
 /// The kind of value that a key accepts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum ValueKind {
     /// Any text.
     Text,
     /// An absolute path.
@@ -41,33 +41,33 @@ pub enum Kind {
 /// A parsed value.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd)]
 pub enum SettingValue {
-    /// Of [`Kind::Text`] and [`Kind::Url`].
+    /// Of [`ValueKind::Text`] and [`ValueKind::Url`].
     Text(String),
-    /// Of [`Kind::Path`].
+    /// Of [`ValueKind::Path`].
     Path(PathBuf),
-    /// Of [`Kind::Size`], in bytes.
+    /// Of [`ValueKind::Size`], in bytes.
     Size(u64),
-    /// Of [`Kind::Rate`], in bytes per second.
+    /// Of [`ValueKind::Rate`], in bytes per second.
     Rate(u64),
-    /// Of [`Kind::Duration`].
+    /// Of [`ValueKind::Duration`].
     Duration(Duration),
-    /// Of [`Kind::Percent`], 0 to 255.
+    /// Of [`ValueKind::Percent`], 0 to 255.
     Percent(u8),
-    /// Of [`Kind::Count`].
+    /// Of [`ValueKind::Count`].
     Count(usize),
-    /// Of [`Kind::Mode`].
+    /// Of [`ValueKind::Mode`].
     Mode(u32),
-    /// Of [`Kind::Switch`].
+    /// Of [`ValueKind::Switch`].
     Switch(bool),
-    /// Of [`Kind::Address`].
+    /// Of [`ValueKind::Address`].
     Address(SocketAddr),
-    /// Of [`Kind::Choice`].
+    /// Of [`ValueKind::Choice`].
     Choice(&'static str),
-    /// Of [`Kind::List`].
+    /// Of [`ValueKind::List`].
     List(Vec<String>),
 }
 
-impl Kind {
+impl ValueKind {
     /// Parses a value.
     ///
     /// # Errors
@@ -222,28 +222,38 @@ mod tests {
     #[test]
     fn values_are_parsed_and_formatted_back() {
         for (kind, text, value, back) in [
-            (Kind::Size, "1GiB", SettingValue::Size(1 << 30), "\"1GiB\""),
-            (Kind::Size, "4096", SettingValue::Size(4096), "\"4KiB\""),
-            (Kind::Rate, "500MiB/s", SettingValue::Rate(500 << 20), "\"500MiB/s\""),
-            (Kind::Duration, "90s", SettingValue::Duration(Duration::from_secs(90)), "\"90s\""),
-            (Kind::Duration, "5 min", SettingValue::Duration(Duration::from_secs(300)), "\"5min\""),
-            (Kind::Duration, "0ms", SettingValue::Duration(Duration::ZERO), "\"0ms\""),
-            (Kind::Duration, "30", SettingValue::Duration(Duration::from_secs(30)), "\"30s\""),
+            (ValueKind::Size, "1GiB", SettingValue::Size(1 << 30), "\"1GiB\""),
+            (ValueKind::Size, "4096", SettingValue::Size(4096), "\"4KiB\""),
+            (ValueKind::Rate, "500MiB/s", SettingValue::Rate(500 << 20), "\"500MiB/s\""),
             (
-                Kind::Duration,
+                ValueKind::Duration,
+                "90s",
+                SettingValue::Duration(Duration::from_secs(90)),
+                "\"90s\"",
+            ),
+            (
+                ValueKind::Duration,
+                "5 min",
+                SettingValue::Duration(Duration::from_secs(300)),
+                "\"5min\"",
+            ),
+            (ValueKind::Duration, "0ms", SettingValue::Duration(Duration::ZERO), "\"0ms\""),
+            (ValueKind::Duration, "30", SettingValue::Duration(Duration::from_secs(30)), "\"30s\""),
+            (
+                ValueKind::Duration,
                 "0.5",
                 SettingValue::Duration(Duration::from_millis(500)),
                 "\"500ms\"",
             ),
-            (Kind::Rate, "1024", SettingValue::Rate(1024), "\"1KiB/s\""),
-            (Kind::Percent, "25%", SettingValue::Percent(25), "\"25%\""),
-            (Kind::Percent, "25", SettingValue::Percent(25), "\"25%\""),
-            (Kind::Mode, "0660", SettingValue::Mode(0o660), "\"0660\""),
-            (Kind::Mode, "0o600", SettingValue::Mode(0o600), "\"0600\""),
-            (Kind::Switch, "false", SettingValue::Switch(false), "false"),
-            (Kind::Count, "64", SettingValue::Count(64), "64"),
-            (Kind::Text, "a \"b\"", SettingValue::Text("a \"b\"".to_owned()), r#""a \"b\"""#),
-            (Kind::Choice(&["lru", "arc"]), "LRU", SettingValue::Choice("lru"), "\"lru\""),
+            (ValueKind::Rate, "1024", SettingValue::Rate(1024), "\"1KiB/s\""),
+            (ValueKind::Percent, "25%", SettingValue::Percent(25), "\"25%\""),
+            (ValueKind::Percent, "25", SettingValue::Percent(25), "\"25%\""),
+            (ValueKind::Mode, "0660", SettingValue::Mode(0o660), "\"0660\""),
+            (ValueKind::Mode, "0o600", SettingValue::Mode(0o600), "\"0600\""),
+            (ValueKind::Switch, "false", SettingValue::Switch(false), "false"),
+            (ValueKind::Count, "64", SettingValue::Count(64), "64"),
+            (ValueKind::Text, "a \"b\"", SettingValue::Text("a \"b\"".to_owned()), r#""a \"b\"""#),
+            (ValueKind::Choice(&["lru", "arc"]), "LRU", SettingValue::Choice("lru"), "\"lru\""),
         ] {
             let read = kind.parse(text).unwrap();
             assert_eq!((&read, read.toml().as_str()), (&value, back), "{text}");
@@ -254,22 +264,22 @@ mod tests {
     #[test]
     fn the_error_of_an_invalid_value_names_the_expected_form() {
         for (kind, text, hint) in [
-            (Kind::Size, "lots", "512MiB"),
-            (Kind::Rate, "fast", "500MiB/s"),
-            (Kind::Duration, "s", "250ms"),
-            (Kind::Duration, "-1", "250ms"),
-            (Kind::Duration, "99999999999999999999s", "36525d"),
-            (Kind::Percent, "300%", "25%"),
-            (Kind::Mode, "rw", "0600"),
-            (Kind::Mode, "7777", "0600"),
-            (Kind::Mode, "6", "0600"),
-            (Kind::Path, "cache", "/var/lib/cascade"),
-            (Kind::Path, "~/cache", "/var/lib/cascade"),
-            (Kind::Address, "localhost", "127.0.0.1:9000"),
-            (Kind::Url, "localhost:4318", "http://"),
-            (Kind::Switch, "yes", "true or false"),
-            (Kind::Count, "-1", "whole number"),
-            (Kind::Choice(&["lru", "arc"]), "clock", "lru, arc"),
+            (ValueKind::Size, "lots", "512MiB"),
+            (ValueKind::Rate, "fast", "500MiB/s"),
+            (ValueKind::Duration, "s", "250ms"),
+            (ValueKind::Duration, "-1", "250ms"),
+            (ValueKind::Duration, "99999999999999999999s", "36525d"),
+            (ValueKind::Percent, "300%", "25%"),
+            (ValueKind::Mode, "rw", "0600"),
+            (ValueKind::Mode, "7777", "0600"),
+            (ValueKind::Mode, "6", "0600"),
+            (ValueKind::Path, "cache", "/var/lib/cascade"),
+            (ValueKind::Path, "~/cache", "/var/lib/cascade"),
+            (ValueKind::Address, "localhost", "127.0.0.1:9000"),
+            (ValueKind::Url, "localhost:4318", "http://"),
+            (ValueKind::Switch, "yes", "true or false"),
+            (ValueKind::Count, "-1", "whole number"),
+            (ValueKind::Choice(&["lru", "arc"]), "clock", "lru, arc"),
         ] {
             let message = kind.parse(text).unwrap_err();
             assert!(message.contains(hint), "{text}: {message}");

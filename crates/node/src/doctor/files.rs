@@ -174,7 +174,7 @@ fn existing(directory: &Path) -> &Path {
 fn space<'a>(
     files: &'a FilesConfig,
     machine: &dyn Machine,
-) -> Result<(&'a Path, super::Space), CheckOutcome> {
+) -> Result<(&'a Path, super::DiskSpace), CheckOutcome> {
     let at = existing(&files.directory);
     machine.space(at).map(|space| (at, space)).map_err(|error| {
         CheckOutcome::failed(format!("{}: {error}", at.display()), "see files_directory")

@@ -10,13 +10,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use cascade_block::{Clock as _, SystemClock};
-use cascade_disk::io::{Engine as _, UringEngine};
+use cascade_disk::io::{TransferEngine as _, UringEngine};
 use cascade_memory::{HugePages, MemoryError, PageReport, Pool, PoolConfig};
-use cascade_store::LeftPool;
+use cascade_store::LeftoverPool;
 use rustix::fs::{Access, OFlags, access, statfs};
 
-use super::{FileSystem, Space};
-use crate::socket_place::{self, Occupant, SocketPlaceError};
+use super::{DiskSpace, FileSystem};
+use crate::socket_place::{self, SocketPathState, SocketPlaceError};
 
 /// Size of the pool for a trial: two huge pages.
 const TRIAL_BYTES: usize = 4 << 20;
@@ -40,7 +40,7 @@ pub trait Machine: Send + Sync + fmt::Debug {
     fn list(&self, path: &str) -> io::Result<Vec<String>>;
 
     /// The space of the file system of an existing directory.
-    fn space(&self, directory: &Path) -> io::Result<Space>;
+    fn space(&self, directory: &Path) -> io::Result<DiskSpace>;
 
     /// Disk usage of the entries of an existing directory whose names begin with `prefix`, with
     /// all files below them.
@@ -53,7 +53,7 @@ pub trait Machine: Send + Sync + fmt::Debug {
     fn may_write(&self, directory: &Path) -> io::Result<()>;
 
     /// What is at the path of a socket.
-    fn socket(&self, path: &Path) -> Result<Occupant, SocketPlaceError>;
+    fn socket(&self, path: &Path) -> Result<SocketPathState, SocketPlaceError>;
 
     /// Listens on an address, and closes the port again.
     fn try_listen(&self, address: SocketAddr) -> io::Result<()>;
@@ -65,7 +65,7 @@ pub trait Machine: Send + Sync + fmt::Debug {
     fn try_ring(&self) -> io::Result<bool>;
 
     /// Pool files in a directory that belong to this user and to no running process.
-    fn left_pools(&self, directory: &Path) -> io::Result<Vec<LeftPool>>;
+    fn left_pools(&self, directory: &Path) -> io::Result<Vec<LeftoverPool>>;
 
     /// Seconds since 1970 by the host's clock.
     fn unix_seconds(&self) -> u64;
@@ -85,10 +85,10 @@ impl Machine for ThisMachine {
         entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect()
     }
 
-    fn space(&self, directory: &Path) -> io::Result<Space> {
+    fn space(&self, directory: &Path) -> io::Result<DiskSpace> {
         let stat = statfs(directory)?;
         let block_bytes = u64::try_from(stat.f_bsize).unwrap_or_default();
-        Ok(Space {
+        Ok(DiskSpace {
             // Magic numbers have 32 bits, whatever the width of the field.
             file_system: FileSystem(stat.f_type.cast_unsigned() & 0xffff_ffff),
             free_bytes: stat.f_bavail.saturating_mul(block_bytes),
@@ -124,7 +124,7 @@ impl Machine for ThisMachine {
         Ok(())
     }
 
-    fn socket(&self, path: &Path) -> Result<Occupant, SocketPlaceError> {
+    fn socket(&self, path: &Path) -> Result<SocketPathState, SocketPlaceError> {
         socket_place::examine(path, rustix::process::geteuid().as_raw())
     }
 
@@ -146,8 +146,8 @@ impl Machine for ThisMachine {
         Ok(engine.is_registered())
     }
 
-    fn left_pools(&self, directory: &Path) -> io::Result<Vec<LeftPool>> {
-        cascade_store::left_pools(directory)
+    fn left_pools(&self, directory: &Path) -> io::Result<Vec<LeftoverPool>> {
+        cascade_store::leftover_pools(directory)
     }
 
     fn unix_seconds(&self) -> u64 {

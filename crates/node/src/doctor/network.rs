@@ -5,7 +5,7 @@ use std::io;
 use cascade_block::with_causes;
 
 use super::{Check, CheckOutcome};
-use crate::socket_place::{Occupant, SocketPlaceError};
+use crate::socket_place::{SocketPathState, SocketPlaceError};
 
 /// Descriptors of a node, in addition to those of clients and segments.
 const OWN_DESCRIPTORS: u64 = 256;
@@ -49,8 +49,8 @@ pub(super) const SOCKET: Check = Check {
     run: |config, machine| {
         let (path, at) = (&config.socket, config.socket.display());
         match machine.socket(path) {
-            Ok(Occupant::Nobody) => CheckOutcome::ok(format!("{at} is free")),
-            Ok(Occupant::Stale) => {
+            Ok(SocketPathState::Free) => CheckOutcome::ok(format!("{at} is free")),
+            Ok(SocketPathState::Stale) => {
                 CheckOutcome::ok(format!("{at} is stale; the node removes it at start"))
             }
             Err(SocketPlaceError::Directory { directory, source })

@@ -1,10 +1,10 @@
 //! Check for pool files of this user that belong to no running process.
 
 use cascade_block::ByteSize;
-use cascade_store::LeftPool;
+use cascade_store::LeftoverPool;
 
 use super::{Check, CheckOutcome};
-use crate::tenants::{DEFAULT, pool_file};
+use crate::tenants::{DEFAULT_TENANT, pool_file};
 
 pub(super) const LEFT_POOLS: Check = Check {
     id: "left_pools",
@@ -17,7 +17,7 @@ pub(super) const LEFT_POOLS: Check = Check {
             Ok(left) => left,
             Err(error) => return CheckOutcome::absent(format!("{}: {error}", directory.display())),
         };
-        let own = pool_file(config, DEFAULT);
+        let own = pool_file(config, DEFAULT_TENANT);
         let (own, others): (Vec<_>, Vec<_>) =
             left.into_iter().partition(|pool| own.as_ref() == Some(&pool.path));
         if others.is_empty() {
@@ -36,8 +36,8 @@ pub(super) const LEFT_POOLS: Check = Check {
     },
 };
 
-fn list(pools: &[LeftPool]) -> String {
-    let describe = |pool: &LeftPool| {
+fn list(pools: &[LeftoverPool]) -> String {
+    let describe = |pool: &LeftoverPool| {
         let blocks = if pool.has_blocks { "with blocks" } else { "of an interrupted start" };
         format!("{} ({}, {blocks})", pool.path.display(), ByteSize(pool.bytes).rounded())
     };

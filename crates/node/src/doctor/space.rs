@@ -4,7 +4,7 @@ use std::fmt;
 
 /// The kind and the space of a directory's file system.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Space {
+pub struct DiskSpace {
     /// The kind of file system.
     pub file_system: FileSystem,
     /// Bytes that are free for this user.

@@ -9,7 +9,7 @@ use axum::http::{HeaderMap, HeaderValue, StatusCode};
 use rustls::ServerConfig;
 
 use crate::http::security::{Secrets, token_hash};
-use crate::status::View;
+use crate::status::StatusView;
 
 /// Size limit of an `Authorization` header.
 const AUTHORIZATION_BYTES_MAX: usize = 4096;
@@ -61,14 +61,14 @@ impl HttpAccess {
         &self,
         caller: Caller,
         headers: &HeaderMap,
-        view_of_token: impl FnOnce(&[u8]) -> Option<View>,
-        view_of_peer: impl FnOnce(u32, u32) -> View,
-    ) -> Result<View, StatusCode> {
+        view_of_token: impl FnOnce(&[u8]) -> Option<StatusView>,
+        view_of_peer: impl FnOnce(u32, u32) -> StatusView,
+    ) -> Result<StatusView, StatusCode> {
         if let Some(credentials) = headers.get(AUTHORIZATION).map(HeaderValue::as_bytes) {
             let token = token_of(credentials).ok_or(StatusCode::UNAUTHORIZED)?;
             let is_node_token =
                 self.secrets.token.is_some_and(|own| is_equal(&token_hash(&token), &own));
-            let view = if is_node_token { Some(View::All) } else { view_of_token(&token) };
+            let view = if is_node_token { Some(StatusView::All) } else { view_of_token(&token) };
             return view.ok_or(StatusCode::UNAUTHORIZED);
         }
         if let Caller::Unix { user, group } = caller {
@@ -78,11 +78,11 @@ impl HttpAccess {
             return Err(StatusCode::UNAUTHORIZED);
         }
         if self.secrets.is_mutual {
-            return Ok(View::All);
+            return Ok(StatusView::All);
         }
         match headers.get(HOST).map(|host| host.to_str()) {
-            None => Ok(View::Totals),
-            Some(Ok(host)) if self.is_own_host(host) => Ok(View::Totals),
+            None => Ok(StatusView::Totals),
+            Some(Ok(host)) if self.is_own_host(host) => Ok(StatusView::Totals),
             Some(_) => Err(StatusCode::MISDIRECTED_REQUEST),
         }
     }
@@ -161,9 +161,10 @@ mod tests {
     }
 
     /// Checks a request over TCP, with one tenant that has a token.
-    fn check(access: &HttpAccess, headers: &HeaderMap) -> Result<View, StatusCode> {
-        let view_of_token =
-            |token: &[u8]| (token == b"a-token-of-bob's").then(|| View::Tenant("bob".to_owned()));
+    fn check(access: &HttpAccess, headers: &HeaderMap) -> Result<StatusView, StatusCode> {
+        let view_of_token = |token: &[u8]| {
+            (token == b"a-token-of-bob's").then(|| StatusView::Tenant("bob".to_owned()))
+        };
         access.check(Caller::Tcp, headers, view_of_token, |_, _| panic!("TCP has no peer user"))
     }
 
@@ -177,10 +178,10 @@ mod tests {
             "Basic YTphLXRva2VuLW9mLW91ci1vd24",
         ] {
             let view = check(&access, &headers(AUTHORIZATION, accepted));
-            assert_eq!(view, Ok(View::All), "{accepted}");
+            assert_eq!(view, Ok(StatusView::All), "{accepted}");
         }
         let of_tenant = check(&access, &headers(AUTHORIZATION, "Bearer a-token-of-bob's"));
-        assert_eq!(of_tenant, Ok(View::Tenant("bob".to_owned())));
+        assert_eq!(of_tenant, Ok(StatusView::Tenant("bob".to_owned())));
         for wrong in [
             "",
             "Bearer",
@@ -202,25 +203,25 @@ mod tests {
     fn a_request_for_another_host_is_refused() {
         let access = access(None);
         for own in ["127.0.0.1:8080", "localhost:9", "LocalHost", "[::1]:80", "127.0.0.1"] {
-            assert_eq!(check(&access, &headers(HOST, own)), Ok(View::Totals), "{own}");
+            assert_eq!(check(&access, &headers(HOST, own)), Ok(StatusView::Totals), "{own}");
         }
         for other in ["evil.example", "evil.example:8080", "192.0.2.1", "localhost.evil.example"] {
             let refused = check(&access, &headers(HOST, other));
             assert_eq!(refused, Err(StatusCode::MISDIRECTED_REQUEST), "{other}");
         }
         let without_host = check(&access, &HeaderMap::new());
-        assert_eq!(without_host, Ok(View::Totals), "browsers always send a Host header");
+        assert_eq!(without_host, Ok(StatusView::Totals), "browsers always send a Host header");
     }
 
     #[test]
     fn on_the_unix_socket_the_peer_decides_if_there_is_no_token() {
         for access in [access(None), access(Some("a-token-of-our-own"))] {
             let check = |headers: &HeaderMap| {
-                let view_of_peer = |user, group| View::Tenant(format!("{user} in {group}"));
+                let view_of_peer = |user, group| StatusView::Tenant(format!("{user} in {group}"));
                 let caller = Caller::Unix { user: 7, group: 8 };
                 access.check(caller, headers, |_| None, view_of_peer)
             };
-            assert_eq!(check(&HeaderMap::new()), Ok(View::Tenant("7 in 8".to_owned())));
+            assert_eq!(check(&HeaderMap::new()), Ok(StatusView::Tenant("7 in 8".to_owned())));
             assert_eq!(check(&headers(AUTHORIZATION, "Bearer x")), Err(StatusCode::UNAUTHORIZED));
         }
     }

@@ -8,7 +8,7 @@ use maud::{DOCTYPE, Markup, PreEscaped, html};
 
 use crate::http::plot;
 use crate::samples::{Flow, Series};
-use crate::status::{ALL_TENANTS, HealthState, HitRate, NodeState, Status, View};
+use crate::status::{ALL_TENANTS, HealthState, HitRate, NodeState, Status, StatusView};
 
 pub(super) use format::tier_class;
 use format::{bytes, count, percent, rate, time};
@@ -100,9 +100,9 @@ fn head(status: &Status) -> Markup {
 fn scope(status: &Status) -> Markup {
     html! {
         @match &status.view {
-            View::All => {}
-            View::Tenant(name) => { p.scope { "Tenant " b { (name) } "." } }
-            View::Totals => {
+            StatusView::All => {}
+            StatusView::Tenant(name) => { p.scope { "Tenant " b { (name) } "." } }
+            StatusView::Totals => {
                 p.scope {
                     "Totals of all tenants. For tenants, clients and prefixes, use a token or the \
                      Unix socket: " code { "cascade status" } " or "

@@ -17,7 +17,7 @@ use crate::http::page;
 use crate::metrics::{self, MetricsFormat};
 use crate::node::Node;
 use crate::samples::Samples;
-use crate::status::{HealthState, NodeState, Status, TenantStatus, View};
+use crate::status::{HealthState, NodeState, Status, StatusView, TenantStatus};
 
 /// Time limit of a response.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(20);
@@ -55,7 +55,7 @@ struct Queue {
 
 #[derive(Debug)]
 struct PendingRequest {
-    view: View,
+    view: StatusView,
     kind: ResponseKind,
     response: oneshot::Sender<Bytes>,
 }
@@ -89,7 +89,11 @@ impl ResponseQueue {
     }
 
     /// A response built from a status that is taken after this call. `None` after a time-out.
-    pub(super) async fn request(self: &Arc<Self>, view: View, kind: ResponseKind) -> Option<Bytes> {
+    pub(super) async fn request(
+        self: &Arc<Self>,
+        view: StatusView,
+        kind: ResponseKind,
+    ) -> Option<Bytes> {
         let (response, result) = oneshot::channel();
         let must_start = {
             let mut queue = lock(&self.queue);
@@ -125,8 +129,8 @@ impl ResponseQueue {
     /// Takes one status for the batch, and builds each different response once.
     fn respond(&self, batch: Vec<PendingRequest>) {
         let mut status = None;
-        let mut views: HashMap<View, Status> = HashMap::new();
-        let mut built: HashMap<(View, ResponseKind), Bytes> = HashMap::new();
+        let mut views: HashMap<StatusView, Status> = HashMap::new();
+        let mut built: HashMap<(StatusView, ResponseKind), Bytes> = HashMap::new();
         for PendingRequest { view, kind, response } in batch {
             let text = built.entry((view, kind)).or_insert_with_key(|(view, kind)| {
                 if *kind == ResponseKind::Readiness {
@@ -162,7 +166,7 @@ impl ResponseQueue {
 
     /// The history for a status: a tenant has its own.
     fn series(&self, status: &Status) -> crate::samples::Series {
-        let View::Tenant(name) = &status.view else { return self.node.samples().series() };
+        let StatusView::Tenant(name) = &status.view else { return self.node.samples().series() };
         let samples = Arc::clone(lock(&self.samples_by_tenant).entry(name.clone()).or_default());
         samples.record(status);
         samples.series()

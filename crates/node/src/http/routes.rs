@@ -23,7 +23,7 @@ use crate::http::responses::{ResponseKind, ResponseQueue};
 use crate::http::runbooks::runbook;
 use crate::metrics::MetricsFormat;
 use crate::node::Node;
-use crate::status::View;
+use crate::status::StatusView;
 use crate::telemetry::{TraceContext, request_span};
 
 type Current<T> = Arc<RwLock<Arc<T>>>;
@@ -90,9 +90,9 @@ async fn guard(
     let view_of_token = |token: &[u8]| {
         // With a token, the user does not matter.
         let tenant = node.tenants().identify(u32::MAX, Some(token)).ok()?;
-        Some(View::of_tenant(&tenant))
+        Some(StatusView::of_tenant(&tenant))
     };
-    let view_of_peer = |user, group| View::of_peer(&node, user, group);
+    let view_of_peer = |user, group| StatusView::of_peer(&node, user, group);
     let status = match access.check(caller, request.headers(), view_of_token, view_of_peer) {
         Ok(view) => {
             request.extensions_mut().insert(view);
@@ -121,7 +121,7 @@ async fn healthz() -> Json<serde_json::Value> {
 
 /// Readiness, with the reason if the node is not ready.
 async fn readyz(State(responses): State<Arc<ResponseQueue>>) -> Response {
-    let reason = match responses.request(View::Totals, ResponseKind::Readiness).await {
+    let reason = match responses.request(StatusView::Totals, ResponseKind::Readiness).await {
         Some(reason) if reason.is_empty() => return Json(json!({"ready": true})).into_response(),
         Some(reason) => String::from_utf8_lossy(&reason).into_owned(),
         None => "the store does not respond".to_owned(),
@@ -142,14 +142,14 @@ fn with_type(content_type: &'static str, response: Option<Bytes>) -> Response {
 
 async fn status_json(
     State(responses): State<Arc<ResponseQueue>>,
-    Extension(view): Extension<View>,
+    Extension(view): Extension<StatusView>,
 ) -> Response {
     with_type("application/json", responses.request(view, ResponseKind::Json).await)
 }
 
 async fn scrape(
     State(responses): State<Arc<ResponseQueue>>,
-    Extension(view): Extension<View>,
+    Extension(view): Extension<StatusView>,
     headers: HeaderMap,
 ) -> Response {
     let accept = headers.get(ACCEPT).and_then(|accept| accept.to_str().ok());
@@ -161,14 +161,14 @@ async fn scrape(
 /// The part of the page that changes.
 async fn page_body(
     State(responses): State<Arc<ResponseQueue>>,
-    Extension(view): Extension<View>,
+    Extension(view): Extension<StatusView>,
 ) -> Response {
     with_type(HTML, responses.request(view, ResponseKind::PageBody).await)
 }
 
 async fn status_page(
     State(responses): State<Arc<ResponseQueue>>,
-    Extension(view): Extension<View>,
+    Extension(view): Extension<StatusView>,
 ) -> Response {
     let mut nonce = [0; 16];
     if SystemRandom::new().fill(&mut nonce).is_err() {

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
 
-use cascade_store::{Readers, read_secret};
+use cascade_store::{SecretReaders, read_secret};
 use ring::digest::{SHA256, digest};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
@@ -56,7 +56,7 @@ pub(super) fn token_hash(token: &[u8]) -> [u8; 32] {
 
 fn read_token(path: &Path) -> Result<[u8; 32], HttpError> {
     let invalid = |reason| file_error("token_file", path, reason, None);
-    let token = secret("token_file", path, Readers::Group)?;
+    let token = secret("token_file", path, SecretReaders::Group)?;
     let token = token.trim_ascii();
     if token.len() < TOKEN_BYTES_MIN {
         return Err(invalid(
@@ -71,7 +71,11 @@ fn read_token(path: &Path) -> Result<[u8; 32], HttpError> {
     Ok(token_hash(token))
 }
 
-fn secret(setting: &'static str, path: &Path, readers: Readers) -> Result<Vec<u8>, HttpError> {
+fn secret(
+    setting: &'static str,
+    path: &Path,
+    readers: SecretReaders,
+) -> Result<Vec<u8>, HttpError> {
     read_secret(path, FILE_BYTES_MAX, readers)
         .map_err(|source| HttpError::Secret { setting, source })
 }
@@ -95,7 +99,7 @@ fn tls(
     authority: Option<&Path>,
 ) -> Result<Arc<ServerConfig>, HttpError> {
     let chain = certificates("tls_certificate", certificate)?;
-    let key = secret("tls_private_key", private_key, Readers::Owner)?;
+    let key = secret("tls_private_key", private_key, SecretReaders::Owner)?;
     let key = PrivateKeyDer::from_pem_slice(&key).map_err(|error| {
         let reason = "contains no PEM private key";
         file_error("tls_private_key", private_key, reason, Some(Box::new(error)))

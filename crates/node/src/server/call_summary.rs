@@ -5,7 +5,7 @@ use std::time::Duration;
 use cascade_store::PutOutcome;
 use cascade_wire::{Answer, Call, KeyQuestion, Lease, PreparedBlock};
 
-use crate::traffic::{Answered, Operation};
+use crate::traffic::{CompletedRequest, Operation};
 
 /// The counts of a call. They are taken before it is answered, which consumes the call.
 #[derive(Debug, Clone, Copy)]
@@ -51,7 +51,7 @@ impl CallSummary {
     }
 
     /// The record of the call with its answer.
-    pub(super) fn answered(self, answer: Option<&Answer>, duration: Duration) -> Answered {
+    pub(super) fn answered(self, answer: Option<&Answer>, duration: Duration) -> CompletedRequest {
         let Self { operation, blocks, mut bytes } = self;
         let mut failed = false;
         let hit_blocks = match answer {
@@ -78,6 +78,13 @@ impl CallSummary {
             }
             _ => 0,
         };
-        Answered { operation, duration, blocks, hit_blocks: hit_blocks as u64, bytes, failed }
+        CompletedRequest {
+            operation,
+            duration,
+            blocks,
+            hit_blocks: hit_blocks as u64,
+            bytes,
+            failed,
+        }
     }
 }

@@ -10,7 +10,7 @@ use std::time::Duration;
 use cascade_block::{Clock, SystemClock};
 use cascade_store::Process;
 use cascade_wire::{
-    Access, Answer, Call, Frame, Header, Hello, HoldRange, TraceContext, UNREAD, VERSION,
+    Access, Answer, Call, Frame, FrameHeader, Hello, HoldRange, TraceContext, UNREAD_CALL, VERSION,
     VERSION_MIN, Welcome, WireError, frame_length,
 };
 use rustix::event::epoll::EventFlags;
@@ -328,7 +328,7 @@ impl Connection {
         &self,
         shared: &Shared,
         output: &mut Vec<u8>,
-        header: &Header,
+        header: &FrameHeader,
         call: Call,
         trace: Option<TraceContext>,
     ) -> Result<(), CloseReason> {
@@ -490,7 +490,7 @@ impl Connection {
 /// connection has room for the message; an error is ignored.
 pub(super) fn refuse_before_hello(stream: &UnixStream, reason: &str) {
     let mut message = Vec::new();
-    Answer::Refused { reason: reason.to_owned() }.write(&mut message, UNREAD);
+    Answer::Refused { reason: reason.to_owned() }.write(&mut message, UNREAD_CALL);
     let sent = stream.set_nonblocking(true).and_then(|()| (&*stream).write(&message));
     if let Err(error) = sent {
         tracing::trace!(%error, "a refused client already closed its connection");

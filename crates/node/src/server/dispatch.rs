@@ -6,11 +6,11 @@ use std::time::Duration;
 use cascade_block::{BlockKey, Manifest, Namespace};
 use cascade_memory::SlabMut;
 use cascade_store::{
-    CallOptions, DeclineReason, Prepared, Put, PutOutcome, PutSlab, Request, Store, StoreError,
-    TierName, ViewOutcome, Writer,
+    CallOptions, DeclineReason, PrepareOutcome, Put, PutOutcome, PutSlab, Request, Store,
+    StoreError, TierName, ViewOutcome, WriterId,
 };
 use cascade_wire::{
-    Access, Answer, AskedBlock, BLOCKS_MAX, Call, ChainRequest, KEYS_MAX, KeyQuestion, Lease,
+    Access, Answer, BLOCKS_MAX, BlockToPrepare, Call, ChainRequest, KEYS_MAX, KeyQuestion, Lease,
     LeasePurpose, PreparedBlock, SealedBlock,
 };
 
@@ -55,7 +55,8 @@ impl Dispatch<'_> {
                 self.reserve(self.options(timeout_ms), hold, bytes)
             }
             Call::Seal { timeout_ms, blocks } => {
-                let writer = NonZeroU32::new(self.session.peer.process.unsigned_abs()).map(Writer);
+                let writer =
+                    NonZeroU32::new(self.session.peer.process.unsigned_abs()).map(WriterId);
                 self.seal(CallOptions { writer, ..self.options(timeout_ms) }, &blocks)
             }
             Call::Release { holds } => {
@@ -63,7 +64,7 @@ impl Dispatch<'_> {
                 return None;
             }
             Call::Settled { present, conflicts, failures } => {
-                self.count_settled(present, conflicts, failures);
+                self.count_completed_puts(present, conflicts, failures);
                 return None;
             }
             Call::Lease { timeout_ms, first_hold, purpose, keys } => {
@@ -174,7 +175,7 @@ impl Dispatch<'_> {
     /// All blocks are prepared without waiting first. If one would have to wait, it and all after
     /// it are prepared again with a permit to wait, unless the client got slabs: then it fills and
     /// seals these first and sends the others again, so that it never waits while holding slabs.
-    fn prepare(&self, options: CallOptions, first: u64, blocks: &[AskedBlock]) -> Answer {
+    fn prepare(&self, options: CallOptions, first: u64, blocks: &[BlockToPrepare]) -> Answer {
         if let Some(refused) = self.slab_refusal(blocks.len()) {
             return refused;
         }
@@ -188,25 +189,25 @@ impl Dispatch<'_> {
         let share_left = self.share_left();
         let mut granted: Vec<(usize, HeldMemory)> = Vec::new();
         let mut answers: Vec<PreparedBlock> = Vec::with_capacity(blocks.len());
-        let mut settle = |prepared: Vec<Prepared>, answers: &mut Vec<PreparedBlock>| {
+        let mut settle = |prepared: Vec<PrepareOutcome>, answers: &mut Vec<PreparedBlock>| {
             for prepared in prepared {
                 let index = answers.len();
                 answers.push(match prepared {
-                    Prepared::Slab(slab) => {
+                    PrepareOutcome::Slab(slab) => {
                         let offset = slab.offset() as u64;
                         granted.push((index, HeldMemory::Slab(slab)));
                         PreparedBlock::Slab { offset }
                     }
                     // The client's share is used up, not the pool.
-                    Prepared::Settled(PutOutcome::Declined(DeclineReason::Full))
+                    PrepareOutcome::Settled(PutOutcome::Declined(DeclineReason::Full))
                         if lengths[index] > share_left =>
                     {
                         let error = self.session.bytes_limit_error();
                         PreparedBlock::Settled(PutOutcome::Failed(error))
                     }
-                    Prepared::Settled(outcome) => PreparedBlock::Settled(outcome),
-                    Prepared::Compare => PreparedBlock::Compare,
-                    Prepared::Later => PreparedBlock::Later,
+                    PrepareOutcome::Settled(outcome) => PreparedBlock::Settled(outcome),
+                    PrepareOutcome::Compare => PreparedBlock::Compare,
+                    PrepareOutcome::Deferred => PreparedBlock::Later,
                 });
             }
         };
@@ -220,7 +221,7 @@ impl Dispatch<'_> {
             // Slabs behind the first block that has to wait return to the pool before the wait.
             drop(rest);
             let rest = if has_slabs {
-                (at..blocks.len()).map(|_| Prepared::Later).collect()
+                (at..blocks.len()).map(|_| PrepareOutcome::Deferred).collect()
             } else {
                 self.prepare_with_permit(&puts[at..], &lengths[at..], options)
             };
@@ -242,11 +243,11 @@ impl Dispatch<'_> {
         puts: &[Put<'_>],
         lengths: &[usize],
         options: CallOptions,
-    ) -> Vec<Prepared> {
+    ) -> Vec<PrepareOutcome> {
         match self.acquire_permit() {
             Ok(_permit) => self.store().prepare(puts, lengths, self.share_left(), options),
             Err(error) => {
-                let failed = || Prepared::Settled(PutOutcome::Failed(error.clone()));
+                let failed = || PrepareOutcome::Settled(PutOutcome::Failed(error.clone()));
                 std::iter::repeat_with(failed).take(puts.len()).collect()
             }
         }
@@ -313,7 +314,7 @@ impl Dispatch<'_> {
         let keys: Vec<BlockKey> = puts.iter().map(|put| put.key).collect();
         // A permit covers everything that can take long: hashing, comparing, waiting for tiers.
         let writer = options.writer;
-        let stored = if self.store().puts_at_once(&keys) {
+        let stored = if self.store().can_put_without_waiting(&keys) {
             self.store().put_slabs(puts, options)
         } else {
             match self.wait_permits.try_acquire(self.session.account(), WaitPurpose::Seal) {
@@ -331,10 +332,10 @@ impl Dispatch<'_> {
     }
 
     /// Counts the outcomes that a client determined itself.
-    fn count_settled(&self, present: u32, conflicts: u32, failures: u32) {
+    fn count_completed_puts(&self, present: u32, conflicts: u32, failures: u32) {
         // The client may send any numbers. They are bounded and affect only its own tenant.
         let bounded = |count: u32| u64::from(count).min(BLOCKS_MAX as u64);
-        self.store().count_settled(bounded(present), bounded(conflicts), bounded(failures));
+        self.store().count_completed_puts(bounded(present), bounded(conflicts), bounded(failures));
     }
 
     fn lease(
@@ -387,13 +388,13 @@ impl Dispatch<'_> {
     ) -> Vec<ViewOutcome> {
         let read = |keys: &[BlockKey], options| match purpose {
             LeasePurpose::Use => self.store().view(keys, options),
-            LeasePurpose::Compare => self.store().inspect(keys, options),
+            LeasePurpose::Compare => self.store().peek(keys, options),
         };
         let read_with_permit = |keys: &[BlockKey]| match self.acquire_permit() {
             Ok(_permit) => read(keys, options),
             Err(error) => keys.iter().map(|_| ViewOutcome::Failed(error.clone())).collect(),
         };
-        if !self.store().reads_at_once(keys) {
+        if !self.store().can_read_without_waiting(keys) {
             return read_with_permit(keys);
         }
         let mut views = read(keys, NO_WAIT);
@@ -480,7 +481,7 @@ impl Dispatch<'_> {
     }
 }
 
-fn put_request(block: &AskedBlock) -> Put<'static> {
+fn put_request(block: &BlockToPrepare) -> Put<'static> {
     Put {
         parent: block.parent,
         is_prefix: block.is_prefix,
@@ -519,7 +520,7 @@ fn found_no_room(prepared: &PreparedBlock) -> bool {
 }
 
 /// Whether a block could not be prepared without waiting.
-fn timed_out(prepared: &Prepared) -> bool {
-    let Prepared::Settled(PutOutcome::Failed(error)) = prepared else { return false };
+fn timed_out(prepared: &PrepareOutcome) -> bool {
+    let PrepareOutcome::Settled(PutOutcome::Failed(error)) = prepared else { return false };
     matches!(error, StoreError::Timeout { .. } | StoreError::Busy { .. })
 }

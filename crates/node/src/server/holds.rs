@@ -50,7 +50,7 @@ impl LedgerGuard {
         };
         let ids: Vec<HeldId> = guards.into_iter().filter_map(&mut id_of).collect();
         if let Some(tenant) = tenant {
-            tenant.store().unhold(ids);
+            tenant.store().release_held(ids);
         }
     }
 }
@@ -58,7 +58,7 @@ impl LedgerGuard {
 impl Drop for LedgerGuard {
     fn drop(&mut self) {
         if let Some(id) = self.id.take() {
-            self.tenant.store().unhold([id]);
+            self.tenant.store().release_held([id]);
         }
     }
 }

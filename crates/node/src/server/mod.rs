@@ -37,7 +37,7 @@ use connection::{Connection, NextStep, ThreadBuffers};
 use connections::Connections;
 use refusals::Refusals;
 pub(crate) use session::ClientSessions;
-pub use session::SessionFacts;
+pub use session::ClientSnapshot;
 use session::{ClientSession, Peer};
 use wait_permits::WaitPermits;
 
@@ -258,7 +258,7 @@ impl Shared {
     /// manager restarts the node, which recovers a pool file.
     fn handle_panic(&self, token: u64) {
         let tenants = self.node.tenants().all();
-        if let Some(broken) = tenants.iter().find(|tenant| tenant.store().is_broken()) {
+        if let Some(broken) = tenants.iter().find(|tenant| tenant.store().is_poisoned()) {
             tracing::error!(
                 tenant = broken.name(),
                 "the node exits: a thread panicked inside the tenant's store, whose state is \

@@ -87,7 +87,7 @@ impl fmt::Debug for ClientSession {
 
 /// The state of one client at one moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct SessionFacts {
+pub struct ClientSnapshot {
     /// The name in its hello.
     pub name: String,
     /// The name of its tenant.
@@ -111,7 +111,7 @@ pub struct SessionFacts {
     /// Time since the session was opened.
     pub age: Duration,
     /// Time since the last call.
-    pub silent: Duration,
+    pub idle: Duration,
 }
 
 impl ClientSession {
@@ -242,7 +242,7 @@ impl ClientSession {
 
     /// Reserves a namespace for registration. One that the tenant already has costs nothing.
     pub(super) fn reserve_namespace(&self, namespace: &Namespace) -> Result<(), StoreError> {
-        if self.tenant.store().knows_namespace(&namespace.id()) {
+        if self.tenant.store().is_namespace_registered(&namespace.id()) {
             return Ok(());
         }
         let bytes = namespace.manifest().fields().map(|(name, value)| name.len() + value.len());
@@ -271,7 +271,7 @@ impl ClientSession {
         };
         let pieces: Vec<_> = all.iter().map(|(_, memory)| memory.piece()).collect();
         let mut ids = Vec::with_capacity(pieces.len());
-        store.note_held(&pieces, holder, &mut ids)?;
+        store.record_held(&pieces, holder, &mut ids)?;
         Ok(ids.into_iter().map(|id| LedgerGuard::new(Arc::clone(&self.tenant), id)).collect())
     }
 
@@ -383,13 +383,13 @@ impl ClientSession {
         self.holds().retain();
     }
 
-    pub(crate) fn snapshot(&self) -> SessionFacts {
+    pub(crate) fn snapshot(&self) -> ClientSnapshot {
         let holds = self.holds();
         let totals = holds.totals();
         let now = SystemClock.monotonic();
         let age = self.age();
         let last = Duration::from_millis(self.last_call_ms.load(Ordering::Relaxed));
-        SessionFacts {
+        ClientSnapshot {
             name: self.name.clone(),
             tenant: self.tenant.name().to_owned(),
             process: self.peer.process,
@@ -401,7 +401,7 @@ impl ClientSession {
             reserved_bytes: totals.reserved_bytes,
             oldest_lease: totals.oldest_lease.map(|granted| now.saturating_sub(granted)),
             age,
-            silent: age.saturating_sub(last),
+            idle: age.saturating_sub(last),
         }
     }
 }

@@ -1,8 +1,8 @@
 //! Builds a status from the statistics of stores and sessions.
 
-use cascade_store::{Counters, HealthState as StoreHealth, ShadowFigure, Stats};
+use cascade_store::{HealthState as StoreHealth, ShadowFigure, StoreCounters, StoreStats};
 
-use crate::server::SessionFacts;
+use crate::server::ClientSnapshot;
 use crate::status::{
     CatalogStatus, ClientStatus, ClientsStatus, EvictionStatus, GetStatus, HealthState,
     HealthStatus, HitRate, HotPrefix, LookupStatus, MoverStatus, PoolStatus, PutStatus,
@@ -14,7 +14,7 @@ const DRAM: &str = "dram";
 
 impl TenantStatus {
     /// A tenant's status from the statistics of its store.
-    pub fn of(name: &str, stats: &Stats, now_unix_ms: u64) -> Self {
+    pub fn of(name: &str, stats: &StoreStats, now_unix_ms: u64) -> Self {
         let counters = &stats.counters;
         Self {
             name: name.to_owned(),
@@ -71,7 +71,7 @@ impl TenantStatus {
     }
 
     /// Adds the most requested prefixes.
-    pub fn with_hot(mut self, hot: &[cascade_store::HotPrefix]) -> Self {
+    pub fn with_hot_prefixes(mut self, hot: &[cascade_store::HotPrefix]) -> Self {
         self.hot_prefixes = hot
             .iter()
             .map(|prefix| HotPrefix {
@@ -113,7 +113,7 @@ impl HitRate {
     }
 }
 
-fn puts(counters: &Counters) -> PutStatus {
+fn puts(counters: &StoreCounters) -> PutStatus {
     PutStatus {
         blocks: counters.puts,
         stored: counters.stored,
@@ -126,7 +126,7 @@ fn puts(counters: &Counters) -> PutStatus {
     }
 }
 
-fn mover(stats: &Stats) -> MoverStatus {
+fn mover(stats: &StoreStats) -> MoverStatus {
     let counters = &stats.counters;
     MoverStatus {
         demoted_blocks: counters.demoted_blocks,
@@ -151,7 +151,7 @@ fn health_state(state: StoreHealth) -> HealthState {
 }
 
 /// DRAM, the stages below it, and all other sources of hits, so that hits by tier add up to hits.
-fn tiers(stats: &Stats, now_unix_ms: u64) -> Vec<TierStatus> {
+fn tiers(stats: &StoreStats, now_unix_ms: u64) -> Vec<TierStatus> {
     let mut tiers = vec![TierStatus {
         name: DRAM.to_owned(),
         capacity_bytes: stats.pool.capacity_bytes as u64,
@@ -219,8 +219,8 @@ const IDLE_TIME: std::time::Duration = std::time::Duration::from_secs(60);
 impl ClientsStatus {
     /// The status of these sessions. `reaped` is the number of clients that ended while they held
     /// leases or reservations.
-    pub fn of(clients: &[SessionFacts], reaped: u64) -> Self {
-        let is_idle = |client: &&SessionFacts| client.leases > 0 && client.silent > IDLE_TIME;
+    pub fn of(clients: &[ClientSnapshot], reaped: u64) -> Self {
+        let is_idle = |client: &&ClientSnapshot| client.leases > 0 && client.idle > IDLE_TIME;
         let mut list: Vec<_> = clients.iter().map(ClientStatus::of).collect();
         list.sort_by_key(|client| {
             (std::cmp::Reverse(client.leased_bytes + client.reserved_bytes), client.pid)
@@ -243,7 +243,7 @@ impl ClientsStatus {
 }
 
 impl ClientStatus {
-    fn of(client: &SessionFacts) -> Self {
+    fn of(client: &ClientSnapshot) -> Self {
         let holds_memory = client.leases + client.reservations > 0;
         Self {
             pid: u32::try_from(client.process).unwrap_or(0),
@@ -253,7 +253,7 @@ impl ClientStatus {
             leased_bytes: client.leased_bytes,
             reserved_bytes: client.reserved_bytes,
             oldest_lease_s: client.oldest_lease.map(|age| age.as_secs_f64()),
-            silent_s: client.silent.as_secs_f64(),
+            silent_s: client.idle.as_secs_f64(),
             // Checked only for clients that hold memory: it reads a file in `/proc` for each.
             is_stopped: holds_memory && is_stopped(client.process),
         }

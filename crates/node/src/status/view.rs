@@ -7,7 +7,7 @@ use crate::status::{
     CatalogStatus, ClientsStatus, EvictionStatus, GetStatus, HealthState, HitRate, LookupStatus,
     MoverStatus, PoolStatus, PutStatus, Status, TenantStatus, TierStatus, WarmRestartStatus,
 };
-use crate::tenants::{DEFAULT, Tenant};
+use crate::tenants::{DEFAULT_TENANT, Tenant};
 
 /// The tenant name in totals.
 pub const ALL_TENANTS: &str = "all tenants";
@@ -15,7 +15,7 @@ pub const ALL_TENANTS: &str = "all tenants";
 /// The part of a node's status that its reader may see.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum View {
+pub enum StatusView {
     /// Everything: for the node's own user, root, members of `admin_group`, and clients with the
     /// node's token or a certificate.
     #[default]
@@ -26,11 +26,11 @@ pub enum View {
     Totals,
 }
 
-impl View {
+impl StatusView {
     /// What a tenant may see. The default tenant sees everything.
     pub fn of_tenant(tenant: &Tenant) -> Self {
         match tenant.name() {
-            DEFAULT => Self::All,
+            DEFAULT_TENANT => Self::All,
             name => Self::Tenant(name.to_owned()),
         }
     }
@@ -48,10 +48,10 @@ impl View {
 
 impl Status {
     /// This status of `node`, limited to a view.
-    pub(crate) fn seen_by(mut self, view: &View, node: &Node) -> Self {
+    pub(crate) fn seen_by(mut self, view: &StatusView, node: &Node) -> Self {
         match view {
-            View::All => {}
-            View::Tenant(name) => {
+            StatusView::All => {}
+            StatusView::Tenant(name) => {
                 let mut clients = node.clients();
                 clients.retain(|client| client.tenant == *name);
                 self.tenants.retain(|tenant| tenant.name == *name);
@@ -61,7 +61,7 @@ impl Status {
                 self.traces = None;
                 self.notes.clear();
             }
-            View::Totals => {
+            StatusView::Totals => {
                 self.tenants = vec![TenantStatus::total(&self.tenants)];
                 self.clients.list.clear();
                 self.notes.clear();
@@ -257,10 +257,10 @@ mod tests {
         let mut config = NodeConfig::new(directory.path().join("cascade.sock"));
         config.store.dram_bytes = 4 << 20;
         config.store.huge_pages = false;
-        config.admin_group = Some(AdminGroup { number: 700, members: vec![4710] });
+        config.admin_group = Some(AdminGroup { gid: 700, members: vec![4710] });
         let node = Node::open(config).unwrap();
-        assert_eq!(View::of_peer(&node, 4711, 700), View::All, "primary group");
-        assert_eq!(View::of_peer(&node, 4710, 100), View::All, "listed member");
-        assert_eq!(View::of_peer(&node, 4711, 100), View::Totals);
+        assert_eq!(StatusView::of_peer(&node, 4711, 700), StatusView::All, "primary group");
+        assert_eq!(StatusView::of_peer(&node, 4710, 100), StatusView::All, "listed member");
+        assert_eq!(StatusView::of_peer(&node, 4711, 100), StatusView::Totals);
     }
 }

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::path::Path;
 
-use cascade_store::{Readers, SecretError, read_secret};
+use cascade_store::{SecretError, SecretReaders, read_secret};
 use ring::hmac;
 use ring::rand::SystemRandom;
 
@@ -17,7 +17,7 @@ pub(super) struct Token(Vec<u8>);
 
 impl Token {
     pub(super) fn read(path: &Path) -> Result<Self, SecretError> {
-        let mut bytes = read_secret(path, FILE_BYTES_MAX, Readers::Group)?;
+        let mut bytes = read_secret(path, FILE_BYTES_MAX, SecretReaders::Group)?;
         bytes.truncate(bytes.trim_ascii_end().len());
         if bytes.len() < TOKEN_BYTES_MIN {
             return Err(SecretError::Content {

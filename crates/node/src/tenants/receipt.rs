@@ -1,7 +1,7 @@
 //! The receipt of a `forget` command: what was removed, what was zeroed, what remains and why.
 
 use cascade_block::{Clock as _, SystemClock};
-use cascade_store::{Erased, Left, TierErased};
+use cascade_store::{EraseReport, NotErased, TierEraseReport};
 use serde::{Deserialize, Serialize};
 
 /// The result of forgetting a tenant.
@@ -59,9 +59,9 @@ pub struct Leftover {
 }
 
 impl Receipt {
-    pub(super) fn new(tenant: &str, began_unix_ms: u64, erased: Erased) -> Self {
+    pub(super) fn new(tenant: &str, began_unix_ms: u64, erased: EraseReport) -> Self {
         let is_complete = erased.is_complete();
-        let tier = |it: &TierErased| TierReceipt {
+        let tier = |it: &TierEraseReport| TierReceipt {
             tier: it.tier.to_owned(),
             blocks: it.blocks,
             bytes: it.bytes,
@@ -71,7 +71,7 @@ impl Receipt {
         let memory = MemoryReceipt {
             zeroed_bytes: erased.memory.zeroed_bytes as u64,
             held_bytes: erased.memory.held_bytes as u64,
-            left_bytes: erased.memory.left_bytes as u64,
+            left_bytes: erased.memory.unwiped_bytes as u64,
         };
         Self {
             tenant: tenant.to_owned(),
@@ -83,7 +83,7 @@ impl Receipt {
             left: erased
                 .left
                 .into_iter()
-                .map(|Left { what, why }| Leftover { what, why })
+                .map(|NotErased { what, why }| Leftover { what, why })
                 .collect(),
         }
     }

@@ -48,7 +48,7 @@ fn tenant(directory: &Path, name: &str, users: &[u32], token: Option<&str>) -> T
 
 fn config(directory: &Path, tenants: Vec<TenantConfig>) -> NodeConfig {
     NodeConfig {
-        store: store(directory, DEFAULT),
+        store: store(directory, DEFAULT_TENANT),
         tenants,
         ..NodeConfig::new(directory.join("socket"))
     }
@@ -120,7 +120,7 @@ fn only_the_default_tenant_has_a_pool_that_can_be_truncated() {
     let directory = tempfile::tempdir().unwrap();
     let mut config = config(directory.path(), vec![tenant(directory.path(), "a", &[1001], None)]);
     config.pool_directory = Some(directory.path().to_owned());
-    assert!(pool_file(&config, DEFAULT).is_some());
+    assert!(pool_file(&config, DEFAULT_TENANT).is_some());
     let tenants = Tenants::open_for(&config, OWN).unwrap();
     let foreign = tenants.by_name("a").unwrap().store();
     assert_eq!(foreign.config().pool_file, None);
@@ -142,7 +142,7 @@ fn a_peer_is_identified_by_its_token_or_by_its_user() {
     let name = |user, token: Option<&str>| {
         tenants.identify(user, token.map(str::as_bytes)).map(|tenant| tenant.name().to_owned())
     };
-    assert_eq!(name(OWN, None).unwrap(), DEFAULT);
+    assert_eq!(name(OWN, None).unwrap(), DEFAULT_TENANT);
     assert_eq!(name(1001, None).unwrap(), "a");
     assert_eq!(name(1003, None).unwrap(), "b");
     assert_eq!(name(OWN, Some(token)).unwrap(), "a", "the token takes precedence");
@@ -162,7 +162,7 @@ fn root_and_the_admin_group_administer_the_node_and_others_only_their_tenant() {
     let token = "0123456789abcdef-a";
     let mut config =
         config(directory.path(), vec![tenant(directory.path(), "a", &[1001], Some(token))]);
-    config.admin_group = Some(AdminGroup { number: 700, members: vec![1005] });
+    config.admin_group = Some(AdminGroup { gid: 700, members: vec![1005] });
     let tenants = Tenants::open_for(&config, OWN).unwrap();
     let name = |user, group, token: Option<&str>| {
         let token = token.map(str::as_bytes);
@@ -170,7 +170,7 @@ fn root_and_the_admin_group_administer_the_node_and_others_only_their_tenant() {
         tenant.map(|tenant| tenant.name().to_owned())
     };
     for (user, group) in [(0, 0), (OWN, 100), (1005, 100), (4242, 700), (1001, 700)] {
-        assert_eq!(name(user, group, None).unwrap(), DEFAULT, "user {user}, group {group}");
+        assert_eq!(name(user, group, None).unwrap(), DEFAULT_TENANT, "user {user}, group {group}");
     }
     assert_eq!(name(1001, 100, None).unwrap(), "a");
     assert_eq!(name(0, 0, Some(token)).unwrap(), "a", "the token takes precedence");
@@ -194,18 +194,18 @@ fn ambiguous_tenants_are_refused() {
     let text = two(tenant(at, "a", &[7], None), tenant(at, "b", &[7], None));
     assert!(text.contains("user 7"), "{text}");
     let text = refusal(vec![tenant(at, "a", &[OWN], None)]);
-    assert!(text.contains("user 500") && text.contains(DEFAULT), "{text}");
+    assert!(text.contains("user 500") && text.contains(DEFAULT_TENANT), "{text}");
     let text = two(tenant(at, "a", &[], Some(token)), tenant(at, "b", &[], Some(token)));
     assert!(text.contains("same token"), "{text}");
     let text = two(tenant(at, "a", &[7], None), tenant(at, "a", &[8], None));
     assert!(text.contains("same name"), "{text}");
-    let text = refusal(vec![tenant(at, DEFAULT, &[8], None)]);
+    let text = refusal(vec![tenant(at, DEFAULT_TENANT, &[8], None)]);
     assert!(text.contains("same name"), "{text}");
     let text = refusal(vec![tenant(at, "a", &[], None)]);
     assert!(text.contains("no client can belong"), "{text}");
     let text = refusal(vec![tenant(at, "a", &[], Some("short"))]);
     assert!(text.contains("openssl rand") && !text.contains("short"), "{text}");
-    let same = TenantConfig { store: store(at, DEFAULT), ..tenant(at, "a", &[7], None) };
+    let same = TenantConfig { store: store(at, DEFAULT_TENANT), ..tenant(at, "a", &[7], None) };
     let text = refusal(vec![same]);
     assert!(text.contains("both have the files directory"), "{text}");
     let exposed = tenant(at, "a", &[], Some(token));
@@ -248,7 +248,7 @@ fn a_forgotten_tenant_leaves_no_bytes_in_memory_or_files() {
     b.encryption_key_file = Some(key);
     let config = config(at, vec![tenant(at, "a", &[1001], None), b]);
     let tenants = Tenants::open_for(&config, OWN).unwrap();
-    for name in ["a", "b", DEFAULT] {
+    for name in ["a", "b", DEFAULT_TENANT] {
         let (tenant, other) = (tenants.by_name(name).unwrap(), tenants.by_name("a").unwrap());
         fill(tenant, 0..100);
         let patterns: Vec<_> =
@@ -290,7 +290,7 @@ fn a_tenant_may_forget_itself_and_the_default_tenant_any() {
     let refusal = forget("a", "b").unwrap_err();
     assert_eq!(refusal.replace("\"b\"", "\"x\""), forget("a", "x").unwrap_err());
     assert_eq!(hits(&named("b"), 0..10), 10);
-    for caller in ["b", DEFAULT] {
+    for caller in ["b", DEFAULT_TENANT] {
         let receipt: Receipt = serde_json::from_str(&forget(caller, "b").unwrap()).unwrap();
         assert!(receipt.is_complete && receipt.tenant == "b", "{receipt:?}");
     }

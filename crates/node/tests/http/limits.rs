@@ -96,7 +96,7 @@ fn health_is_answered_at_the_connection_limit() {
     for path in ["/", "/live", "/metrics", "/status.json"] {
         let refused = served.get_over_tcp(path);
         assert_eq!(refused.code, 503, "{path}");
-        assert!(refused.body.contains("ask again"), "{}", refused.body);
+        assert!(refused.body.contains("retry"), "{}", refused.body);
     }
     assert!(served.node.traffic().status().http.turned_away >= 200);
     drop(idle);

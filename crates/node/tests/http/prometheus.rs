@@ -290,7 +290,7 @@ fn the_alert_of_a_collapsed_hit_rate_fires_for_clients_that_look_up_first() {
     };
     let annotations = "{runbook_url: \"http://a/runbooks/CascadeHitRateCollapsed\", \
         summary: \"The hit rate of default on a halved\", description: \"Compare a request with \
-        `cascade explain`: a changed model, layout or prompt misses everything.\"}";
+        `cascade explain`: a changed model, layout or prompt makes every block a miss.\"}";
     let case = |at: &str, fires: bool| {
         let expected = expected(fires).replace("ANNOTATIONS", annotations);
         format!(

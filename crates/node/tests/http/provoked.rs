@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use cascade_block::BlockKey;
 use cascade_node::config::{SecurityConfig, TenantConfig};
 use cascade_node::telemetry::Spans;
-use cascade_node::traffic::{Answered, Operation};
+use cascade_node::traffic::{CompletedRequest, Operation};
 use cascade_node::{Node, NodeConfig};
 use cascade_store::{CallOptions, KeepPool, Put, StoreConfig};
 
@@ -125,7 +125,7 @@ fn provoke(served: &Served) {
     for number in 0..128 {
         other.put(&[Put::new(key(number), &bytes)], options);
     }
-    let failed = Answered {
+    let failed = CompletedRequest {
         operation: Operation::View,
         duration: Duration::from_millis(1),
         blocks: 1,

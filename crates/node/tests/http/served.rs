@@ -11,7 +11,7 @@ use cascade_block::BlockKey;
 use cascade_node::config::SecurityConfig;
 use cascade_node::http::{self, HttpConfig, HttpHandle};
 use cascade_node::status::{NodeState, Status};
-use cascade_node::traffic::{Answered, Operation};
+use cascade_node::traffic::{CompletedRequest, Operation};
 use cascade_node::{Node, NodeConfig};
 use cascade_store::{CallOptions, FilesConfig, Put, Request, ViewOutcome};
 
@@ -71,7 +71,7 @@ impl Served {
 
     /// The Unix socket where HTTP clients are identified by user.
     pub(crate) fn socket(&self) -> PathBuf {
-        http::socket_of(&self.node.config().socket)
+        http::http_socket_path(&self.node.config().socket)
     }
 
     /// A request as the node's own user, over the Unix socket.
@@ -134,7 +134,8 @@ impl Served {
         hit_blocks: u64,
         bytes: u64,
     ) {
-        let answered = Answered { operation, duration, blocks, hit_blocks, bytes, failed: false };
+        let answered =
+            CompletedRequest { operation, duration, blocks, hit_blocks, bytes, failed: false };
         self.node.traffic().record(&answered);
     }
 

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use cascade_block::BlockKey;
 use cascade_node::config::{SecurityConfig, TenantConfig};
-use cascade_node::status::{ALL_TENANTS, Status, View};
+use cascade_node::status::{ALL_TENANTS, Status, StatusView};
 use cascade_store::{CallOptions, Put, Request, StoreConfig};
 use rustix::process::Uid;
 
@@ -107,9 +107,9 @@ fn the_port_shows_only_totals_without_a_token() {
         assert!(all.body.contains("bobs-lab"), "{path}: the node's own user sees all tenants");
     }
     let totals = status(&served.get_over_tcp("/status.json"));
-    assert_eq!((totals.view.clone(), names(&totals)), (View::Totals, vec![ALL_TENANTS]));
+    assert_eq!((totals.view.clone(), names(&totals)), (StatusView::Totals, vec![ALL_TENANTS]));
     let all = status(&served.get("/status.json"));
-    assert_eq!((all.view.clone(), names(&all)), (View::All, vec!["default", "bobs-lab"]));
+    assert_eq!((all.view.clone(), names(&all)), (StatusView::All, vec!["default", "bobs-lab"]));
     assert!(all.tenants.iter().all(|tenant| tenant.hot_prefixes.len() == 1), "{all:?}");
     let sum: u64 = all.tenants.iter().map(|tenant| tenant.hit_rate.matched_blocks).sum();
     assert_eq!(sum, 2 * 20 * 8);
@@ -128,7 +128,7 @@ fn over_the_unix_socket_a_user_sees_its_own_tenant() {
     let secrets = tempfile::tempdir().unwrap();
     let served = start(secrets.path());
     let of_bob = status(&get_as(BOB, &served, "/status.json"));
-    assert_eq!(of_bob.view, View::Tenant("bobs-lab".to_owned()));
+    assert_eq!(of_bob.view, StatusView::Tenant("bobs-lab".to_owned()));
     assert_eq!(names(&of_bob), ["bobs-lab"]);
     assert_eq!(of_bob.tenants[0].hot_prefixes.len(), 1);
     for path in PATHS {
@@ -140,8 +140,8 @@ fn over_the_unix_socket_a_user_sees_its_own_tenant() {
         let shows = |part: &str| of_foreign_user.contains(part);
         assert!(!shows("bobs-lab") && !shows(&digits(0xb0)), "{path}: {of_foreign_user}");
     }
-    assert_eq!(status(&get_as(FOREIGN_USER, &served, "/status.json")).view, View::Totals);
-    assert_eq!(status(&get_as(0, &served, "/status.json")).view, View::All);
+    assert_eq!(status(&get_as(FOREIGN_USER, &served, "/status.json")).view, StatusView::Totals);
+    assert_eq!(status(&get_as(0, &served, "/status.json")).view, StatusView::All);
     assert_eq!(get_as(FOREIGN_USER, &served, "/healthz").code, 200);
 }
 

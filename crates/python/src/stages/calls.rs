@@ -293,7 +293,7 @@ impl CallInProgress {
 impl Drop for CallInProgress {
     fn drop(&mut self) {
         // Without an effect after `complete`. A thread that ended during the call gave no answer.
-        self.complete_once(Err(StageError::NoAnswer));
+        self.complete_once(Err(StageError::NoResult));
     }
 }
 

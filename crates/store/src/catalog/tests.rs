@@ -47,7 +47,7 @@ proptest! {
     fn a_catalog_finds_the_same_keys_as_a_map(
         operations in prop::collection::vec((0u64..12, 0u8..3, any::<bool>()), 1..400),
     ) {
-        let mut catalog = Catalog::new(Seed::new(1));
+        let mut catalog = Catalog::new(FingerprintSeed::new(1));
         let mut model = HashMap::new();
         for (fingerprint, rest, is_insert) in operations {
             let key = key(fingerprint * 3 + (u64::MAX << 40), rest);
@@ -73,7 +73,7 @@ proptest! {
 
 #[test]
 fn a_batch_finds_the_same_keys_as_single_lookups() {
-    let mut catalog = Catalog::new(Seed::new(1));
+    let mut catalog = Catalog::new(FingerprintSeed::new(1));
     let keys: Vec<_> =
         (0..5000u64).map(|n| key(n.wrapping_mul(0x9E37_79B9_7F4A_7C15), 1)).collect();
     for key in keys.iter().step_by(2) {
@@ -88,7 +88,7 @@ fn a_batch_finds_the_same_keys_as_single_lookups() {
 
 #[test]
 fn a_content_is_removed_with_its_last_key() {
-    let mut catalog = Catalog::new(Seed::new(1));
+    let mut catalog = Catalog::new(FingerprintSeed::new(1));
     let digest = Digest::of(DigestAlgorithm::Blake3, b"bytes");
     let (first, content) = catalog.insert(&new_key(key(1, 0)), 5, Some(digest));
     let second = catalog.link(&new_key(key(2, 0)), content);
@@ -106,7 +106,7 @@ fn a_content_is_removed_with_its_last_key() {
 
 #[test]
 fn a_reused_index_is_not_taken_for_the_parent() {
-    let mut catalog = Catalog::new(Seed::new(1));
+    let mut catalog = Catalog::new(FingerprintSeed::new(1));
     let (parent, _) = catalog.insert(&new_key(key(1 << 40, 0)), 1, None);
     let child = NewKey { parent: Some(key(1 << 40, 0)), ..new_key(key(2 << 40, 0)) };
     let (child, _) = catalog.insert(&child, 1, None);
@@ -123,7 +123,7 @@ fn a_reused_index_is_not_taken_for_the_parent() {
 #[test]
 fn keys_with_equal_leading_bytes_do_not_slow_down_lookups() {
     for shared in [8, 16, 24] {
-        let mut catalog = Catalog::new(Seed::new(1));
+        let mut catalog = Catalog::new(FingerprintSeed::new(1));
         let key = |number: u32| {
             let mut bytes = [7; 32];
             bytes[shared..shared + 4].copy_from_slice(&number.to_le_bytes());

@@ -3,7 +3,7 @@
 use cascade_block::{Manifest, Namespace, TenantSecret};
 
 use super::{NOW, Subject, bytes_of, keys, tier_of};
-use crate::outcome::{Prepared, PutSlab};
+use crate::outcome::{PrepareOutcome, PutSlab};
 use crate::{GetOutcome, Put, PutOutcome, Request, StoreError, ViewOutcome};
 
 /// More blocks than fit one message.
@@ -52,7 +52,7 @@ pub(super) fn any_number_of_slabs_is_prepared_and_sealed(subject: &Subject) {
     let batch: Vec<_> = all.iter().map(|key| Put::new(*key, &[])).collect();
     let prepared = store.prepare(&batch, &vec![512; all.len()], NOW);
     let fill = |(key, one)| {
-        let Prepared::Slab(mut slab) = one else { panic!("{key}: {one:?}") };
+        let PrepareOutcome::Slab(mut slab) = one else { panic!("{key}: {one:?}") };
         slab.copy_from_slice(&bytes_of(key, 512));
         PutSlab::new(*key, slab)
     };

@@ -5,11 +5,16 @@ use std::time::Duration;
 use cascade_block::{BlockKey, Deadline, SystemClock};
 
 use super::{DRAM_BYTES, EVENT_TIMEOUT, NOW, Subject, bytes_of, key, keys};
-use crate::outcome::{Prepared, PutSlab};
+use crate::outcome::{PrepareOutcome, PutSlab};
 use crate::{CallOptions, DeclineReason, Put, PutOutcome, StoreError};
 
 impl Subject {
-    fn prepare(&self, keys: &[BlockKey], length: usize, options: CallOptions) -> Vec<Prepared> {
+    fn prepare(
+        &self,
+        keys: &[BlockKey],
+        length: usize,
+        options: CallOptions,
+    ) -> Vec<PrepareOutcome> {
         let batch: Vec<_> = keys.iter().map(|key| Put::new(*key, &[])).collect();
         let prepared = self.store.prepare(&batch, &vec![length; keys.len()], options);
         assert_eq!(prepared.len(), keys.len(), "one outcome for each block");
@@ -39,23 +44,23 @@ fn await_condition(is_met: &dyn Fn() -> bool, message: &dyn Fn() -> String) {
 }
 
 /// Fills a prepared slab.
-fn filled(key: &BlockKey, prepared: Prepared, bytes: &[u8]) -> PutSlab {
-    let Prepared::Slab(mut slab) = prepared else { panic!("{key}: {prepared:?}") };
+fn filled(key: &BlockKey, prepared: PrepareOutcome, bytes: &[u8]) -> PutSlab {
+    let PrepareOutcome::Slab(mut slab) = prepared else { panic!("{key}: {prepared:?}") };
     slab.copy_from_slice(bytes);
     PutSlab::new(*key, slab)
 }
 
-fn seal(subject: &Subject, keys: &[BlockKey], prepared: Vec<Prepared>) -> Vec<PutOutcome> {
-    let fill = |(key, one): (&BlockKey, Prepared)| {
-        let Prepared::Slab(slab) = &one else { panic!("{key}: {one:?}") };
+fn seal(subject: &Subject, keys: &[BlockKey], prepared: Vec<PrepareOutcome>) -> Vec<PutOutcome> {
+    let fill = |(key, one): (&BlockKey, PrepareOutcome)| {
+        let PrepareOutcome::Slab(slab) = &one else { panic!("{key}: {one:?}") };
         let bytes = bytes_of(key, slab.len());
         filled(key, one, &bytes)
     };
     subject.store.put_slabs(keys.iter().zip(prepared).map(fill).collect(), NOW)
 }
 
-fn is_present(prepared: &Prepared) -> bool {
-    matches!(prepared, Prepared::Settled(PutOutcome::Present))
+fn is_present(prepared: &PrepareOutcome) -> bool {
+    matches!(prepared, PrepareOutcome::Settled(PutOutcome::Present))
 }
 
 pub(super) fn a_prepared_block_is_read_back_once_sealed(subject: &Subject) {
@@ -95,7 +100,7 @@ pub(super) fn a_prepared_key_that_is_present_is_counted_once(subject: &Subject) 
     assert_eq!([after.gets, after.stored], [before.gets, before.stored], "{after:?}");
     // A different length is a conflict, without a comparison of bytes.
     let other = subject.prepare(&known[..1], 513, NOW);
-    assert!(matches!(other[..], [Prepared::Settled(PutOutcome::Conflict)]), "{other:?}");
+    assert!(matches!(other[..], [PrepareOutcome::Settled(PutOutcome::Conflict)]), "{other:?}");
 }
 
 pub(super) fn dropped_slabs_are_returned_and_not_counted(subject: &Subject) {
@@ -106,7 +111,7 @@ pub(super) fn dropped_slabs_are_returned_and_not_counted(subject: &Subject) {
     for length in [1, 5000, 1 << 18] {
         let mut prepared = subject.prepare(&keys[8..], length, NOW);
         for one in &mut prepared {
-            let Prepared::Slab(slab) = one else { panic!("{one:?}") };
+            let PrepareOutcome::Slab(slab) = one else { panic!("{one:?}") };
             slab.fill(0xDB);
         }
         drop(prepared);
@@ -153,23 +158,24 @@ pub(super) fn a_declined_block_gets_no_slab(subject: &Subject) {
     let too_large = usize::try_from(DRAM_BYTES).expect("the pool is small") + 1;
     for length in [too_large, 1 << 32] {
         let prepared = subject.prepare(&[key(1)], length, NOW);
-        let [Prepared::Settled(PutOutcome::Declined(DeclineReason::TooLarge))] = prepared[..]
+        let [PrepareOutcome::Settled(PutOutcome::Declined(DeclineReason::TooLarge))] = prepared[..]
         else {
             panic!("{length} bytes: {prepared:?}");
         };
     }
     let partial = Put { is_partial: true, ..Put::new(key(2), &[]) };
     let prepared = subject.store.prepare(&[partial], &[4096], NOW);
-    let [Prepared::Settled(PutOutcome::Declined(DeclineReason::Partial))] = prepared[..] else {
+    let [PrepareOutcome::Settled(PutOutcome::Declined(DeclineReason::Partial))] = prepared[..]
+    else {
         panic!("{prepared:?}");
     };
     // A batch that holds the whole pool, or the whole share of a client, gets no further slabs; it
     // must not wait for its own slabs.
     let prepared = subject.prepare(&keys(0..96), 1 << 20, NOW);
-    let slabs = prepared.iter().filter(|one| matches!(one, Prepared::Slab(_))).count();
+    let slabs = prepared.iter().filter(|one| matches!(one, PrepareOutcome::Slab(_))).count();
     assert!((16..96).contains(&slabs), "{slabs} slabs of a MiB from a pool of 64");
-    for one in prepared.iter().filter(|one| !matches!(one, Prepared::Slab(_))) {
-        let Prepared::Settled(
+    for one in prepared.iter().filter(|one| !matches!(one, PrepareOutcome::Slab(_))) {
+        let PrepareOutcome::Settled(
             PutOutcome::Declined(DeclineReason::Full)
             | PutOutcome::Failed(StoreError::NoRoom { .. } | StoreError::Limit { .. }),
         ) = one
@@ -194,7 +200,7 @@ pub(super) fn preparing_with_a_zero_timeout_leaks_no_slabs(subject: &Subject) {
     let deadline = Deadline::after(&SystemClock, EVENT_TIMEOUT);
     loop {
         let prepared = subject.prepare(&keys[25..], 4096, NOW);
-        if prepared.iter().all(|one| matches!(one, Prepared::Slab(_))) {
+        if prepared.iter().all(|one| matches!(one, PrepareOutcome::Slab(_))) {
             drop(seal(subject, &keys[25..], prepared));
             break;
         }
@@ -211,7 +217,7 @@ pub(super) fn a_closed_store_prepares_and_seals_nothing(subject: &Subject) {
         assert!(matches!(outcome, PutOutcome::Failed(StoreError::Closed)), "{outcome:?}");
     }
     for one in subject.prepare(&keys, 4096, NOW) {
-        let Prepared::Settled(PutOutcome::Failed(StoreError::Closed)) = one else {
+        let PrepareOutcome::Settled(PutOutcome::Failed(StoreError::Closed)) = one else {
             panic!("{one:?}");
         };
     }

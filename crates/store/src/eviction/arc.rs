@@ -4,7 +4,10 @@
 use std::time::Duration;
 
 use super::lru::place;
-use super::{Asked, BlockList, BlockTable, EvictionFilter, Ghosts, Hints, Policy, Removal, Slot};
+use super::{
+    BlockList, BlockTable, EvictionFilter, Ghosts, Hints, Policy, RemovalReason, RequestedBlock,
+    Slot,
+};
 
 /// A block's state: the top bit is set once the block was used again; the other bits are the number
 /// of the request that used it last.
@@ -73,7 +76,7 @@ impl Policy for Arc {
         &mut self,
         blocks: &mut BlockTable,
         now: Duration,
-        chain: &[Asked],
+        chain: &[RequestedBlock],
         leading: usize,
         _: &Hints,
     ) {
@@ -105,12 +108,12 @@ impl Policy for Arc {
         self.forget();
     }
 
-    fn remove(&mut self, blocks: &mut BlockTable, slot: Slot, why: Removal) {
+    fn remove(&mut self, blocks: &mut BlockTable, slot: Slot, why: RemovalReason) {
         if blocks.is_protected(slot) {
             return;
         }
         self.list(blocks, slot).remove(blocks, slot);
-        if why == Removal::Evicted {
+        if why == RemovalReason::Evicted {
             let is_often = blocks.state(slot) & OFTEN != 0;
             let ghosts = if is_often { &mut self.often_ghosts } else { &mut self.once_ghosts };
             // Twice the capacity, because ghosts that were taken out leave holes in the ring.

@@ -7,7 +7,8 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use super::{
-    Asked, Eviction, Hints, Incoming, Limits, Policy, Priority, Removal, Slot, StopReason, Verdict,
+    Eviction, EvictionChoice, EvictionLimits, Hints, Incoming, Policy, Priority, RemovalReason,
+    RequestedBlock, Slot, StopReason,
 };
 
 /// Makes a new policy.
@@ -42,7 +43,7 @@ struct Model {
 impl Model {
     fn new(make: MakePolicy, capacity: usize, seed: u64) -> Self {
         let capacity_bytes = capacity as u64;
-        let limits = Limits { capacity_bytes, protected_percent: 50, admit_partial: false };
+        let limits = EvictionLimits { capacity_bytes, protected_percent: 50, admit_partial: false };
         Self {
             eviction: Eviction::new(make(), limits),
             capacity,
@@ -69,9 +70,11 @@ impl Model {
         chain
     }
 
-    fn requested(&self, chain: &[u64]) -> Vec<Asked> {
-        let requested =
-            |block: &u64| Asked { fingerprint: *block, resident: self.slots.get(block).copied() };
+    fn requested(&self, chain: &[u64]) -> Vec<RequestedBlock> {
+        let requested = |block: &u64| RequestedBlock {
+            fingerprint: *block,
+            resident: self.slots.get(block).copied(),
+        };
         chain.iter().map(requested).collect()
     }
 
@@ -96,8 +99,8 @@ impl Model {
         let incoming = Incoming { owner, fingerprint: block, parent: slot, bytes: 1, is_protected };
         if self.slots.len() == self.capacity {
             match self.eviction.victim_for(now, &incoming, &mut |_| true) {
-                Verdict::Decline => return false,
-                Verdict::Evict(victim) => {
+                EvictionChoice::Decline => return false,
+                EvictionChoice::Evict(victim) => {
                     assert_ne!(Some(victim), slot, "a block is not evicted for its own child");
                     self.evict(victim);
                 }
@@ -115,7 +118,7 @@ impl Model {
         assert!(!has_children, "block {block} was evicted before its children");
         assert_eq!(self.slots.remove(&block), Some(victim), "block {block} was resident");
         self.victims.push(block);
-        self.eviction.remove(victim, Removal::Evicted);
+        self.eviction.remove(victim, RemovalReason::Evicted);
     }
 
     fn compare(&self) {
@@ -250,14 +253,14 @@ fn contradictory_calls_keep_the_tables_consistent(make: MakePolicy) {
     assert_eq!(model.eviction.request(now, &[], true, &hints), 0, "nothing requested, nothing hit");
     for block in [1, 9, 3, 2] {
         let slot = model.slots.remove(&block).expect("it was put");
-        model.eviction.remove(slot, Removal::Deleted);
+        model.eviction.remove(slot, RemovalReason::Deleted);
         model.compare();
     }
     for (block, parent) in [(4, None), (5, Some(4)), (6, Some(5))] {
         model.put(now, block, parent, false);
     }
     let root = model.slots.remove(&4).expect("it was put");
-    model.eviction.remove(root, Removal::Deleted);
+    model.eviction.remove(root, RemovalReason::Deleted);
     model.put(now, 4, None, false);
     let requested = model.requested(&[4, 5, 6]);
     assert_eq!(

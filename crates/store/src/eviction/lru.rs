@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use super::{Asked, BlockList, BlockTable, EvictionFilter, Hints, Policy, Removal, Slot};
+use super::{
+    BlockList, BlockTable, EvictionFilter, Hints, Policy, RemovalReason, RequestedBlock, Slot,
+};
 
 /// A parent that was used at most this many requests ago counts as used by the same request: puts
 /// come after their request, and other requests may come in between.
@@ -40,7 +42,7 @@ impl Policy for Lru {
         &mut self,
         blocks: &mut BlockTable,
         now: Duration,
-        chain: &[Asked],
+        chain: &[RequestedBlock],
         leading: usize,
         _: &Hints,
     ) {
@@ -66,7 +68,7 @@ impl Policy for Lru {
         }
     }
 
-    fn remove(&mut self, blocks: &mut BlockTable, slot: Slot, _: Removal) {
+    fn remove(&mut self, blocks: &mut BlockTable, slot: Slot, _: RemovalReason) {
         if !blocks.is_protected(slot) {
             self.list.remove(blocks, slot);
         }

@@ -22,7 +22,8 @@ use mark::{FAN_MAX, Mark};
 use units::Units;
 
 use super::{
-    Asked, BlockTable, EvictionFilter, Ghosts, Hints, Incoming, Policy, Priority, Removal, Slot,
+    BlockTable, EvictionFilter, Ghosts, Hints, Incoming, Policy, Priority, RemovalReason,
+    RequestedBlock, Slot,
 };
 
 /// Most requests between two refreshes of the rates.
@@ -115,7 +116,7 @@ impl PrefixCost {
 
     /// Collects the marks of the leading known blocks. Takes those that are not resident out of the
     /// ghosts, because they are about to be inserted.
-    fn collect_known(&mut self, blocks: &BlockTable, chain: &[Asked], leading: usize) {
+    fn collect_known(&mut self, blocks: &BlockTable, chain: &[RequestedBlock], leading: usize) {
         self.known.clear();
         for (at, requested) in chain.iter().enumerate() {
             let mark = match requested.resident {
@@ -163,7 +164,7 @@ impl PrefixCost {
 
     /// Removes the known blocks from their units and counts that as reuse. The rest of such a unit
     /// is superseded: the conversation took another path.
-    fn leave_units(&mut self, blocks: &mut BlockTable, chain: &[Asked]) {
+    fn leave_units(&mut self, blocks: &mut BlockTable, chain: &[RequestedBlock]) {
         let known = std::mem::take(&mut self.known);
         for (requested, mark) in chain.iter().zip(&known) {
             let unit = mark.unit();
@@ -191,7 +192,12 @@ impl PrefixCost {
 
     /// Makes the units of a request: one for each run of blocks with the same bucket of
     /// divergences.
-    fn enter_units(&mut self, blocks: &mut BlockTable, chain: &[Asked], shape: &RequestShape) {
+    fn enter_units(
+        &mut self,
+        blocks: &mut BlockTable,
+        chain: &[RequestedBlock],
+        shape: &RequestShape,
+    ) {
         let mut begin = 0;
         while begin < chain.len() {
             let fan = self.fan(begin, shape);
@@ -220,7 +226,7 @@ impl PrefixCost {
     fn join(
         &mut self,
         blocks: &mut BlockTable,
-        chain: &[Asked],
+        chain: &[RequestedBlock],
         at: usize,
         unit: u32,
         shape: &RequestShape,
@@ -230,7 +236,7 @@ impl PrefixCost {
         }
         let had_child = self.known.get(at).is_some_and(|mark| mark.has_child());
         let mark = Mark::new(unit, had_child || at + 1 < chain.len(), self.fan(at, shape));
-        let Asked { fingerprint, resident } = chain[at];
+        let RequestedBlock { fingerprint, resident } = chain[at];
         if let Some(slot) = resident {
             blocks.set_state(slot, mark.raw());
             self.add_resident(blocks, slot);
@@ -351,7 +357,7 @@ impl Policy for PrefixCost {
         &mut self,
         blocks: &mut BlockTable,
         now: Duration,
-        chain: &[Asked],
+        chain: &[RequestedBlock],
         leading: usize,
         hints: &Hints,
     ) {
@@ -376,7 +382,13 @@ impl Policy for PrefixCost {
         }
     }
 
-    fn hint(&mut self, blocks: &mut BlockTable, now: Duration, chain: &[Asked], hints: &Hints) {
+    fn hint(
+        &mut self,
+        blocks: &mut BlockTable,
+        now: Duration,
+        chain: &[RequestedBlock],
+        hints: &Hints,
+    ) {
         self.advance(now);
         self.known.clear();
         for requested in chain {
@@ -420,7 +432,7 @@ impl Policy for PrefixCost {
         self.known.clear();
         self.known.push(mark);
         let fingerprint = blocks.fingerprint(slot);
-        self.leave_units(blocks, &[Asked { fingerprint, resident: Some(slot) }]);
+        self.leave_units(blocks, &[RequestedBlock { fingerprint, resident: Some(slot) }]);
         self.enter_single(blocks, slot, turn, Some(gap));
     }
 
@@ -440,7 +452,7 @@ impl Policy for PrefixCost {
         }
     }
 
-    fn remove(&mut self, blocks: &mut BlockTable, slot: Slot, why: Removal) {
+    fn remove(&mut self, blocks: &mut BlockTable, slot: Slot, why: RemovalReason) {
         let raw = blocks.state(slot);
         let unit = Mark::from_raw(raw).unit();
         if !blocks.is_protected(slot) {
@@ -450,8 +462,8 @@ impl Policy for PrefixCost {
             }
         }
         match why {
-            Removal::Evicted => self.remember(blocks.fingerprint(slot), raw),
-            Removal::Deleted => self.forget(raw),
+            RemovalReason::Evicted => self.remember(blocks.fingerprint(slot), raw),
+            RemovalReason::Deleted => self.forget(raw),
         }
     }
 
@@ -518,7 +530,7 @@ impl Policy for PrefixCost {
 }
 
 /// Whether a block joins a unit of the request: all but resident blocks after a gap in the chain.
-fn joins_unit(chain: &[Asked], at: usize, known: usize) -> bool {
+fn joins_unit(chain: &[RequestedBlock], at: usize, known: usize) -> bool {
     at < known || chain[at].resident.is_none()
 }
 

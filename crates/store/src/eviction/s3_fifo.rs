@@ -3,7 +3,10 @@
 
 use std::time::Duration;
 
-use super::{Asked, BlockList, BlockTable, EvictionFilter, Ghosts, Hints, Policy, Removal, Slot};
+use super::{
+    BlockList, BlockTable, EvictionFilter, Ghosts, Hints, Policy, RemovalReason, RequestedBlock,
+    Slot,
+};
 
 /// Share of the blocks that the small queue may hold before its own blocks are evicted.
 const SMALL_PERCENT: usize = 10;
@@ -124,7 +127,7 @@ impl Policy for S3Fifo {
         &mut self,
         blocks: &mut BlockTable,
         now: Duration,
-        chain: &[Asked],
+        chain: &[RequestedBlock],
         leading: usize,
         _: &Hints,
     ) {
@@ -161,7 +164,7 @@ impl Policy for S3Fifo {
         }
     }
 
-    fn remove(&mut self, blocks: &mut BlockTable, slot: Slot, why: Removal) {
+    fn remove(&mut self, blocks: &mut BlockTable, slot: Slot, why: RemovalReason) {
         if blocks.is_protected(slot) {
             return;
         }
@@ -169,7 +172,7 @@ impl Policy for S3Fifo {
             self.main.remove(blocks, slot);
         } else {
             self.small.remove(blocks, slot);
-            if why == Removal::Evicted {
+            if why == RemovalReason::Evicted {
                 let main_blocks = blocks.len() - blocks.len() * SMALL_PERCENT / 100;
                 self.ghosts.push(blocks.fingerprint(slot), 0, main_blocks);
             }

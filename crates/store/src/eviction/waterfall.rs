@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use super::{Asked, BlockTable, EvictionFilter, Hints, Lru, Policy, Removal, Slot};
+use super::{BlockTable, EvictionFilter, Hints, Lru, Policy, RemovalReason, RequestedBlock, Slot};
 
 /// The policy: LRU without promotion on hits.
 #[derive(Debug, Default)]
@@ -20,7 +20,7 @@ impl Policy for Waterfall {
         &mut self,
         blocks: &mut BlockTable,
         now: Duration,
-        chain: &[Asked],
+        chain: &[RequestedBlock],
         leading: usize,
         hints: &Hints,
     ) {
@@ -35,7 +35,7 @@ impl Policy for Waterfall {
         self.order.insert(blocks, now, slot);
     }
 
-    fn remove(&mut self, blocks: &mut BlockTable, slot: Slot, why: Removal) {
+    fn remove(&mut self, blocks: &mut BlockTable, slot: Slot, why: RemovalReason) {
         self.order.remove(blocks, slot, why);
     }
 

@@ -14,7 +14,7 @@ fn circuit() -> Circuit {
 }
 
 fn fail(circuit: &mut Circuit, seconds: u64) -> CircuitChange {
-    circuit.fail(StageError::NoAnswer, at(seconds), seconds * 1000)
+    circuit.fail(StageError::NoResult, at(seconds), seconds * 1000)
 }
 
 #[test]
@@ -37,7 +37,7 @@ fn two_failures_among_eight_calls_open_the_circuit() {
     let health = circuit.health();
     assert_eq!((health.state, health.opened_count), (HealthState::Open, 1));
     assert_eq!(health.since_unix_ms, 3000);
-    assert_eq!(health.last_error.as_deref(), Some("the stage gave no answer"));
+    assert_eq!(health.last_error.as_deref(), Some("the stage returned no result"));
 }
 
 #[test]
@@ -101,7 +101,7 @@ fn successful_calls_do_not_hide_failing_probes() {
             circuit.begin_probe(at(1)),
             "a failure requests a probe even if later calls succeed"
         );
-        changes.push(circuit.end_probe(Err(StageError::NoAnswer), at(1), 1000));
+        changes.push(circuit.end_probe(Err(StageError::NoResult), at(1), 1000));
     }
     assert_eq!(changes, [CircuitChange::None, CircuitChange::Opened]);
 }

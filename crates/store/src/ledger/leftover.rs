@@ -8,7 +8,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use cascade_memory::IdleFiles;
+use cascade_memory::IdlePoolFiles;
 use rustix::process::geteuid;
 
 use super::opening::{boot_id, header_sum};
@@ -22,7 +22,7 @@ const SUFFIX: &str = ".pool";
 
 /// The files of a pool that no running process uses.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct LeftPool {
+pub struct LeftoverPool {
     /// The pool; its ledger lies beside it.
     pub path: PathBuf,
     /// Size of both files.
@@ -42,13 +42,13 @@ fn pool_prefix() -> String {
 ///
 /// # Errors
 /// The directory cannot be read.
-pub fn left_pools(directory: &Path) -> io::Result<Vec<LeftPool>> {
+pub fn leftover_pools(directory: &Path) -> io::Result<Vec<LeftoverPool>> {
     let mut left = Vec::new();
-    for path in IdleFiles::names(directory, &pool_prefix(), SUFFIX)? {
+    for path in IdlePoolFiles::names(directory, &pool_prefix(), SUFFIX)? {
         // Files that cannot be opened are skipped: they may belong to another program.
-        let Ok(Some(files)) = IdleFiles::lock(&path) else { continue };
+        let Ok(Some(files)) = IdlePoolFiles::lock(&path) else { continue };
         let Ok(has_blocks) = has_blocks(&files) else { continue };
-        left.push(LeftPool { bytes: files.reserved_bytes(), path, has_blocks });
+        left.push(LeftoverPool { bytes: files.reserved_bytes(), path, has_blocks });
     }
     Ok(left)
 }
@@ -57,12 +57,12 @@ pub fn left_pools(directory: &Path) -> io::Result<Vec<LeftPool>> {
 /// which is about to be opened. Returns the messages to log.
 pub(crate) fn remove_unused(directory: &Path, own: &Path) -> Vec<String> {
     // A directory that cannot be read fails the start right after this, with its own message.
-    let names = IdleFiles::names(directory, &pool_prefix(), SUFFIX).unwrap_or_default();
+    let names = IdlePoolFiles::names(directory, &pool_prefix(), SUFFIX).unwrap_or_default();
     names.into_iter().filter(|path| path != own).filter_map(|path| remove(&path)).collect()
 }
 
 fn remove(path: &Path) -> Option<String> {
-    let files = IdleFiles::lock(path).ok()??;
+    let files = IdlePoolFiles::lock(path).ok()??;
     if has_blocks(&files).unwrap_or(true) {
         return None;
     }
@@ -82,7 +82,7 @@ fn remove(path: &Path) -> Option<String> {
 
 /// Whether a store can recover blocks from these files. Files of another version may be of use to
 /// another version of the program.
-fn has_blocks(files: &IdleFiles) -> Result<bool, cascade_memory::MemoryError> {
+fn has_blocks(files: &IdlePoolFiles) -> Result<bool, cascade_memory::MemoryError> {
     let words: [u64; WORDS] = files.first_words()?;
     if words[0] == MAGIC && words[1] != VERSION && words[1] != 0 {
         return Ok(true);

@@ -29,17 +29,17 @@ pub(crate) fn open(path: &Path, config: &PoolConfig) -> Result<WarmPool, MemoryE
     let mut files = PoolFiles::open(path, pool_bytes, table_bytes)?;
     let sizes = [pool_bytes, block_count, held_count].map(|size| size as u64);
     let mut notes = Vec::new();
-    let is_known = files.is_kept() && has_header(&files, header(&files, sizes)?);
+    let is_known = files.is_reused() && has_header(&files, header(&files, sizes)?);
     let is_used = is_known && files.words().words()[USED_WORD].load(Ordering::Acquire) == USED;
     if is_used {
-        files.keep();
+        files.persist();
     } else {
         // A start that was killed before its first block left nothing to recover.
         if let Some(bytes) = bytes_before.filter(|_| !is_known) {
             notes.push(discarded(path, bytes, pool_bytes as u64));
         }
-        if files.is_kept() {
-            files.renew()?;
+        if files.is_reused() {
+            files.recreate()?;
         }
         write_header(&files, header(&files, sizes)?);
     }

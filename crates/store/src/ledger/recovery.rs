@@ -372,7 +372,7 @@ mod tests {
         assert_eq!(free, 256 - 2 - 2 - 3 - 1);
         assert_eq!(opened.holders.lock().kept.len(), 4);
         let pid = std::process::id();
-        assert_eq!(opened.holders.release(pid), 4);
+        assert_eq!(opened.holders.release_process(pid), 4);
         let stats = opened.pool.stats();
         assert_eq!((stats.capacity_bytes - stats.reserved_bytes) as u64 / UNIT, 256 - 4);
     }

@@ -5,7 +5,8 @@ use std::time::Duration;
 use crate::PolicyKind;
 use crate::catalog::KeyTable;
 use crate::eviction::{
-    Asked, Eviction, Hints, Incoming, Limits, Policy, PrefixCost, Removal, Slot, Verdict, policy,
+    Eviction, EvictionChoice, EvictionLimits, Hints, Incoming, Policy, PrefixCost, RemovalReason,
+    RequestedBlock, Slot, policy,
 };
 
 use super::Sample;
@@ -32,11 +33,11 @@ pub(super) struct DramShadow {
     capacity_bytes: u64,
     capacity_blocks: u64,
     /// The current request's chain; kept to save allocations.
-    chain: Vec<Asked>,
+    chain: Vec<RequestedBlock>,
 }
 
 impl DramShadow {
-    pub(super) fn new(kind: PolicyKind, limits: Limits, capacity_blocks: u64) -> Self {
+    pub(super) fn new(kind: PolicyKind, limits: EvictionLimits, capacity_blocks: u64) -> Self {
         let policy: Box<dyn Policy> = match kind {
             PolicyKind::PrefixCost => Box::new(PrefixCost::with_counts(COUNTS_MAX)),
             other => policy(other),
@@ -70,7 +71,7 @@ impl DramShadow {
     }
 
     pub(super) fn memory_bytes(&self) -> usize {
-        let chain = self.chain.capacity() * size_of::<Asked>();
+        let chain = self.chain.capacity() * size_of::<RequestedBlock>();
         self.eviction.memory_bytes() + self.table.memory_bytes() + chain
     }
 
@@ -84,7 +85,7 @@ impl DramShadow {
     ) -> usize {
         let mut chain = std::mem::take(&mut self.chain);
         chain.clear();
-        chain.extend(fingerprints.iter().map(|fingerprint| Asked {
+        chain.extend(fingerprints.iter().map(|fingerprint| RequestedBlock {
             fingerprint: *fingerprint,
             resident: self.find(*fingerprint),
         }));
@@ -97,7 +98,7 @@ impl DramShadow {
     pub(super) fn hint(&mut self, now: Duration, fingerprints: &[u64], hints: &Hints) {
         let requested = fingerprints
             .iter()
-            .map(|fingerprint| Asked {
+            .map(|fingerprint| RequestedBlock {
                 fingerprint: *fingerprint,
                 resident: self.find(*fingerprint),
             })
@@ -131,14 +132,14 @@ impl DramShadow {
         while self.is_full_for(arrival.bytes) {
             let victim = if arrival.may_decline {
                 match self.eviction.victim_for(now, &incoming, &mut |_| true) {
-                    Verdict::Evict(slot) => Some(slot),
-                    Verdict::Decline => None,
+                    EvictionChoice::Evict(slot) => Some(slot),
+                    EvictionChoice::Decline => None,
                 }
             } else {
                 self.eviction.victim(now, &mut |_| true)
             };
             let Some(victim) = victim else { return };
-            self.drop_slot(victim, Removal::Evicted);
+            self.drop_slot(victim, RemovalReason::Evicted);
         }
         // Making room may have evicted the parent.
         let parent = parent.filter(|slot| self.eviction.blocks().is_resident(*slot));
@@ -154,11 +155,11 @@ impl DramShadow {
 
     pub(super) fn remove(&mut self, fingerprint: u64) {
         if let Some(slot) = self.find(fingerprint) {
-            self.drop_slot(slot, Removal::Deleted);
+            self.drop_slot(slot, RemovalReason::Deleted);
         }
     }
 
-    fn drop_slot(&mut self, slot: Slot, why: Removal) {
+    fn drop_slot(&mut self, slot: Slot, why: RemovalReason) {
         let fingerprint = self.eviction.blocks().fingerprint(slot);
         self.table.remove(fingerprint, Slot::raw(Some(slot)));
         self.eviction.remove(slot, why);
@@ -172,7 +173,7 @@ impl DramShadow {
             .filter(|slot| blocks.is_resident(*slot) && !sample.holds(blocks.fingerprint(*slot)))
             .collect();
         for slot in outside {
-            self.drop_slot(slot, Removal::Deleted);
+            self.drop_slot(slot, RemovalReason::Deleted);
         }
         self.capacity_bytes = (self.capacity_bytes / 2).max(1);
         self.capacity_blocks = (self.capacity_blocks / 2).max(1);

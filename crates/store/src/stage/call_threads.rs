@@ -132,13 +132,13 @@ impl CallThreads {
         let mut queue = self.shared.lock();
         loop {
             if wait_limit.is_cancelled.load(Ordering::Acquire) {
-                return Err(StageError::Shed);
+                return Err(StageError::CircuitOpen);
             }
             if queue.running.len() < self.calls_max {
                 return Ok(queue);
             }
             if queue.running.iter().all(|call| call.is_stuck) {
-                return Err(StageError::Shed);
+                return Err(StageError::CircuitOpen);
             }
             let left = wait_limit.deadline.remaining(&*self.clock);
             if left.is_zero() {
@@ -169,7 +169,7 @@ impl CallThreads {
         loop {
             match std::mem::replace(&mut *result, SlotState::Pending) {
                 SlotState::Ready(value) => return Ok(value),
-                SlotState::Panicked => return Err(StageError::NoAnswer),
+                SlotState::Panicked => return Err(StageError::NoResult),
                 SlotState::Pending | SlotState::Abandoned => {}
             }
             let is_cancelled = wait_limit.is_cancelled.load(Ordering::Acquire);
@@ -177,7 +177,11 @@ impl CallThreads {
                 *result = SlotState::Abandoned;
                 drop(result);
                 self.shared.mark_stuck(number);
-                return Err(if is_cancelled { StageError::Shed } else { StageError::Timeout });
+                return Err(if is_cancelled {
+                    StageError::CircuitOpen
+                } else {
+                    StageError::Timeout
+                });
             }
             let left = wait_limit.deadline.remaining(&*self.clock);
             is_late = left.is_zero();

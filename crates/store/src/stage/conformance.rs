@@ -9,7 +9,7 @@ use std::time::Duration;
 use cascade_block::{BlockKey, Deadline, NamespaceId, SystemClock};
 use cascade_memory::{HugePages, Pool, PoolConfig, Slab};
 
-use super::{Address, BlockFacts, Load, Loaded, Stage};
+use super::{Address, BlockFacts, Load, LoadOutcome, Stage};
 
 /// The stage and the pool of one check.
 #[derive(Debug)]
@@ -64,7 +64,7 @@ impl StageFixture<'_> {
         slab.seal()
     }
 
-    fn load(&self, key: BlockKey, address: Address, bytes: usize) -> Loaded {
+    fn load(&self, key: BlockKey, address: Address, bytes: usize) -> LoadOutcome {
         let slab = self.pool.allocate(bytes).expect("the checks fit the pool");
         let mut loaded = self.stage.load(vec![Load { key, address, slab }], deadline());
         assert_eq!(loaded.len(), 1, "one result for each block");
@@ -73,15 +73,15 @@ impl StageFixture<'_> {
 
     fn assert_served(&self, key: BlockKey, address: Address, bytes: &[u8]) {
         match self.load(key, address, bytes.len()) {
-            Loaded::Hit(slab) => assert!(*slab == *bytes, "{key} came back with other bytes"),
-            Loaded::Gone if self.stage.keeps_names_only() => {}
+            LoadOutcome::Hit(slab) => assert!(*slab == *bytes, "{key} came back with other bytes"),
+            LoadOutcome::Gone if self.stage.keeps_names_only() => {}
             other => panic!("{key} was stored and is {other:?}"),
         }
     }
 
     fn assert_gone(&self, key: BlockKey, address: Address, bytes: usize) {
         let loaded = self.load(key, address, bytes);
-        assert!(matches!(loaded, Loaded::Gone), "{key} is not here and is {loaded:?}");
+        assert!(matches!(loaded, LoadOutcome::Gone), "{key} is not here and is {loaded:?}");
     }
 }
 
@@ -153,10 +153,10 @@ fn a_wrong_key_is_never_a_hit(fixture: &StageFixture<'_>) {
     let blocks = [block(1, 5000)];
     let addresses = fixture.store(&blocks);
     let loaded = fixture.load(BlockKey::from_bytes([9; 32]), addresses[0], 5000);
-    let is_refused = matches!(loaded, Loaded::Gone | Loaded::Damaged);
+    let is_refused = matches!(loaded, LoadOutcome::Gone | LoadOutcome::Damaged);
     assert!(is_refused, "a key that was never stored is {loaded:?}");
     let loaded = fixture.load(blocks[0].0, Address(u64::MAX - 1), 5000);
-    assert!(!matches!(loaded, Loaded::Hit(_)), "an address that was never given out is a hit");
+    assert!(!matches!(loaded, LoadOutcome::Hit(_)), "an address that was never given out is a hit");
 }
 
 fn bytes_are_removed_with_their_last_name(fixture: &StageFixture<'_>) {

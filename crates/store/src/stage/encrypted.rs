@@ -20,8 +20,8 @@ use cascade_memory::{HugePages, Pool, PoolConfig, Slab, SlabMut, copy_out};
 use self::keys::{KeyId, KeyRing};
 use self::record::{OVERHEAD, Trailer};
 use super::{
-    Address, BlockFacts, Load, Loaded, Room, Stage, StageContext, StageErased, StageError,
-    StageStats,
+    Address, BlockFacts, Load, LoadOutcome, MakeRoomOutcome, Stage, StageContext, StageEraseReport,
+    StageError, StageStats,
 };
 use crate::{EncryptionConfig, StoreConfig, StoreError, TierName};
 
@@ -234,17 +234,17 @@ impl EncryptedStage {
     }
 
     /// Decrypts a record of the inner stage, or returns why it is no hit.
-    fn unseal(&self, key: &BlockKey, mut buffer: SlabMut, mut slab: SlabMut) -> Loaded {
+    fn unseal(&self, key: &BlockKey, mut buffer: SlabMut, mut slab: SlabMut) -> LoadOutcome {
         let Some(trailer) = Trailer::read(&buffer) else { return self.damaged() };
         if !self.keys.knows(trailer.key_id) {
             self.counters.other_key.fetch_add(1, Ordering::Relaxed);
-            return Loaded::Gone;
+            return LoadOutcome::Gone;
         }
         if trailer.origin != *key {
             let trusted = self.aliases().get(key).copied();
             let Some(trusted) = trusted else {
                 self.counters.other_name.fetch_add(1, Ordering::Relaxed);
-                return Loaded::Gone;
+                return LoadOutcome::Gone;
             };
             if !self.is_trusted(&trailer, &trusted) {
                 return self.damaged();
@@ -253,7 +253,7 @@ impl EncryptedStage {
         match record::open(&self.keys, &mut buffer, &trailer) {
             Some(block) if block.len() == slab.len() => {
                 copy_out(&mut slab, block, 0);
-                Loaded::Hit(slab)
+                LoadOutcome::Hit(slab)
             }
             _ => self.damaged(),
         }
@@ -268,9 +268,9 @@ impl EncryptedStage {
         }
     }
 
-    fn damaged(&self) -> Loaded {
+    fn damaged(&self) -> LoadOutcome {
         self.counters.damaged.fetch_add(1, Ordering::Relaxed);
-        Loaded::Damaged
+        LoadOutcome::Damaged
     }
 
     /// The key that the record at an address was first written under, if the record is authentic.
@@ -284,7 +284,7 @@ impl EncryptedStage {
         let bytes = bytes.ok_or(StageError::Declined { bytes: facts.bytes })?;
         let Some(slab) = self.buffer(bytes, true, deadline)? else { return Ok(None) };
         let load = Load { key: facts.key, address, slab };
-        let Some(Loaded::Hit(mut buffer)) = self.inner.load(vec![load], deadline).pop() else {
+        let Some(LoadOutcome::Hit(mut buffer)) = self.inner.load(vec![load], deadline).pop() else {
             return Ok(None);
         };
         let Some(trailer) = Trailer::read(&buffer) else { return Ok(None) };
@@ -375,7 +375,7 @@ impl Stage for EncryptedStage {
             if !sealed.is_empty() {
                 let count = results.len() + sealed.len();
                 results.extend(self.inner.store(std::mem::take(sealed), deadline));
-                results.resize_with(count, || Err(StageError::NoAnswer));
+                results.resize_with(count, || Err(StageError::NoResult));
                 self.returned.notify_all();
             }
         };
@@ -410,7 +410,7 @@ impl Stage for EncryptedStage {
         results
     }
 
-    fn load(&self, batch: Vec<Load>, deadline: Deadline) -> Vec<Loaded> {
+    fn load(&self, batch: Vec<Load>, deadline: Deadline) -> Vec<LoadOutcome> {
         let mut results = Vec::with_capacity(batch.len());
         let mut rest = batch.into_iter().peekable();
         while rest.peek().is_some() {
@@ -445,15 +445,15 @@ impl Stage for EncryptedStage {
                 if loads.is_empty() { Vec::new() } else { self.inner.load(loads, deadline) };
             results.extend(loaded.into_iter().zip(targets).map(|(loaded, (key, target))| {
                 match loaded {
-                    Loaded::Hit(buffer) => self.unseal(&key, buffer, target),
+                    LoadOutcome::Hit(buffer) => self.unseal(&key, buffer, target),
                     other => other,
                 }
             }));
-            results.resize_with(count, || Loaded::Failed(StageError::NoAnswer));
+            results.resize_with(count, || LoadOutcome::Failed(StageError::NoResult));
             self.returned.notify_all();
             if let Some(error) = failure {
                 rest.next();
-                results.push(Loaded::Failed(error));
+                results.push(LoadOutcome::Failed(error));
             }
         }
         results
@@ -494,7 +494,7 @@ impl Stage for EncryptedStage {
         &self,
         keep: &mut dyn FnMut(&BlockKey, Address) -> bool,
         deadline: Deadline,
-    ) -> Result<Room, StageError> {
+    ) -> Result<MakeRoomOutcome, StageError> {
         let room = self.inner.make_room(keep, deadline)?;
         let mut aliases = self.aliases();
         for (key, _) in &room.dropped {
@@ -544,7 +544,7 @@ impl Stage for EncryptedStage {
         self.inner.stuck_calls()
     }
 
-    fn erase(&self, deadline: Deadline) -> Result<StageErased, StageError> {
+    fn erase(&self, deadline: Deadline) -> Result<StageEraseReport, StageError> {
         self.aliases().clear();
         // Even a partial erase may remove the marks; the next store writes them again.
         *self.is_marked.lock().unwrap_or_else(PoisonError::into_inner) = false;

@@ -6,7 +6,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use cascade_block::{BlockKey, Deadline};
 use cascade_memory::Slab;
 
-use super::{Address, BlockFacts, Load, Loaded, Room, Stage, StageErased, StageError, StageStats};
+use super::{
+    Address, BlockFacts, Load, LoadOutcome, MakeRoomOutcome, Stage, StageEraseReport, StageError,
+    StageStats,
+};
 use crate::TierName;
 
 /// Counts the blocks that it would have. A load finds nothing, because it stores no bytes.
@@ -57,8 +60,8 @@ impl Stage for FakeStage {
         batch.iter().map(|(facts, _)| keep(facts)).collect()
     }
 
-    fn load(&self, batch: Vec<Load>, _deadline: Deadline) -> Vec<Loaded> {
-        batch.into_iter().map(|_| Loaded::Gone).collect()
+    fn load(&self, batch: Vec<Load>, _deadline: Deadline) -> Vec<LoadOutcome> {
+        batch.into_iter().map(|_| LoadOutcome::Gone).collect()
     }
 
     fn alias(
@@ -93,8 +96,8 @@ impl Stage for FakeStage {
         &self,
         _keep: &mut dyn FnMut(&BlockKey, Address) -> bool,
         _deadline: Deadline,
-    ) -> Result<Room, StageError> {
-        Ok(Room::default())
+    ) -> Result<MakeRoomOutcome, StageError> {
+        Ok(MakeRoomOutcome::default())
     }
 
     fn recover(&self) -> Vec<(BlockFacts, Address)> {
@@ -105,11 +108,11 @@ impl Stage for FakeStage {
         Ok(())
     }
 
-    fn erase(&self, _deadline: Deadline) -> Result<StageErased, StageError> {
+    fn erase(&self, _deadline: Deadline) -> Result<StageEraseReport, StageError> {
         let mut names = self.state();
         names.lengths.clear();
         names.bytes = 0;
-        Ok(StageErased::default())
+        Ok(StageEraseReport::default())
     }
 
     fn stats(&self) -> StageStats {

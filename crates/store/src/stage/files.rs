@@ -5,14 +5,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use cascade_block::{BlockKey, Clock, Deadline, Manifest, Namespace, NamespaceId};
 use cascade_disk::{
-    BlockFiles, DiskError, EngineKind, FileTierConfig, Layout, ReadOutcome, ReadRequest,
-    RecordMeta, Recovery, StoredManifest,
+    BlockFiles, DiskError, FileTierConfig, FileTierLayout, ReadOutcome, ReadRequest, RecordMeta,
+    Recovery, StoredManifest, TransferEngineKind,
 };
 use cascade_memory::Slab;
 
 use super::{
-    Address, BlockFacts, Left, Load, Loaded, Room, Stage, StageContext, StageErased, StageError,
-    StageStats,
+    Address, BlockFacts, Load, LoadOutcome, MakeRoomOutcome, NotErased, Stage, StageContext,
+    StageEraseReport, StageError, StageStats,
 };
 use crate::{FileLayout, FilesConfig, IoEngine, StoreError, TierName};
 
@@ -34,9 +34,9 @@ pub struct FilesStage {
 #[derive(Debug, Clone, Copy)]
 struct AliasLocation {
     /// The address that the store has for the content.
-    shared: cascade_disk::Address,
+    shared: cascade_disk::FileAddress,
     /// The address of this alias's own bytes.
-    place: cascade_disk::Address,
+    place: cascade_disk::FileAddress,
 }
 
 /// Damage found at opening, for the notes.
@@ -95,9 +95,9 @@ impl FilesStage {
         &self,
         files: &dyn BlockFiles,
         meta: &RecordMeta,
-        shared: cascade_disk::Address,
+        shared: cascade_disk::FileAddress,
         deadline: Deadline,
-    ) -> Result<cascade_disk::Address, DiskError> {
+    ) -> Result<cascade_disk::FileAddress, DiskError> {
         let others: Vec<_> = self
             .alias_locations()
             .values()
@@ -137,25 +137,25 @@ fn tier_config(config: &FilesConfig, layout: FileLayout) -> FileTierConfig {
         segment_bytes: config.segment_bytes,
         direct: config.direct,
         engine: match config.engine {
-            IoEngine::Auto => EngineKind::Auto,
-            IoEngine::Uring => EngineKind::Uring,
-            IoEngine::Psync => EngineKind::Psync,
+            IoEngine::Auto => TransferEngineKind::Auto,
+            IoEngine::Uring => TransferEngineKind::Uring,
+            IoEngine::Psync => TransferEngineKind::Psync,
         },
         durable: config.durable,
         layout: match layout {
-            FileLayout::Segments => Layout::Segments,
-            FileLayout::FilePerBlock => Layout::FilePerBlock,
+            FileLayout::Segments => FileTierLayout::Segments,
+            FileLayout::FilePerBlock => FileTierLayout::FilePerBlock,
         },
         ..FileTierConfig::new(&config.directory)
     }
 }
 
-fn stage_address(address: cascade_disk::Address) -> Address {
+fn stage_address(address: cascade_disk::FileAddress) -> Address {
     Address(address.to_u64())
 }
 
-fn file_address(address: Address) -> cascade_disk::Address {
-    cascade_disk::Address::from_u64(address.0)
+fn file_address(address: Address) -> cascade_disk::FileAddress {
+    cascade_disk::FileAddress::from_u64(address.0)
 }
 
 fn stage_error(error: DiskError) -> StageError {
@@ -199,10 +199,12 @@ impl Stage for FilesStage {
         results.map(|result| result.map(stage_address).map_err(stage_error)).collect()
     }
 
-    fn load(&self, batch: Vec<Load>, deadline: Deadline) -> Vec<Loaded> {
+    fn load(&self, batch: Vec<Load>, deadline: Deadline) -> Vec<LoadOutcome> {
         let files = match self.files() {
             Ok(files) => files,
-            Err(error) => return batch.iter().map(|_| Loaded::Failed(error.clone())).collect(),
+            Err(error) => {
+                return batch.iter().map(|_| LoadOutcome::Failed(error.clone())).collect();
+            }
         };
         let requests = {
             let alias_locations = self.alias_locations();
@@ -218,10 +220,10 @@ impl Stage for FilesStage {
         let outcomes = files.read(requests, deadline).into_iter();
         outcomes
             .map(|outcome| match outcome {
-                ReadOutcome::Hit(slab) => Loaded::Hit(slab),
-                ReadOutcome::Damaged(_) => Loaded::Damaged,
-                ReadOutcome::Gone => Loaded::Gone,
-                ReadOutcome::Failed(error) => Loaded::Failed(stage_error(error)),
+                ReadOutcome::Hit(slab) => LoadOutcome::Hit(slab),
+                ReadOutcome::Damaged(_) => LoadOutcome::Damaged,
+                ReadOutcome::Gone => LoadOutcome::Gone,
+                ReadOutcome::Failed(error) => LoadOutcome::Failed(stage_error(error)),
             })
             .collect()
     }
@@ -273,7 +275,7 @@ impl Stage for FilesStage {
         &self,
         keep: &mut dyn FnMut(&BlockKey, Address) -> bool,
         deadline: Deadline,
-    ) -> Result<Room, StageError> {
+    ) -> Result<MakeRoomOutcome, StageError> {
         let mut keeps = |meta: &RecordMeta, address| keep(&meta.key, stage_address(address));
         let reclaimed = self.files()?.reclaim(&mut keeps, deadline).map_err(stage_error)?;
         let mut alias_locations = self.alias_locations();
@@ -289,7 +291,7 @@ impl Stage for FilesStage {
         }
         let moved = reclaimed.moved.into_iter();
         let dropped = reclaimed.dropped.into_iter();
-        Ok(Room {
+        Ok(MakeRoomOutcome {
             moved: moved
                 .map(|(key, old, new)| (key, stage_address(old), stage_address(new)))
                 .collect(),
@@ -303,7 +305,7 @@ impl Stage for FilesStage {
         let live = std::mem::take(&mut recovery.live);
         let mut alias_locations = self.alias_locations();
         let mut first_place = HashMap::new();
-        let mut enter = |meta: RecordMeta, place: cascade_disk::Address| {
+        let mut enter = |meta: RecordMeta, place: cascade_disk::FileAddress| {
             if let Some(digest) = meta.digest {
                 let shared = *first_place.entry(digest).or_insert(place);
                 if shared != place {
@@ -335,7 +337,7 @@ impl Stage for FilesStage {
     fn manifests(&self, deadline: Deadline) -> Result<Vec<(NamespaceId, Manifest)>, StageError> {
         let stored = self.files()?.manifests(deadline).map_err(stage_error)?;
         let good = |stored| match stored {
-            StoredManifest::Good { namespace, manifest } => Some((namespace, manifest)),
+            StoredManifest::Valid { namespace, manifest } => Some((namespace, manifest)),
             // `cascade inspect` reports damaged ones.
             _ => None,
         };
@@ -358,17 +360,17 @@ impl Stage for FilesStage {
         self.files().map_or(0, |files| files.stats().stuck_calls)
     }
 
-    fn erase(&self, deadline: Deadline) -> Result<StageErased, StageError> {
+    fn erase(&self, deadline: Deadline) -> Result<StageEraseReport, StageError> {
         self.alias_locations().clear();
         let erased = self.files()?.erase(deadline).map_err(stage_error)?;
-        let left = |file: cascade_disk::FileLeft| Left {
+        let left = |file: cascade_disk::RemainingFile| NotErased {
             what: file.path.display().to_string(),
             why: file.reason,
         };
-        Ok(StageErased {
+        Ok(StageEraseReport {
             files_removed: erased.files_removed,
             overwritten_bytes: erased.overwritten_bytes,
-            left: erased.left.into_iter().map(left).collect(),
+            left: erased.remaining.into_iter().map(left).collect(),
         })
     }
 

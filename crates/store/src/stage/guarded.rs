@@ -13,7 +13,10 @@ use cascade_block::{BlockKey, Clock, Deadline, Manifest, Namespace, NamespaceId}
 use cascade_memory::Slab;
 
 use super::call_threads::{CallThreads, WaitLimit};
-use super::{Address, BlockFacts, Load, Loaded, Room, Stage, StageErased, StageError, StageStats};
+use super::{
+    Address, BlockFacts, Load, LoadOutcome, MakeRoomOutcome, Stage, StageEraseReport, StageError,
+    StageStats,
+};
 use crate::TierName;
 use crate::health::Direction;
 
@@ -81,7 +84,7 @@ impl Guarded {
     }
 
     /// Opens or closes the circuit of one direction. Opening it ends all waits for its calls.
-    pub(crate) fn set_shed(&self, direction: Direction, is_open: bool) {
+    pub(crate) fn set_circuit_open(&self, direction: Direction, is_open: bool) {
         self.circuit_open(direction).store(is_open, Ordering::Release);
     }
 
@@ -115,16 +118,16 @@ impl Guarded {
         let work = move || stage.store(batch, deadline);
         let stored = self.changes.call(self.wait_limit(WRITES, deadline, true), work, late);
         let mut results = stored.unwrap_or_else(|error| vec![Err(error); count]);
-        results.resize_with(count, || Err(StageError::NoAnswer));
+        results.resize_with(count, || Err(StageError::NoResult));
         results
     }
 
     /// [`Stage::load`] with exactly one result for each block, each slab of the right length.
-    pub(crate) fn load(&self, batch: Vec<Load>, deadline: Deadline) -> Vec<Loaded> {
+    pub(crate) fn load(&self, batch: Vec<Load>, deadline: Deadline) -> Vec<LoadOutcome> {
         let lengths: Vec<usize> = batch.iter().map(|load| load.slab.len()).collect();
         let count = lengths.len();
-        let failed = |error: StageError| -> Vec<Loaded> {
-            (0..count).map(|_| Loaded::Failed(error.clone())).collect()
+        let failed = |error: StageError| -> Vec<LoadOutcome> {
+            (0..count).map(|_| LoadOutcome::Failed(error.clone())).collect()
         };
         let mut results = if self.keeps_deadlines {
             catch(|| self.stage.load(batch, deadline)).unwrap_or_default()
@@ -134,10 +137,10 @@ impl Guarded {
             let loaded = self.loads.call(self.wait_limit(READS, deadline, true), work, drop);
             loaded.unwrap_or_else(failed)
         };
-        results.resize_with(count, || Loaded::Failed(StageError::NoAnswer));
+        results.resize_with(count, || LoadOutcome::Failed(StageError::NoResult));
         for (loaded, length) in results.iter_mut().zip(lengths) {
-            if matches!(loaded, Loaded::Hit(slab) if slab.len() != length) {
-                *loaded = Loaded::Damaged;
+            if matches!(loaded, LoadOutcome::Hit(slab) if slab.len() != length) {
+                *loaded = LoadOutcome::Damaged;
             }
         }
         results
@@ -166,10 +169,10 @@ impl Guarded {
         &self,
         mut keep: Keep,
         deadline: Deadline,
-        late: impl FnOnce(Room) + Send + 'static,
-    ) -> Result<Room, StageError> {
+        late: impl FnOnce(MakeRoomOutcome) + Send + 'static,
+    ) -> Result<MakeRoomOutcome, StageError> {
         let stage = Arc::clone(&self.stage);
-        let late = move |room: Result<Room, StageError>| room.map_or_else(drop, late);
+        let late = move |room: Result<MakeRoomOutcome, StageError>| room.map_or_else(drop, late);
         // Not watched for hanging: moving kept blocks may take longer than storing a batch.
         let wait_limit = self.wait_limit(WRITES, deadline, false);
         self.changes.call(wait_limit, move || stage.make_room(&mut keep, deadline), late)?
@@ -182,7 +185,7 @@ impl Guarded {
 
     /// [`Stage::erase`], even while a circuit is open. It runs in turn with the changes: a late
     /// erase blocks later changes until it ends, so it never meets a block stored after it.
-    pub(crate) fn erase(&self, deadline: Deadline) -> Result<StageErased, StageError> {
+    pub(crate) fn erase(&self, deadline: Deadline) -> Result<StageEraseReport, StageError> {
         let stage = Arc::clone(&self.stage);
         let wait_limit = WaitLimit { deadline, is_cancelled: &self.is_closed, is_watched: false };
         self.changes.call(wait_limit, move || stage.erase(deadline), drop)?
@@ -218,7 +221,7 @@ impl Guarded {
         };
         match probed {
             // The previous probe is still stuck.
-            Err(StageError::Shed) => Err(StageError::Timeout),
+            Err(StageError::CircuitOpen) => Err(StageError::Timeout),
             result => result?,
         }
     }
@@ -236,7 +239,7 @@ impl Guarded {
     }
 
     /// Ends all waits for this stage, for good.
-    pub(crate) fn let_go(&self) {
+    pub(crate) fn end_all_waits(&self) {
         self.is_closed.store(true, Ordering::Release);
         self.is_read_circuit_open.store(true, Ordering::Release);
         self.is_write_circuit_open.store(true, Ordering::Release);
@@ -270,7 +273,7 @@ impl Guarded {
 
     /// The directions with a call that has lasted as long as `limit`; each call is reported
     /// once. Stages that keep their deadlines are left out: their probe finds out what is slow.
-    pub(crate) fn hung(&self, limit: Duration) -> Vec<Direction> {
+    pub(crate) fn hung_directions(&self, limit: Duration) -> Vec<Direction> {
         if self.keeps_deadlines {
             return Vec::new();
         }

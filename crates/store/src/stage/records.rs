@@ -19,8 +19,8 @@ use self::buffers::RecordBuffers;
 use self::index::RecordIndex;
 use self::record::{HEADER_BYTES, RecordHeader, RecordKind, name_of};
 use super::{
-    Address, BlockFacts, Load, Loaded, Room, Stage, StageContext, StageErased, StageError,
-    StageStats,
+    Address, BlockFacts, Load, LoadOutcome, MakeRoomOutcome, Stage, StageContext, StageEraseReport,
+    StageError, StageStats,
 };
 use crate::{StoreError, TierName};
 
@@ -230,7 +230,7 @@ impl RecordStage {
         call: RecordCall,
         deadline: Deadline,
     ) -> Result<RecordAnswer, StageError> {
-        self.records.perform(vec![call], deadline).pop().unwrap_or(Err(StageError::NoAnswer))
+        self.records.perform(vec![call], deadline).pop().unwrap_or(Err(StageError::NoResult))
     }
 
     /// Deletes records; makes no call if there are none.
@@ -247,18 +247,18 @@ impl RecordStage {
         load: Load,
         origin: &BlockKey,
         answer: Result<RecordAnswer, StageError>,
-    ) -> Loaded {
+    ) -> LoadOutcome {
         let Load { address: Address(address), mut slab, .. } = load;
         let (buffer, bytes) = match answer {
             Ok(RecordAnswer::Got { buffer, bytes }) => (buffer, bytes),
             Ok(RecordAnswer::Missing) => {
                 self.index().drop_block(address);
-                return Loaded::Gone;
+                return LoadOutcome::Gone;
             }
             Ok(RecordAnswer::Done | RecordAnswer::Names(_)) => {
-                return Loaded::Failed(StageError::NoAnswer);
+                return LoadOutcome::Failed(StageError::NoResult);
             }
-            Err(error) => return Loaded::Failed(error),
+            Err(error) => return LoadOutcome::Failed(error),
         };
         let header = RecordHeader::read(&buffer).filter(|header| {
             header.kind == RecordKind::Block
@@ -272,11 +272,11 @@ impl RecordStage {
             slab.fill_from(&buffer[HEADER_BYTES..]);
             // The copy is checked, because the implementation may still write to the buffer.
             if header.fits(&slab) {
-                return Loaded::Hit(slab);
+                return LoadOutcome::Hit(slab);
             }
         }
         self.damaged.fetch_add(1, Ordering::Relaxed);
-        Loaded::Damaged
+        LoadOutcome::Damaged
     }
 
     /// Writes a small record, reads it and deletes it.
@@ -344,11 +344,11 @@ impl Stage for RecordStage {
         }
         let mut answers = self.records.perform(calls, deadline).into_iter();
         for (at, facts, room) in sent {
-            let answer = answers.next().unwrap_or(Err(StageError::NoAnswer));
+            let answer = answers.next().unwrap_or(Err(StageError::NoResult));
             match (answer, &results[at]) {
                 (Ok(_), Ok(address)) => self.index().insert(address.0, &facts),
                 (answer, _) => {
-                    let error = answer.err().unwrap_or(StageError::NoAnswer);
+                    let error = answer.err().unwrap_or(StageError::NoResult);
                     wanted_bytes += if matches!(error, StageError::Full) { room } else { 0 };
                     self.index().release(room);
                     results[at] = Err(error);
@@ -359,8 +359,8 @@ impl Stage for RecordStage {
         results
     }
 
-    fn load(&self, batch: Vec<Load>, deadline: Deadline) -> Vec<Loaded> {
-        let mut results: Vec<Loaded> = batch.iter().map(|_| Loaded::Gone).collect();
+    fn load(&self, batch: Vec<Load>, deadline: Deadline) -> Vec<LoadOutcome> {
+        let mut results: Vec<LoadOutcome> = batch.iter().map(|_| LoadOutcome::Gone).collect();
         let (mut calls, mut sent) = (Vec::new(), Vec::new());
         for (at, load) in batch.into_iter().enumerate() {
             let index = self.index();
@@ -372,7 +372,7 @@ impl Stage for RecordStage {
         }
         let mut answers = self.records.perform(calls, deadline).into_iter();
         for (at, origin, load) in sent {
-            let answer = answers.next().unwrap_or(Err(StageError::NoAnswer));
+            let answer = answers.next().unwrap_or(Err(StageError::NoResult));
             results[at] = self.check_loaded(load, &origin, answer);
         }
         results
@@ -425,7 +425,7 @@ impl Stage for RecordStage {
         &self,
         keep: &mut dyn FnMut(&BlockKey, Address) -> bool,
         deadline: Deadline,
-    ) -> Result<Room, StageError> {
+    ) -> Result<MakeRoomOutcome, StageError> {
         let is_bounded = self.capacity_bytes < u64::MAX;
         let share = if is_bounded { self.capacity_bytes / ROOM_SHARE } else { 1 };
         // The capacity may have been reduced below what is stored.
@@ -450,7 +450,7 @@ impl Stage for RecordStage {
         }
         let records = chosen.iter().flat_map(|address| self.index().records(*address)).collect();
         self.delete(records, deadline)?;
-        let mut room = Room::default();
+        let mut room = MakeRoomOutcome::default();
         for address in chosen {
             if let Some(entry) = self.index().drop_block(address) {
                 room.freed_bytes += entry.room();
@@ -500,10 +500,10 @@ impl Stage for RecordStage {
         self.records.stuck_calls()
     }
 
-    fn erase(&self, deadline: Deadline) -> Result<StageErased, StageError> {
+    fn erase(&self, deadline: Deadline) -> Result<StageEraseReport, StageError> {
         let names = match self.perform_one(RecordCall::Names, deadline)? {
             RecordAnswer::Names(names) => names.into_iter().map(|(name, _)| name),
-            _ => return Err(StageError::NoAnswer),
+            _ => return Err(StageError::NoResult),
         };
         let ours: Vec<_> = names.filter(|name| record::address_of(name).is_some()).collect();
         let files_removed = ours.len() as u64;
@@ -511,7 +511,7 @@ impl Stage for RecordStage {
         self.flush(deadline)?;
         *self.index() = RecordIndex::default();
         self.manifests().clear();
-        Ok(StageErased { files_removed, ..StageErased::default() })
+        Ok(StageEraseReport { files_removed, ..StageEraseReport::default() })
     }
 
     fn close(&self) {

@@ -27,18 +27,18 @@ pub type StageFactory =
 
 /// Stages by name. The default registry has `Files`, `Posix` and `Fake`.
 #[derive(Clone)]
-pub struct Registry {
+pub struct StageRegistry {
     factories: BTreeMap<String, StageFactory>,
 }
 
-impl Registry {
+impl StageRegistry {
     /// Adds or replaces a stage. Pipelines may write its name in any case.
     pub fn register(&mut self, name: &str, factory: StageFactory) {
         self.factories.insert(name.to_lowercase(), factory);
     }
 
     /// Whether a stage has this name.
-    pub fn knows(&self, name: &str) -> bool {
+    pub fn contains(&self, name: &str) -> bool {
         self.factories.contains_key(&name.to_lowercase())
     }
 
@@ -58,7 +58,7 @@ impl Registry {
     }
 }
 
-impl Default for Registry {
+impl Default for StageRegistry {
     fn default() -> Self {
         let mut registry = Self { factories: BTreeMap::new() };
         registry.register("files", Arc::new(|context| FilesStage::open(context, None)));
@@ -71,7 +71,7 @@ impl Default for Registry {
     }
 }
 
-impl fmt::Debug for Registry {
+impl fmt::Debug for StageRegistry {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_set().entries(self.factories.keys()).finish()
     }

@@ -11,7 +11,8 @@ use std::time::Duration;
 use cascade_block::{BlockKey, Deadline, Namespace, SystemClock};
 use cascade_memory::Slab;
 use cascade_store::stage::{
-    Address, BlockFacts, Load, Loaded, Registry, Room, Stage, StageErased, StageError, StageStats,
+    Address, BlockFacts, Load, LoadOutcome, MakeRoomOutcome, Stage, StageEraseReport, StageError,
+    StageRegistry, StageStats,
 };
 use cascade_store::{CallOptions, HealthConfig, HealthState, Store, StoreConfig, TierName};
 
@@ -130,8 +131,8 @@ impl MapStage {
     }
 
     /// A registry in which pipelines can name this stage `Map`.
-    pub(crate) fn registry(self: &Arc<Self>) -> Registry {
-        let mut registry = Registry::default();
+    pub(crate) fn registry(self: &Arc<Self>) -> StageRegistry {
+        let mut registry = StageRegistry::default();
         let stage = Arc::clone(self);
         registry.register("Map", Arc::new(move |_| Ok(stage.clone())));
         registry
@@ -237,26 +238,26 @@ impl Stage for MapStage {
         results
     }
 
-    fn load(&self, batch: Vec<Load>, deadline: Deadline) -> Vec<Loaded> {
+    fn load(&self, batch: Vec<Load>, deadline: Deadline) -> Vec<LoadOutcome> {
         self.loads.fetch_add(batch.len() as u64, Ordering::Relaxed);
         let worked = self.work(deadline);
         let blocks = self.blocks.lock().unwrap();
         let load_one = |mut load: Load| {
             if let Err(error) = &worked {
-                return Loaded::Failed(error.clone());
+                return LoadOutcome::Failed(error.clone());
             }
             if self.broken() || self.fails_reads.load(Ordering::Relaxed) {
-                return Loaded::Failed(eio());
+                return LoadOutcome::Failed(eio());
             }
             match blocks.get(&load.address.0) {
                 Some(kept) if kept.names.contains(&load.key) => {
                     if self.damages.load(Ordering::Relaxed) {
-                        return Loaded::Damaged;
+                        return LoadOutcome::Damaged;
                     }
                     load.slab.copy_from_slice(&kept.bytes);
-                    Loaded::Hit(load.slab)
+                    LoadOutcome::Hit(load.slab)
                 }
-                _ => Loaded::Gone,
+                _ => LoadOutcome::Gone,
             }
         };
         let mut results: Vec<_> = batch.into_iter().map(load_one).collect();
@@ -299,13 +300,13 @@ impl Stage for MapStage {
         &self,
         keep: &mut dyn FnMut(&BlockKey, Address) -> bool,
         _deadline: Deadline,
-    ) -> Result<Room, StageError> {
+    ) -> Result<MakeRoomOutcome, StageError> {
         let names: Vec<(u64, Vec<BlockKey>)> = {
             let blocks = self.blocks.lock().unwrap();
             let oldest = blocks.iter().take(8);
             oldest.map(|(at, kept)| (*at, kept.names.iter().copied().collect())).collect()
         };
-        let mut room = Room::default();
+        let mut room = MakeRoomOutcome::default();
         for (at, names) in names {
             if names.iter().any(|name| keep(name, Address(at))) {
                 continue;
@@ -331,13 +332,13 @@ impl Stage for MapStage {
         if self.fails_to_register.load(Ordering::Relaxed) { Err(eio()) } else { Ok(()) }
     }
 
-    fn erase(&self, _deadline: Deadline) -> Result<StageErased, StageError> {
+    fn erase(&self, _deadline: Deadline) -> Result<StageEraseReport, StageError> {
         if !self.erases.load(Ordering::Relaxed) {
             return Err(StageError::CannotErase);
         }
         self.erase_hung.wait();
         self.blocks.lock().unwrap().clear();
-        Ok(StageErased::default())
+        Ok(StageEraseReport::default())
     }
 
     fn close(&self) {

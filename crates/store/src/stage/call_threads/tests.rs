@@ -32,7 +32,10 @@ fn a_hung_call_times_out_and_its_late_result_is_delivered() {
     assert!(matches!(result, Err(StageError::Timeout)), "{result:?}");
     assert_eq!(threads.stuck_calls(), 1);
     let refused = threads.call(wait_limit(60_000, &never), || 1, drop);
-    assert!(matches!(refused, Err(StageError::Shed)), "at once, as no thread is left: {refused:?}");
+    assert!(
+        matches!(refused, Err(StageError::CircuitOpen)),
+        "at once, as no thread is left: {refused:?}"
+    );
     release.send(7).unwrap();
     assert_eq!(receiver.recv().unwrap(), 7);
     assert_eq!(threads.call(wait_limit(60_000, &never), || 8, drop).unwrap(), 8);
@@ -67,7 +70,7 @@ fn a_wait_ends_at_once_when_it_is_cancelled() {
             .spawn(|| threads.call(wait_limit(600_000, &is_cancelled), move || hold.recv(), drop));
         is_cancelled.store(true, Ordering::Release);
         let result = waiting.join().unwrap();
-        assert!(matches!(result, Err(StageError::Shed)), "{result:?}");
+        assert!(matches!(result, Err(StageError::CircuitOpen)), "{result:?}");
     });
 }
 
@@ -79,7 +82,7 @@ fn a_refused_call_is_never_executed() {
     let made = Arc::clone(&is_made);
     let work = move || made.store(true, Ordering::Release);
     let refused = threads.call(wait_limit(600_000, &is_cancelled), work, drop);
-    assert!(matches!(refused, Err(StageError::Shed)), "{refused:?}");
+    assert!(matches!(refused, Err(StageError::CircuitOpen)), "{refused:?}");
     is_cancelled.store(false, Ordering::Release);
     threads.call(wait_limit(600_000, &is_cancelled), || (), drop).unwrap();
     assert!(!is_made.load(Ordering::Acquire));
@@ -89,7 +92,7 @@ fn a_refused_call_is_never_executed() {
 fn a_panic_is_an_error_and_its_thread_serves_the_next_call() {
     let (threads, never) = (threads(1), never());
     let result = threads.call(wait_limit(60_000, &never), || panic!("injected"), |(): ()| ());
-    assert!(matches!(result, Err(StageError::NoAnswer)), "{result:?}");
+    assert!(matches!(result, Err(StageError::NoResult)), "{result:?}");
     assert_eq!(threads.call(wait_limit(60_000, &never), || 1, drop).unwrap(), 1);
 }
 

@@ -14,7 +14,7 @@ use ring::aead::{AES_256_GCM, LessSafeKey, NONCE_LEN, UnboundKey};
 use ring::rand::{SecureRandom as _, SystemRandom};
 use ring::{hkdf, hmac};
 
-use crate::secret::{Readers, SecretError, read_secret};
+use crate::secret::{SecretError, SecretReaders, read_secret};
 use crate::{EncryptionConfig, StoreError};
 
 /// Bytes of a key.
@@ -75,7 +75,7 @@ impl KeyRing {
     pub(super) fn open(config: &EncryptionConfig, tier: &str) -> Result<Self, StoreError> {
         let bad = |reason: String| StoreError::Config { setting: "encryption", reason };
         let scope = format!("{}\0{tier}", config.scope);
-        let text = read_secret(&config.key_file, FILE_BYTES_MAX, Readers::Owner)
+        let text = read_secret(&config.key_file, FILE_BYTES_MAX, SecretReaders::Owner)
             .map_err(|e| bad(explain(&e)))?;
         let keys = parse(&text)
             .map_err(|reason| bad(format!("{}: {reason}", config.key_file.display())))?;

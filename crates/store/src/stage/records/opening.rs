@@ -45,7 +45,7 @@ pub(super) fn read_all(
 ) -> Result<OpenedRecords, StageError> {
     let reader = RecordReader { records, buffers, clock, timeout };
     let answer = reader.perform(vec![RecordCall::Names])?.pop();
-    let Some(RecordAnswer::Names(names)) = answer else { return Err(StageError::NoAnswer) };
+    let Some(RecordAnswer::Names(names)) = answer else { return Err(StageError::NoResult) };
     let count = names.len();
     let mut ours: Vec<_> =
         names.into_iter().filter_map(|(name, bytes)| Some((address_of(&name)?, bytes))).collect();

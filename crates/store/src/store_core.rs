@@ -3,21 +3,21 @@
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use cascade_block::{Clock, Seed};
+use cascade_block::{Clock, FingerprintSeed};
 use cascade_memory::{Pool, SlabMut};
 
 use ring::rand::{SecureRandom as _, SystemRandom};
 
 use crate::call_context::CallContext;
 use crate::catalog::{LOWER_STAGES_MAX, NewKey};
-use crate::eviction::{self, Eviction, Incoming, Limits};
+use crate::eviction::{self, Eviction, EvictionLimits, Incoming};
 use crate::history::History;
 use crate::insight::Insight;
 use crate::ledger::Recovered;
 use crate::pipeline::Pipeline;
 use crate::stage::guarded::Guarded;
-use crate::stage::{BlockFacts, Registry, StageContext, StageError, encrypted};
-use crate::state::{EvictionResult, KeyChange, State};
+use crate::stage::{BlockFacts, StageContext, StageError, StageRegistry, encrypted};
+use crate::state::{EvictionResult, KeyChange, StoreState};
 use crate::warm::{NamedPool, OpenedPool, open_pool};
 use crate::{CallOptions, StoreConfig, StoreError, TierName};
 
@@ -26,12 +26,12 @@ const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// The core of a store, shared by its handles and its threads.
 #[derive(Debug)]
-pub(crate) struct Node {
+pub(crate) struct StoreCore {
     pub(crate) config: StoreConfig,
     pub(crate) pipeline: Pipeline,
     pub(crate) clock: Arc<dyn Clock>,
     /// Secret seed of the hash tables: callers must not be able to choose keys that collide.
-    pub(crate) seed: Seed,
+    pub(crate) seed: FingerprintSeed,
     pub(crate) pool: Pool,
     pub(crate) stages: Vec<Guarded>,
     /// DRAM first, then the stages.
@@ -39,7 +39,7 @@ pub(crate) struct Node {
     pub(crate) dirty_bytes_max: u64,
     /// The named pool, if there is one.
     pub(crate) warm: Option<NamedPool>,
-    state: Mutex<State>,
+    state: Mutex<StoreState>,
     /// Traffic statistics. A lock of its own, never taken while the lock of the state is held.
     pub(crate) insight: Mutex<Insight>,
     /// Notified when something changes that a call may wait for.
@@ -53,7 +53,7 @@ pub(crate) struct Node {
 /// The time when a call took the lock, read once for its whole batch: reading the clocks for each
 /// block would cost more than the lookup.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Moment {
+pub(crate) struct Timestamps {
     /// Time of day.
     pub(crate) unix_ms: u64,
     /// Time of the eviction policy.
@@ -75,10 +75,10 @@ pub(crate) enum AllocationFailure {
     Erasing,
 }
 
-impl Node {
+impl StoreCore {
     pub(crate) fn new(
         config: StoreConfig,
-        registry: &Registry,
+        registry: &StageRegistry,
         clock: Arc<dyn Clock>,
     ) -> Result<Self, StoreError> {
         config.check()?;
@@ -90,14 +90,20 @@ impl Node {
         let made = pipeline.lower.iter().map(|name| make(name));
         let guarded = |stage| Guarded::new(stage, &clock);
         let stages = made.map(|made| made.map(guarded)).collect::<Result<Vec<_>, _>>()?;
-        let seed = Seed::new(match config.hash_seed {
+        let seed = FingerprintSeed::new(match config.hash_seed {
             Some(number) => number,
             None => random_number()?,
         });
         let history = History::new(clock.unix_ms(), seed);
         let (eviction, lower) = (new_eviction(&config), stages.len());
-        let mut state =
-            State::new(eviction, pipeline.has_dram, lower, history, (config.health, seed), &*clock);
+        let mut state = StoreState::new(
+            eviction,
+            pipeline.has_dram,
+            lower,
+            history,
+            (config.health, seed),
+            &*clock,
+        );
         state.ledger = ledger;
         for (at, stage) in stages.iter().enumerate() {
             state.key_only_stages |= u8::from(stage.keeps_names_only()) << at;
@@ -105,7 +111,7 @@ impl Node {
         let dirty_bytes_max = config.dirty_bytes_max.unwrap_or(config.dram_bytes / 4);
         let names: Vec<TierName> = stages.iter().map(Guarded::name).collect();
         let insight = Mutex::new(Insight::new(&config, pipeline.has_dram, &names, seed));
-        let mut node = Self {
+        let mut core = Self {
             tier_names: std::iter::once("dram").chain(names).collect(),
             config,
             pipeline,
@@ -121,11 +127,11 @@ impl Node {
             work: Condvar::new(),
             prober_wakeup: Condvar::new(),
         };
-        node.recover(recovered);
-        Ok(node)
+        core.recover(recovered);
+        Ok(core)
     }
 
-    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, StoreState> {
         // After a panic under the lock the invariants may not hold; continuing could serve wrong
         // bytes.
         self.state.lock().expect("no thread panics while it holds the lock of the store")
@@ -137,16 +143,16 @@ impl Node {
     }
 
     /// Whether a thread panicked while it held the lock.
-    pub(crate) fn is_broken(&self) -> bool {
+    pub(crate) fn is_poisoned(&self) -> bool {
         self.state.is_poisoned()
     }
 
     /// Waits until something changes, or for the poll interval. False if the deadline has passed.
     pub(crate) fn wait_for_change<'a>(
         &self,
-        state: MutexGuard<'a, State>,
+        state: MutexGuard<'a, StoreState>,
         call: CallContext,
-    ) -> (MutexGuard<'a, State>, bool) {
+    ) -> (MutexGuard<'a, StoreState>, bool) {
         let left = call.deadline.remaining(&*self.clock);
         if left.is_zero() {
             return (state, false);
@@ -158,10 +164,10 @@ impl Node {
     /// As `wait_for_change`, with an error if the deadline has passed.
     pub(crate) fn wait_or_time_out<'a>(
         &self,
-        state: MutexGuard<'a, State>,
+        state: MutexGuard<'a, StoreState>,
         operation: &'static str,
         call: CallContext,
-    ) -> Result<MutexGuard<'a, State>, StoreError> {
+    ) -> Result<MutexGuard<'a, StoreState>, StoreError> {
         let (state, in_time) = self.wait_for_change(state, call);
         if in_time { Ok(state) } else { Err(call.timeout_error(operation)) }
     }
@@ -170,15 +176,15 @@ impl Node {
     /// read.
     pub(crate) fn wait_for_key_changes<'a>(
         &self,
-        mut state: MutexGuard<'a, State>,
+        mut state: MutexGuard<'a, StoreState>,
         tickets: [u64; LOWER_STAGES_MAX],
         operation: &'static str,
         call: CallContext,
-    ) -> Result<MutexGuard<'a, State>, StoreError> {
+    ) -> Result<MutexGuard<'a, StoreState>, StoreError> {
         // A stage with an open write circuit gets its changes when the circuit closes; nothing
         // waits for that.
-        let is_awaited = |state: &State, at: usize| {
-            !state.is_write_shed(at) && state.key_tickets[at].settled < tickets[at]
+        let is_awaited = |state: &StoreState, at: usize| {
+            !state.is_write_circuit_open(at) && state.key_tickets[at].settled < tickets[at]
         };
         while (0..LOWER_STAGES_MAX).any(|at| is_awaited(&state, at)) {
             self.notify_movers();
@@ -188,16 +194,19 @@ impl Node {
     }
 
     /// Waits for work for a mover, or for the store to close.
-    pub(crate) fn wait_for_work<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+    pub(crate) fn wait_for_work<'a>(
+        &self,
+        state: MutexGuard<'a, StoreState>,
+    ) -> MutexGuard<'a, StoreState> {
         self.work.wait(state).unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits until the next check of a prober is due, or until it is woken.
     pub(crate) fn wait_for_prober_wakeup<'a>(
         &self,
-        state: MutexGuard<'a, State>,
+        state: MutexGuard<'a, StoreState>,
         time: Duration,
-    ) -> MutexGuard<'a, State> {
+    ) -> MutexGuard<'a, StoreState> {
         self.prober_wakeup.wait_timeout(state, time).unwrap_or_else(PoisonError::into_inner).0
     }
 
@@ -206,18 +215,18 @@ impl Node {
     }
 
     /// Pauses a mover for this time, or until there is new work or the store closes.
-    pub(crate) fn pause(&self, state: MutexGuard<'_, State>, time: Duration) {
+    pub(crate) fn pause(&self, state: MutexGuard<'_, StoreState>, time: Duration) {
         drop(self.work.wait_timeout(state, time));
     }
 
     /// The error of a stage that did not store a block, with the last error of the stage.
     pub(crate) fn stage_error(
         &self,
-        state: &State,
+        state: &StoreState,
         stage: usize,
         operation: &'static str,
     ) -> StoreError {
-        let source = Arc::new(state.last_errors[stage].clone().unwrap_or(StageError::NoAnswer));
+        let source = Arc::new(state.last_errors[stage].clone().unwrap_or(StageError::NoResult));
         StoreError::Tier { tier: self.stages[stage].name(), operation, source }
     }
 
@@ -235,15 +244,15 @@ impl Node {
     }
 
     /// The current time of the eviction policy.
-    pub(crate) fn policy_now(&self, state: &State) -> Duration {
+    pub(crate) fn policy_now(&self, state: &StoreState) -> Duration {
         state.policy_time.unwrap_or_else(|| self.clock.monotonic())
     }
 
     /// The current time; also sets it in the history.
-    pub(crate) fn moment(&self, state: &mut State) -> Moment {
+    pub(crate) fn timestamps(&self, state: &mut StoreState) -> Timestamps {
         let unix_ms = self.clock.unix_ms();
-        state.history.tell_time(unix_ms);
-        Moment { unix_ms, policy: self.policy_now(state) }
+        state.history.set_time(unix_ms);
+        Timestamps { unix_ms, policy: self.policy_now(state) }
     }
 
     /// The tier that hits in memory count for. Without a DRAM stage only blocks queued for writing
@@ -265,12 +274,12 @@ impl Node {
     /// more: two such callers could wait for each other forever.
     pub(crate) fn allocate_slab<'a>(
         &'a self,
-        mut state: MutexGuard<'a, State>,
+        mut state: MutexGuard<'a, StoreState>,
         bytes: usize,
         holds_some: bool,
         incoming: Option<&Incoming>,
         call: CallContext,
-    ) -> (MutexGuard<'a, State>, Result<SlabMut, AllocationFailure>) {
+    ) -> (MutexGuard<'a, StoreState>, Result<SlabMut, AllocationFailure>) {
         if bytes > self.pool.region().bytes() {
             return (state, Err(AllocationFailure::TooLarge));
         }
@@ -311,13 +320,13 @@ impl Node {
         }
     }
 
-    fn has_block_room(&self, state: &State) -> bool {
+    fn has_block_room(&self, state: &StoreState) -> bool {
         let most = self.config.dram_blocks.unwrap_or(u64::MAX);
         (state.eviction.blocks().len() as u64).saturating_add(state.slabs_in_flight) < most
     }
 
     /// Releases the lock, and wakes the movers if key changes are queued.
-    pub(crate) fn unlock(&self, state: MutexGuard<'_, State>) {
+    pub(crate) fn unlock(&self, state: MutexGuard<'_, StoreState>) {
         let has_names = state.key_changes.iter().any(|names| !names.is_empty());
         drop(state);
         if has_names {
@@ -384,7 +393,7 @@ fn random_number() -> Result<u64, StoreError> {
 }
 
 fn new_eviction(config: &StoreConfig) -> Eviction {
-    let limits = Limits {
+    let limits = EvictionLimits {
         capacity_bytes: config.dram_bytes,
         protected_percent: config.protected_percent,
         admit_partial: config.admit_partial,
@@ -394,7 +403,7 @@ fn new_eviction(config: &StoreConfig) -> Eviction {
 
 /// Adds one block of a stage to the catalog. Its checksum is compared when it is read.
 fn insert_recovered(
-    state: &mut State,
+    state: &mut StoreState,
     stage: usize,
     facts: &BlockFacts,
     address: crate::stage::Address,

@@ -3,12 +3,12 @@
 use cascade_block::{Digest, DigestMode};
 
 use crate::catalog::ContentIndex;
-use crate::node::{Moment, Node};
-use crate::state::State;
+use crate::state::StoreState;
+use crate::store_core::{StoreCore, Timestamps};
 use crate::{DeclineReason, Put, PutOutcome, StoreError};
 
 /// Result of checking a put against the catalog.
-pub(crate) enum Known {
+pub(crate) enum PutCheck {
     /// The block is not present: it needs a slab.
     New,
     /// The outcome is known without its bytes.
@@ -17,21 +17,21 @@ pub(crate) enum Known {
     Compare,
 }
 
-impl Node {
+impl StoreCore {
     /// Checks everything that can refuse a new block: the store's state first, then the block's own
     /// properties.
-    fn check_admission(&self, state: &State, put: &Put<'_>, bytes: usize) -> Known {
-        let declined = |reason| Known::Settled(PutOutcome::Declined(reason));
+    fn check_admission(&self, state: &StoreState, put: &Put<'_>, bytes: usize) -> PutCheck {
+        let declined = |reason| PutCheck::Settled(PutOutcome::Declined(reason));
         if state.is_closing {
-            return Known::Settled(PutOutcome::Failed(StoreError::Closed));
+            return PutCheck::Settled(PutOutcome::Failed(StoreError::Closed));
         }
-        if self.takes_nothing(state) {
-            let circuit = state.write_shed.trailing_zeros() as usize;
+        if self.has_no_writable_tier(state) {
+            let circuit = state.open_write_circuits.trailing_zeros() as usize;
             let error = self.stage_error(state, circuit, "store a block");
-            return Known::Settled(PutOutcome::Failed(error));
+            return PutCheck::Settled(PutOutcome::Failed(error));
         }
         if state.is_erasing {
-            return Known::Settled(PutOutcome::Failed(StoreError::Erasing));
+            return PutCheck::Settled(PutOutcome::Failed(StoreError::Erasing));
         }
         if !state.has_dram && self.stages.is_empty() {
             return declined(DeclineReason::Empty);
@@ -42,35 +42,35 @@ impl Node {
         if u32::try_from(bytes).is_err() {
             return declined(DeclineReason::TooLarge);
         }
-        Known::New
+        PutCheck::New
     }
 
-    pub(crate) fn known(
+    pub(crate) fn check_put(
         &self,
-        state: &mut State,
+        state: &mut StoreState,
         put: &Put<'_>,
         digest: Option<Digest>,
-        now: Moment,
-    ) -> Known {
-        self.known_by_length(state, put, put.bytes.len(), digest, now)
+        now: Timestamps,
+    ) -> PutCheck {
+        self.check_put_by_length(state, put, put.bytes.len(), digest, now)
     }
 
-    /// As `known`, for a block whose bytes may not be at hand yet.
-    pub(crate) fn known_by_length(
+    /// As `check_put`, for a block whose bytes may not be at hand yet.
+    pub(crate) fn check_put_by_length(
         &self,
-        state: &mut State,
+        state: &mut StoreState,
         put: &Put<'_>,
         bytes: usize,
         digest: Option<Digest>,
-        now: Moment,
-    ) -> Known {
+        now: Timestamps,
+    ) -> PutCheck {
         if let Some(key) = state.find_live(&put.key, now.unix_ms) {
             let index = state.catalog.entry(key).content;
             let content = state.catalog.content(index);
             if content.bytes as usize != bytes {
-                return Known::Settled(PutOutcome::Conflict);
+                return PutCheck::Settled(PutOutcome::Conflict);
             }
-            if state.is_out_of_reach(content) {
+            if state.is_unreadable(content) {
                 return self.check_put_by_digest(state, put, index, digest);
             }
             let keeps_bytes = |stage: usize| !self.stages[stage].keeps_names_only();
@@ -81,19 +81,19 @@ impl Node {
             // only the bytes decide. Where a stage keeps only names, the name is all there is to
             // compare.
             return if is_same || (content.slab.is_none() && !has_bytes) {
-                Known::Settled(PutOutcome::Present)
+                PutCheck::Settled(PutOutcome::Present)
             } else {
-                Known::Compare
+                PutCheck::Compare
             };
         }
-        if let Known::Settled(outcome) = self.check_admission(state, put, bytes) {
-            return Known::Settled(outcome);
+        if let PutCheck::Settled(outcome) = self.check_admission(state, put, bytes) {
+            return PutCheck::Settled(outcome);
         }
         match digest.and_then(|digest| state.catalog.find_digest(&digest)) {
-            Some(content) if !state.is_out_of_reach(state.catalog.content(content)) => {
-                Known::Settled(self.deduplicate(state, put, digest, (content, now)))
+            Some(content) if !state.is_unreadable(state.catalog.content(content)) => {
+                PutCheck::Settled(self.deduplicate(state, put, digest, (content, now)))
             }
-            Some(_) | None => Known::New,
+            Some(_) | None => PutCheck::New,
         }
     }
 
@@ -103,11 +103,11 @@ impl Node {
     /// a restart.
     fn check_put_by_digest(
         &self,
-        state: &State,
+        state: &StoreState,
         put: &Put<'_>,
         index: ContentIndex,
         digest: Option<Digest>,
-    ) -> Known {
+    ) -> PutCheck {
         let known = state.catalog.digest_of(index);
         let is_same = match digest {
             Some(digest) => known == Some(&digest),
@@ -118,9 +118,10 @@ impl Node {
             return self.check_admission(state, put, state.catalog.content(index).bytes as usize);
         }
         let content = state.catalog.content(index);
-        let has_it = |stage: &usize| content.address(*stage).is_some() && state.is_shed(*stage);
+        let has_it =
+            |stage: &usize| content.address(*stage).is_some() && state.is_read_circuit_open(*stage);
         let stage = (0..self.stages.len()).find(has_it).unwrap_or(0);
         let error = self.stage_error(state, stage, "compare a block that only this tier has");
-        Known::Settled(PutOutcome::Failed(error))
+        PutCheck::Settled(PutOutcome::Failed(error))
     }
 }
