@@ -279,7 +279,10 @@ impl ClientInner {
             }
             (LinkState::Unavailable { reason, is_gone, .. }, Err(error)) => {
                 // Trying to connect is cheap only while no process listens at the socket.
-                *is_gone = matches!(&error, StoreError::Unavailable { reason, .. } if reason != UNRESPONSIVE);
+                *is_gone = matches!(
+                    &error,
+                    StoreError::Unavailable { reason, .. } if reason != UNRESPONSIVE
+                );
                 *reason = match error {
                     StoreError::Unavailable { reason, .. } | StoreError::Refused { reason, .. } => {
                         reason

@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use cascade_block::ByteSize;
 use thiserror::Error;
 
 use crate::heap::{Extent, Heap};
@@ -59,7 +60,7 @@ pub struct PoolStats {
 #[non_exhaustive]
 pub enum MemoryError {
     /// The kernel refused the mapping.
-    #[error("cannot map a pool of {bytes} bytes of shared memory")]
+    #[error("cannot map a pool of {} of shared memory", shown(*bytes))]
     Map {
         /// Requested size.
         bytes: usize,
@@ -69,8 +70,10 @@ pub enum MemoryError {
     },
     /// The pool does not fit the available memory.
     #[error(
-        "a pool of {bytes} bytes does not fit: the machine has {available_bytes} bytes of memory \
-         available; make the pool smaller or free memory"
+        "a pool of {} does not fit: the machine has {} of memory available; make the pool smaller \
+         or free memory",
+        shown(*bytes),
+        shown(*available_bytes)
     )]
     NotEnough {
         /// Requested size.
@@ -91,7 +94,8 @@ pub enum MemoryError {
     },
     /// A pool's file could not be reserved in full.
     #[error(
-        "cannot reserve {bytes} bytes for {path}: make the pool smaller or its file system larger"
+        "cannot reserve {} for {path}: make the pool smaller or its file system larger",
+        shown(*bytes)
     )]
     NotReserved {
         /// The file.
@@ -119,6 +123,11 @@ pub enum MemoryError {
     /// A capacity of zero.
     #[error("the capacity of a pool is 0; give at least one page of 4096 bytes")]
     Empty,
+}
+
+/// A size as messages show it.
+fn shown(bytes: usize) -> String {
+    ByteSize(bytes as u64).rounded()
 }
 
 /// Allocates slabs. Clones share the same memory.

@@ -191,7 +191,11 @@ impl BlockTable {
         if before == Some(parent) {
             return Adoption::Settled(None);
         }
-        if self.descends_from(parent, child) {
+        // A block without children is no ancestor of another block. Blocks of a chain that were put
+        // without parents are adopted root first, so none of them needs the walk to the root; with
+        // it, the first lookup of the chain would take quadratic time.
+        let can_be_ancestor = parent == child || self.table[child.index()].children > 0;
+        if can_be_ancestor && self.descends_from(parent, child) {
             return Adoption::Contradiction;
         }
         self.table[parent.index()].children += 1;
