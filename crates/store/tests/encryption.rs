@@ -229,11 +229,11 @@ fn key_files_readable_by_others_or_inside_the_tier_are_refused() {
     fs::create_dir_all(directory.path().join("tier")).unwrap();
     let beside = key_file(&directory.path().join("tier"), "key", &[1]);
     config.encryption = Some(EncryptionConfig::new(&beside));
-    assert!(refusal(&config).contains("keep it elsewhere"));
+    assert!(refusal(&config).contains("move it elsewhere"));
     let link = directory.path().join("link");
     std::os::unix::fs::symlink(beside, &link).unwrap();
     config.encryption = Some(EncryptionConfig::new(link));
-    assert!(refusal(&config).contains("keep it elsewhere"));
+    assert!(refusal(&config).contains("move it elsewhere"));
     config.encryption = Some(EncryptionConfig::new(directory.path().join("missing")));
     assert!(refusal(&config).contains("missing"));
 }

@@ -391,7 +391,7 @@ fn every_command_fails_if_the_node_is_stopped() {
         let output = node.run(&[*args, &["--timeout", "0.3"]].concat());
         let message = stderr(&output);
         assert_eq!(output.status.code(), Some(1), "{args:?}: {message}");
-        assert!(message.contains("is it stopped?"), "{args:?}: {message}");
+        assert!(message.contains("check whether it is stopped"), "{args:?}: {message}");
     }
     kill_process(node.process(), Signal::CONT).unwrap();
     node.output(&["ping", "--timeout", "60"]);

@@ -39,7 +39,7 @@ impl ServedNode {
             fs::write(&file, bytes(number)).unwrap();
             assert!(self.output(&["put", &key(number), file.to_str().unwrap()]).contains("stored"));
         }
-        assert!(self.output(&["flush"]).contains("everything is written"));
+        assert!(self.output(&["flush"]).contains("all blocks are written"));
     }
 
     /// How many blocks the node returns; none with other bytes than it was given.
