@@ -173,7 +173,7 @@ fn send(client: &ClientInner, tasks: &BackgroundTasks) {
         // The next call carries the releases along, or the next round of this thread sends them.
         Err(CallError::NoFreeConnection) => tasks.schedule_release(),
         Err(CallError::Timeout) => {
-            client.mark_unavailable("the node does not read its connection", &link, false)
+            client.mark_unavailable("the node does not read its connection", &link, false);
         }
         Err(CallError::TooLong(reason) | CallError::Broken(reason)) => {
             client.mark_unavailable(&reason, &link, true);

@@ -50,7 +50,7 @@ pub(crate) struct Session {
     /// The process that opened it; a forked child has a copy of it.
     process: u32,
     /// Dropped before the background thread is notified of the session's end.
-    live_session: Option<LiveSession>,
+    registration: Option<LiveSession>,
 }
 
 #[derive(Debug, Default)]
@@ -137,7 +137,7 @@ impl Link {
             releases: Mutex::default(),
             tasks: Arc::clone(tasks),
             process: std::process::id(),
-            live_session: Some(LiveSession::register(&welcome.tenant, welcome.epoch)),
+            registration: Some(LiveSession::register(&welcome.tenant, welcome.epoch)),
         });
         let bytes = usize::try_from(welcome.pool_bytes).map_err(|_| {
             unavailable("the node's pool does not fit this process's address space".to_owned())
@@ -412,7 +412,7 @@ impl Drop for Session {
     fn drop(&mut self) {
         if self.is_forked() {
             // Another thread may have held the lock when the process was forked.
-            let _never_dropped = std::mem::ManuallyDrop::new(self.live_session.take());
+            let _never_dropped = std::mem::ManuallyDrop::new(self.registration.take());
             return;
         }
         // A session with holds outlives its connections, so the last holds are released here. If
@@ -424,7 +424,7 @@ impl Drop for Session {
             }
         }
         // Before the notification: the background thread counts the remaining sessions.
-        drop(self.live_session.take());
+        drop(self.registration.take());
         self.tasks.session_ended(self.epoch);
     }
 }

@@ -60,7 +60,7 @@ mod stream {
 
     /// Whether copying several pages interleaved is faster than one after the other. The hardware
     /// prefetcher of Intel processors stops at the end of a page, so interleaving keeps more reads
-    /// in flight. That of AMD processors, recognized by SSE4a, continues across pages and loses
+    /// in flight. That of AMD processors, recognized by `sse4a`, continues across pages and loses
     /// track when pages alternate.
     pub(super) fn prefers_interleaved_pages() -> bool {
         !is_x86_feature_detected!("sse4a")
