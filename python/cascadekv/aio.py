@@ -25,10 +25,10 @@ Cancellation:
 
 import asyncio
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from types import TracebackType
 from typing import Self, TypeAlias, TypeVar, Unpack
 
 from typing_extensions import Buffer
@@ -66,7 +66,23 @@ Duration: TypeAlias = float | str | timedelta
 T = TypeVar("T")
 
 
-class AsyncViews:
+class _ReleasedOnExit(ABC):
+    """An asynchronous context manager that is released when its block ends."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Release what the object holds. May be called again."""
+
+    async def __aenter__(self) -> Self:
+        """Use as a context manager that calls `release`."""
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        """Call `release`."""
+        self.release()
+
+
+class AsyncViews(_ReleasedOnExit):
     """The views of one batch: `cascadekv.Views` as an asynchronous context manager.
 
     All blocks stay in the pool until the `async with` block ends or `release` is called.
@@ -92,19 +108,6 @@ class AsyncViews:
     def release(self) -> None:
         """Release every block now."""
         self.views.release()
-
-    async def __aenter__(self) -> Self:
-        """Use as a context manager that releases the views."""
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Release the views."""
-        self.release()
 
 
 class AsyncStore:
@@ -267,12 +270,7 @@ class AsyncStore:
         """Use as a context manager that closes the store."""
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         """Close the store."""
         await self.close()
 
