@@ -17,19 +17,20 @@ queued. The deadline of a call starts when a thread starts the call.
 Cancellation:
 
 - A queued call is not made.
-- A running put or get uses the caller's buffers. The cancellation is raised once the call has
-  ended, at its deadline at the latest. The put is complete then, and its results are discarded.
+- A running `put`, `put_reserved`, `seal`, `get` or `gather` uses the caller's memory. The
+  cancellation is raised once the call has ended: at its deadline at the latest, or once a `gather`
+  has copied its pages. A put is complete then, and its results are discarded.
 - Any other running call is cancelled at once. The call continues in its thread, and its result is
-  undone: views are released and pins are removed.
+  undone: views are released, pins are removed and reserved memory returns to the pool.
 """
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Generator, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from types import TracebackType
-from typing import Self, TypeAlias, TypeVar, Unpack
+from typing import Protocol, Self, TypeAlias, TypedDict, TypeVar, Unpack
 
 from typing_extensions import Buffer
 
@@ -39,8 +40,11 @@ from cascadekv._native import (
     Changes,
     GetResult,
     Namespace,
+    PagedMemory,
     PrefixMatch,
+    PreparedPut,
     PutResult,
+    Reservation,
     Store,
     View,
     Views,
@@ -54,7 +58,7 @@ from cascadekv.hints import Hints
 from cascadekv.stats import Stats
 from cascadekv.traces import current_trace, part_of_trace
 
-__all__ = ["AsyncStore", "AsyncViews", "connect", "open_store"]
+__all__ = ["AsyncPreparedPut", "AsyncStore", "AsyncViews", "PutKeywords", "connect", "open_store"]
 
 THREADS = 8
 """Default number of threads of a store."""
@@ -63,10 +67,51 @@ THREADS_MAX = 256
 Key: TypeAlias = BlockKey | bytes
 Keys: TypeAlias = BlockKeys | BlockKey | Buffer | Iterable[BlockKey | bytes]
 Duration: TypeAlias = float | str | timedelta
+Size: TypeAlias = int | str
 T = TypeVar("T")
 
 
-class AsyncViews:
+class PutKeywords(TypedDict, total=False):
+    """The keywords of `AsyncStore.put`, `put_reserved` and `prepare`, as for `Store.put`."""
+
+    parent: Key | None
+    chain: bool
+    is_prefix: bool
+    last_is_partial: bool
+    ttl: Duration | None
+    namespace: Namespace | None
+    timeout: Duration | None
+
+
+class _Call(Protocol):
+    """`AsyncStore._call`: runs a call in a thread of the store."""
+
+    async def __call__(
+        self,
+        call: Callable[[], T],
+        *,
+        undo: Callable[[T], object] | None = None,
+        uses_buffers: bool = False,
+    ) -> T: ...
+
+
+class _ReleasedOnExit(ABC):
+    """An asynchronous context manager that is released when its block ends."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Release what the object holds. May be called again."""
+
+    async def __aenter__(self) -> Self:
+        """Use as a context manager that calls `release`."""
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        """Call `release`."""
+        self.release()
+
+
+class AsyncViews(_ReleasedOnExit):
     """The views of one batch: `cascadekv.Views` as an asynchronous context manager.
 
     All blocks stay in the pool until the `async with` block ends or `release` is called.
@@ -93,18 +138,52 @@ class AsyncViews:
         """Release every block now."""
         self.views.release()
 
-    async def __aenter__(self) -> Self:
-        """Use as a context manager that releases the views."""
-        return self
 
-    async def __aexit__(
+class AsyncPreparedPut(_ReleasedOnExit):
+    """A put in two phases: `cascadekv.PreparedPut` as an asynchronous context manager.
+
+    When the `async with` block ends, the memory of blocks that were not sealed returns to the pool.
+    """
+
+    def __init__(self, prepared: PreparedPut, call: _Call) -> None:
+        self.prepared = prepared
+        """The underlying prepared put."""
+        self._call = call
+
+    @property
+    def needed(self) -> list[int]:
+        """Indices of the keys whose bytes the store needs."""
+        return self.prepared.needed
+
+    async def gather(
         self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        memory: PagedMemory,
+        pages: Buffer | Iterable[int],
+        *,
+        first: int = 0,
+        count: int | None = None,
     ) -> None:
-        """Release the views."""
-        self.release()
+        """Copy page `pages[i]` into block i, for every needed block.
+
+        Do not write the pages until this returns or raises. `pages` has one page for each key.
+        `count` regions from `first` on are copied, all by default, so that a connector can save
+        layer by layer.
+        """
+        await self._call(
+            lambda: self.prepared.gather(memory, pages, first=first, count=count),
+            uses_buffers=True,
+        )
+
+    async def seal(self, *, timeout: Duration | None = None) -> list[PutResult]:
+        """Store the blocks; returns one result for each key, needed or not.
+
+        Raises `ValueError`, and changes nothing, if bytes of needed blocks were not gathered yet.
+        """
+        return await self._call(lambda: self.prepared.seal(timeout=timeout), uses_buffers=True)
+
+    def release(self) -> None:
+        """Return the memory of blocks that were not sealed. Waits for a running `gather`."""
+        self.prepared.release()
 
 
 class AsyncStore:
@@ -122,34 +201,49 @@ class AsyncStore:
         self._process = os.getpid()
         self._is_closed = False
 
-    async def put(  # noqa: PLR0913 # the keywords of Store.put
+    async def put(
         self,
         keys: Keys,
         blocks: Buffer | Iterable[Buffer],
-        *,
-        parent: Key | None = None,
-        chain: bool = True,
-        is_prefix: bool = False,
-        last_is_partial: bool = False,
-        ttl: Duration | None = None,
-        namespace: Namespace | None = None,
-        timeout: Duration | None = None,
+        **keywords: Unpack[PutKeywords],
     ) -> list[PutResult]:
         """Store blocks. Do not modify the buffers until this returns or raises."""
+        return await self._call(lambda: self.store.put(keys, blocks, **keywords), uses_buffers=True)
+
+    async def reserve(self, size: Size, *, timeout: Duration | None = None) -> Reservation:
+        """Reserve pool memory for a block of `size` bytes: write it, then call `put_reserved`."""
         return await self._call(
-            lambda: self.store.put(
-                keys,
-                blocks,
-                parent=parent,
-                chain=chain,
-                is_prefix=is_prefix,
-                last_is_partial=last_is_partial,
-                ttl=ttl,
-                namespace=namespace,
-                timeout=timeout,
-            ),
-            uses_buffers=True,
+            lambda: self.store.reserve(size, timeout=timeout), undo=Reservation.release
         )
+
+    async def put_reserved(
+        self,
+        keys: Keys,
+        reservations: Sequence[Reservation],
+        **keywords: Unpack[PutKeywords],
+    ) -> list[PutResult]:
+        """Store blocks that were written in place, without a copy.
+
+        Release every array and memoryview of the reservations before the call. Do not use the
+        reservations until this returns or raises. If it is cancelled before a thread starts the
+        call, the reservations are not used up: put them again, or release them.
+        """
+        return await self._call(
+            lambda: self.store.put_reserved(keys, reservations, **keywords), uses_buffers=True
+        )
+
+    async def prepare(
+        self, keys: Keys, size: Size, **keywords: Unpack[PutKeywords]
+    ) -> AsyncPreparedPut:
+        """Reserve pool memory for those of these blocks of `size` bytes that the store needs.
+
+        A key that is already stored with the same length counts as present; its bytes are not
+        compared.
+        """
+        prepared = await self._call(
+            lambda: self.store.prepare(keys, size, **keywords), undo=PreparedPut.release
+        )
+        return AsyncPreparedPut(prepared, self._call)
 
     async def get(
         self, keys: Keys, buffers: Buffer | Iterable[Buffer], *, timeout: Duration | None = None
@@ -267,12 +361,7 @@ class AsyncStore:
         """Use as a context manager that closes the store."""
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         """Close the store."""
         await self.close()
 
@@ -375,7 +464,7 @@ async def _run(
 
     If the caller is cancelled, `undo` receives the result of the running call. With `uses_buffers`,
     a running call is waited for before the cancellation is raised, because its thread still reads
-    or writes the caller's buffers.
+    or writes the caller's buffers, or would store what the caller writes into them afterwards.
     """
     # Context variables do not reach threads of an executor.
     trace = current_trace.get()

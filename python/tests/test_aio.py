@@ -3,14 +3,16 @@
 import asyncio
 import contextlib
 import gc
+import re
 import threading
 import time
 
 import cascadekv
 import pytest
-from cascadekv import PutStatus, aio
+from cascadekv import PagedMemory, PutStatus, aio
 
 MIB = 1 << 20
+LAYERS, PAGES, PAGE = 3, 12, range(1000)
 
 
 class Gate:
@@ -48,6 +50,36 @@ class Gate:
         """Succeed always."""
 
 
+class Slow:
+    """An object with one slow method: it waits for `go_on`, and its results are kept."""
+
+    def __init__(self, wrapped, name):
+        """Wrap an object whose method `name` is the slow one."""
+        self.wrapped, self.name = wrapped, name
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.results = []
+
+    def __getattr__(self, name):
+        """Return a method of the wrapped object."""
+        method = getattr(self.wrapped, name)
+        return self._slow(method) if name == self.name else method
+
+    def _slow(self, method):
+        def call(*arguments, **keywords):
+            self.begun.set()
+            self.go_on.wait(20)
+            # A reference, as in a traceback: only a release returns what the result holds.
+            self.results.append(method(*arguments, **keywords))
+            return self.results[-1]
+
+        return call
+
+    async def wait_until_begun(self):
+        """Wait until a thread calls the slow method."""
+        await asyncio.to_thread(self.begun.wait, 30)
+        assert self.begun.is_set()
+
+
 @pytest.fixture
 def gated(keys_of, bytes_of):
     """Open a store whose only block is behind the gate."""
@@ -69,6 +101,20 @@ async def reached(gate):
 
 def held_bytes(store) -> int:
     return store.stats()["pool"]["requested_bytes"]
+
+
+def paged_memory():
+    """Create an engine's cache: its layers, different in every byte of a page, as `PagedMemory`."""
+    layers = [
+        bytearray((page * 31 + layer * 7 + byte) % 251 for page in range(PAGES) for byte in PAGE)
+        for layer in range(LAYERS)
+    ]
+    regions = [(layer, 0, len(PAGE), len(PAGE)) for layer in layers]
+    return layers, PagedMemory(regions, PAGES)
+
+
+def block_of(layers, page) -> bytes:
+    return b"".join(layer[page * len(PAGE) : (page + 1) * len(PAGE)] for layer in layers)
 
 
 def test_every_call_returns_what_the_blocking_call_returns(store, keys_of, bytes_of):
@@ -102,9 +148,212 @@ def test_every_call_returns_what_the_blocking_call_returns(store, keys_of, bytes
         assert (await wrapped.stats())["puts"] >= 4
         await wrapped.close()
         await wrapped.close()
-        with pytest.raises(cascadekv.ClosedError):
-            await wrapped.view(keys)
+        for closed in (wrapped.view(keys), wrapped.reserve(1), wrapped.prepare(keys, 1)):
+            with pytest.raises(cascadekv.ClosedError):
+                await closed
         assert (await wrapped.stats())["puts"] >= 4
+
+    asyncio.run(main())
+
+
+def test_a_block_written_in_place_is_stored(store, keys_of, bytes_of):
+    keys = keys_of(range(1))
+
+    async def main():
+        wrapped = aio.AsyncStore(store)
+        reservation = await wrapped.reserve("10000", timeout="20s")
+        with memoryview(reservation) as writer:
+            writer[:] = bytes_of(keys[0])
+            with pytest.raises(BufferError, match="still in use"):
+                await wrapped.put_reserved(keys, [reservation])
+        results = await wrapped.put_reserved(keys, [reservation], ttl="1h", timeout="20s")
+        assert [result.status for result in results] == [PutStatus.STORED]
+        async with await wrapped.view(keys) as views:
+            assert bytes(views[0]) == bytes_of(keys[0])
+        with pytest.raises(ValueError, match="already"):
+            await wrapped.put_reserved(keys, [reservation])
+
+    asyncio.run(main())
+
+
+def test_pages_gathered_by_concurrent_tasks_are_sealed(store, keys_of):
+    keys = keys_of(range(4))
+    pages = [7, 0, 3, 4]
+
+    async def main():
+        wrapped = aio.AsyncStore(store)
+        layers, memory = paged_memory()
+        async with await wrapped.prepare(keys, memory.block_bytes, timeout="20s") as prepared:
+            assert prepared.needed == [0, 1, 2, 3]
+            await prepared.gather(memory, pages, first=0, count=1)
+            with pytest.raises(ValueError, match="not gathered"):
+                await prepared.seal()
+            assert await wrapped.contains(keys) == [False] * 4
+            rest = range(1, LAYERS)
+            await asyncio.gather(*(prepared.gather(memory, pages, first=n, count=1) for n in rest))
+            results = await prepared.seal(timeout="20s")
+        assert [result.status for result in results] == [PutStatus.STORED] * 4
+        async with await wrapped.view(keys) as views:
+            for index, page in enumerate(pages):
+                assert bytes(views[index]) == block_of(layers, page)
+        async with await wrapped.prepare(keys, memory.block_bytes) as prepared:
+            assert prepared.needed == []
+            assert [result.status for result in await prepared.seal()] == [PutStatus.PRESENT] * 4
+
+    asyncio.run(main())
+
+
+def test_keywords_of_a_put_reach_every_kind_of_put(store, keys_of):
+    keys = keys_of(range(1))
+
+    async def main():
+        wrapped = aio.AsyncStore(store)
+        for results in (
+            await wrapped.put(keys, [b"x"], last_is_partial=True),
+            await wrapped.put_reserved(keys, [await wrapped.reserve(1)], last_is_partial=True),
+            await (await wrapped.prepare(keys, 1, last_is_partial=True)).seal(),
+        ):
+            assert [result.reason for result in results] == [cascadekv.DeclineReason.PARTIAL]
+
+    asyncio.run(main())
+
+
+def test_memory_of_an_abandoned_put_returns_to_the_pool(store, keys_of, eventually):
+    keys = keys_of(range(4))
+    eventually(lambda: held_bytes(store) == 0)
+
+    async def main():
+        wrapped = aio.AsyncStore(store)
+        memory = paged_memory()[1]
+        prepared = await wrapped.prepare(keys, memory.block_bytes)
+        assert held_bytes(store) == 4 * memory.block_bytes
+        async with prepared:
+            await prepared.gather(memory, range(4))
+        eventually(lambda: held_bytes(store) == 0)
+        prepared.release()
+        failed = await wrapped.prepare(keys, memory.block_bytes)
+        with pytest.raises(RuntimeError):
+            async with failed:
+                raise RuntimeError
+        eventually(lambda: held_bytes(store) == 0)
+        for used in (prepared, failed):
+            with pytest.raises(ValueError, match="already"):
+                await used.seal()
+        assert await wrapped.contains(keys) == [False] * 4
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("phase", ["reserve", "prepare"])
+def test_memory_of_a_cancelled_call_returns_to_the_pool(store, keys_of, eventually, phase):
+    arguments = {"reserve": [MIB], "prepare": [keys_of(range(2)), MIB]}[phase]
+    eventually(lambda: held_bytes(store) == 0)
+    slow = Slow(store, phase)
+
+    async def main():
+        wrapped = aio.AsyncStore(store)
+        wrapped.store = slow
+        call = asyncio.create_task(getattr(wrapped, phase)(*arguments))
+        await slow.wait_until_begun()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert slow.results == [], "the cancellation waited for the call"
+        slow.go_on.set()
+        wrapped._workers.shutdown(wait=True)  # noqa: SLF001 # waits for the call
+
+    asyncio.run(main())
+    assert len(slow.results) == 1
+    eventually(lambda: held_bytes(store) == 0)
+
+
+@pytest.mark.parametrize("phase", ["put_reserved", "gather", "seal"])
+def test_a_cancelled_call_does_not_use_its_memory_afterwards(store, keys_of, eventually, phase):
+    keys = keys_of(range(1))
+    eventually(lambda: held_bytes(store) == 0)
+
+    async def main():
+        wrapped = aio.AsyncStore(store)
+        memory = paged_memory()[1]
+        if phase == "put_reserved":
+            wrapped.store = slow = Slow(store, phase)
+            running = wrapped.put_reserved(keys, [await wrapped.reserve(100)])
+        else:
+            prepared = await wrapped.prepare(keys, memory.block_bytes)
+            await prepared.gather(memory, [0])
+            prepared.prepared = slow = Slow(prepared.prepared, phase)
+            running = prepared.gather(memory, [0]) if phase == "gather" else prepared.seal()
+        call = asyncio.create_task(running)
+        await slow.wait_until_begun()
+        for _ in range(2):  # a second cancellation does not end the wait either
+            call.cancel()
+            await asyncio.sleep(0.05)
+        assert not call.done(), "the thread still uses the memory"
+        slow.go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert len(slow.results) == 1
+        # A put that a thread started is complete.
+        assert store.contains(keys) == [phase != "gather"]
+        if phase == "gather":
+            prepared.release()
+
+    asyncio.run(main())
+    store.delete(keys)
+    eventually(lambda: held_bytes(store) == 0)
+
+
+def test_a_put_cancelled_in_the_queue_leaves_its_memory_to_the_caller(gated, keys_of, eventually):
+    store, gate, keys = gated
+    others = keys_of(range(5, 7))
+
+    async def main():
+        wrapped = aio.AsyncStore(store, threads=1)
+        reservation = await wrapped.reserve(MIB)
+        async with await wrapped.prepare(others[1:], 0x1000) as prepared:
+            view = asyncio.create_task(wrapped.view(keys))
+            await reached(gate)
+            queued = [wrapped.put_reserved(others[:1], [reservation]), prepared.seal()]
+            for call in [asyncio.create_task(call) for call in queued]:
+                await asyncio.sleep(0.01)
+                call.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await call
+            assert len(reservation) == MIB
+            reservation.release()
+        gate.open.set()
+        async with await view as views:
+            assert views.hits == 1
+        assert await wrapped.contains(others) == [False, False]
+        await wrapped.delete(keys)
+
+    asyncio.run(main())
+    eventually(lambda: held_bytes(store) == 0)
+
+
+def test_errors_of_a_put_in_two_phases_name_the_argument(store, keys_of):
+    keys = keys_of(range(1))
+
+    async def main():
+        wrapped = aio.AsyncStore(store)
+        reservation = await wrapped.reserve(8)
+        async with await wrapped.prepare(keys, 8) as prepared:
+            for call, start in (
+                (wrapped.reserve(-1), "size: -1 is not a size"),
+                (wrapped.reserve(8, timeout="soon"), 'timeout: "soon" is not a duration'),
+                (wrapped.prepare(keys, None), "size: None is not a size"),
+                (wrapped.prepare(5, 8), "keys: 5 is not"),
+                (wrapped.prepare(keys, 8, ttl="1 hour"), 'ttl: "hour" in "1 hour"'),
+                (wrapped.put_reserved(keys, [5]), "reservations[0]: 5 is not a Reservation"),
+                (wrapped.put_reserved(keys, [reservation], chain="no"), 'chain: "no" is not'),
+                (prepared.gather(None, [0]), "memory: None is not a PagedMemory"),
+                (prepared.gather(paged_memory()[1], [PAGES]), f"pages[0]: {PAGES}; pages are"),
+                (prepared.seal(timeout=-1), "timeout: -1 is not a duration"),
+            ):
+                with pytest.raises((TypeError, ValueError), match="^" + re.escape(start)):
+                    await call
+        # An error changes nothing.
+        assert (await wrapped.put_reserved(keys, [reservation]))[0].ok
 
     asyncio.run(main())
 
@@ -157,28 +406,16 @@ def test_a_cancelled_pin_is_removed(gated):
     store, gate, keys = gated
     gate.open.set()
     assert store.view(keys).hits == 1
-    begun, go_on = threading.Event(), threading.Event()
-
-    class Slow:
-        """The store, with a slow `pin`."""
-
-        def pin(self, wanted):
-            begun.set()
-            go_on.wait(20)
-            return store.pin(wanted)
-
-        def unpin(self, wanted):
-            return store.unpin(wanted)
 
     async def main():
         wrapped = aio.AsyncStore(store)
-        wrapped.store = Slow()
+        wrapped.store = slow = Slow(store, "pin")
         pin = asyncio.create_task(wrapped.pin(keys))
-        await asyncio.to_thread(begun.wait, 30)
+        await slow.wait_until_begun()
         pin.cancel()
         with pytest.raises(asyncio.CancelledError):
             await pin
-        go_on.set()
+        slow.go_on.set()
         wrapped._workers.shutdown(wait=True)  # noqa: SLF001 # waits for the call
 
     asyncio.run(main())
@@ -257,18 +494,20 @@ def test_a_cancelled_call_in_the_queue_is_never_made(gated, keys_of):
 
 
 def test_threads_are_bounded_and_end_with_the_store(keys_of):
+    before = set(threading.enumerate())
+
     def threads():
-        return [t for t in threading.enumerate() if t.name.startswith("cascade-aio")]
+        started = set(threading.enumerate()) - before
+        return [t for t in started if t.name.startswith("cascade-aio")]
 
     async def main():
         async with aio.open_store(dram="8MiB", huge_pages=False, threads=3) as store:
             await asyncio.gather(*(store.contains(keys_of(range(1))) for _ in range(200)))
             assert 0 < len([t for t in threads() if "open" not in t.name]) <= 3
 
-    before = len(threads())
     asyncio.run(main())
     end = time.monotonic() + 30
-    while len(threads()) > before:
+    while threads():
         assert time.monotonic() < end
         time.sleep(0.01)
 
@@ -321,6 +560,11 @@ def test_a_call_on_a_stopped_node_ends_at_its_deadline(serve, keys_of):
             try:
                 async with await store.view(keys) as views:
                     assert views.hits == 0
+                with pytest.raises(cascadekv.CascadeError):
+                    await store.reserve(100)
+                async with await store.prepare(keys, 100) as prepared:
+                    assert prepared.needed == []
+                    assert not (await prepared.seal())[0].ok
             finally:
                 node.resume()
 
