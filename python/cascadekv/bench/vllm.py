@@ -75,6 +75,8 @@ class BenchOptions:
     """Where second runs find their blocks: `dram`, `files`, `served`."""
     baselines: Sequence[str]
     is_short: bool
+    only: str
+    """Parts whose names contain this text are measured; empty for all."""
     directory: Path
 
     @property
@@ -97,6 +99,8 @@ class VllmBench:
     directory: Path
     table: FigureTable
     engine_facts: dict[str, object] = field(default_factory=dict[str, object])
+    has_measured: bool = False
+    """Whether any part was selected."""
     _started: int = 0
 
     def run(self) -> None:
@@ -109,6 +113,11 @@ class VllmBench:
             ):
                 if source in self.options.sources:
                     self._guard(f"gain/{source}/{model}", measure, model)
+            if "dram" in self.options.sources:
+                self._guard(f"miss-share/{model}", self.misses, model)
+                self._guard(f"gain/80-percent/{model}", self.shared_prefixes, model)
+                if "none" in self.options.baselines:
+                    self._guard(f"gain/turn-{TURNS}/{model}", self.conversation, model)
             if "example" in self.options.baselines:
                 setup = connectors.example(self.directory / "example")
                 self._guard(f"gain/example/{model}", self.from_other, model, "example", setup)
@@ -123,31 +132,41 @@ class VllmBench:
         self._guard("scheduler/lookup", self.scheduler_lookup)
 
     def from_dram(self, model: str) -> None:
-        """Measure an embedded store and an engine without connector, alternating."""
-        with ExitStack() as stack:
-            bare = None
-            if "none" in self.options.baselines:
-                bare = stack.enter_context(self._start(model, ConnectorSetup(transfer=None)))
-            ours = stack.enter_context(self._start(model, connectors.embedded()))
-            self._against_prefix_cache(model, ours)
-            for tokens in self.options.prompts:
-                self._misses(model, tokens, bare, ours)
-            middle = sorted(self.options.prompts)[len(self.options.prompts) // 2]
-            for tokens in self.options.prompts:
-                self._shared_prefix(model, tokens, ours, concurrent=1)
-            self._shared_prefix(model, middle, ours, concurrent=CONCURRENT)
-            if bare is not None:
-                self._conversation(model, bare, ours)
-
-    def _against_prefix_cache(self, model: str, ours: EngineProcess) -> None:
         """Measure first and second runs of Cascade and of vLLM's own prefix cache, alternating."""
         with ExitStack() as stack:
+            ours = stack.enter_context(self._start(model, connectors.embedded()))
             limit = None
             if "none" in self.options.baselines:
                 setup = ConnectorSetup(transfer=None)
                 limit = stack.enter_context(self._start(model, setup, has_prefix_cache=True))
             for tokens in self.options.lengths:
                 self._first_and_second(model, tokens, ours, limit)
+
+    def misses(self, model: str) -> None:
+        """Measure prompts without hits, beside an engine without connector if one is selected."""
+        with ExitStack() as stack:
+            bare = None
+            if "none" in self.options.baselines:
+                bare = stack.enter_context(self._start(model, ConnectorSetup(transfer=None)))
+            ours = stack.enter_context(self._start(model, connectors.embedded()))
+            for tokens in self.options.prompts:
+                self._misses(model, tokens, bare, ours)
+
+    def shared_prefixes(self, model: str) -> None:
+        """Measure prompts of which the larger part was seen before."""
+        middle = sorted(self.options.prompts)[len(self.options.prompts) // 2]
+        with self._start(model, connectors.embedded()) as ours:
+            for tokens in self.options.prompts:
+                self._shared_prefix(model, tokens, ours, concurrent=1)
+            self._shared_prefix(model, middle, ours, concurrent=CONCURRENT)
+
+    def conversation(self, model: str) -> None:
+        """Measure the turns of a conversation, with and without the connector."""
+        with (
+            self._start(model, ConnectorSetup(transfer=None)) as bare,
+            self._start(model, connectors.embedded()) as ours,
+        ):
+            self._conversation(model, bare, ours)
 
     def _first_and_second(
         self, model: str, tokens: int, ours: EngineProcess, limit: EngineProcess | None
@@ -465,7 +484,10 @@ class VllmBench:
             self.table.add(figure)
 
     def _guard(self, name: str, measure: Callable[..., None], *arguments: object) -> None:
-        """Measure; if an engine fails, add an INVALID figure and continue with others."""
+        """Measure if selected; an engine that fails makes the figure INVALID, and others follow."""
+        if self.options.only not in name:
+            return
+        self.has_measured = True
         try:
             measure(*arguments)
         except (EngineError, OSError) as error:
@@ -510,6 +532,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--environment", default="{}", help="description of the machine, as JSON")
     parser.add_argument("--short", action="store_true")
+    parser.add_argument("--only", default="", help="text in the names of the parts to measure")
     return parser.parse_args(arguments)
 
 
@@ -525,6 +548,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sources=vars(args)["from"].split(","),
         baselines=args.beside.split(","),
         is_short=args.short,
+        only=args.only,
         directory=args.directory,
     )
     # An installed package may be older than the command that started this.
@@ -535,6 +559,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="vllm-", dir=args.directory) as directory:
         bench = VllmBench(options, Path(directory).resolve(), table)
         bench.run()
+    if not bench.has_measured:
+        sys.stderr.write(f"no part of the benchmark has {options.only!r} in its name\n")
+        return 2
     if args.json:
         table.write(args.json, environment | {"engine": bench.engine_facts})
     return table.end()

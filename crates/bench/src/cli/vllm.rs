@@ -58,6 +58,10 @@ pub(super) struct VllmArgs {
     /// What to compare with.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "none,example,lmcache")]
     beside: Vec<Baseline>,
+    /// Measure only the parts with TEXT in their name, such as gain/dram, miss-share, gain/turn-10,
+    /// gain/80-percent, gain/example, hints/, connector-cpu, scheduler.
+    #[arg(long, value_name = "TEXT", default_value = "", hide_default_value = true)]
+    only: String,
     /// Directory for the models and the file tier.
     #[arg(long, value_name = "DIR", default_value = ".cache")]
     directory: PathBuf,
@@ -136,6 +140,7 @@ fn arguments(args: &VllmArgs) -> Vec<String> {
         ("--rounds", rounds.to_string()),
         ("--from", names(&args.from)),
         ("--beside", names(&args.beside)),
+        ("--only", args.only.clone()),
     ]
     .into_iter()
     .flat_map(|(flag, value)| [flag.to_owned(), value])
