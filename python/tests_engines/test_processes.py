@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import signal
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -60,12 +61,18 @@ def socket_of(line: str) -> Path:
     return Path(words[words.index("--socket") + 1])
 
 
+@pytest.fixture
+def runtime():
+    """Return a directory whose path is short enough for sockets; those of pytest may not be."""
+    with tempfile.TemporaryDirectory(prefix="run-", dir="/tmp") as directory:
+        yield Path(directory)
+
+
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_an_engine_with_several_processes_starts_a_private_node(
-    start, reference, eventually, tmp_path, is_killed
+    start, reference, eventually, runtime, is_killed
 ):
-    runtime, files = tmp_path / "run", tmp_path / "files"
-    runtime.mkdir()
+    files = runtime / "files"
     place = {"cascade.pipeline": "Dram|Files", "cascade.files": str(files), "cascade.dram": "64MiB"}
     environment = {"XDG_RUNTIME_DIR": str(runtime)}
     engine = start({**place, **ALWAYS}, is_one_process=False, environment=environment)
