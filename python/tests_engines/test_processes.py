@@ -62,17 +62,18 @@ def socket_of(line: str) -> Path:
 
 
 @pytest.fixture
-def runtime():
+def short_path():
     """Return a directory whose path is short enough for sockets; those of pytest may not be."""
-    with tempfile.TemporaryDirectory(prefix="run-", dir="/tmp") as directory:
+    with tempfile.TemporaryDirectory(prefix="cascade-", dir="/tmp") as directory:
         yield Path(directory)
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_an_engine_with_several_processes_starts_a_private_node(
-    start, reference, eventually, runtime, is_killed
+    start, reference, eventually, short_path, is_killed
 ):
-    files = runtime / "files"
+    runtime, files = short_path / "run", short_path / "files"
+    runtime.mkdir()
     place = {"cascade.pipeline": "Dram|Files", "cascade.files": str(files), "cascade.dram": "64MiB"}
     environment = {"XDG_RUNTIME_DIR": str(runtime)}
     engine = start({**place, **ALWAYS}, is_one_process=False, environment=environment)
