@@ -58,6 +58,12 @@ pub enum EvictionChoice {
     Decline,
 }
 
+/// Most leaves whose ancestors are considered when no leaf is usable.
+const USED_LEAVES_MAX: usize = 16;
+
+/// Most ancestors that one search visits: it runs under the store's lock.
+const ANCESTORS_MAX: usize = 4096;
+
 /// Whether a block may be evicted: it is a leaf, and neither pinned nor in use.
 pub type EvictionFilter<'a> = dyn FnMut(&BlockTable, Slot) -> bool + 'a;
 
@@ -165,6 +171,8 @@ pub struct Eviction {
     limits: EvictionLimits,
     stats: EvictionStats,
     now: Duration,
+    /// Leaves that the last search for a victim could not use, in its order.
+    used_leaves: Vec<Slot>,
 }
 
 /// A policy by its kind.
@@ -188,6 +196,7 @@ impl Eviction {
             limits,
             stats: EvictionStats::default(),
             now: Duration::ZERO,
+            used_leaves: Vec::new(),
         }
     }
 
@@ -321,6 +330,36 @@ impl Eviction {
         victim.map_or(EvictionChoice::Decline, EvictionChoice::Evict)
     }
 
+    /// The victim when no leaf is usable, as the last search found: the nearest usable ancestor of
+    /// such a leaf. Without it, a lease on the last block of a chain keeps the whole chain in the
+    /// tier. Ancestors of an incoming block are spared where it is put, because it would be
+    /// unreachable without them; protected blocks always are.
+    pub fn victim_above_used_leaf(
+        &self,
+        incoming: Option<&Incoming>,
+        usable: &mut dyn FnMut(u32) -> bool,
+    ) -> Option<Slot> {
+        let spared = incoming.and_then(|incoming| incoming.parent);
+        let mut steps = 0;
+        for leaf in &self.used_leaves {
+            let mut at = *leaf;
+            while let Some(slot) = self.blocks.next_ancestor(at) {
+                steps += 1;
+                if Some(slot) == spared || self.blocks.is_protected(slot) {
+                    break;
+                }
+                if steps > ANCESTORS_MAX {
+                    return None;
+                }
+                if self.blocks.is_resident(slot) && usable(self.blocks.owner(slot)) {
+                    return Some(slot);
+                }
+                at = slot;
+            }
+        }
+        None
+    }
+
     /// Evicts until `bytes_needed` bytes are freed or no candidate is left. Appends the owners of
     /// the evicted blocks and returns the number of bytes freed.
     pub fn victims(
@@ -382,8 +421,17 @@ impl Eviction {
         parent: Option<Slot>,
         usable: &mut dyn FnMut(u32) -> bool,
     ) -> Option<Slot> {
+        let used_leaves = &mut self.used_leaves;
+        used_leaves.clear();
         let mut may_go = |blocks: &BlockTable, slot: Slot| {
-            blocks.is_leaf(slot) && Some(slot) != parent && usable(blocks.owner(slot))
+            if !blocks.is_leaf(slot) || Some(slot) == parent {
+                return false;
+            }
+            let is_usable = usable(blocks.owner(slot));
+            if !is_usable && used_leaves.len() < USED_LEAVES_MAX {
+                used_leaves.push(slot);
+            }
+            is_usable
         };
         // Protected blocks are in no policy's list: they are candidates only when nothing else is.
         let chosen = self.policy.victim(&mut self.blocks, self.now, &mut may_go);

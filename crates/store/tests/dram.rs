@@ -228,3 +228,26 @@ fn a_chain_longer_than_the_tier_keeps_its_beginning() {
         assert_eq!(matched, 100, "{policy:?}");
     }
 }
+
+/// Parents are evicted after their children, so a view of the last block of a chain kept the whole
+/// chain in DRAM: a lease of one block left no room for others.
+#[test]
+fn a_view_of_the_last_block_does_not_keep_its_chain() {
+    use PolicyKind::{Arc, Lru, PrefixCost, S3Fifo, Waterfall};
+    for policy in [Lru, S3Fifo, Arc, Waterfall, PrefixCost] {
+        let store = Store::open(StoreConfig { dram_blocks: Some(100), policy, ..dram(4) }).unwrap();
+        let chain = keys(0..100);
+        let put_chained = |at: usize| Put {
+            parent: at.checked_sub(1).map(|before| chain[before]),
+            ..Put::new(chain[at], b"a block")
+        };
+        store.put(&(0..chain.len()).map(put_chained).collect::<Vec<_>>(), NOW);
+        let held = store.view(&chain[99..], NOW);
+        assert!(matches!(&held[0], ViewOutcome::Hit { .. }), "{policy:?}");
+        let outcomes = put(&store, &keys(1000..1050), 100);
+        let is_stored = |outcome| matches!(outcome, &PutOutcome::Stored);
+        assert!(outcomes.iter().all(is_stored), "{policy:?}: {outcomes:?}");
+        assert!(store.contains(&chain[..98]).contains(&true), "the beginning of the chain stays");
+        assert_eq!(store.contains(&chain[99..]), [true]);
+    }
+}

@@ -115,6 +115,11 @@ impl BlockTable {
         Slot::some(self.table[slot.index()].parent).filter(|parent| self.is_resident(*parent))
     }
 
+    /// The previous slot of its chain, which may be one of a block that was removed meanwhile.
+    pub(super) fn next_ancestor(&self, slot: Slot) -> Option<Slot> {
+        Slot::some(self.table[slot.index()].parent)
+    }
+
     /// Whether a slot holds a block.
     pub fn is_resident(&self, slot: Slot) -> bool {
         let status = self.table.get(slot.index()).map(|block| block.status);

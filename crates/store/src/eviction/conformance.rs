@@ -25,6 +25,7 @@ pub fn check(make: MakePolicy) {
     }
     leaves_are_evicted_first_and_all_blocks_can_be(make);
     unusable_blocks_are_never_victims(make);
+    a_used_leaf_does_not_keep_its_chain(make);
     protected_blocks_are_evicted_last_within_their_quota(make);
     contradictory_calls_keep_the_tables_consistent(make);
 }
@@ -210,6 +211,25 @@ fn unusable_blocks_are_never_victims(make: MakePolicy) {
     let bytes = model.eviction.victims(now, 100, &mut |owner| owner != 7, &mut owners);
     assert_eq!((bytes, owners.len()), (9, 9), "a batch evicts every usable block once");
     assert!(!owners.contains(&7), "the unusable block stays");
+}
+
+fn a_used_leaf_does_not_keep_its_chain(make: MakePolicy) {
+    let mut model = Model::new(make, 10, 1);
+    for block in 1..=10 {
+        model.put(Duration::ZERO, block, (block > 1).then_some(block - 1), false);
+    }
+    let now = Duration::from_secs(5);
+    for expected in (1..=9).rev() {
+        assert_eq!(model.eviction.victim(now, &mut |owner| owner != 10), None, "no leaf is usable");
+        let victim = model.eviction.victim_above_used_leaf(None, &mut |owner| owner != 10);
+        let victim = victim.expect("an ancestor is usable");
+        assert_eq!(victim, model.slots[&expected], "the nearest ancestor comes first");
+        model.eviction.remove(victim, RemovalReason::Evicted);
+        model.slots.remove(&expected);
+    }
+    assert_eq!(model.eviction.victim_above_used_leaf(None, &mut |owner| owner != 10), None);
+    let last = model.eviction.victim(now, &mut |_| true);
+    assert_eq!(last, Some(model.slots[&10]), "the leaf is a victim once it is usable");
 }
 
 fn protected_blocks_are_evicted_last_within_their_quota(make: MakePolicy) {
