@@ -252,14 +252,13 @@ impl StoreState {
                 EvictionChoice::Decline => None,
             },
         };
-        // Leaves that wait for write-back are usable soon. Leaves that are held are not: then the
-        // blocks before them are evicted.
-        let victim = match victim {
-            None if !any_evictable && !any_dirty => {
-                let mut usable = |owner: u32| is_evictable(catalog, KeyIndex(owner));
-                self.eviction.victim_above_used_leaf(incoming, &mut usable)
-            }
-            victim => victim,
+        // Leaves that wait for write-back are usable soon. Leaves that are held are not.
+        let all_held = victim.is_none() && !any_evictable && !any_dirty;
+        let victim = if all_held {
+            let mut usable = |owner: u32| is_evictable(catalog, KeyIndex(owner));
+            self.eviction.victim_above_used_leaf(incoming, &mut usable)
+        } else {
+            victim
         };
         let Some(slot) = victim else {
             return if any_evictable {
