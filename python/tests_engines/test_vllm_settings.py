@@ -97,3 +97,14 @@ def test_a_secret_is_read_from_a_file(tmp_path):
     place.chmod(0o600)
     settings = read_connector_settings(STORE | {"cascade.secret_file": str(place)})
     assert settings.secret_file == str(place)
+
+
+def test_limits_of_recorded_traces_come_from_the_documented_variables(monkeypatch):
+    recording = STORE | {"cascade.record": "traces"}
+    assert read_connector_settings(recording).record_limits == (64 << 20, 3)
+    monkeypatch.setenv("UCM_LOG_MAX_SIZE", "5")
+    monkeypatch.setenv("UCM_LOG_MAX_FILES", "7")
+    assert read_connector_settings(recording).record_limits == (5 << 20, 7)
+    monkeypatch.setenv("UCM_LOG_MAX_FILES", "many")
+    with pytest.raises(ConfigError, match="UCM_LOG_MAX_FILES"):
+        read_connector_settings(recording)

@@ -474,7 +474,13 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
                 block_tokens=self._block_tokens, block_bytes=max(1, block_bytes)
             )
         if settings.record is not None:
-            self._recorder = TraceRecorder(settings.record, block_tokens=self._block_tokens)
+            max_bytes, max_files = settings.record_limits
+            self._recorder = TraceRecorder(
+                settings.record,
+                block_tokens=self._block_tokens,
+                max_bytes=max_bytes,
+                max_files=max_files,
+            )
 
     def _register_manifest(self) -> None:
         """Register the manifest with the store, so that `cascade explain` can compare manifests.

@@ -1,17 +1,16 @@
 """Parses `kv_connector_extra_config`: the store's keys and the connector's own keys."""
 
 import difflib
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cascadekv.connectors.settings import KEYS as STORE_KEYS
 from cascadekv.connectors.settings import StoreAddress, read_settings
+from cascadekv.connectors.ucm import UcmSettings, read_ucm, trace_limits
 from cascadekv.errors import ConfigError
-
-if TYPE_CHECKING:
-    from cascadekv.connectors.ucm import UcmSettings
 
 __all__ = ["ConnectorSettings", "read_connector_settings"]
 
@@ -73,6 +72,8 @@ class ConnectorSettings:
     """Whether only keys are stored, in order to count hits without loading."""
     record: str | None = None
     """Directory or file of a trace of finished requests, for `cascade replay`."""
+    record_limits: tuple[int, int] = (0, 0)
+    """Size limit of a trace file in bytes, and the limit of files, when a trace is recorded."""
     shards: int | None = None
     """Number of shares that the KV heads are split into. Default: one share per worker."""
     weights: str = "sampled"
@@ -101,8 +102,6 @@ def read_connector_settings(extra: Mapping[str, object]) -> ConnectorSettings:
     """Parse the connector's extra configuration. Raises `ConfigError` that names the key."""
     options, notes = dict(extra), ()
     if UCM_KEY in options:
-        from cascadekv.connectors.ucm import read_ucm  # noqa: PLC0415 # needs PyYAML
-
         ucm = read_ucm(_text(UCM_KEY, options.pop(UCM_KEY)))
         ucm_options = _options_of_ucm(ucm)
         duplicates = sorted(set(ucm_options) & set(options))
@@ -119,12 +118,14 @@ def read_connector_settings(extra: Mapping[str, object]) -> ConnectorSettings:
     store = {key: value for key, value in options.items() if key in STORE_KEYS}
     own = {key.removeprefix("cascade."): v for key, v in options.items() if key in _OWN}
     checked: dict[str, Any] = {name: _check(name, value) for name, value in own.items()}
+    if "record" in checked:
+        checked["record_limits"] = trace_limits(os.environ)
     return ConnectorSettings(
         address=read_settings(store), store_options=store, notes=notes, **checked
     )
 
 
-def _options_of_ucm(ucm: "UcmSettings") -> dict[str, object]:
+def _options_of_ucm(ucm: UcmSettings) -> dict[str, object]:
     """Return the settings of a UCM file under Cascade's keys."""
     options = dict(ucm.options) | {
         "cascade.layerwise": ucm.use_layerwise,
