@@ -60,8 +60,8 @@ pub(super) struct VllmArgs {
     beside: Vec<Baseline>,
     /// Measure only the parts with TEXT in their name, such as gain/dram, miss-share, gain/turn-10,
     /// gain/80-percent, gain/example, hints/, connector-cpu, scheduler.
-    #[arg(long, value_name = "TEXT", default_value = "", hide_default_value = true)]
-    only: String,
+    #[arg(long, value_name = "TEXT")]
+    only: Option<String>,
     /// Directory for the models and the file tier.
     #[arg(long, value_name = "DIR", default_value = ".cache")]
     directory: PathBuf,
@@ -140,13 +140,15 @@ fn arguments(args: &VllmArgs) -> Vec<String> {
         ("--rounds", rounds.to_string()),
         ("--from", names(&args.from)),
         ("--beside", names(&args.beside)),
-        ("--only", args.only.clone()),
     ]
     .into_iter()
     .flat_map(|(flag, value)| [flag.to_owned(), value])
     .collect();
     if args.short {
         arguments.push("--short".to_owned());
+    }
+    if let Some(only) = &args.only {
+        arguments.push(format!("--only={only}"));
     }
     arguments
 }
@@ -208,6 +210,8 @@ mod tests {
         let passed = arguments(&short.args).join(" ");
         assert!(passed.starts_with("--models tiny --prompts 512,1024 --rounds 2"), "{passed}");
         assert!(passed.ends_with("--beside none --short"), "{passed}");
+        let part = Line::parse_from(["vllm", "--only", "gain/dram"]);
+        assert!(arguments(&part.args).join(" ").ends_with("--only=gain/dram"));
         assert!(Line::try_parse_from(["vllm", "--prompts", "17"]).is_err(), "less than two blocks");
     }
 
