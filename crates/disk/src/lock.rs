@@ -15,10 +15,13 @@ use crate::io::{FileIo, FileOperations as _, OpenMode, SystemFiles};
 use crate::{DiskError, FileTierConfig, WriterName};
 
 /// After a `kill -9` the kernel may release the lock only after the process is gone, because it
-/// first completes `io_uring` operations in flight. An opening waits up to two seconds for the lock
+/// first completes `io_uring` operations in flight. An opening waits up to ten seconds for the lock
 /// of a dead process.
-const DEAD_OWNER_RETRIES: u32 = 200;
-const DEAD_OWNER_PAUSE: Duration = Duration::from_millis(10);
+const DEAD_OWNER_RETRIES: u32 = 1000;
+/// A process that forks shares its open files with the child until the child's `exec`. A lock that
+/// was just released may therefore be held for a moment under the ID of a living process.
+const LIVING_OWNER_RETRIES: u32 = 50;
+const RETRY_PAUSE: Duration = Duration::from_millis(10);
 
 /// A writer's lock, held as long as this value lives. The kernel releases it when the process dies.
 #[derive(Debug)]
@@ -139,11 +142,13 @@ fn lock_writer(directory: &Path, writer: &WriterName) -> Result<LockFile, DiskEr
             Ok(()) => break,
             Err(rustix::io::Errno::WOULDBLOCK) => {
                 let pid = lock_owner_pid(&mut file);
-                if pid.is_none_or(is_alive) || retries == DEAD_OWNER_RETRIES {
+                let is_living = pid.is_none_or(is_alive);
+                let limit = if is_living { LIVING_OWNER_RETRIES } else { DEAD_OWNER_RETRIES };
+                if retries >= limit {
                     return Err(DiskError::Locked { path, pid });
                 }
                 retries += 1;
-                std::thread::park_timeout(DEAD_OWNER_PAUSE);
+                std::thread::park_timeout(RETRY_PAUSE);
             }
             Err(error) => return Err(failed(error.into())),
         }

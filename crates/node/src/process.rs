@@ -31,13 +31,18 @@ enum ProcessEvent {
 /// Time limit at shutdown for HTTP requests in flight, and again for the export of spans.
 const PORT_STOP_TIMEOUT: Duration = Duration::from_secs(2);
 
+/// A stop signal within this time of the first is the same request: `timeout` and shells signal the
+/// process and its group, and the node must not discard pending blocks for that.
+const SAME_STOP_REQUEST: Duration = Duration::from_secs(1);
+
 /// Poll interval of the log lines about tiers.
 const TIERS_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Serves until the process is stopped.
 ///
-/// SIGTERM and SIGINT shut it down cleanly; a second one stops it at once. SIGHUP reloads the
-/// configuration through `reload`. Prints one line with `ready` to standard output once it serves.
+/// SIGTERM and SIGINT shut it down cleanly; another one, a second later or more, stops it at once.
+/// SIGHUP reloads the configuration through `reload`. Prints one line with `ready` to standard
+/// output once it serves.
 pub fn run(
     config: NodeConfig,
     reload: impl Fn() -> Result<NodeConfig, ConfigError> + Send + 'static,
@@ -132,7 +137,7 @@ fn close(
                 "not every block was written within shutdown_timeout ({} s); the others are lost",
                 timeout.as_secs_f64()
             ))),
-            _ = signals.next() => Err(unfinished(
+            () = signals.next_stop_request() => Err(unfinished(
                 "a second signal ended it before every block was written; the others are lost",
             )),
         }
@@ -223,5 +228,12 @@ impl ProcessSignals {
             _ = self.hangup.recv() => ProcessEvent::Reload,
             () = self.stop.notified() => ProcessEvent::Stop,
         }
+    }
+
+    /// Returns when a stop is requested again. A reload and repetitions of the first request are
+    /// not requests to stop at once.
+    async fn next_stop_request(&mut self) {
+        let first = tokio::time::Instant::now();
+        while self.next().await != ProcessEvent::Stop || first.elapsed() < SAME_STOP_REQUEST {}
     }
 }

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use rustix::process::{Signal, kill_process};
 
@@ -78,4 +79,27 @@ fn a_node_over_damaged_footers_serves_writes_and_ends_with_status_0() {
     assert!(node.hits(3 * BLOCKS..4 * BLOCKS) > 0, "new blocks are kept");
     node.hits(0..BLOCKS);
     assert_eq!(node.end(), Some(0), "{}", node.log());
+}
+
+/// `timeout` signals its child and its own process group, so the child gets one request twice. The
+/// node took the second signal for an order to end at once and discarded pending blocks.
+#[test]
+fn a_stop_signal_that_arrives_twice_is_one_request() {
+    let mut node = ServedNode::start("files = \"HERE/files\"\nfiles_capacity = \"64MiB\"\n");
+    let file = node.path("block");
+    for number in 0..BLOCKS {
+        fs::write(&file, bytes(number)).unwrap();
+        node.output(&["put", &key(number), file.to_str().unwrap()]);
+    }
+    kill_process(node.process(), Signal::TERM).unwrap();
+    let is_stopping = (0..60_000).any(|_| {
+        std::thread::park_timeout(Duration::from_millis(1));
+        node.log().contains("shutting down")
+    });
+    assert!(is_stopping, "{}", node.log());
+    // The node may have ended before these are sent.
+    for signal in [Signal::TERM, Signal::HUP, Signal::TERM] {
+        let _is_sent = kill_process(node.process(), signal).is_ok();
+    }
+    assert_eq!(node.child.wait().unwrap().code(), Some(0), "{}", node.log());
 }
