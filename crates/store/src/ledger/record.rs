@@ -74,6 +74,7 @@ fn seal(fields: &[u64]) -> u64 {
     for (piece, field) in bytes.chunks_exact_mut(8).zip(fields) {
         piece.copy_from_slice(&field.to_le_bytes());
     }
+    // `LIVE` keeps the word from being zero, which means free, when the checksum is zero.
     LIVE | u64::from(checksum(&bytes[..fields.len() * 8]))
 }
 
@@ -128,6 +129,9 @@ impl BlockRecord {
         facts.digest.inspect(|digest| put(&mut fields[11..15], digest.as_bytes()));
         put(&mut fields[15..17], facts.namespace.as_bytes());
         fields[17] = facts.expires_unix_ms.unwrap_or(0);
+        // Addresses and the sum change while a record is live, so they are outside its checksum.
+        // They are stored before it is published: clearing a record leaves them behind, and those
+        // of an earlier block must not count for this one.
         for (word, stored) in place[ADDRESS_WORD..].iter().zip(self.stored) {
             word.store(stored, Ordering::Relaxed);
         }
@@ -163,6 +167,7 @@ impl BlockRecord {
 }
 
 fn marked(sum: Option<u32>) -> u64 {
+    // `LIVE` distinguishes a checksum of zero from an unknown one.
     sum.map_or(0, |sum| LIVE | u64::from(sum))
 }
 
@@ -179,6 +184,7 @@ pub(super) fn note_stored(place: &[AtomicU64], stage: usize, stored: u64) {
 impl HeldRecord {
     /// The process in a record of this run, whose checksum needs no check.
     pub(super) fn process_of(place: &[AtomicU64]) -> Process {
+        // The words that `write` publishes third and fourth, after the state word.
         let [who, start_time] = [3, 4].map(|at: usize| place[at].load(Ordering::Relaxed));
         Process { pid: low(who), start_time }
     }
