@@ -299,6 +299,8 @@ impl Eviction {
             RemovalReason::Evicted => self.stats.evicted += 1,
             RemovalReason::Deleted => self.stats.deleted += 1,
         }
+        // The policy first: it reads the block's state, and a block leaves its list before the
+        // table.
         self.policy.remove(&mut self.blocks, slot, why);
         if let Some(leaf) = self.blocks.remove(slot) {
             self.policy.became_leaf(&mut self.blocks, leaf);
@@ -340,17 +342,21 @@ impl Eviction {
         usable: &mut dyn FnMut(u32) -> bool,
     ) -> Option<Slot> {
         let spared = incoming.and_then(|incoming| incoming.parent);
+        // One limit for the whole search: many leaves may share a long chain of ancestors in use.
         let mut steps = 0;
         for leaf in &self.used_leaves {
             let mut at = *leaf;
             while let Some(slot) = self.blocks.next_ancestor(at) {
                 steps += 1;
+                // All further ancestors precede that block, too, which is unreachable without them.
                 if Some(slot) == spared || self.blocks.is_protected(slot) {
                     break;
                 }
                 if steps > ANCESTORS_MAX {
                     return None;
                 }
+                // The slot of a deleted block still links to its parent, so the walk goes on
+                // through it.
                 if self.blocks.is_resident(slot) && usable(self.blocks.owner(slot)) {
                     return Some(slot);
                 }
@@ -411,6 +417,7 @@ impl Eviction {
     }
 
     fn has_quota_for(&self, bytes: u32) -> bool {
+        // In 128 bits, because a capacity times a percentage may exceed 64.
         let percent = u128::from(self.limits.protected_percent.min(100));
         let quota = u128::from(self.limits.capacity_bytes) * percent / 100;
         u128::from(self.stats.protected_bytes) + u128::from(bytes) <= quota

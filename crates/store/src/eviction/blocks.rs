@@ -203,6 +203,9 @@ impl BlockTable {
         if can_be_ancestor && self.descends_from(parent, child) {
             return Adoption::Contradiction;
         }
+        // The new parent counts the child before the former one loses it. If the former parent is a
+        // deleted descendant of the new one, removal goes up the chain and would otherwise report
+        // the new parent as a leaf.
         self.table[parent.index()].children += 1;
         self.table[child.index()].parent = parent.0;
         Adoption::Settled(before.and_then(|before| self.remove_child(before)))
@@ -210,6 +213,7 @@ impl BlockTable {
 
     /// Guards against callers whose chains contradict each other: parents must not form a cycle.
     fn descends_from(&self, mut slot: Slot, ancestor: Slot) -> bool {
+        // Ends, because no adoption makes a cycle.
         loop {
             if slot == ancestor {
                 return true;
@@ -344,6 +348,7 @@ impl BlockList {
         may_go: &mut super::EvictionFilter<'_>,
         among: usize,
     ) -> Option<Slot> {
+        // At most one look at each block, although blocks move to the other end.
         for _ in 0..self.len.min(among) {
             let slot = self.oldest()?;
             if may_go(blocks, slot) {

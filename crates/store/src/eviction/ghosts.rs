@@ -46,6 +46,7 @@ impl Ghosts {
     pub fn push(&mut self, fingerprint: u64, value: u32, slots: usize) -> Option<(u64, u32)> {
         let slots = slots.clamp(1, NONE as usize - 1);
         let mut forgotten = None;
+        // Holes at the oldest end are free entries: without them the ring may not be full.
         self.drop_holes();
         if self.span >= self.entries.len() {
             if self.entries.len() < slots {
@@ -106,6 +107,7 @@ impl Ghosts {
     }
 
     fn find(&self, fingerprint: u64) -> Option<usize> {
+        // Before the first push there are no buckets to index.
         if self.live == 0 {
             return None;
         }
@@ -139,6 +141,7 @@ impl Ghosts {
         if self.buckets[bucket] == this {
             self.buckets[bucket] = next;
         } else {
+            // The entry is in its bucket's chain, so the walk ends.
             let mut before = self.buckets[bucket] as usize;
             while self.entries[before].next != this {
                 before = self.entries[before].next as usize;
@@ -157,6 +160,7 @@ impl Ghosts {
         self.entries = (0..slots).map(hole).collect();
         self.buckets = vec![NONE; slots.next_power_of_two()];
         (self.oldest, self.span, self.live) = (0, 0, 0);
+        // From the oldest on, so that the order is kept.
         for at in oldest..oldest + span {
             let index = if at < old.len() { at } else { at - old.len() };
             let entry = old[index];

@@ -53,6 +53,7 @@ impl ClassName {
     }
 
     fn parent(self) -> Option<Self> {
+        // A level whose hint is absent is left out.
         Some(match self {
             Self::Root => return None,
             Self::Added(work, stop, turn, _) => Self::Turn(work, stop, turn),
@@ -89,6 +90,7 @@ impl Default for Hazard {
     fn default() -> Self {
         let mut kernel = [0.0; SMOOTH_BINS + 1];
         for (distance, weight) in (0_u32..).zip(&mut kernel) {
+            // A Gaussian whose standard deviation is the root of 8, about 2.8 bins.
             *weight = (-f64::from(distance * distance) / 16.0).exp();
         }
         let mut hazard = Self { classes: Vec::new(), factors: [[1.0; OCTAVES]; FACTORS], kernel };
@@ -145,6 +147,7 @@ impl Hazard {
         if let Some(index) = self.classes.iter().position(|class| class.name == name) {
             return u16::try_from(index).expect("classes are few");
         }
+        // The parent is added first, so its index is the lower one.
         let parent = name.parent().map(|parent| self.class(parent));
         let (reused, exposure) = ([0.0; BINS], [0.0; BINS]);
         self.classes.push(Class { name, parent, reused, exposure, rate: [0.0; BINS] });
@@ -190,6 +193,7 @@ impl Hazard {
 
     /// The class's ratio to its parent around a bin, smoothed with a Gaussian kernel over bins.
     fn ratio(&self, class: &Class, parent: &PerBin, bin: usize, before: f64) -> f64 {
+        // The prior counts as `RATIO_WEIGHT` expected reuses at the ratio `before`.
         let (mut reused, mut expected) = (RATIO_WEIGHT * before, RATIO_WEIGHT);
         let last = (bin + SMOOTH_BINS).min(BINS - 1);
         let begin = bin.saturating_sub(SMOOTH_BINS);
@@ -225,6 +229,8 @@ impl Hazard {
             for octave in 0..OCTAVES {
                 let target = observed[factor][octave] / expected[factor][octave];
                 let factor = &mut self.factors[factor][octave];
+                // With `DAMP` at one half, this is the geometric mean of the old value and the
+                // target.
                 *factor *= (target / *factor).powf(DAMP);
             }
         }

@@ -109,6 +109,7 @@ impl Units {
         });
         self[index] = unit;
         self.push_bin(index);
+        // A unit weighs one, whatever its number of blocks; each block is an equal share of it.
         cells.cells[usize::from(cell)].weigh(0, 1.0, at, at);
         index
     }
@@ -120,6 +121,7 @@ impl Units {
 
     /// Moves units to the next bin once they are old enough; each bin's list is in order of age.
     pub(super) fn age(&mut self, cells: &mut Cells, now: f64) {
+        // From the youngest bin on, so that a unit can cross several edges in one call.
         for bin in 0..BINS - 1 {
             loop {
                 let index = self.bins[bin].0;
@@ -156,6 +158,7 @@ impl Units {
         unit.live -= blocks;
         let (cell, bin, live) = (unit.cell, unit.bin, unit.live);
         cells.cells[usize::from(cell)].weigh(usize::from(bin), -share, now, now);
+        // No mark names the unit any more, because `live` counts the blocks that do.
         if live == 0 {
             self.unlist(cells, index);
             self.remove_bin(index);
