@@ -173,6 +173,7 @@ impl LedgerTable {
     /// Marks the files as holding blocks: from now on they outlive this store unless it removes
     /// them.
     fn note_used(&self) {
+        // Otherwise dropping new files would remove them.
         self.files.persist();
         self.files.words().words()[USED_WORD].store(USED, Ordering::Release);
     }
@@ -183,6 +184,7 @@ impl LedgerTable {
 pub(crate) struct Ledger {
     table: Arc<LedgerTable>,
     pool: Pool,
+    /// Places without a record; taken from the end.
     free: Vec<u32>,
     /// The place of each key's record, by the key's index.
     place_of: Vec<u32>,
@@ -357,6 +359,8 @@ impl HoldersState {
     }
 
     fn count_down(&mut self, process: Process) {
+        // A process without entry, such as that of a load, is not counted. Empty entries are
+        // removed, so that the map does not grow with processes that have ended.
         if let Entry::Occupied(mut count) = self.of_process.entry(process) {
             *count.get_mut() -= 1;
             if *count.get() == 0 {

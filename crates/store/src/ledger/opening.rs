@@ -78,6 +78,7 @@ fn header(files: &PoolFiles, sizes: [u64; 3]) -> Result<[u64; HEADER_FIELDS], Me
     // A pool file that was replaced has another inode: the records do not describe its bytes.
     let [device, inode] = files.pool_identity()?;
     let [boot_low, boot_high] = boot_id();
+    // Numbers and widths of records, so that a build with another layout rejects the file.
     let records = [block_count, held_count, (BLOCK_WORDS << 32 | HELD_WORDS) as u64];
     let [blocks, held, words] = records;
     Ok([MAGIC, VERSION, pool_bytes, blocks, held, words, device, inode, boot_low, boot_high])

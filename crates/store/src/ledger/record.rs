@@ -84,6 +84,7 @@ fn publish(place: &[AtomicU64], fields: &[u64]) {
     for (word, field) in place[1..].iter().zip(fields) {
         word.store(*field, Ordering::Relaxed);
     }
+    // Release: no store of a field may come after this one.
     place[0].store(seal(fields), Ordering::Release);
 }
 
@@ -108,6 +109,7 @@ fn read_fields<const FIELDS: usize>(place: &[AtomicU64]) -> PlaceContent<[u64; F
     if state == 0 {
         return PlaceContent::Free;
     }
+    // Relaxed: the load of the state word orders them.
     let fields = std::array::from_fn(|at| place[1 + at].load(Ordering::Relaxed));
     if seal(&fields) == state { PlaceContent::Record(fields) } else { PlaceContent::Damaged }
 }
@@ -146,6 +148,7 @@ impl BlockRecord {
             PlaceContent::Damaged => return PlaceContent::Damaged,
             PlaceContent::Record(fields) => fields,
         };
+        // Absent fields are zero and could be valid values, so flags show which are present.
         let has = |flag: u64| fields[2] & flag != 0;
         let facts = BlockFacts {
             key: BlockKey::from_bytes(get(&fields[3..7])),
