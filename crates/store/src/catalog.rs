@@ -356,6 +356,8 @@ impl Catalog {
         bytes: u32,
         digest: Option<Digest>,
     ) -> (KeyIndex, ContentIndex) {
+        // A new number for each content: work that released the lock does not take it for an
+        // earlier one at the same index.
         self.generation = self.generation.wrapping_add(1);
         let content = ContentIndex(self.contents.insert(Content {
             slab: None,
@@ -425,6 +427,7 @@ impl Catalog {
             log.remove_expiration(entry.expires_unix_ms, key.0);
             self.report(Change::Removed(entry.key));
         }
+        // The entry is removed already, but holds the link to the next key of its content.
         self.unlink(&entry, key);
         let content = self.content_mut(entry.content);
         content.key_count -= 1;

@@ -42,6 +42,7 @@ impl KeyTable {
             if slot == 0 {
                 return None;
             }
+            // Tags may be equal for different keys, so the caller compares the key itself.
             if tag_in(slot) == tag && is_it(index_in(slot)) {
                 return Some(index_in(slot));
             }
