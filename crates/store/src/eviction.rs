@@ -248,6 +248,7 @@ impl Eviction {
             slot.inspect(|slot| self.protected.move_to_newest(&mut self.blocks, *slot));
         }
         let leading_full = leading.min(full);
+        // The policy must not count a tail that was cut off as a hit.
         self.policy.request(&mut self.blocks, self.now, &chain[..full], leading_full, hints);
         leading
     }
@@ -379,6 +380,7 @@ impl Eviction {
         while bytes < bytes_needed {
             let Some(slot) = self.victim(now, usable) else { break };
             bytes += u64::from(self.blocks.bytes_of(slot));
+            // Before the removal, after which the slot holds no block.
             owners.push(self.blocks.owner(slot));
             self.remove(slot, RemovalReason::Evicted);
         }
@@ -395,6 +397,7 @@ impl Eviction {
     fn leading<'a>(&mut self, chain: &'a [RequestedBlock]) -> (&'a [RequestedBlock], usize) {
         let mut before = None;
         for (at, requested) in chain.iter().enumerate() {
+            // A slot that is not resident any more counts as a miss.
             let resident = requested.resident.filter(|slot| self.blocks.is_resident(*slot));
             let Some(slot) = resident else { return (chain, at) };
             assert_eq!(
@@ -435,6 +438,8 @@ impl Eviction {
                 return false;
             }
             let is_usable = usable(blocks.owner(slot));
+            // `victim_above_used_leaf` starts at these leaves. The parent of the incoming block is
+            // not one of them.
             if !is_usable && used_leaves.len() < USED_LEAVES_MAX {
                 used_leaves.push(slot);
             }

@@ -152,6 +152,7 @@ impl BlockTable {
     }
 
     pub(super) fn insert(&mut self, incoming: &Incoming, is_protected: bool) -> Slot {
+        // A slot that was freed may be reused, so a child must not name it.
         let parent = incoming.parent.filter(|parent| self.is_resident(*parent));
         let block = Block {
             fingerprint: incoming.fingerprint,
@@ -239,6 +240,7 @@ impl BlockTable {
             if block.children > 0 {
                 return None;
             }
+            // A resident parent is a leaf now. A deleted one has waited for this child.
             if block.status != SlotStatus::Orphaning {
                 return Some(parent);
             }

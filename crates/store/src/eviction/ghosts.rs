@@ -49,6 +49,7 @@ impl Ghosts {
         // Holes at the oldest end are free entries: without them the ring may not be full.
         self.drop_holes();
         if self.span >= self.entries.len() {
+            // The ring doubles up to `slots`, so that memory follows use.
             if self.entries.len() < slots {
                 self.resize((self.entries.len() * 2).clamp(16.min(slots), slots));
             } else {
@@ -148,6 +149,7 @@ impl Ghosts {
             }
             self.entries[before].next = next;
         }
+        // A link to itself marks a hole: no chain contains one.
         self.entries[index].next = this;
         self.live -= 1;
     }

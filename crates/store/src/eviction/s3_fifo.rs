@@ -82,6 +82,7 @@ impl S3Fifo {
         may_go: &mut EvictionFilter<'_>,
         among: usize,
     ) -> Option<Slot> {
+        // Each block is looked at once: it is promoted, returned or moved to the newest end.
         for _ in 0..self.small.len().min(among) {
             let slot = self.small.oldest()?;
             let state = S3FifoState(blocks.state(slot));

@@ -161,6 +161,7 @@ impl Cells {
     }
 
     pub(super) fn add(&mut self, features: Features, class: u16, now: f64) -> u16 {
+        // Coarse cells are added beyond `most`, too: their number is bounded by the features left.
         let index = u16::try_from(self.cells.len()).expect("features are few: classes times 3");
         self.cells.push(Cell::new(features, class, now));
         self.by_features.insert(features, index);

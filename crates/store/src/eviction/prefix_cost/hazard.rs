@@ -128,6 +128,7 @@ impl Hazard {
             class.reused = [0.0; BINS];
             class.exposure = [0.0; BINS];
         }
+        // Counts are summed anew from the cells, because a cell's exposure grows with time alone.
         for cell in &mut cells.cells {
             let factor = self.factor(&cell.features);
             self.collect(cell, factor, now);
@@ -185,6 +186,7 @@ impl Hazard {
                 // The root's prior: a hazard that falls with age as 0.3 / (age + 60 s).
                 None => 0.3 * width(bin) / (EDGES[bin] + 60.0),
             };
+            // The expected rate counts as `PARENT_WEIGHT` units of exposure.
             rate[bin] = (class.reused[bin] + PARENT_WEIGHT * expected)
                 / (class.exposure[bin] + PARENT_WEIGHT);
         }

@@ -154,6 +154,7 @@ impl Units {
     /// Removes blocks from a unit: reused or forgotten. Frees the unit when none is left.
     pub(super) fn remove_blocks(&mut self, cells: &mut Cells, index: u32, blocks: u32, now: f64) {
         let unit = &mut self[index];
+        // A share of the first number of blocks: so the shares of all blocks add up to one.
         let share = f64::from(blocks) / f64::from(unit.initial);
         unit.live -= blocks;
         let (cell, bin, live) = (unit.cell, unit.bin, unit.live);
@@ -173,6 +174,7 @@ impl Units {
             return;
         }
         let (bin, weight, was_listed) = (usize::from(unit.bin), unit.weight(), unit.is_listed);
+        // From now on only: exposure up to now stays with the former cell.
         cells.cells[usize::from(unit.cell)].weigh(bin, -weight, now, now);
         cells.cells[usize::from(cell)].weigh(bin, weight, now, now);
         self.unlist(cells, index);
@@ -222,6 +224,7 @@ impl Units {
             NONE => ends.1 = older,
             newer => self.table[newer as usize].in_cell.older = older,
         }
+        // The search for the lowest worth visits only bins whose bit is set.
         if ends.0 == NONE {
             cell.occupied &= !(1 << bin);
         }
