@@ -177,6 +177,7 @@ impl Shadows {
                 admit_partial: config.admit_partial,
             },
             dram_blocks: config.dram_blocks.unwrap_or(u64::MAX),
+            // Zero without segments: the model then reclaims one block at a time.
             segment_bytes: files.filter(is_segmented).map_or(0, |files| files.segment_bytes),
             dram_plan: has_dram.then(|| plan("dram", config.dram_bytes)),
             files_plan: files.map(|files| plan("files", files.capacity_bytes)),
@@ -254,6 +255,7 @@ impl Shadows {
         for (cache, missed) in tier.models.iter_mut().zip(&mut counts.missed) {
             let leading = cache.request(lookup.at, &self.chain, partial_tail, lookup.hints);
             *missed = (self.chain.len() - leading) as u64 * sample.weight();
+            // A policy that does not promote leaves blocks of lower tiers where they are.
             let here = if cache.promotes_hits() { lookup.matched } else { lookup.in_dram };
             for at in leading..self.chain.len() {
                 let parent = at.checked_sub(1).map(|before| self.chain[before]);

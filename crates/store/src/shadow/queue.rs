@@ -123,6 +123,7 @@ impl FilesShadow {
                 self.blocks.remove(&entry.fingerprint);
             }
         }
+        // Kept entries are added again as the newest, with their stamps.
         self.used_bytes -= taken;
         for entry in kept {
             self.push(entry);
@@ -133,6 +134,7 @@ impl FilesShadow {
     pub(super) fn thin(&mut self, sample: Sample) {
         self.entries.retain(|entry| sample.holds(entry.fingerprint));
         self.blocks.retain(|fingerprint, _| sample.holds(*fingerprint));
+        // Counted anew, because entries of deleted blocks hold bytes, too.
         self.used_bytes = self.entries.iter().map(|entry| u64::from(entry.bytes)).sum();
         self.capacity_bytes = (self.capacity_bytes / 2).max(1);
         self.segment_bytes = (self.segment_bytes / 2).max(1);
