@@ -58,6 +58,7 @@ pub(crate) struct KeyEntry {
     pub(crate) content: ContentIndex,
     slot: u32,
     next_of_content: u32,
+    /// The index may have been reused for another key: `parent_tag` shows whether it was.
     parent: u32,
     parent_tag: u32,
     pub(crate) pins: u16,
@@ -254,6 +255,7 @@ impl Catalog {
         if let Some(log) = &mut self.changes
             && !log.push(change)
         {
+            // The log has no reader any more.
             self.changes = None;
         }
     }
@@ -284,6 +286,7 @@ impl Catalog {
                 self.table.prefetch(*print);
             }
             for print in &prints[..row.len()] {
+                // A candidate with an equal tag may be another key; then only a prefetch is wasted.
                 if let Some(candidate) = self.table.candidate(*print) {
                     self.keys.prefetch(candidate);
                 }
@@ -314,6 +317,8 @@ impl Catalog {
 
     /// The content at an index, if its generation is still the same.
     pub(crate) fn live_content(&mut self, of: (ContentIndex, u32)) -> Option<&mut Content> {
+        // Reads and writes refer to a content while the lock is released, and its index may be
+        // reused meanwhile.
         let content = self.contents.try_get_mut(of.0.0)?;
         (content.generation == of.1).then_some(content)
     }
@@ -336,6 +341,7 @@ impl Catalog {
     }
 
     pub(crate) fn set_parent(&mut self, key: KeyIndex, parent: &BlockKey) {
+        // `parent_of` finds no entry at the index `NONE` of an unknown parent.
         let index = self.find(parent).map_or(NONE, |found| found.0);
         let parent_tag = self.tag_of(parent);
         let entry = self.entry_mut(key);
@@ -350,6 +356,8 @@ impl Catalog {
         bytes: u32,
         digest: Option<Digest>,
     ) -> (KeyIndex, ContentIndex) {
+        // A new number for each content: work that released the lock does not take it for an
+        // earlier one at the same index.
         self.generation = self.generation.wrapping_add(1);
         let content = ContentIndex(self.contents.insert(Content {
             slab: None,
@@ -419,16 +427,19 @@ impl Catalog {
             log.remove_expiration(entry.expires_unix_ms, key.0);
             self.report(Change::Removed(entry.key));
         }
+        // The entry is removed already, but holds the link to the next key of its content.
         self.unlink(&entry, key);
         let content = self.content_mut(entry.content);
         content.key_count -= 1;
         if content.key_count > 0 {
             return None;
         }
+        // A content that reached the limit of keys has left `by_digest` already.
         if let Some(digest) = self.digests.try_remove(entry.content.0) {
             self.by_digest.remove_if_present(self.seed.of_digest(&digest), entry.content.0);
         }
         let content = self.contents.remove(entry.content.0);
+        // Addresses that were not cleared by `set_address` are counted down here.
         for (stage, count) in self.stage_blocks.iter_mut().enumerate() {
             *count -= u64::from(content.address(stage).is_some());
         }
@@ -442,6 +453,7 @@ impl Catalog {
             self.content_mut(entry.content).first_key = entry.next_of_content;
             return;
         }
+        // The key is in the list of its content, so the walk ends.
         let mut at = first;
         while self.keys.get(at).next_of_content != key.0 {
             at = self.keys.get(at).next_of_content;

@@ -248,6 +248,7 @@ impl Eviction {
             slot.inspect(|slot| self.protected.move_to_newest(&mut self.blocks, *slot));
         }
         let leading_full = leading.min(full);
+        // The policy must not count a tail that was cut off as a hit.
         self.policy.request(&mut self.blocks, self.now, &chain[..full], leading_full, hints);
         leading
     }
@@ -299,6 +300,8 @@ impl Eviction {
             RemovalReason::Evicted => self.stats.evicted += 1,
             RemovalReason::Deleted => self.stats.deleted += 1,
         }
+        // The policy first: it reads the block's state, and a block leaves its list before the
+        // table.
         self.policy.remove(&mut self.blocks, slot, why);
         if let Some(leaf) = self.blocks.remove(slot) {
             self.policy.became_leaf(&mut self.blocks, leaf);
@@ -340,17 +343,21 @@ impl Eviction {
         usable: &mut dyn FnMut(u32) -> bool,
     ) -> Option<Slot> {
         let spared = incoming.and_then(|incoming| incoming.parent);
+        // One limit for the whole search: many leaves may share a long chain of ancestors in use.
         let mut steps = 0;
         for leaf in &self.used_leaves {
             let mut at = *leaf;
             while let Some(slot) = self.blocks.next_ancestor(at) {
                 steps += 1;
+                // All further ancestors precede that block, too, which is unreachable without them.
                 if Some(slot) == spared || self.blocks.is_protected(slot) {
                     break;
                 }
                 if steps > ANCESTORS_MAX {
                     return None;
                 }
+                // The slot of a deleted block still links to its parent, so the walk goes on
+                // through it.
                 if self.blocks.is_resident(slot) && usable(self.blocks.owner(slot)) {
                     return Some(slot);
                 }
@@ -373,6 +380,7 @@ impl Eviction {
         while bytes < bytes_needed {
             let Some(slot) = self.victim(now, usable) else { break };
             bytes += u64::from(self.blocks.bytes_of(slot));
+            // Before the removal, after which the slot holds no block.
             owners.push(self.blocks.owner(slot));
             self.remove(slot, RemovalReason::Evicted);
         }
@@ -389,6 +397,7 @@ impl Eviction {
     fn leading<'a>(&mut self, chain: &'a [RequestedBlock]) -> (&'a [RequestedBlock], usize) {
         let mut before = None;
         for (at, requested) in chain.iter().enumerate() {
+            // A slot that is not resident any more counts as a miss.
             let resident = requested.resident.filter(|slot| self.blocks.is_resident(*slot));
             let Some(slot) = resident else { return (chain, at) };
             assert_eq!(
@@ -411,6 +420,7 @@ impl Eviction {
     }
 
     fn has_quota_for(&self, bytes: u32) -> bool {
+        // In 128 bits, because a capacity times a percentage may exceed 64.
         let percent = u128::from(self.limits.protected_percent.min(100));
         let quota = u128::from(self.limits.capacity_bytes) * percent / 100;
         u128::from(self.stats.protected_bytes) + u128::from(bytes) <= quota
@@ -428,6 +438,8 @@ impl Eviction {
                 return false;
             }
             let is_usable = usable(blocks.owner(slot));
+            // `victim_above_used_leaf` starts at these leaves. The parent of the incoming block is
+            // not one of them.
             if !is_usable && used_leaves.len() < USED_LEAVES_MAX {
                 used_leaves.push(slot);
             }

@@ -71,6 +71,7 @@ impl HotPrefixes {
                 is_end_watched |= at + 1 == matched;
             }
         }
+        // The request that makes a prefix watched is its first hit.
         if matched > 0 && !is_end_watched {
             self.watch(keys[matched - 1], matched);
         }
@@ -112,12 +113,15 @@ impl HotPrefixes {
         } else {
             let searched =
                 (self.search_start..self.search_start + SEARCHED).map(|at| at % WATCHED_MAX);
+            // Advancing by the searched length compares every place once in `WATCHED_MAX /
+            // SEARCHED` replacements.
             self.search_start = (self.search_start + SEARCHED) % WATCHED_MAX;
             let least = searched.min_by_key(|at| self.watched[*at].hits());
             let place = least.expect("several were searched");
             let old = std::mem::replace(&mut self.watched[place], new);
             self.places.remove(&self.seed.of_key(&old.key));
             let mark = self.mark(&old.key);
+            // Several watched blocks may share a mark, so it is counted down, not cleared.
             self.marks[mark] -= 1;
             place
         };
@@ -136,6 +140,8 @@ impl HotPrefixes {
         if age < HALF {
             return;
         }
+        // `before` is the half that ends now. After two halves, `current` ended before that one
+        // began.
         for watched in &mut self.watched {
             watched.before = if age < 2 * HALF { watched.current } else { 0 };
             watched.current = 0;

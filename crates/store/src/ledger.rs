@@ -173,6 +173,7 @@ impl LedgerTable {
     /// Marks the files as holding blocks: from now on they outlive this store unless it removes
     /// them.
     fn note_used(&self) {
+        // Otherwise dropping new files would remove them.
         self.files.persist();
         self.files.words().words()[USED_WORD].store(USED, Ordering::Release);
     }
@@ -183,6 +184,7 @@ impl LedgerTable {
 pub(crate) struct Ledger {
     table: Arc<LedgerTable>,
     pool: Pool,
+    /// Places without a record; taken from the end.
     free: Vec<u32>,
     /// The place of each key's record, by the key's index.
     place_of: Vec<u32>,
@@ -204,8 +206,10 @@ impl Ledger {
         slab: &Slab,
         addresses: [Option<Address>; LOWER_STAGES_MAX],
     ) {
+        // A key has at most one record: recovery rejects both of two.
         self.clear(key);
         // A slab of another pool cannot be found by the process that opens this one.
+        // Recovery takes the slab's length from `facts`, so the two must agree.
         if !slab.is_of(&self.pool) || slab.len() != facts.bytes as usize {
             return;
         }
@@ -241,6 +245,8 @@ impl Ledger {
 
     /// Records the address of a key's block in a stage.
     pub(crate) fn note_stored(&self, key: KeyIndex, stage: usize, address: Address) {
+        // A key without a place was not recorded: the ledger was full, or the slab is of another
+        // pool.
         let place = self.place_of.get(key.0 as usize).filter(|place| **place != NO_PLACE);
         if let Some(place) = place {
             record::note_stored(self.table.block(*place), stage, stored(Some(address)));
@@ -257,6 +263,7 @@ impl Ledger {
 
     /// Overwrites cleared records with zeroes: names and digests of blocks.
     pub(crate) fn wipe_free(&self) {
+        // Clearing a record zeroes only its first word; an erase must leave no names.
         for place in &self.free {
             record::wipe(self.table.block(*place));
         }
@@ -307,6 +314,8 @@ impl Recovered {
     /// Whether the bytes match the record's checksum. Without one they are accepted as they are,
     /// and the next scrub of DRAM computes their checksum.
     pub(crate) fn is_intact(&self) -> bool {
+        // The first comparison records the ledger's sum in the slab, the second compares the bytes
+        // with it. Records of one piece with different sums fail in the first.
         self.record.sum.is_none_or(|sum| {
             self.slab.verify_checksum(sum) && self.slab.verify_checksum(checksum(&self.slab))
         })
@@ -319,6 +328,7 @@ impl Recovered {
 }
 
 fn stored(address: Option<Address>) -> u64 {
+    // The address `u64::MAX` means none in the catalog. It wraps to zero, which means none here.
     address.map_or(0, |address| address.0.wrapping_add(1))
 }
 
@@ -343,10 +353,14 @@ impl HoldersState {
     /// gets at most half of the table, the next one half of the rest, and each new one finds some.
     fn most_of(&self, process: Process) -> usize {
         let has = self.of_process.get(&process).map_or(0, |count| *count);
+        // A process with `has` places that takes `more` of `free` ones may keep as many as remain
+        // if `has + more <= free - more`. So its total is at most `(has + free) / 2`.
         usize::midpoint(has, self.free.len().saturating_sub(HELD_FOR_LOADS))
     }
 
     fn count_down(&mut self, process: Process) {
+        // A process without entry, such as that of a load, is not counted. Empty entries are
+        // removed, so that the map does not grow with processes that have ended.
         if let Entry::Occupied(mut count) = self.of_process.entry(process) {
             *count.get_mut() -= 1;
             if *count.get() == 0 {
@@ -383,10 +397,12 @@ impl Holders {
         if has + pieces.len() > most {
             return Err(StoreError::Limit { limit: HELD_PLACES, most: most as u64 });
         }
+        // `count_down` would never remove an entry of zero.
         if pieces.is_empty() {
             return Ok(());
         }
         *state.of_process.entry(process).or_default() += pieces.len();
+        // Cannot underflow: within `most`, at least as many places stay free as the process has.
         let rest = state.free.len() - pieces.len();
         for (piece, place) in pieces.iter().zip(state.free.drain(rest..)) {
             let held = HeldRecord {
@@ -405,6 +421,7 @@ impl Holders {
     /// dropped.
     pub(crate) fn record_load(self: &Arc<Self>, slab: &mut SlabMut) {
         let Some(place) = self.lock().free.pop() else { return };
+        // A place that is taken belongs to this call, so its record is written without the lock.
         let HeldPiece { offset, bytes, .. } = HeldPiece::reservation(slab);
         let piece = Piece { offset: offset as u64, bytes: bytes as u64 };
         // The process is irrelevant: the record is read only after this one has ended.
@@ -418,6 +435,7 @@ impl Holders {
         for HeldId(place) in ids {
             if place != NO_RECORD {
                 // Only the record has the process.
+                // A load's record names no process, so nothing is counted for it.
                 state.count_down(HeldRecord::process_of(self.table.held(place)));
                 self.table.clear_held(place);
                 state.free.push(place);
@@ -438,12 +456,14 @@ impl Holders {
             return false;
         }
         state.checked_at = now;
+        // One look at `/proc` for each process, however many pieces it holds.
         let mut known: Vec<(Process, bool)> = Vec::new();
         for process in state.kept.iter().filter_map(|kept| kept.process) {
             if known.iter().all(|(it, _)| *it != process) {
                 known.push((process, process.is_alive()));
             }
         }
+        // Memory of an earlier load has no process, so it is never released here.
         let is_gone =
             |process| known.iter().any(|(it, is_alive)| Some(*it) == process && !is_alive);
         self.release_where(&mut state, is_gone) > 0
@@ -453,6 +473,7 @@ impl Holders {
     pub(crate) fn kernel_bytes(&self) -> usize {
         let state = self.lock();
         let slabs = state.kept.iter().filter(|kept| kept.process.is_none()).map(|kept| &kept.slab);
+        // Several records may lie in one adopted slab, which counts once.
         let pieces: HashSet<_> = slabs.map(|slab| (slab.offset(), slab.reserved_bytes())).collect();
         pieces.iter().map(|(_, bytes)| bytes).sum()
     }
@@ -469,6 +490,8 @@ impl Holders {
         let (released, kept): (Vec<_>, Vec<_>) =
             state.kept.drain(..).partition(|kept| is_released(kept.process));
         state.kept = kept;
+        // The records are cleared before `released` is dropped, which returns the slabs to the
+        // pool. `of_process` counts only holders of this run, so it does not change.
         for kept in &released {
             self.table.clear_held(kept.place);
             state.free.push(kept.place);
@@ -495,11 +518,13 @@ pub(crate) struct WarmPool {
 
 impl WarmPool {
     fn new(table: LedgerTable, pool: Pool, is_used: bool) -> Self {
+        // Before the free places are collected: recovery clears the places of invalid records.
         let recovered = recovery::recover(&table, &pool);
         let free = |count: u32, is_free: &dyn Fn(u32) -> bool| {
             // The lowest places are used first: their cache lines are warm.
             (0..count).rev().filter(|place| is_free(*place)).collect::<Vec<_>>()
         };
+        // Relaxed: no other thread has the table yet.
         let is_zero = |place: &[AtomicU64]| place[0].load(Ordering::Relaxed) == 0;
         let free_blocks = free(table.block_count, &|place| is_zero(table.block(place)));
         let free_held = free(table.held_count, &|place| is_zero(table.held(place)));

@@ -5,7 +5,7 @@
 //! and use the store's own rules: the policy for DRAM, segments for the file tier. The model at 100
 //! % calibrates: the prediction is the measured rate plus the misses that the larger model saves.
 //! The models count misses, not hits: blocks that every request shares never miss, so the result
-//! does not depend on whether they are in the sample. are in the sample does not matter.
+//! does not depend on whether they are in the sample.
 
 mod cache;
 mod queue;
@@ -92,6 +92,8 @@ impl ShadowRates {
 
     fn of(counts: &WindowCounts, size: usize) -> Self {
         let WindowCounts { requested, matched, missed } = *counts;
+        // Misses are estimates from a sample, so the result may leave the range from zero to
+        // `requested`.
         let expected = (matched + missed[0]).saturating_sub(missed[size]);
         Self {
             blocks_requested: requested,
@@ -175,6 +177,7 @@ impl Shadows {
                 admit_partial: config.admit_partial,
             },
             dram_blocks: config.dram_blocks.unwrap_or(u64::MAX),
+            // Zero without segments: the model then reclaims one block at a time.
             segment_bytes: files.filter(is_segmented).map_or(0, |files| files.segment_bytes),
             dram_plan: has_dram.then(|| plan("dram", config.dram_bytes)),
             files_plan: files.map(|files| plan("files", files.capacity_bytes)),
@@ -244,6 +247,7 @@ impl Shadows {
         let Some(sample) = self.dram.as_ref().map(|tier| tier.sample) else { return };
         let has_tail = self.select_sampled(lookup.keys, sample);
         let mut counts = WindowCounts::of_request(lookup.keys.len(), lookup.in_dram);
+        // A request without sampled blocks counts as well: rates are over all blocks requested.
         let Some(tier) = self.dram.as_mut().filter(|_| !self.chain.is_empty()) else {
             return self.dram_window.add(lookup.at, &counts);
         };
@@ -251,6 +255,7 @@ impl Shadows {
         for (cache, missed) in tier.models.iter_mut().zip(&mut counts.missed) {
             let leading = cache.request(lookup.at, &self.chain, partial_tail, lookup.hints);
             *missed = (self.chain.len() - leading) as u64 * sample.weight();
+            // A policy that does not promote leaves blocks of lower tiers where they are.
             let here = if cache.promotes_hits() { lookup.matched } else { lookup.in_dram };
             for at in leading..self.chain.len() {
                 let parent = at.checked_sub(1).map(|before| self.chain[before]);
@@ -268,6 +273,8 @@ impl Shadows {
                         },
                     );
                 } else if !(partial_tail && at + 1 == self.chain.len()) {
+                    // Entries of puts that never come would accumulate. A lost entry costs only the
+                    // nearest sampled ancestor of one block.
                     if self.pending_puts.len() >= PENDING_PUTS_MAX {
                         self.pending_puts.clear();
                     }
@@ -283,6 +290,8 @@ impl Shadows {
         self.select_sampled(lookup.keys, sample);
         let mut counts = WindowCounts::of_request(lookup.keys.len(), lookup.matched);
         if let Some(tier) = self.files.as_mut() {
+            // All sizes of the file tier see the DRAM model at 100 %: one tier is enlarged at a
+            // time.
             let dram = self.dram.as_ref().map(|tier| &tier.models[0]);
             let is_in_dram = |fingerprint: u64| dram.is_some_and(|dram| dram.holds(fingerprint));
             for (queue, missed) in tier.models.iter_mut().zip(&mut counts.missed) {
@@ -299,6 +308,7 @@ impl Shadows {
                 }
                 *missed = (self.chain.len() - leading) as u64 * sample.weight();
                 for at in leading..self.chain.len() {
+                    // As for DRAM: no put brings what the store has.
                     if self.places[at] < lookup.matched {
                         let bytes = in_pages(lookup.block_bytes);
                         queue.insert(self.chain[at], bytes, false, &is_in_dram);
@@ -364,6 +374,8 @@ impl Shadows {
         let seed = self.seed;
         let fingerprint = seed.of_key(&put.key);
         if let Some(tier) = self.dram.as_mut().filter(|tier| tier.sample.holds(fingerprint)) {
+            // A put names only its direct parent. The request found the nearest ancestor in the
+            // sample, so that has priority.
             let put_parent = put.parent.map(|parent| seed.of_key(&parent));
             let put_parent = put_parent.filter(|parent| tier.sample.holds(*parent));
             let arrival = Arrival {
@@ -414,6 +426,8 @@ impl Shadows {
         }
         let least = self.dram.as_ref().map(|tier| tier.sample);
         let Some(tier) = &mut self.files else { return };
+        // Samples compare by their shift, so a lesser one is larger. The file tier's stays within
+        // DRAM's, whose model it asks.
         if tier.models[0].len() > most || least.is_some_and(|least| tier.sample < least) {
             tier.sample = tier.sample.halved();
             tier.models.iter_mut().for_each(|queue| queue.thin(tier.sample));

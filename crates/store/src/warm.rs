@@ -58,6 +58,7 @@ pub(crate) fn open_pool(
     let (intact, damaged) = compare_checksums(opened.recovered);
     opened.recovered = intact;
     opened.stats.rejected_records += damaged.len() as u64;
+    // The records are cleared before `damaged` is dropped, which frees the slabs.
     for one in &damaged {
         opened.ledger.discard(one);
     }
@@ -82,6 +83,8 @@ fn compare_checksums(recovered: Vec<Recovered>) -> (Vec<Recovered>, Vec<Recovere
         let damaged = part.iter().filter(|one| !one.is_intact());
         damaged.map(|one| one.slab().offset()).collect()
     };
+    // Blocks of one piece may be in the shares of different threads, so the damaged pieces are
+    // collected before the blocks are separated.
     let damaged: HashSet<usize> = thread::scope(|scope| {
         let parts = recovered.chunks(share);
         let workers: Vec<_> = parts.map(|part| scope.spawn(move || compare(part))).collect();
@@ -139,6 +142,7 @@ impl StoreCore {
         for one in &recovered {
             let facts = one.facts();
             if facts.expires_unix_ms.is_some_and(|expires| expires <= now_unix_ms) {
+                // The record is cleared while `recovered` still holds the slab.
                 if let Some(ledger) = &mut state.ledger {
                     ledger.discard(one);
                 }
@@ -156,10 +160,12 @@ impl StoreCore {
     /// without a restart, it is not written again.
     pub(crate) fn queue_unwritten(&self, state: &mut StoreState, restored: &RestoredBlocks) {
         for (name, recovered) in &restored.0 {
+            // A block that had expired is not in the catalog.
             let Some(key) = state.catalog.find(name) else { continue };
             let content = state.catalog.entry(key).content;
             for stage in 0..self.stages.len() {
                 let entry = state.catalog.content(content);
+                // A write that is queued or in flight counts, too.
                 let is_there = entry.address(stage).is_some() || entry.dirty & (1 << stage) != 0;
                 if !is_there && entry.slab.is_some() && recovered.has_namespace() {
                     state.push_block(stage, *recovered.facts(), content);
@@ -207,6 +213,7 @@ impl StoreCore {
         if let Some(warm) = &mut self.warm {
             warm.stats.recovered_blocks = blocks;
             warm.stats.recovered_bytes = bytes;
+            // Added to the time that opening the pool took.
             warm.stats.recover_ms += millis(took);
         }
     }
@@ -226,6 +233,7 @@ fn insert_restored(
         expires_unix_ms: facts.expires_unix_ms.unwrap_or(0),
     };
     let offset = recovered.slab().offset();
+    // Recovery rejects overlaps, so an offset identifies a piece.
     let key = if let Some(content) = contents.get(&offset) {
         state.catalog.link(&new, *content)
     } else {
@@ -252,6 +260,8 @@ fn sort_parents_first(mut recovered: Vec<Recovered>) -> Vec<Recovered> {
     let parent = |one: &Recovered| one.facts().parent.and_then(|parent| at.get(&parent).copied());
     let parents: Vec<Option<usize>> = recovered.iter().map(parent).collect();
     let mut depths: Vec<Option<u32>> = vec![None; recovered.len()];
+    // Walks up to the first ancestor whose depth is known, and assigns depths on the way back.
+    // Without cycles each block is walked once.
     for start in 0..recovered.len() {
         let mut chain = Vec::new();
         let mut next = Some(start);

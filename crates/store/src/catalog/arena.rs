@@ -58,6 +58,7 @@ impl<T> Arena<T> {
 
     pub(super) fn insert(&mut self, entry: T) -> u32 {
         let index = self.free.pop().unwrap_or_else(|| {
+            // The catalog stores `u32::MAX` for no entry.
             assert!(self.next < u32::MAX, "an arena holds fewer than 2^32 - 1 entries");
             self.next += 1;
             self.next - 1
@@ -79,6 +80,7 @@ impl<T> Arena<T> {
 
     /// Removes an entry that `insert_at` may have added.
     pub(super) fn try_remove(&mut self, index: u32) -> Option<T> {
+        // The index is not put on the free list: with `insert_at`, the caller assigns indices.
         let (chunk, within) = split(index);
         let entry = self.chunks.get_mut(chunk)?.get_mut(within)?.take()?;
         self.len -= 1;
@@ -99,6 +101,8 @@ impl<T> Arena<T> {
     fn place(&mut self, index: u32, entry: T) {
         let (chunk, within) = split(index);
         while self.chunks.len() <= chunk {
+            // Reserved at once, so that growth within the chunk moves no entry. Huge pages are
+            // requested before the first write.
             let entries = Vec::with_capacity(CHUNK);
             prefer_huge_pages(&entries);
             self.chunks.push(entries);

@@ -42,6 +42,7 @@ impl KeyTable {
             if slot == 0 {
                 return None;
             }
+            // Tags may be equal for different keys, so the caller compares the key itself.
             if tag_in(slot) == tag && is_it(index_in(slot)) {
                 return Some(index_in(slot));
             }
@@ -67,6 +68,7 @@ impl KeyTable {
     /// Adds an index, which must not be present.
     pub(crate) fn insert(&mut self, fingerprint: u64, index: u32) {
         let shard = &mut self.shards[shard_of(fingerprint)];
+        // At most seven eighths are in use, so each search meets a free slot and ends.
         if (shard.len + 1) * 8 > shard.slots.len() * 7 {
             shard.grow();
         }
@@ -116,6 +118,7 @@ impl Shard {
 
     fn grow(&mut self) {
         let larger = (self.slots.len() * 2).max(SLOTS_MIN);
+        // The tags are in the slots, so growth reads no entry.
         let old = std::mem::replace(&mut self.slots, vec![0; larger]);
         old.into_iter().filter(|slot| *slot != 0).for_each(|slot| self.place(slot));
     }
@@ -141,6 +144,7 @@ impl Shard {
 }
 
 fn shard_of(fingerprint: u64) -> usize {
+    // The upper bits, which the tag does not have: tags stay spread within a shard.
     (fingerprint >> (64 - SHARD_BITS)) as usize
 }
 

@@ -39,6 +39,8 @@ impl Arc {
     /// Adapts the target length to a hit on a ghost, as the paper does. Returns whether there was
     /// one.
     fn adapt(&mut self, fingerprint: u64) -> bool {
+        // The paper's step is the other list's length divided by this one's, at least one. Lengths
+        // are those before the hit, so the hit itself keeps the divisor above zero.
         let (once, often) = (self.once_ghosts.len().max(1), self.often_ghosts.len().max(1));
         if self.once_ghosts.take(fingerprint).is_some() {
             self.once_target = (self.once_target + (often / once).max(1)).min(self.capacity);
@@ -88,6 +90,7 @@ impl Policy for Arc {
 
     fn touch(&mut self, blocks: &mut BlockTable, _: Duration, slot: Slot) {
         if !blocks.is_protected(slot) {
+            // The state selects the list, so the block leaves its list before its state changes.
             self.list(blocks, slot).remove(blocks, slot);
             blocks.set_state(slot, self.requests | OFTEN);
             self.often.push_newest(blocks, slot);
@@ -101,6 +104,8 @@ impl Policy for Arc {
         self.capacity = self.capacity.max(blocks.len());
         let often = if self.adapt(blocks.fingerprint(slot)) { OFTEN } else { 0 };
         blocks.set_state(slot, self.requests | often);
+        // A parent in the other list is no place to insert before. Equal `OFTEN` bits cancel in the
+        // difference of request numbers that `place` takes.
         let parent_in_list = blocks.parent(slot).filter(|parent| {
             !blocks.is_protected(*parent) && blocks.state(*parent) & OFTEN == often
         });

@@ -152,6 +152,7 @@ impl BlockTable {
     }
 
     pub(super) fn insert(&mut self, incoming: &Incoming, is_protected: bool) -> Slot {
+        // A slot that was freed may be reused, so a child must not name it.
         let parent = incoming.parent.filter(|parent| self.is_resident(*parent));
         let block = Block {
             fingerprint: incoming.fingerprint,
@@ -203,6 +204,9 @@ impl BlockTable {
         if can_be_ancestor && self.descends_from(parent, child) {
             return Adoption::Contradiction;
         }
+        // The new parent counts the child before the former one loses it. If the former parent is a
+        // deleted descendant of the new one, removal goes up the chain and would otherwise report
+        // the new parent as a leaf.
         self.table[parent.index()].children += 1;
         self.table[child.index()].parent = parent.0;
         Adoption::Settled(before.and_then(|before| self.remove_child(before)))
@@ -210,6 +214,7 @@ impl BlockTable {
 
     /// Guards against callers whose chains contradict each other: parents must not form a cycle.
     fn descends_from(&self, mut slot: Slot, ancestor: Slot) -> bool {
+        // Ends, because no adoption makes a cycle.
         loop {
             if slot == ancestor {
                 return true;
@@ -235,6 +240,7 @@ impl BlockTable {
             if block.children > 0 {
                 return None;
             }
+            // A resident parent is a leaf now. A deleted one has waited for this child.
             if block.status != SlotStatus::Orphaning {
                 return Some(parent);
             }
@@ -344,6 +350,7 @@ impl BlockList {
         may_go: &mut super::EvictionFilter<'_>,
         among: usize,
     ) -> Option<Slot> {
+        // At most one look at each block, although blocks move to the other end.
         for _ in 0..self.len.min(among) {
             let slot = self.oldest()?;
             if may_go(blocks, slot) {

@@ -46,8 +46,10 @@ impl Ghosts {
     pub fn push(&mut self, fingerprint: u64, value: u32, slots: usize) -> Option<(u64, u32)> {
         let slots = slots.clamp(1, NONE as usize - 1);
         let mut forgotten = None;
+        // Holes at the oldest end are free entries: without them the ring may not be full.
         self.drop_holes();
         if self.span >= self.entries.len() {
+            // The ring doubles up to `slots`, so that memory follows use.
             if self.entries.len() < slots {
                 self.resize((self.entries.len() * 2).clamp(16.min(slots), slots));
             } else {
@@ -106,6 +108,7 @@ impl Ghosts {
     }
 
     fn find(&self, fingerprint: u64) -> Option<usize> {
+        // Before the first push there are no buckets to index.
         if self.live == 0 {
             return None;
         }
@@ -139,12 +142,14 @@ impl Ghosts {
         if self.buckets[bucket] == this {
             self.buckets[bucket] = next;
         } else {
+            // The entry is in its bucket's chain, so the walk ends.
             let mut before = self.buckets[bucket] as usize;
             while self.entries[before].next != this {
                 before = self.entries[before].next as usize;
             }
             self.entries[before].next = next;
         }
+        // A link to itself marks a hole: no chain contains one.
         self.entries[index].next = this;
         self.live -= 1;
     }
@@ -157,6 +162,7 @@ impl Ghosts {
         self.entries = (0..slots).map(hole).collect();
         self.buckets = vec![NONE; slots.next_power_of_two()];
         (self.oldest, self.span, self.live) = (0, 0, 0);
+        // From the oldest on, so that the order is kept.
         for at in oldest..oldest + span {
             let index = if at < old.len() { at } else { at - old.len() };
             let entry = old[index];

@@ -19,6 +19,7 @@ pub(super) fn place(
     parent: Option<Slot>,
 ) {
     let request = blocks.state(slot);
+    // A parent that a later request used gives a difference near 2^32: not the same use.
     let same_use = |parent: &Slot| request.wrapping_sub(blocks.state(*parent)) <= SAME_USE_REQUESTS;
     match parent.filter(same_use) {
         Some(parent) => list.push_before(blocks, slot, parent),

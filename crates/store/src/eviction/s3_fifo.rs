@@ -42,6 +42,7 @@ impl S3FifoState {
 
     /// Number of requests between the other block's insertion and this one's.
     fn since(self, other: Self) -> u32 {
+        // Numbers have 29 bits, so their difference is taken modulo 2^29.
         (self.0 >> 3).wrapping_sub(other.0 >> 3) & (u32::MAX >> 3)
     }
 }
@@ -81,11 +82,13 @@ impl S3Fifo {
         may_go: &mut EvictionFilter<'_>,
         among: usize,
     ) -> Option<Slot> {
+        // Each block is looked at once: it is promoted, returned or moved to the newest end.
         for _ in 0..self.small.len().min(among) {
             let slot = self.small.oldest()?;
             let state = S3FifoState(blocks.state(slot));
             if state.uses() >= self.promote_at {
                 self.small.remove(blocks, slot);
+                // Bit 0 marks the main queue, where uses are counted from zero again.
                 blocks.set_state(slot, state.with_uses(0).0 | 1);
                 self.main.push_newest(blocks, slot);
             } else if may_go(blocks, slot) {
@@ -152,6 +155,8 @@ impl Policy for S3Fifo {
         let state = S3FifoState::new(is_main, self.requests);
         blocks.set_state(slot, state.0);
         let list = if is_main { &mut self.main } else { &mut self.small };
+        // Before its parent, so that blocks that were put together are evicted from the end of
+        // their chain; a parent in the other queue has no place in this one.
         let parent_in_list = blocks.parent(slot).filter(|parent| {
             let other = S3FifoState(blocks.state(*parent));
             !blocks.is_protected(*parent)
@@ -173,6 +178,8 @@ impl Policy for S3Fifo {
         } else {
             self.small.remove(blocks, slot);
             if why == RemovalReason::Evicted {
+                // As in the paper, as many ghosts as the main queue has blocks. Blocks of the main
+                // queue leave none.
                 let main_blocks = blocks.len() - blocks.len() * SMALL_PERCENT / 100;
                 self.ghosts.push(blocks.fingerprint(slot), 0, main_blocks);
             }

@@ -63,6 +63,7 @@ pub(crate) fn remove_unused(directory: &Path, own: &Path) -> Vec<String> {
 
 fn remove(path: &Path) -> Option<String> {
     let files = IdlePoolFiles::lock(path).ok()??;
+    // Files whose header cannot be read may hold blocks, so they stay.
     if has_blocks(&files).unwrap_or(true) {
         return None;
     }
@@ -84,6 +85,7 @@ fn remove(path: &Path) -> Option<String> {
 /// another version of the program.
 fn has_blocks(files: &IdlePoolFiles) -> Result<bool, cascade_memory::MemoryError> {
     let words: [u64; WORDS] = files.first_words()?;
+    // No version is zero: such a header was never completed.
     if words[0] == MAGIC && words[1] != VERSION && words[1] != 0 {
         return Ok(true);
     }

@@ -25,6 +25,7 @@ pub(crate) fn open(path: &Path, config: &PoolConfig) -> Result<WarmPool, MemoryE
     let held_count = (pool_bytes / POOL_BYTES_PER_HELD).clamp(HELD_MIN, HELD_MAX);
     let table_words = HEADER_WORDS + block_count * BLOCK_WORDS + held_count * HELD_WORDS;
     let table_bytes = (table_words * size_of::<u64>()).next_multiple_of(PAGE);
+    // Read before the files are opened, which replaces a pool of another size.
     let bytes_before = path.metadata().ok().map(|file| file.len());
     let mut files = PoolFiles::open(path, pool_bytes, table_bytes)?;
     let sizes = [pool_bytes, block_count, held_count].map(|size| size as u64);
@@ -44,6 +45,7 @@ pub(crate) fn open(path: &Path, config: &PoolConfig) -> Result<WarmPool, MemoryE
         write_header(&files, header(&files, sizes)?);
     }
     let runs = &files.words().words()[RUNS_WORD];
+    // Relaxed: the file's lock excludes other processes, and no other thread has the table yet.
     let runs = runs.fetch_add(1, Ordering::Relaxed) + 1;
     let pool = Pool::of_files(config, &files)?;
     let count = |count: usize| u32::try_from(count).map_err(|_| MemoryError::Empty);
@@ -73,8 +75,10 @@ fn discarded(path: &Path, bytes_before: u64, pool_bytes: u64) -> String {
 /// The expected header: this version, this pool's sizes and file, this boot.
 fn header(files: &PoolFiles, sizes: [u64; 3]) -> Result<[u64; HEADER_FIELDS], MemoryError> {
     let [pool_bytes, block_count, held_count] = sizes;
+    // A pool file that was replaced has another inode: the records do not describe its bytes.
     let [device, inode] = files.pool_identity()?;
     let [boot_low, boot_high] = boot_id();
+    // Numbers and widths of records, so that a build with another layout rejects the file.
     let records = [block_count, held_count, (BLOCK_WORDS << 32 | HELD_WORDS) as u64];
     let [blocks, held, words] = records;
     Ok([MAGIC, VERSION, pool_bytes, blocks, held, words, device, inode, boot_low, boot_high])
@@ -95,6 +99,7 @@ fn write_header(files: &PoolFiles, header: [u64; HEADER_FIELDS]) {
     }
     words[RUNS_WORD].store(0, Ordering::Relaxed);
     words[USED_WORD].store(0, Ordering::Relaxed);
+    // The checksum comes last: a header whose writer was killed is not accepted by the next start.
     words[HEADER_FIELDS].store(header_sum(&header), Ordering::Release);
 }
 

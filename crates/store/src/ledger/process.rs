@@ -26,6 +26,7 @@ impl Process {
 
     /// Whether it may still access memory; true if the kernel does not say.
     pub fn is_alive(&self) -> bool {
+        // Memory that is reused too early could be overwritten by its holder, so doubt means alive.
         start_time_of(self.pid).map_or(true, |found| found == Some(self.start_time))
     }
 }
@@ -53,6 +54,7 @@ fn parse(stat: &str) -> Option<(u64, bool)> {
     // The name, field 2, may contain blanks and parentheses; the last parenthesis ends it.
     let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace();
     let state = fields.next()?;
+    // The state is field 3; 18 fields lie between it and field 22.
     let start_time = fields.nth(18)?.parse().ok()?;
     Some((start_time, !matches!(state, "Z" | "X")))
 }

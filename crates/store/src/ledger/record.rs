@@ -74,6 +74,7 @@ fn seal(fields: &[u64]) -> u64 {
     for (piece, field) in bytes.chunks_exact_mut(8).zip(fields) {
         piece.copy_from_slice(&field.to_le_bytes());
     }
+    // `LIVE` keeps the word from being zero, which means free, when the checksum is zero.
     LIVE | u64::from(checksum(&bytes[..fields.len() * 8]))
 }
 
@@ -83,6 +84,7 @@ fn publish(place: &[AtomicU64], fields: &[u64]) {
     for (word, field) in place[1..].iter().zip(fields) {
         word.store(*field, Ordering::Relaxed);
     }
+    // Release: no store of a field may come after this one.
     place[0].store(seal(fields), Ordering::Release);
 }
 
@@ -107,6 +109,7 @@ fn read_fields<const FIELDS: usize>(place: &[AtomicU64]) -> PlaceContent<[u64; F
     if state == 0 {
         return PlaceContent::Free;
     }
+    // Relaxed: the load of the state word orders them.
     let fields = std::array::from_fn(|at| place[1 + at].load(Ordering::Relaxed));
     if seal(&fields) == state { PlaceContent::Record(fields) } else { PlaceContent::Damaged }
 }
@@ -128,6 +131,9 @@ impl BlockRecord {
         facts.digest.inspect(|digest| put(&mut fields[11..15], digest.as_bytes()));
         put(&mut fields[15..17], facts.namespace.as_bytes());
         fields[17] = facts.expires_unix_ms.unwrap_or(0);
+        // Addresses and the sum change while a record is live, so they are outside its checksum.
+        // They are stored before it is published: clearing a record leaves them behind, and those
+        // of an earlier block must not count for this one.
         for (word, stored) in place[ADDRESS_WORD..].iter().zip(self.stored) {
             word.store(stored, Ordering::Relaxed);
         }
@@ -142,6 +148,7 @@ impl BlockRecord {
             PlaceContent::Damaged => return PlaceContent::Damaged,
             PlaceContent::Record(fields) => fields,
         };
+        // Absent fields are zero and could be valid values, so flags show which are present.
         let has = |flag: u64| fields[2] & flag != 0;
         let facts = BlockFacts {
             key: BlockKey::from_bytes(get(&fields[3..7])),
@@ -163,6 +170,7 @@ impl BlockRecord {
 }
 
 fn marked(sum: Option<u32>) -> u64 {
+    // `LIVE` distinguishes a checksum of zero from an unknown one.
     sum.map_or(0, |sum| LIVE | u64::from(sum))
 }
 
@@ -179,6 +187,7 @@ pub(super) fn note_stored(place: &[AtomicU64], stage: usize, stored: u64) {
 impl HeldRecord {
     /// The process in a record of this run, whose checksum needs no check.
     pub(super) fn process_of(place: &[AtomicU64]) -> Process {
+        // The words that `write` publishes third and fourth, after the state word.
         let [who, start_time] = [3, 4].map(|at: usize| place[at].load(Ordering::Relaxed));
         Process { pid: low(who), start_time }
     }

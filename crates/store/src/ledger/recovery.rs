@@ -38,6 +38,8 @@ struct PieceGroup {
 /// of invalid records.
 pub(super) fn recover(table: &LedgerTable, pool: &Pool) -> RecoveredLedger {
     let mut recovered = RecoveredLedger::default();
+    // Held memory decides which blocks are valid. Valid blocks and strays do not overlap
+    // afterwards, so the pool can adopt each of them whole.
     let held = read_held(table, pool, &mut recovered);
     let mut groups = read_groups(table, pool, &mut recovered);
     let strays = reject_touched(&mut groups, &held);
@@ -52,6 +54,9 @@ pub(super) fn recover(table: &LedgerTable, pool: &Pool) -> RecoveredLedger {
     }
     let mut by_offset: Vec<_> = slabs.into_iter().collect();
     by_offset.sort_unstable_by_key(|(piece, _)| *piece);
+    // A stray that the pool does not adopt, such as one that is not aligned, has no slab. Its
+    // record is then rejected here. Each kept record holds a reference to its slab, so the memory
+    // is free only after the last of them is released.
     for (place, record) in held {
         // A held piece lies in an adopted slab: it is a block's piece, or part of a stray one.
         let at = by_offset.partition_point(|(piece, _)| piece.offset <= record.piece.offset);
@@ -78,12 +83,14 @@ fn read_held(
     for place in 0..table.held_count {
         match HeldRecord::read(table.held(place)) {
             PlaceContent::Free => continue,
+            // It was out of use for a whole run, which is the limit: the record is cleared below.
             PlaceContent::Record(record) if record.kind == EARLIER_LOAD => {}
             PlaceContent::Record(record) if !is_inside(pool, record.piece) => {
                 recovered.rejected += 1;
             }
             PlaceContent::Record(record) if record.kind == LOAD => {
                 table.clear_held(place);
+                // Another kind from now on, so that the next run frees the memory.
                 let record = HeldRecord { kind: EARLIER_LOAD, ..record };
                 record.write(table.held(place));
                 held.push((place, record));
@@ -138,6 +145,8 @@ fn read_groups(
     for (place, record) in found {
         let is_named_twice = names[&record.facts.key] > 1;
         match groups.last_mut() {
+            // Equal pieces are adjacent after the sort. They are keys of one content, whose length
+            // and digest agree.
             Some(last) if last.piece == record.piece => {
                 let first = &last.members[0].1.facts;
                 let is_same =
@@ -148,6 +157,8 @@ fn read_groups(
             }
             _ => {}
         }
+        // Any other earlier group that reaches into this piece overlaps the furthest one, too, and
+        // was rejected for that.
         let overlaps = groups
             .get(furthest)
             .is_some_and(|group: &PieceGroup| end(group.piece) > record.piece.offset);
@@ -172,6 +183,7 @@ fn read_groups(
 fn reject_touched(groups: &mut [PieceGroup], held: &[(u32, HeldRecord)]) -> Vec<Piece> {
     let mut strays: Vec<Piece> = Vec::new();
     let mut left: Vec<Piece> = held.iter().map(|(_, record)| record.piece).collect();
+    // Each round takes at least one piece from `left`, so the loop ends.
     loop {
         let is_block = |piece: &Piece| {
             let at = groups.binary_search_by_key(piece, |group| group.piece);
@@ -230,6 +242,7 @@ fn adopt(pool: &Pool, piece: Piece, length: u64) -> Option<Slab> {
 
 /// The union of the pieces, as pieces that do not overlap.
 fn merged(mut pieces: Vec<Piece>) -> Vec<Piece> {
+    // Several processes may hold the same memory, and the pool adopts it only once.
     pieces.sort_unstable();
     let mut merged: Vec<Piece> = Vec::new();
     for piece in pieces {
@@ -244,6 +257,7 @@ fn merged(mut pieces: Vec<Piece>) -> Vec<Piece> {
 }
 
 fn is_inside(pool: &Pool, piece: Piece) -> bool {
+    // A sum of two numbers from a file may overflow.
     let end = piece.offset.checked_add(piece.bytes);
     piece.bytes > 0 && end.is_some_and(|end| end <= pool.region().bytes() as u64)
 }

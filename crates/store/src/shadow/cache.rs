@@ -110,6 +110,8 @@ impl DramShadow {
     pub(super) fn insert(&mut self, now: Duration, arrival: &Arrival) {
         let fingerprint = arrival.fingerprint;
         if let Some(slot) = self.find(fingerprint) {
+            // Protection is decided at the insertion, so a block that becomes protected is inserted
+            // again.
             let is_settled = !arrival.is_protected || self.eviction.blocks().is_protected(slot);
             if is_settled {
                 return;
@@ -172,6 +174,7 @@ impl DramShadow {
         let outside: Vec<Slot> = resident
             .filter(|slot| blocks.is_resident(*slot) && !sample.holds(blocks.fingerprint(*slot)))
             .collect();
+        // Deleted, not evicted: the policy must not remember them as ghosts.
         for slot in outside {
             self.drop_slot(slot, RemovalReason::Deleted);
         }

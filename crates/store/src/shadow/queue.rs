@@ -81,6 +81,7 @@ impl FilesShadow {
             return;
         }
         let mut rounds = 0;
+        // An empty queue ends the loop, also for a block larger than the capacity.
         while self.used_bytes + u64::from(bytes) > self.capacity_bytes && !self.entries.is_empty() {
             self.reclaim_segment(rounds < ROUNDS_KEEPING, is_in_dram);
             rounds += 1;
@@ -109,9 +110,12 @@ impl FilesShadow {
         {
             taken += u64::from(entry.bytes);
             let block = self.blocks.get_mut(&entry.fingerprint);
+            // A block that was deleted, and perhaps put again, has no entry of this stamp: only
+            // space.
             let Some(block) = block.filter(|block| block.stamp == entry.stamp) else {
                 continue;
             };
+            // A reference is used up by the round that it survives; protection is not.
             let is_used = std::mem::take(&mut block.is_referenced) || block.is_protected;
             if may_keep && (is_used || is_in_dram(entry.fingerprint)) {
                 kept.push(entry);
@@ -119,6 +123,7 @@ impl FilesShadow {
                 self.blocks.remove(&entry.fingerprint);
             }
         }
+        // Kept entries are added again as the newest, with their stamps.
         self.used_bytes -= taken;
         for entry in kept {
             self.push(entry);
@@ -129,6 +134,7 @@ impl FilesShadow {
     pub(super) fn thin(&mut self, sample: Sample) {
         self.entries.retain(|entry| sample.holds(entry.fingerprint));
         self.blocks.retain(|fingerprint, _| sample.holds(*fingerprint));
+        // Counted anew, because entries of deleted blocks hold bytes, too.
         self.used_bytes = self.entries.iter().map(|entry| u64::from(entry.bytes)).sum();
         self.capacity_bytes = (self.capacity_bytes / 2).max(1);
         self.segment_bytes = (self.segment_bytes / 2).max(1);

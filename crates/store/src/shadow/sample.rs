@@ -30,6 +30,7 @@ impl Sample {
     pub(super) fn holds(self, fingerprint: u64) -> bool {
         // The product's high bits depend on the whole fingerprint, and differ from the bits that
         // the tables use. One multiplication, because every block of every lookup is tested.
+        // A larger shift has a lower bound, so smaller samples are subsets of larger ones.
         fingerprint.wrapping_mul(0xd6e8_feb8_6659_fd93) <= u64::MAX >> self.shift
     }
 

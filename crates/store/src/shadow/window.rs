@@ -40,6 +40,8 @@ impl Window {
     pub(super) fn add(&mut self, now: Duration, counts: &WindowCounts) {
         let age = now.saturating_sub(self.current_since);
         if age >= HALF {
+            // `before` is the half that ends now. After two halves, `current` ended before that one
+            // began.
             self.before = if age < 2 * HALF { self.current } else { WindowCounts::default() };
             self.current = WindowCounts::default();
             self.current_since = now;

@@ -7,6 +7,7 @@ pub(super) const BINS: usize = 26;
 pub(super) const EDGES: [f64; BINS + 1] = edges();
 
 const FIRST_SECONDS: f64 = 2.0;
+/// Edges grow to 2 s * 1.45^24, about four hours, where the last bin begins.
 const GROWTH: f64 = 1.45;
 
 const fn edges() -> [f64; BINS + 1] {

@@ -115,6 +115,7 @@ impl Cell {
 
     /// Changes the weight in a bin, effective from `since`, which is not after `now`.
     pub(super) fn weigh(&mut self, bin: usize, change: f64, since: f64, now: f64) {
+        // Up to now the old weight counts; the change then adds its own part since `since`.
         self.count_until(bin, now);
         self.at_risk[bin] += change;
         self.exposure[bin] += change * (now - since) / width(bin);
@@ -123,6 +124,7 @@ impl Cell {
     /// Exposure until now.
     pub(super) fn exposure(&mut self, bin: usize, now: f64) -> f64 {
         self.count_until(bin, now);
+        // Weights are added and removed as floating-point numbers, which can end below zero.
         self.exposure[bin].max(0.0)
     }
 }
@@ -159,6 +161,7 @@ impl Cells {
     }
 
     pub(super) fn add(&mut self, features: Features, class: u16, now: f64) -> u16 {
+        // Coarse cells are added beyond `most`, too: their number is bounded by the features left.
         let index = u16::try_from(self.cells.len()).expect("features are few: classes times 3");
         self.cells.push(Cell::new(features, class, now));
         self.by_features.insert(features, index);

@@ -53,6 +53,7 @@ impl ClassName {
     }
 
     fn parent(self) -> Option<Self> {
+        // A level whose hint is absent is left out.
         Some(match self {
             Self::Root => return None,
             Self::Added(work, stop, turn, _) => Self::Turn(work, stop, turn),
@@ -89,6 +90,7 @@ impl Default for Hazard {
     fn default() -> Self {
         let mut kernel = [0.0; SMOOTH_BINS + 1];
         for (distance, weight) in (0_u32..).zip(&mut kernel) {
+            // A Gaussian whose standard deviation is the root of 8, about 2.8 bins.
             *weight = (-f64::from(distance * distance) / 16.0).exp();
         }
         let mut hazard = Self { classes: Vec::new(), factors: [[1.0; OCTAVES]; FACTORS], kernel };
@@ -126,6 +128,7 @@ impl Hazard {
             class.reused = [0.0; BINS];
             class.exposure = [0.0; BINS];
         }
+        // Counts are summed anew from the cells, because a cell's exposure grows with time alone.
         for cell in &mut cells.cells {
             let factor = self.factor(&cell.features);
             self.collect(cell, factor, now);
@@ -145,6 +148,7 @@ impl Hazard {
         if let Some(index) = self.classes.iter().position(|class| class.name == name) {
             return u16::try_from(index).expect("classes are few");
         }
+        // The parent is added first, so its index is the lower one.
         let parent = name.parent().map(|parent| self.class(parent));
         let (reused, exposure) = ([0.0; BINS], [0.0; BINS]);
         self.classes.push(Class { name, parent, reused, exposure, rate: [0.0; BINS] });
@@ -182,6 +186,7 @@ impl Hazard {
                 // The root's prior: a hazard that falls with age as 0.3 / (age + 60 s).
                 None => 0.3 * width(bin) / (EDGES[bin] + 60.0),
             };
+            // The expected rate counts as `PARENT_WEIGHT` units of exposure.
             rate[bin] = (class.reused[bin] + PARENT_WEIGHT * expected)
                 / (class.exposure[bin] + PARENT_WEIGHT);
         }
@@ -190,6 +195,7 @@ impl Hazard {
 
     /// The class's ratio to its parent around a bin, smoothed with a Gaussian kernel over bins.
     fn ratio(&self, class: &Class, parent: &PerBin, bin: usize, before: f64) -> f64 {
+        // The prior counts as `RATIO_WEIGHT` expected reuses at the ratio `before`.
         let (mut reused, mut expected) = (RATIO_WEIGHT * before, RATIO_WEIGHT);
         let last = (bin + SMOOTH_BINS).min(BINS - 1);
         let begin = bin.saturating_sub(SMOOTH_BINS);
@@ -225,6 +231,8 @@ impl Hazard {
             for octave in 0..OCTAVES {
                 let target = observed[factor][octave] / expected[factor][octave];
                 let factor = &mut self.factors[factor][octave];
+                // With `DAMP` at one half, this is the geometric mean of the old value and the
+                // target.
                 *factor *= (target / *factor).powf(DAMP);
             }
         }

@@ -42,6 +42,7 @@ impl WorthTables {
 
     /// Adds tables for up to `classes` classes.
     pub(super) fn grow(&mut self, classes: usize) {
+        // One refresh behind, so that each new table is computed at its first use.
         let table = WorthTable { refresh: self.refresh.wrapping_sub(1), worth: [0.0; BINS + 1] };
         self.tables.resize(classes * LEVELS, table);
     }
@@ -86,6 +87,7 @@ fn worth(rates: &PerBin, factor: f64) -> [f32; BINS + 1] {
         for bin in from..BINS {
             time += alive * held[bin];
             alive *= survival[bin];
+            // `1 - alive` is the probability of reuse by then, and `time` the expected time held.
             best = best.max((1.0 - alive) / time);
         }
         *worth = best;

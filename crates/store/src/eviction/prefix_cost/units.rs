@@ -109,6 +109,7 @@ impl Units {
         });
         self[index] = unit;
         self.push_bin(index);
+        // A unit weighs one, whatever its number of blocks; each block is an equal share of it.
         cells.cells[usize::from(cell)].weigh(0, 1.0, at, at);
         index
     }
@@ -120,6 +121,7 @@ impl Units {
 
     /// Moves units to the next bin once they are old enough; each bin's list is in order of age.
     pub(super) fn age(&mut self, cells: &mut Cells, now: f64) {
+        // From the youngest bin on, so that a unit can cross several edges in one call.
         for bin in 0..BINS - 1 {
             loop {
                 let index = self.bins[bin].0;
@@ -152,10 +154,12 @@ impl Units {
     /// Removes blocks from a unit: reused or forgotten. Frees the unit when none is left.
     pub(super) fn remove_blocks(&mut self, cells: &mut Cells, index: u32, blocks: u32, now: f64) {
         let unit = &mut self[index];
+        // A share of the first number of blocks: so the shares of all blocks add up to one.
         let share = f64::from(blocks) / f64::from(unit.initial);
         unit.live -= blocks;
         let (cell, bin, live) = (unit.cell, unit.bin, unit.live);
         cells.cells[usize::from(cell)].weigh(usize::from(bin), -share, now, now);
+        // No mark names the unit any more, because `live` counts the blocks that do.
         if live == 0 {
             self.unlist(cells, index);
             self.remove_bin(index);
@@ -170,6 +174,7 @@ impl Units {
             return;
         }
         let (bin, weight, was_listed) = (usize::from(unit.bin), unit.weight(), unit.is_listed);
+        // From now on only: exposure up to now stays with the former cell.
         cells.cells[usize::from(unit.cell)].weigh(bin, -weight, now, now);
         cells.cells[usize::from(cell)].weigh(bin, weight, now, now);
         self.unlist(cells, index);
@@ -219,6 +224,7 @@ impl Units {
             NONE => ends.1 = older,
             newer => self.table[newer as usize].in_cell.older = older,
         }
+        // The search for the lowest worth visits only bins whose bit is set.
         if ends.0 == NONE {
             cell.occupied &= !(1 << bin);
         }
