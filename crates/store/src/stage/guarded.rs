@@ -130,6 +130,7 @@ impl Guarded {
             (0..count).map(|_| LoadOutcome::Failed(error.clone())).collect()
         };
         let mut results = if self.keeps_deadlines {
+            // After a panic there are no results, and every block fails below.
             catch(|| self.stage.load(batch, deadline)).unwrap_or_default()
         } else {
             let stage = Arc::clone(&self.stage);
@@ -139,6 +140,7 @@ impl Guarded {
         };
         results.resize_with(count, || LoadOutcome::Failed(StageError::NoResult));
         for (loaded, length) in results.iter_mut().zip(lengths) {
+            // The caller would serve a slab of another length as the block.
             if matches!(loaded, LoadOutcome::Hit(slab) if slab.len() != length) {
                 *loaded = LoadOutcome::Damaged;
             }
@@ -240,6 +242,7 @@ impl Guarded {
 
     /// Ends all waits for this stage, for good.
     pub(crate) fn end_all_waits(&self) {
+        // Probes and erases ignore the circuits: `is_closed` ends their waits.
         self.is_closed.store(true, Ordering::Release);
         self.is_read_circuit_open.store(true, Ordering::Release);
         self.is_write_circuit_open.store(true, Ordering::Release);
