@@ -209,7 +209,6 @@ impl StoreCore {
                         Ok(slab) => {
                             // The caller owns the slab now: no allocation waits for it.
                             state.slabs_in_flight -= 1;
-                            // bytes.
                             allocated_bytes += slab.len().max(1);
                             *previous = Some((put.key, ancestor));
                             PrepareOutcome::Slab(slab)
