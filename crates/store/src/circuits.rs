@@ -136,6 +136,7 @@ impl StoreCore {
             CircuitChange::Opened => true,
             CircuitChange::Closed => false,
         };
+        // Opening ends the waits for the calls in flight in this direction.
         self.stages[stage].set_circuit_open(direction, is_open);
         let bits = match direction {
             Direction::Reads => &mut state.open_read_circuits,

@@ -308,6 +308,7 @@ impl Circuit {
     /// threshold; below that, requests a probe.
     fn fail(&mut self, error: StageError, now: Duration, now_unix_ms: u64) -> CircuitChange {
         self.last_error = Some(error);
+        // Late calls and probes can fail while it is open: only the last error changes.
         if !self.is_healthy() {
             return CircuitChange::None;
         }
@@ -386,6 +387,7 @@ impl Circuit {
             Ok(()) => {
                 self.state = HealthState::Healthy;
                 self.since_unix_ms = now_unix_ms;
+                // Otherwise the next single failure could open the circuit again.
                 self.failures = 0;
                 self.failed_probes = 0;
                 self.last_success = now;

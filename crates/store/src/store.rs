@@ -338,6 +338,7 @@ impl Store {
             changed.extend(keys.iter().map(|key| change_one(&mut state, key, now)));
             core.unlock(state);
         }
+        // An allocation may wait for a block that is no longer pinned.
         core.notify_changed();
         changed
     }
@@ -350,6 +351,7 @@ impl Store {
         let mut deleted = Vec::with_capacity(keys.len());
         for keys in keys.chunks(KEYS_PER_LOCK) {
             let mut state = core.lock();
+            // A removal that is queued now might not reach the stages.
             if state.is_closing {
                 break;
             }

@@ -298,6 +298,7 @@ impl StoreCore {
                 state.slabs_in_flight += 1;
                 return (state, Ok(slab));
             }
+            // Before eviction, because this memory costs no block.
             if self.release_dead_holders() {
                 continue;
             }
@@ -354,6 +355,7 @@ impl StoreCore {
         for (at, stage) in self.stages.iter().enumerate() {
             for (facts, address) in stage.recover() {
                 if facts.expires_unix_ms.is_some_and(|expires| expires <= now_unix_ms) {
+                    // The stage still has the block, and would return it at every start.
                     state.push_key_change(at, KeyChange::Remove(facts.key, address));
                     continue;
                 }

@@ -363,6 +363,7 @@ impl Stage for EncryptedStage {
         batch: Vec<(BlockFacts, Slab)>,
         deadline: Deadline,
     ) -> Vec<Result<Address, StageError>> {
+        // An erase since the opening may have removed the marks.
         if let Err(error) = self.mark(deadline) {
             return vec![Err(error); batch.len()];
         }

@@ -253,6 +253,7 @@ impl Stage for FilesStage {
                         .insert(meta.key, AliasLocation { shared: *shared, place });
                 }
                 Ok(_) => {}
+                // The loop continues: one failed alias says nothing about the others.
                 Err(error) => failure = Err(stage_error(error)),
             }
         }

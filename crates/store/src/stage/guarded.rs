@@ -108,6 +108,7 @@ impl Guarded {
         deadline: Deadline,
         late: impl FnOnce(Vec<(BlockKey, Address)>) + Send + 'static,
     ) -> Vec<Result<Address, StageError>> {
+        // For a late result: the batch itself goes to the stage.
         let keys: Vec<BlockKey> = batch.iter().map(|(facts, _)| facts.key).collect();
         let count = keys.len();
         let stage = Arc::clone(&self.stage);
@@ -135,6 +136,7 @@ impl Guarded {
         } else {
             let stage = Arc::clone(&self.stage);
             let work = move || stage.load(batch, deadline);
+            // A late load has only slabs to release.
             let loaded = self.loads.call(self.wait_limit(READS, deadline, true), work, drop);
             loaded.unwrap_or_else(failed)
         };
@@ -182,6 +184,7 @@ impl Guarded {
 
     /// See [`Stage::flush`].
     pub(crate) fn flush(&self, deadline: Deadline) -> Result<(), StageError> {
+        // Not in turn with the changes: blocks are stored while a long flush runs.
         self.run(&self.other_calls, WRITES, deadline, false, move |stage| stage.flush(deadline))
     }
 

@@ -253,6 +253,7 @@ impl RecordStage {
         let (buffer, bytes) = match answer {
             Ok(RecordAnswer::Got { buffer, bytes }) => (buffer, bytes),
             Ok(RecordAnswer::Missing) => {
+                // The record is gone, and its room is free.
                 self.index().drop_block(address);
                 return LoadOutcome::Gone;
             }
