@@ -104,6 +104,7 @@ pub(crate) struct ChangeLog {
 impl ChangeLog {
     fn new(entries_max: usize) -> Self {
         Self {
+            // `RandomState` has random keys, so that the number differs in every run.
             epoch: RandomState::new().hash_one(entries_max),
             // Reserved whole, so that growing never copies; pages are touched only as it fills.
             entries: VecDeque::with_capacity(entries_max),
@@ -160,6 +161,7 @@ impl ChangeLog {
 
     /// Invalidates all cursors.
     fn invalidate_cursors(&mut self) {
+        // One more than the end: a cursor at the end has read everything, and is valid otherwise.
         self.first = self.end() + 1;
         self.entries.clear();
     }
@@ -254,6 +256,8 @@ impl StoreState {
         let valid = since.filter(|cursor| log.is_valid(cursor));
         let mut next = valid.unwrap_or_else(|| log.start_cursor());
         let mut changes = Vec::new();
+        // Before `expire` appends: `push` takes a log for unread after `entries_max` changes, and
+        // `expire` appends at most that many.
         log.last_read = log.end();
         log.read(&mut next, &mut changes, most);
         if next.sequence == log.end() && changes.len() < most {
@@ -262,6 +266,8 @@ impl StoreState {
         }
         let log = self.catalog.changes_mut().as_mut().expect("entries_max changes do not end it");
         log.read(&mut next, &mut changes, most);
+        // An expired key that is left would be in the set of the follower, while `Store::contains`
+        // is false for it.
         let is_log_read = next.sequence == log.end() && log.first_expired(now_unix_ms).is_none();
         if is_log_read && changes.len() < most {
             self.scan(&mut next, &mut changes, most, now_unix_ms);
@@ -296,6 +302,7 @@ impl StoreState {
         let mut expirations = Vec::new();
         for key in self.catalog.keys_at(from..to) {
             if changes.len() == most {
+                // The next piece begins with this entry.
                 to = key.0;
                 break;
             }
@@ -303,6 +310,8 @@ impl StoreState {
             if entry.expires_unix_ms != 0 {
                 expirations.push((entry.expires_unix_ms, key.0));
             }
+            // A block that only an open circuit hides is reported once it is readable again: by
+            // `note_readability`, or by a new scan when the circuit closes.
             let content = self.catalog.content(entry.content);
             if !entry.has_expired(now_unix_ms) && !self.is_unreadable(content) {
                 changes.push(Change::Stored(entry.key));
@@ -318,6 +327,8 @@ impl StoreState {
     /// Logs that all keys were removed, in place of their single removals.
     pub(crate) fn note_cleared(&mut self) {
         if let Some(log) = self.catalog.changes_mut() {
+            // `forget_all` has detached the log, so that removed keys did not remove their
+            // expirations.
             log.expirations.clear();
         }
         self.catalog.report(Change::Cleared);

@@ -43,12 +43,15 @@ impl HealthSignal {
         let mut signal = Self::None;
         for error in errors {
             match error {
+                // Full and declined are replies: the stage works.
                 None | Some(StageError::Full | StageError::Declined { .. }) => {
                     if matches!(signal, Self::None) {
                         signal = Self::Success;
                     }
                 }
+                // Consequences of a close or of an open circuit, which say nothing new.
                 Some(StageError::Closed | StageError::CircuitOpen) => {}
+                // Outweighs successes of other blocks; a failure outweighs both.
                 Some(StageError::Timeout) if !is_long_enough => signal = Self::Inconclusive,
                 Some(error) => return Self::Failure(error.clone()),
             }
@@ -133,6 +136,7 @@ impl StoreCore {
             CircuitChange::Opened => true,
             CircuitChange::Closed => false,
         };
+        // Opening ends the waits for the calls in flight in this direction.
         self.stages[stage].set_circuit_open(direction, is_open);
         let bits = match direction {
             Direction::Reads => &mut state.open_read_circuits,
@@ -194,11 +198,14 @@ impl StoreState {
         };
         let mut holders = (0..LOWER_STAGES_MAX).filter(keeps_bytes).peekable();
         let is_below = holders.peek().is_some();
+        // Without a holder `all` is true, although no open circuit hides the content.
         is_below && holders.all(|stage| self.is_read_circuit_open(stage))
     }
 
     /// The longest queue of key changes among the stages whose write circuit is closed.
     pub(crate) fn key_changes_waiting(&self) -> usize {
+        // Puts must not wait for a stage with an open circuit: its queue shrinks only when the
+        // circuit closes.
         let healthy = (0..LOWER_STAGES_MAX).filter(|stage| !self.is_write_circuit_open(*stage));
         healthy.map(|stage| self.key_changes[stage].len()).max().unwrap_or(0)
     }
@@ -216,6 +223,7 @@ impl StoreState {
     /// Puts failed key changes back at the front of the queue: their order matters.
     pub(crate) fn requeue_key_changes(&mut self, stage: usize, failed: &[KeyChange]) {
         self.key_changes[stage].splice(0..0, failed.iter().copied());
+        // Several halves may be too many: the failed changes join those that were queued meanwhile.
         while self.is_write_circuit_open(stage) && self.key_changes[stage].len() >= KEY_CHANGES_MAX
         {
             self.limit_key_changes(stage);
@@ -228,6 +236,8 @@ impl StoreState {
         if !self.is_write_circuit_open(stage) || self.key_changes[stage].len() < KEY_CHANGES_MAX {
             return;
         }
+        // Half at once, because each removal at the front moves the rest of the queue. Dropped
+        // changes settle their tickets: a flush must not wait for them.
         let count = (KEY_CHANGES_MAX / 2) as u64;
         self.key_changes[stage].drain(..KEY_CHANGES_MAX / 2);
         self.key_tickets[stage].settled += count;
@@ -246,6 +256,8 @@ impl StoreState {
             self.requeue_counts[stage] -= 1;
             let Some(pending) = self.unstored[stage].pop_front() else { continue };
             let place = (pending.content, pending.generation);
+            // Since it was listed, the block may have been deleted, evicted, or put and queued
+            // again.
             let is_unstored = self.catalog.live_content(place).is_some_and(|content| {
                 let is_queued = content.dirty & (1 << stage) != 0;
                 content.slab.is_some() && content.address(stage).is_none() && !is_queued

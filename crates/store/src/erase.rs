@@ -81,12 +81,15 @@ impl StoreCore {
         self.reset_insight();
         self.notify_changed();
         self.notify_movers();
+        // Before the waits: slabs of calls in flight are on no free list yet, and are zeroed when
+        // they are freed.
         self.pool.begin_wipe();
         self.wait_for_calls(&mut erased, &mut removed, call);
         self.wait_for_stuck_calls(&mut erased, call);
         self.erase_stages(&mut erased, removed, call);
         self.wipe(&mut erased, call);
         let mut state = self.lock();
+        // The records of the erased blocks were cleared, but still contain their keys and digests.
         if let Some(ledger) = &state.ledger {
             ledger.wipe_free();
         }
@@ -137,6 +140,8 @@ impl StoreCore {
         loop {
             // Calls in flight can still queue key changes; those are not sent to the stages.
             removed.take(&mut state);
+            // A mover settles a ticket only after the reply of its stage: with all settled, no
+            // mover waits for a write. Timed-out calls are left to `wait_for_stuck_calls`.
             let is_settled = |stage: usize| {
                 let (blocks, names) = (&state.block_tickets[stage], &state.key_tickets[stage]);
                 blocks.settled == blocks.pushed && names.settled == names.pushed
@@ -212,6 +217,8 @@ impl StoreCore {
         let mut wiped = self.pool.wipe(&mut has_time);
         let held_before = wiped.held_bytes;
         let mut state = self.lock();
+        // Memory that the kernel may still write for a killed process is held until a restart:
+        // waiting for it would only use up the deadline.
         let kernel_bytes = self.warm.as_ref().map_or(0, |warm| warm.holders.kernel_bytes());
         while wiped.held_bytes > kernel_bytes {
             let (again, in_time) = self.wait_for_change(state, call);

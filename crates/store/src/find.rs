@@ -33,10 +33,13 @@ impl Store {
         loop {
             let state = core.lock();
             let end = state.catalog.key_indices_end();
+            // An entry never changes its index: although the lock is released between pieces, the
+            // scan finds every key that is in the store throughout.
             let to = from + PIECE_KEYS.min(end.saturating_sub(from));
             let keys = state.catalog.keys_at(from..to).map(|key| state.catalog.entry(key).key);
             found.extend(keys.filter(is_match));
             drop(state);
+            // A key can be in the catalog and the last of a hot prefix.
             found.sort_unstable();
             found.dedup();
             found.truncate(most);

@@ -69,6 +69,8 @@ impl StoreCore {
         if state.is_closed {
             return Err(StoreError::Closed);
         }
+        // Blocks that are queued after this line belong to a later flush. Without fixed tickets,
+        // steady puts would keep this call waiting.
         let tickets = state.block_tickets.map(|tickets| tickets.pushed);
         while (0..self.stages.len()).any(|at| state.block_tickets[at].settled < tickets[at]) {
             state = self.wait_or_time_out(state, "flush", call)?;
@@ -76,12 +78,15 @@ impl StoreCore {
         // A written block can queue key changes for its stage: draw these tickets only now.
         let tickets = state.key_tickets.map(|tickets| tickets.pushed);
         drop(self.wait_for_key_changes(state, tickets, "flush", call)?);
+        // Read once: exactly the stages that are skipped below are reported at the end, even if a
+        // circuit changes meanwhile.
         let open_circuits = self.lock().open_write_circuits;
         let mut flushed = Ok(());
         // Try every stage and report the first error.
         for (at, stage) in
             self.stages.iter().enumerate().filter(|(at, _)| open_circuits & (1 << at) == 0)
         {
+            // Without the lock: the stage may use the whole time of the call.
             let result = stage.flush(call.deadline);
             let signal = match &result {
                 // A flush can have much to write: a time-out says nothing about the health.
@@ -99,6 +104,7 @@ impl StoreCore {
             // so these errors say nothing about the stages.
             return Err(StoreError::Closed);
         }
+        // A failed flush leaves the marks as they are: the next one reports these failures again.
         flushed?;
         *reported = failures;
         state.reported_failures = failures;

@@ -218,6 +218,7 @@ impl Breaker {
         now_unix_ms: u64,
     ) -> CircuitChange {
         match &result {
+            // An open read circuit stays open: only its own probe closes it.
             Ok(()) if direction == Direction::Writes => self.reads.succeed(now),
             Ok(()) => {}
             Err(error) => {
@@ -235,6 +236,7 @@ impl Breaker {
         change: CircuitChange,
         now_unix_ms: u64,
     ) -> CircuitChange {
+        // While the other circuit is open, the state of the stage as a whole does not change.
         if change != CircuitChange::None && self.other(direction).is_healthy() {
             self.since_unix_ms = now_unix_ms;
             self.opened_count += u64::from(change == CircuitChange::Opened);
@@ -306,10 +308,13 @@ impl Circuit {
     /// threshold; below that, requests a probe.
     fn fail(&mut self, error: StageError, now: Duration, now_unix_ms: u64) -> CircuitChange {
         self.last_error = Some(error);
+        // Late calls and probes can fail while it is open: only the last error changes.
         if !self.is_healthy() {
             return CircuitChange::None;
         }
         self.failures = self.failures << 1 | 1;
+        // The newest call is in the lowest bit. `check` limits the window to 1 to 64 calls, so that
+        // the shift does not overflow.
         let window = u64::MAX >> (WINDOW_MAX - self.config.window);
         if (self.failures & window).count_ones() < self.config.threshold {
             self.probe_requested = true;
@@ -328,6 +333,7 @@ impl Circuit {
         self.state = HealthState::Open;
         self.since_unix_ms = now_unix_ms;
         self.opened_count += 1;
+        // The first probe comes one interval after the opening.
         self.last_probe = now;
         CircuitChange::Opened
     }
@@ -346,15 +352,18 @@ impl Circuit {
         let since = match self.state {
             HealthState::Probing => return false,
             HealthState::Open => self.last_probe,
+            // A stage in use needs no probe: every success postpones it.
             HealthState::Healthy => self.last_probe.max(self.last_success),
         };
         let is_due = now.saturating_sub(since) >= self.config.probe_interval;
+        // A request does not shorten the interval of an open circuit.
         let is_wanted = is_due || (self.is_healthy() && self.probe_requested);
         if !is_wanted {
             return false;
         }
         self.last_probe = now;
         self.probe_requested = false;
+        // A closed circuit stays closed during its probe: callers use the stage meanwhile.
         if self.state == HealthState::Open {
             self.state = HealthState::Probing;
         }
@@ -378,6 +387,7 @@ impl Circuit {
             Ok(()) => {
                 self.state = HealthState::Healthy;
                 self.since_unix_ms = now_unix_ms;
+                // Otherwise the next single failure could open the circuit again.
                 self.failures = 0;
                 self.failed_probes = 0;
                 self.last_success = now;

@@ -115,6 +115,7 @@ impl From<DeclineReason> for Loss {
 
 /// Bits of a number that encode the loss; the others count seconds since the store was opened.
 const LOSS_BITS: u32 = 5;
+/// Latest time that a number can hold: after more than four years.
 const SECONDS_MAX: u64 = (1 << (u32::BITS - LOSS_BITS)) - 1;
 const _: () = assert!(LOSSES.len() <= 1 << LOSS_BITS, "every loss has a number");
 
@@ -145,6 +146,7 @@ impl History {
         let seconds = self.now.min(SECONDS_MAX);
         let number = u32::try_from(seconds << LOSS_BITS).expect("within the maximum");
         let fingerprint = self.seed.of_key(key);
+        // One entry for each key: the push makes it the youngest.
         self.losses.take(fingerprint);
         self.losses.push(fingerprint, number | why.number(), EVENTS_MAX);
     }
@@ -157,6 +159,8 @@ impl History {
     /// Why a block is absent, and since when (milliseconds since 1970, to the second).
     pub(crate) fn loss_of(&self, key: &BlockKey) -> Option<(Loss, u64)> {
         let number = self.losses.get(self.seed.of_key(key))?;
+        // In range, because `record` made the number. It never leaves the process, so that the
+        // order of the list may change.
         let (why, _) = LOSSES[(number & ((1 << LOSS_BITS) - 1)) as usize];
         let seconds = u64::from(number >> LOSS_BITS);
         Some((why, self.opened_unix_ms + seconds * 1000))

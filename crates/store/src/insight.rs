@@ -100,6 +100,7 @@ impl Store {
     /// hits are a lower bound.
     pub fn hot_prefixes(&self, count: usize) -> Vec<HotPrefix> {
         let core = self.core();
+        // The guard ends with this statement: the two locks are never held together.
         let watched = core.insight().hot.top(count);
         let state = core.lock();
         let describe = |watched: crate::hot::WatchedPrefix| HotPrefix {

@@ -75,7 +75,9 @@ pub(crate) fn run(core: &Arc<StoreCore>, stage: usize) {
         for (pending, result) in batch.pending.iter().zip(results) {
             settle(&mut state, stage, pending, result);
         }
+        // Deleted blocks settle, too: a flush waits for every ticket that was pushed.
         state.block_tickets[stage].settled += batch.pending.len() as u64 + batch.deleted;
+        // Every further batch would take the whole time-out again, while puts wait for the backlog.
         if is_stuck {
             fail_queue(&mut state, stage, &StageError::Timeout);
         }
@@ -112,10 +114,12 @@ fn next_batch(core: &StoreCore, stage: usize) -> Option<WriteBatch> {
     // At most a quarter of the backlog limit, so that retries do not make puts wait.
     let retry_bytes = (BATCH_BYTES as u64).min(core.dirty_bytes_max / 4).max(1);
     loop {
+        // Not once the store is closed: nothing wakes this thread after the close.
         if state.is_write_circuit_open(stage) && !state.is_closed {
             state = core.wait_for_work(state);
             continue;
         }
+        // Only while the queue is empty: blocks of puts have priority over retries.
         if state.queues[stage].is_empty() && !state.is_closed {
             state.requeue_unstored(stage, retry_bytes);
         }
@@ -129,6 +133,8 @@ fn next_batch(core: &StoreCore, stage: usize) -> Option<WriteBatch> {
             let slab = state.catalog.live_content(place).and_then(|content| content.slab.clone());
             let Some(slab) = slab else {
                 // Deleted while it was queued.
+                // The function `settle`, which subtracts the bytes of other blocks, does not see
+                // this one.
                 state.pending_bytes[stage] -= u64::from(pending.facts.bytes);
                 batch.deleted += 1;
                 continue;
@@ -140,6 +146,7 @@ fn next_batch(core: &StoreCore, stage: usize) -> Option<WriteBatch> {
         if !batch.blocks.is_empty() || !batch.key_changes.is_empty() {
             return Some(batch);
         }
+        // Before the wait: a flush may wait for exactly these tickets.
         state.block_tickets[stage].settled += batch.deleted;
         core.notify_changed();
         if state.is_closed {
@@ -157,6 +164,7 @@ fn requeue_batch(core: &StoreCore, stage: usize, batch: WriteBatch, why: &StageE
     state.history.set_time(core.clock.unix_ms());
     state.block_tickets[stage].settled += batch.deleted;
     for pending in batch.pending.into_iter().rev() {
+        // With the ticket that it has: each block settles once, however often it is queued.
         state.queues[stage].push_front(pending);
     }
     if state.is_write_circuit_open(stage)
@@ -325,11 +333,14 @@ fn should_keep(
     let entry = state.catalog.entry(found);
     let (index, is_prefix) = (entry.content, entry.is_prefix());
     let content = state.catalog.content_mut(index);
+    // Not in the catalog with this stage, such as a block of the batch that is being stored. If it
+    // is dropped, `apply_room_to_batch` stores it again.
     if content.address(stage).is_none() {
         return false;
     }
     *kept.entry((index.0, content.generation)).or_insert_with(|| {
         let was_referenced = content.referenced & (1 << stage) != 0;
+        // A second chance: the next reclaim keeps the block only if it is read again by then.
         content.referenced &= !(1 << stage);
         was_referenced || is_prefix || content.slab.is_some()
     })
@@ -352,6 +363,8 @@ fn apply_room(core: &StoreCore, stage: usize, room: &MakeRoomOutcome) {
     }
     for (key, address) in &room.dropped {
         state.counters.reclaimed_blocks += 1;
+        // The first dropped key of a content clears the address; for its other keys there is
+        // nothing left to do.
         if let Some(content) = content_at(&mut state, stage, key, *address) {
             state.clear_address(content, stage);
             state.catalog.content_mut(content).was_reclaimed = true;
@@ -391,6 +404,7 @@ fn settle(
         }
         return;
     };
+    // Also after a failure: a block that a stage does not take must become evictable.
     content.dirty &= !(1 << stage);
     let is_clean = content.dirty == 0;
     match result {
@@ -409,6 +423,7 @@ fn settle(
             let is_block_error = matches!(error, StageError::Failed(_) | StageError::NoResult);
             let tries =
                 pending.tries + u8::from(is_block_error && !state.is_write_circuit_open(stage));
+            // Making room for this block was tried already, without effect.
             if !matches!(error, StageError::Full) && tries < WRITE_TRIES_MAX {
                 state.note_unstored(stage, PendingWrite { tries, ..*pending });
             }
@@ -467,6 +482,8 @@ impl RateLimiter {
         loop {
             let now = core.clock.monotonic();
             if now >= self.next_start {
+                // From now, not from the planned start: idle time gives no credit for a later
+                // burst.
                 let nanos = u128::from(bytes) * 1_000_000_000 / u128::from(rate);
                 self.next_start =
                     now + Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX));
@@ -476,6 +493,7 @@ impl RateLimiter {
             if state.is_closed {
                 return;
             }
+            // New work ends the pause early: the loop then checks the time again.
             core.pause(state, self.next_start.saturating_sub(now));
         }
     }

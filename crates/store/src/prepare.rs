@@ -18,6 +18,7 @@ use crate::{
 
 /// Maximum bytes of slabs in one step. A batch of large blocks takes several steps, so that the
 /// copies of one step overlap with the evictions of the next.
+/// The first slab of a step is exempt, so that every step decides at least one block.
 const BATCH_BYTES: usize = 64 << 20;
 
 impl Store {
@@ -253,6 +254,7 @@ impl StoreCore {
             found.into_iter().flatten().all(|key| {
                 let entry = state.catalog.entry(key);
                 let content = state.catalog.content(entry.content);
+                // An expired or unreadable block is a miss, which needs no wait.
                 entry.has_expired(now_unix_ms)
                     || content.slab.is_some()
                     || state.is_unreadable(content)

@@ -35,15 +35,19 @@ fn run(core: &StoreCore, stage: usize) {
                 continue;
             }
             has_probed = true;
+            // The probe can take its whole time-out: no call may wait for it.
             drop(state);
             let deadline = Deadline::after(&*core.clock, health.probe_timeout);
             let result = core.stages[stage].probe(direction, deadline);
             state = core.lock();
+            // The close has aborted the probe: its result says nothing about the stage.
             if state.is_closed {
                 return;
             }
             core.end_probe(&mut state, stage, direction, result);
         }
+        // After a probe the checks are overdue, because it may have taken longer than their
+        // interval.
         if !has_probed {
             state = core.wait_for_prober_wakeup(state, check_interval);
         }

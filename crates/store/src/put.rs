@@ -25,6 +25,8 @@ const ROUND_BLOCKS: usize = 64;
 /// Attempts for blocks that other callers put and delete concurrently.
 const ATTEMPTS_MAX: u32 = 3;
 /// Backlog of key changes of one stage at which puts wait.
+/// Deduplicated puts and deletions queue changes without bytes: the limit of bytes does not bound
+/// them.
 const KEY_CHANGES_WAITING_MAX: usize = 64 << 10;
 
 /// A block with its slab, still to be filled and published.
@@ -133,6 +135,8 @@ impl StoreCore {
             self.compare_undecided(&mut puts);
         }
         let PutBatch { outcomes, call, .. } = puts;
+        // Only a key that others deleted in every attempt, between the check and the comparison,
+        // has no outcome here.
         let retries_exhausted = || {
             let operation = "put a key that other callers delete";
             PutOutcome::Failed(call.timeout_error(operation))
@@ -170,6 +174,7 @@ impl StoreCore {
     fn hash(&self, puts: &mut PutBatch<'_>) {
         let DigestMode::On(algorithm) = self.config.digest else { return };
         let undecided = puts.undecided();
+        // Without the lock, so that hashing a large batch delays no other call.
         for at in 0..undecided.len() {
             if puts.fail_if_late(&undecided[at..], &*self.clock) {
                 return;
@@ -192,6 +197,8 @@ impl StoreCore {
         let mut state = self.lock();
         let now = self.timestamps(&mut state);
         for (done, at) in undecided.iter().enumerate() {
+            // Both limits are checked before the block is decided, and need an earlier one: every
+            // round decides at least one block, also one that is larger than a round.
             let is_full = allocated.len() == ROUND_BLOCKS || allocated_bytes >= ROUND_BYTES;
             if is_full || done == KEYS_PER_LOCK {
                 self.unlock(state);
@@ -254,6 +261,8 @@ impl StoreCore {
     ) -> (MutexGuard<'a, StoreState>, Result<SlabMut, AllocationFailure>) {
         let PutCandidate { put, bytes, ancestor } = candidate;
         if !self.stages.is_empty() {
+            // Ends the round instead of waiting: the slabs that this call holds may be what others
+            // wait for. Publishing them releases them.
             if holds_some && self.is_backlogged(&state) {
                 return (state, Err(AllocationFailure::TimedOut));
             }
@@ -264,6 +273,7 @@ impl StoreCore {
             return self.allocate_slab(state, bytes, holds_some, None, call);
         }
         let incoming = Incoming {
+            // The block gets the index of its key only when it is published.
             owner: u32::MAX,
             fingerprint: self.seed.of_key(&put.key),
             parent: ancestor,
@@ -275,6 +285,7 @@ impl StoreCore {
 
     /// Whether the write backlog is at its limit.
     pub(crate) fn is_backlogged(&self, state: &StoreState) -> bool {
+        // The new block itself does not count, so that one larger than the limit can be put.
         state.pending_total() >= self.dirty_bytes_max
             || state.key_changes_waiting() >= KEY_CHANGES_WAITING_MAX
     }
@@ -286,6 +297,8 @@ impl StoreCore {
         call: CallContext,
     ) -> (MutexGuard<'a, StoreState>, bool) {
         while self.is_backlogged(&state) {
+            // The stage may hang. A failed probe opens its circuit, which drops the queue and ends
+            // this wait.
             self.probe_backlogged_stages(&mut state);
             // This call may have queued blocks without waking the movers.
             self.notify_movers();
@@ -313,6 +326,8 @@ impl StoreCore {
         let mut state = self.lock();
         let now = self.timestamps(&mut state);
         for (index, slab) in sealed {
+            // Under the same hold of the lock as the publication: an allocation that counts what
+            // may become free never misses this slab.
             state.slabs_in_flight -= 1;
             self.publish_new(&mut state, puts, index, &slab, now);
         }
@@ -414,6 +429,8 @@ impl StoreCore {
         mut outcomes: Vec<PutOutcome>,
         call: CallContext,
     ) -> Vec<PutOutcome> {
+        // Without DRAM no tier keeps the block until a stage has written it, so that the put waits
+        // as with write-through.
         if self.config.write == WritePolicy::Through || !self.pipeline.has_dram {
             for (put, outcome) in batch.iter().zip(&mut outcomes) {
                 if let Err(error) = self.wait_written(put, outcome, call) {
@@ -428,6 +445,7 @@ impl StoreCore {
                 state.count_put(&put.key, outcome);
             }
             drop(state);
+            // The lock of the insight is never taken under the lock of the state.
             self.insight().shadows.put(now, batch, outcomes);
         }
         outcomes
@@ -463,6 +481,7 @@ impl StoreCore {
                 setting: "dram",
                 reason: format!("a block of {bytes} bytes is larger than the pool"),
             },
+            // Queued writes are the reason: a block is not evictable until every stage has it.
             AllocationFailure::TimedOut if state.pending_total() > 0 => self.busy_error(state),
             AllocationFailure::Erasing => StoreError::Erasing,
             AllocationFailure::TimedOut => call.timeout_error("allocate memory in DRAM"),

@@ -26,6 +26,7 @@ impl StoreCore {
             return PutCheck::Settled(PutOutcome::Failed(StoreError::Closed));
         }
         if self.has_no_writable_tier(state) {
+            // At least one bit is set: `has_no_writable_tier` has checked it.
             let circuit = state.open_write_circuits.trailing_zeros() as usize;
             let error = self.stage_error(state, circuit, "store a block");
             return PutCheck::Settled(PutOutcome::Failed(error));
@@ -86,10 +87,14 @@ impl StoreCore {
                 PutCheck::Compare
             };
         }
+        // Only a new block needs admission: a present key has its outcome even while no block is
+        // accepted.
         if let PutCheck::Settled(outcome) = self.check_admission(state, put, bytes) {
             return PutCheck::Settled(outcome);
         }
         match digest.and_then(|digest| state.catalog.find_digest(&digest)) {
+            // A key linked to bytes that cannot be read would be a miss: such bytes are stored
+            // again.
             Some(content) if !state.is_unreadable(state.catalog.content(content)) => {
                 PutCheck::Settled(self.deduplicate(state, put, digest, (content, now)))
             }

@@ -162,6 +162,7 @@ impl StoreCore {
                 ViewOutcome::Miss | ViewOutcome::Failed(_) => 0,
             });
             let bytes = bytes.sum();
+            // The views would prevent the eviction of these blocks while `pace` waits.
             drop(views);
             pace(bytes);
             rest = later;
@@ -357,8 +358,10 @@ impl StoreCore {
             }
             Err(failure) => {
                 if let Some(content) = state.catalog.live_content((index, generation)) {
+                    // Other callers wait for this mark, and only this call can clear it.
                     content.is_loading = false;
                 }
+                // The slabs of this plan may be the reason: look again after their fetches.
                 if holds_some {
                     plan.waiting.push(pending);
                     return (state, None);
@@ -406,6 +409,7 @@ impl StoreCore {
                 }
             }
             self.unlock(state);
+            // Other callers wait for these contents, and for slabs that were not kept.
             self.notify_changed();
         }
         again

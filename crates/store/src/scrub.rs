@@ -80,6 +80,7 @@ impl StoreCore {
     /// `settle` checks that the content still has it.
     fn scrub_step(&self, from: u32) -> (ScrubReport, Option<u32>) {
         let mut state = self.lock();
+        // An erase waits until no block is in scrub: a new step would delay it.
         if state.is_closed || state.is_erasing {
             return (ScrubReport::default(), None);
         }
@@ -120,9 +121,12 @@ impl StoreCore {
             let one = CheckedContent { place, slab: slab.clone(), is_intact: *is_intact };
             settle(&mut state, &one);
             if !is_intact {
+                // Also if `settle` dropped nothing, because the content has another slab by now:
+                // this write does not take place.
                 if let Some(content) = state.catalog.live_content(place) {
                     content.dirty &= !(1 << stage);
                 }
+                // The mover subtracts only the bytes of blocks that stay in its batch.
                 state.pending_bytes[stage] -= u64::from(pending.facts.bytes);
             }
         }
@@ -160,6 +164,8 @@ fn contents_to_check(catalog: &Catalog, from: u32) -> (Vec<CheckedContent>, Opti
 /// Applies the result of one comparison. Returns true if the block was damaged and dropped.
 fn settle(state: &mut StoreState, one: &CheckedContent) -> bool {
     let Some(content) = state.catalog.live_content(one.place) else { return false };
+    // The content may have been evicted and read again since: then the result is about other
+    // memory.
     if content.slab.as_ref().is_none_or(|slab| !slab.is_same(&one.slab)) {
         return false;
     }
@@ -167,6 +173,8 @@ fn settle(state: &mut StoreState, one: &CheckedContent) -> bool {
         state.drop_damaged(one.place.0);
         return true;
     }
+    // Each key has a record of its own. After a restart the block is compared with this checksum
+    // before it is served.
     if let (Some(ledger), Some(sum)) = (&state.ledger, one.slab.checksum()) {
         let mut next = Some(state.catalog.first_key_of(one.place.0));
         while let Some(key) = next {
@@ -199,6 +207,7 @@ fn run(core: &StoreCore, bytes_per_second: NonZeroU64) {
         let cost =
             Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX)).max(STEP_DELAY_MIN);
         let cost = if next.is_none() { cost.max(PASS_DELAY_MIN) } else { cost };
+        // The time of the step itself is not subtracted: the rate is an upper bound.
         due = core.clock.monotonic().saturating_add(cost);
     }
 }

@@ -71,6 +71,7 @@ impl Store {
     ) -> Result<Self, StoreError> {
         let core = Arc::new(StoreCore::new(config, registry, clock)?);
         let (sender, receiver) = sync_channel(PREFETCH_QUEUE);
+        // Before the threads: if one of them cannot be started, dropping this ends the others.
         let inner = StoreInner {
             core: Arc::clone(&core),
             prefetch: Mutex::new(Some(sender)),
@@ -325,6 +326,7 @@ impl Store {
             let pins = state.catalog.entry(found).pins;
             let changed = change(state.catalog.content(content), pins);
             let entry = state.catalog.entry_mut(found);
+            // Unchanged at the limits: the result for this block is then false.
             entry.pins = changed.unwrap_or(entry.pins);
             changed.is_some()
         };
@@ -336,6 +338,7 @@ impl Store {
             changed.extend(keys.iter().map(|key| change_one(&mut state, key, now)));
             core.unlock(state);
         }
+        // An allocation may wait for a block that is no longer pinned.
         core.notify_changed();
         changed
     }
@@ -348,6 +351,7 @@ impl Store {
         let mut deleted = Vec::with_capacity(keys.len());
         for keys in keys.chunks(KEYS_PER_LOCK) {
             let mut state = core.lock();
+            // A removal that is queued now might not reach the stages.
             if state.is_closing {
                 break;
             }
@@ -461,11 +465,14 @@ impl StoreInner {
     /// be written within the store's timeout are dropped from the queues, so that closing ends
     /// soon after the timeout even if a stage hangs.
     fn close(&self) -> Result<(), StoreError> {
+        // Held until the end: a second close returns only after the first.
         let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
         if std::mem::replace(&mut self.core.lock().is_closing, true) {
             return Ok(());
         }
+        // Drops the only sender, which ends the prefetch threads.
         self.prefetch.lock().unwrap_or_else(PoisonError::into_inner).take();
+        // Before `is_closed`, while the movers still write.
         let flushed = self.core.flush(CallOptions::default());
         // Under one hold of the lock: a mover or caller that sees `is_closed` also sees empty
         // queues and settled tickets, and stops waiting.
@@ -473,6 +480,7 @@ impl StoreInner {
         state.is_closed = true;
         for stage in 0..self.core.stages.len() {
             mover::fail_queue(&mut state, stage, &StageError::Timeout);
+            // Otherwise the joins below could wait for a stage that hangs.
             self.core.stages[stage].end_all_waits();
             state.key_tickets[stage].settled += state.key_changes[stage].len() as u64;
             state.key_changes[stage].clear();
@@ -496,6 +504,7 @@ impl StoreInner {
 
 impl Drop for StoreInner {
     fn drop(&mut self) {
+        // `lock` would panic, and a second panic during unwinding aborts the process.
         if self.core.is_poisoned() {
             return;
         }
@@ -506,6 +515,7 @@ impl Drop for StoreInner {
 
 impl StoreCore {
     fn stats(&self) -> StoreStats {
+        // Before the lock: each stage may take up to a second to respond.
         let stages = self.stages.iter().map(|stage| (stage.name(), stage.stats()));
         let stages: Vec<_> = stages.collect();
         let stuck = self.stages.iter().map(|stage| (stage.name(), stage.stuck_calls()));

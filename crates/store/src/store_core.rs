@@ -157,6 +157,8 @@ impl StoreCore {
         if left.is_zero() {
             return (state, false);
         }
+        // True also without a change, after the poll interval: callers check their condition in a
+        // loop.
         let waited = self.changed.wait_timeout(state, left.min(POLL_INTERVAL));
         (waited.unwrap_or_else(PoisonError::into_inner).0, true)
     }
@@ -288,12 +290,15 @@ impl StoreCore {
             if state.is_erasing {
                 return (state, Err(AllocationFailure::Erasing));
             }
+            // The caller decrements the counter when it publishes, drops or hands out the slab.
+            // Until then other calls wait for this memory instead of failing.
             if self.has_block_room(&state)
                 && let Some(slab) = self.pool.allocate(bytes)
             {
                 state.slabs_in_flight += 1;
                 return (state, Ok(slab));
             }
+            // Before eviction, because this memory costs no block.
             if self.release_dead_holders() {
                 continue;
             }
@@ -322,12 +327,14 @@ impl StoreCore {
 
     fn has_block_room(&self, state: &StoreState) -> bool {
         let most = self.config.dram_blocks.unwrap_or(u64::MAX);
+        // Slabs in flight count, because each becomes a block without another check.
         (state.eviction.blocks().len() as u64).saturating_add(state.slabs_in_flight) < most
     }
 
     /// Releases the lock, and wakes the movers if key changes are queued.
     pub(crate) fn unlock(&self, state: MutexGuard<'_, StoreState>) {
         let has_names = state.key_changes.iter().any(|names| !names.is_empty());
+        // First, so that a mover does not wake up only to wait for the lock.
         drop(state);
         if has_names {
             self.notify_movers();
@@ -348,6 +355,7 @@ impl StoreCore {
         for (at, stage) in self.stages.iter().enumerate() {
             for (facts, address) in stage.recover() {
                 if facts.expires_unix_ms.is_some_and(|expires| expires <= now_unix_ms) {
+                    // The stage still has the block, and would return it at every start.
                     state.push_key_change(at, KeyChange::Remove(facts.key, address));
                     continue;
                 }
@@ -369,6 +377,7 @@ impl StoreCore {
                 state.catalog.set_parent(key, &parent);
             }
         }
+        // Last: only now are the addresses in all stages known.
         self.queue_unwritten(state, &restored);
     }
 }
@@ -439,6 +448,8 @@ fn insert_recovered(
         state.content_bytes += u64::from(facts.bytes);
         state.catalog.insert(&new, facts.bytes, facts.digest).1
     };
+    // One address for each stage: a stage that has further copies of the content finds them by
+    // their keys.
     if state.catalog.content(content).address(stage).is_none() {
         state.catalog.set_address(content, stage, Some(address));
     }

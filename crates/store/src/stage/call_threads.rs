@@ -93,6 +93,8 @@ impl CallThreads {
         work: impl FnOnce() -> T + Send + 'static,
         late: impl FnOnce(T) + Send + 'static,
     ) -> Result<T, StageError> {
+        // Held until the call is in `running`: otherwise two callers could take the last free
+        // thread.
         let mut queue = self.wait_for_thread(wait_limit)?;
         let slot =
             Arc::new(ResultSlot { result: Mutex::new(SlotState::Pending), ready: Condvar::new() });
@@ -108,6 +110,7 @@ impl CallThreads {
         // With `calls_max` threads, one of them will finish its call and take this job.
         let needs_thread = queue.idle < queue.jobs.len() && queue.threads < self.calls_max;
         if needs_thread && let Err(error) = self.start_thread(&mut queue) {
+            // Still the last job, because the lock has been held since the push.
             queue.jobs.pop_back();
             return Err(StageError::Failed(Arc::new(error)));
         }
@@ -174,6 +177,8 @@ impl CallThreads {
             }
             let is_cancelled = wait_limit.is_cancelled.load(Ordering::Acquire);
             if is_late || is_cancelled {
+                // Under the lock of the slot: a result comes before this and is returned, or after
+                // it and goes to `late`. None is lost.
                 *result = SlotState::Abandoned;
                 drop(result);
                 self.shared.mark_stuck(number);
@@ -184,6 +189,8 @@ impl CallThreads {
                 });
             }
             let left = wait_limit.deadline.remaining(&*self.clock);
+            // The next round is the last one, and gives the stage `GRACE` to report its own
+            // time-out.
             is_late = left.is_zero();
             let time = if is_late { GRACE } else { left.min(RECHECK) };
             let waited = slot.ready.wait_timeout(result, time);
@@ -238,6 +245,7 @@ impl Shared {
     }
 
     fn mark_stuck(&self, number: u64) {
+        // The call may have ended since; then it is no longer listed.
         if let Some(call) = self.lock().running.iter_mut().find(|call| call.number == number) {
             call.is_stuck = true;
         }

@@ -211,6 +211,8 @@ impl EncryptedStage {
                 return Err(StageError::Timeout);
             }
             let guard = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+            // A notification between the attempt and this wait is missed: the poll interval bounds
+            // the delay.
             drop(self.returned.wait_timeout(guard, left.min(RECHECK)));
         }
     }
@@ -240,6 +242,7 @@ impl EncryptedStage {
             self.counters.other_key.fetch_add(1, Ordering::Relaxed);
             return LoadOutcome::Gone;
         }
+        // The trailer is not authenticated yet. A forged one may pass here, but does not open.
         if trailer.origin != *key {
             let trusted = self.aliases().get(key).copied();
             let Some(trusted) = trusted else {
@@ -360,6 +363,7 @@ impl Stage for EncryptedStage {
         batch: Vec<(BlockFacts, Slab)>,
         deadline: Deadline,
     ) -> Vec<Result<Address, StageError>> {
+        // An erase since the opening may have removed the marks.
         if let Err(error) = self.mark(deadline) {
             return vec![Err(error); batch.len()];
         }
@@ -381,6 +385,7 @@ impl Stage for EncryptedStage {
         };
         for (facts, slab) in batch {
             let Some(bytes) = Self::record_bytes(facts.bytes) else {
+                // Results have the order of the batch: the records before this block come first.
                 send(&mut sealed, &mut results);
                 results.push(Err(StageError::Declined { bytes: facts.bytes }));
                 continue;
@@ -418,6 +423,7 @@ impl Stage for EncryptedStage {
             let mut failure = None;
             while let Some(next) = rest.peek() {
                 let bytes = next.slab.len() + OVERHEAD;
+                // Only a batch without buffers waits: two that hold some could wait for each other.
                 match self.buffer(bytes, loads.is_empty(), deadline) {
                     Ok(Some(slab)) => {
                         let Load { key, address, slab: target } = rest.next().expect("peeked");
@@ -464,6 +470,7 @@ impl Stage for EncryptedStage {
         batch: Vec<(BlockFacts, Address)>,
         deadline: Deadline,
     ) -> Result<(), StageError> {
+        // Before the inner stage has the name: a read in between would be a miss.
         for (facts, _) in &batch {
             if let Some(digest) = facts.digest {
                 self.aliases().insert(facts.key, TrustedName::Content(digest));

@@ -22,6 +22,7 @@ pub struct FakeStage {
 struct Names {
     next: u64,
     bytes: u64,
+    /// Length of a block and number of its names, by address.
     lengths: HashMap<u64, (u32, u32)>,
 }
 

@@ -98,6 +98,7 @@ impl FilesStage {
         shared: cascade_disk::FileAddress,
         deadline: Deadline,
     ) -> Result<cascade_disk::FileAddress, DiskError> {
+        // Copied, so that no call to the files is made under the lock.
         let others: Vec<_> = self
             .alias_locations()
             .values()
@@ -190,6 +191,7 @@ impl Stage for FilesStage {
         };
         {
             let mut alias_locations = self.alias_locations();
+            // A key that is stored again has its bytes at the address that the store gets.
             for (facts, _) in &batch {
                 alias_locations.remove(&facts.key);
             }
@@ -251,6 +253,7 @@ impl Stage for FilesStage {
                         .insert(meta.key, AliasLocation { shared: *shared, place });
                 }
                 Ok(_) => {}
+                // The loop continues: one failed alias says nothing about the others.
                 Err(error) => failure = Err(stage_error(error)),
             }
         }
@@ -279,6 +282,7 @@ impl Stage for FilesStage {
         let mut keeps = |meta: &RecordMeta, address| keep(&meta.key, stage_address(address));
         let reclaimed = self.files()?.reclaim(&mut keeps, deadline).map_err(stage_error)?;
         let mut alias_locations = self.alias_locations();
+        // The store knows only the shared address: the places of aliases are updated here.
         for (key, old, new) in &reclaimed.moved {
             if let Some(other) = alias_locations.get_mut(key).filter(|other| other.place == *old) {
                 other.place = *new;
@@ -307,6 +311,8 @@ impl Stage for FilesStage {
         let mut first_place = HashMap::new();
         let mut enter = |meta: RecordMeta, place: cascade_disk::FileAddress| {
             if let Some(digest) = meta.digest {
+                // The store links blocks of one digest to one content, with the address of the
+                // first.
                 let shared = *first_place.entry(digest).or_insert(place);
                 if shared != place {
                     alias_locations.insert(meta.key, AliasLocation { shared, place });
@@ -375,6 +381,7 @@ impl Stage for FilesStage {
     }
 
     fn close(&self) {
+        // Calls in flight hold clones: the lock of the directory is released with the last.
         self.files.write().unwrap_or_else(PoisonError::into_inner).take();
     }
 

@@ -108,6 +108,7 @@ impl Guarded {
         deadline: Deadline,
         late: impl FnOnce(Vec<(BlockKey, Address)>) + Send + 'static,
     ) -> Vec<Result<Address, StageError>> {
+        // For a late result: the batch itself goes to the stage.
         let keys: Vec<BlockKey> = batch.iter().map(|(facts, _)| facts.key).collect();
         let count = keys.len();
         let stage = Arc::clone(&self.stage);
@@ -130,15 +131,18 @@ impl Guarded {
             (0..count).map(|_| LoadOutcome::Failed(error.clone())).collect()
         };
         let mut results = if self.keeps_deadlines {
+            // After a panic there are no results, and every block fails below.
             catch(|| self.stage.load(batch, deadline)).unwrap_or_default()
         } else {
             let stage = Arc::clone(&self.stage);
             let work = move || stage.load(batch, deadline);
+            // A late load has only slabs to release.
             let loaded = self.loads.call(self.wait_limit(READS, deadline, true), work, drop);
             loaded.unwrap_or_else(failed)
         };
         results.resize_with(count, || LoadOutcome::Failed(StageError::NoResult));
         for (loaded, length) in results.iter_mut().zip(lengths) {
+            // The caller would serve a slab of another length as the block.
             if matches!(loaded, LoadOutcome::Hit(slab) if slab.len() != length) {
                 *loaded = LoadOutcome::Damaged;
             }
@@ -180,6 +184,7 @@ impl Guarded {
 
     /// See [`Stage::flush`].
     pub(crate) fn flush(&self, deadline: Deadline) -> Result<(), StageError> {
+        // Not in turn with the changes: blocks are stored while a long flush runs.
         self.run(&self.other_calls, WRITES, deadline, false, move |stage| stage.flush(deadline))
     }
 
@@ -240,6 +245,7 @@ impl Guarded {
 
     /// Ends all waits for this stage, for good.
     pub(crate) fn end_all_waits(&self) {
+        // Probes and erases ignore the circuits: `is_closed` ends their waits.
         self.is_closed.store(true, Ordering::Release);
         self.is_read_circuit_open.store(true, Ordering::Release);
         self.is_write_circuit_open.store(true, Ordering::Release);

@@ -214,6 +214,7 @@ impl RecordStage {
         facts: BlockFacts,
         payload: Payload,
     ) -> (u64, RecordCall) {
+        // Relaxed: only uniqueness matters.
         let address = self.next_address.fetch_add(1, Ordering::Relaxed);
         let header = PendingHeader { kind, address, target, facts };
         let record = UnsealedRecord { header, payload, buffers: Arc::clone(&self.buffers) };
@@ -252,6 +253,7 @@ impl RecordStage {
         let (buffer, bytes) = match answer {
             Ok(RecordAnswer::Got { buffer, bytes }) => (buffer, bytes),
             Ok(RecordAnswer::Missing) => {
+                // The record is gone, and its room is free.
                 self.index().drop_block(address);
                 return LoadOutcome::Gone;
             }
@@ -288,6 +290,7 @@ impl RecordStage {
             Err(error) => return Err(error),
         }
         let read = self.perform_one(self.get(address, HEADER_BYTES), deadline);
+        // Before the reply is judged, so that a failed read leaves no record.
         self.delete(vec![name_of(address)], deadline)?;
         let is_right = matches!(
             read?,
@@ -335,6 +338,7 @@ impl Stage for RecordStage {
             } else if self.index().reserve(room, self.capacity_bytes) {
                 let (address, call) = self.put(RecordKind::Block, 0, facts, Payload::Block(slab));
                 calls.push(call);
+                // The length before the push is the index of this block.
                 sent.push((results.len(), facts, room));
                 Ok(Address(address))
             } else {
@@ -346,6 +350,8 @@ impl Stage for RecordStage {
         for (at, facts, room) in sent {
             let answer = answers.next().unwrap_or(Err(StageError::NoResult));
             match (answer, &results[at]) {
+                // A block enters the index only once its record is complete; its room was reserved
+                // before.
                 (Ok(_), Ok(address)) => self.index().insert(address.0, &facts),
                 (answer, _) => {
                     let error = answer.err().unwrap_or(StageError::NoResult);
@@ -355,6 +361,7 @@ impl Stage for RecordStage {
                 }
             }
         }
+        // Relaxed: a hint for `make_room`, which works with any value.
         self.wanted_bytes.fetch_max(wanted_bytes, Ordering::Relaxed);
         results
     }
@@ -391,11 +398,14 @@ impl Stage for RecordStage {
             if entry.origin == facts.key {
                 let record = entry.revocation();
                 drop(index);
+                // The record first: if the deletion fails, the name stays revoked in the index as
+                // well.
                 self.delete(record.map(name_of).into_iter().collect(), deadline)?;
                 self.index().restore_origin(target);
                 continue;
             }
             let facts = BlockFacts { bytes: entry.bytes(), ..facts };
+            // Beyond the capacity if necessary: `make_room` also frees the excess.
             index.reserve(HEADER_BYTES as u64, u64::MAX);
             drop(index);
             self.put_name_record(RecordKind::Alias, target, facts, deadline)?;
@@ -416,6 +426,7 @@ impl Stage for RecordStage {
                 deadline,
             )?;
         }
+        // The index last: after a failure the names are still known, and the call can be repeated.
         self.delete(removal.records, deadline)?;
         self.index().forget(&batch);
         Ok(())
@@ -448,6 +459,7 @@ impl Stage for RecordStage {
                 }
             }
         }
+        // The index last: after a failure the blocks keep their room and can be chosen again.
         let records = chosen.iter().flat_map(|address| self.index().records(*address)).collect();
         self.delete(records, deadline)?;
         let mut room = MakeRoomOutcome::default();

@@ -99,6 +99,7 @@ impl KeyRing {
 
     /// An unused nonce of the writing session, with the session's key.
     pub(super) fn next_seal(&self, bytes: u64) -> Result<RecordSeal, NoRandomness> {
+        // Session and counter change under one lock: no nonce is used twice with one key.
         let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
         if writer.bytes.saturating_add(bytes) > SESSION_BYTES_MAX {
             *writer = WriteSession::begin(&self.keys[0])?;
@@ -119,9 +120,11 @@ impl KeyRing {
             return Some(Arc::clone(kept));
         }
         drop(kept);
+        // Without the lock. Two threads may derive the same key: the results are equal.
         let derived = Arc::new(key.session(session));
         let mut kept = self.sessions.write().unwrap_or_else(PoisonError::into_inner);
         if kept.len() >= SESSIONS_KEPT_MAX {
+            // Cleared keys are derived again when they are needed.
             kept.clear();
         }
         kept.insert((id, session), Arc::clone(&derived));
@@ -152,6 +155,8 @@ impl TierKey {
     }
 
     fn session(&self, session: SessionId) -> LessSafeKey {
+        // The session has a fixed length, so that no two pairs of session and scope give the same
+        // input.
         let parts = [b"session\0".as_slice(), &session, self.scope.as_bytes()];
         let key: UnboundKey = self
             .secret

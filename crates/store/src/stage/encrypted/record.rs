@@ -115,6 +115,7 @@ pub(super) fn open<'a>(
     trailer: &Trailer,
 ) -> Option<&'a mut [u8]> {
     let key = keys.session(trailer.key_id, trailer.session)?;
+    // Ciphertext and tag together, as `open_in_place` takes them.
     let (sealed, _) = record.split_at_mut(record.len() - FIELDS);
     let nonce = Nonce::assume_unique_for_key(trailer.nonce);
     key.open_in_place(nonce, Aad::from(trailer.encode()), sealed).ok()

@@ -115,6 +115,7 @@ impl RecordIndex {
     /// false if it has no effect; then its room is released.
     pub(super) fn apply(&mut self, header: &RecordHeader) -> bool {
         let (key, record) = (header.facts.key, header.address);
+        // The names of a block end with it.
         let Some(entry) = self.entries.get_mut(&header.target) else {
             self.release(HEADER_BYTES as u64);
             return false;
@@ -146,6 +147,8 @@ impl RecordIndex {
 
     /// The writes and deletes needed before names can be forgotten.
     pub(super) fn plan_removal(&self, batch: &[(BlockKey, u64)]) -> RemovalPlan {
+        // By block, because all names of the batch together decide whether a block loses its last
+        // one.
         let mut by_address: BTreeMap<u64, Vec<BlockKey>> = BTreeMap::new();
         for (key, address) in batch {
             by_address.entry(*address).or_default().push(*key);

@@ -53,6 +53,7 @@ pub(super) fn read_all(
     let unknown = count - ours.len();
     let mut found = OpenedRecords::default();
     let first = clock.unix_ms().saturating_mul(ADDRESSES_PER_MS);
+    // Above every address found, too: the clock may have been set back.
     found.next_address = ours.last().map_or(0, |(last, _)| last.saturating_add(1)).max(first);
     let (mut obsolete, mut name_records) = (Vec::new(), Vec::new());
     for batch in ours.chunks(BATCH) {
@@ -60,6 +61,7 @@ pub(super) fn read_all(
             found.enter(&reader, read, &mut obsolete, &mut name_records)?;
         }
     }
+    // After all blocks: a name has an effect only if its block is there.
     found.enter_names(&name_records, &mut obsolete);
     for names in obsolete.chunks(BATCH) {
         reader.perform(vec![RecordCall::Delete { names: names.to_vec() }])?;
@@ -127,6 +129,7 @@ impl OpenedRecords {
         let name = name_of(read.address);
         let header = read
             .header
+            // A record that was copied under another name, or cut, is damaged.
             .filter(|header| header.address == read.address && header.record_bytes() == read.bytes);
         let Some(header) = header else {
             self.damaged += 1;
@@ -148,6 +151,7 @@ impl OpenedRecords {
                     obsolete.push(name);
                 }
             }
+            // The process ended during a probe.
             RecordKind::Probe => obsolete.push(name),
         }
         Ok(())
@@ -162,6 +166,7 @@ impl OpenedRecords {
                 self.blocks.push((header.facts, Address(header.target)));
             }
         }
+        // Removes the first names that a record revokes.
         let index = &self.index;
         self.blocks.retain(|(facts, address)| {
             index.get(address.0).is_some_and(|entry| entry.has(&facts.key))

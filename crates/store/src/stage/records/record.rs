@@ -58,6 +58,7 @@ pub(super) fn name_of(address: u64) -> String {
 pub(super) fn address_of(name: &str) -> Option<u64> {
     let digits = name.strip_prefix(NAME_PREFIX)?;
     let address = u64::from_str_radix(digits, 16).ok()?;
+    // Parsing also accepts capitals, for example: such a name is not a record's.
     (name_of(address) == name).then_some(address)
 }
 
