@@ -53,6 +53,7 @@ impl BlockImage {
         RecordEntry {
             kind: EntryKind::Block,
             meta: self.meta,
+            // The payload follows the header page, as in a frame at page 0 of segment 0.
             address: FileAddress::in_segment(0, 1),
             payload_checksum: self.checksum,
             sequence: self.address.to_u64(),
@@ -126,6 +127,7 @@ impl PerBlockFiles {
     ) -> Vec<ReadOutcome> {
         let paths: Vec<_> = batch.iter().map(|request| self.path(&request.key)).collect();
         let (sources, direct) = (paths.clone(), self.is_direct);
+        // One call for the whole batch, because each call is handed to a worker thread.
         let opened = self.io.call_reading("open", &self.config.directory, deadline, move |files| {
             let open = |path: &PathBuf| files.open(path, OpenMode::Read, direct);
             Ok(sources.iter().map(open).collect::<Vec<_>>())
@@ -200,6 +202,7 @@ impl PerBlockFiles {
                 slab_bytes: slab_bytes as u64,
             });
         }
+        // Only after the nonce was compared: a short file of another write is `Gone`, not damage.
         if is_short {
             return self.damaged(DamageKind::Truncated);
         }
@@ -270,6 +273,7 @@ impl PerBlockFiles {
                 Ok(ReclaimOutcome { moved: Vec::new(), dropped, bytes_freed })
             }
             Err(error) => {
+                // They are in the table, so a later reclaim must find them again.
                 table.requeue(dropped.into_iter().map(|(_, address)| address));
                 Err(error)
             }
@@ -288,6 +292,7 @@ impl PerBlockFiles {
         let directory = self.config.directory.clone();
         let removed =
             self.with_rename_lock("remove files under", &directory, deadline, move |files| {
+                // The lock keeps this process from storing a block between check and removal.
                 for (path, key) in &targets {
                     // An intact header means that a block was stored under the name since.
                     if read_header(files, path, key)?.is_none() {
@@ -319,6 +324,7 @@ impl PerBlockFiles {
         while seen_bytes < self.config.segment_bytes {
             let next = self.table().pop_oldest();
             let Some((key, address, bytes)) = next else { break };
+            // Kept files count too, which bounds the files that one reclaim reads.
             seen_bytes += bytes;
             let entry = match self.load_entry(&key, deadline) {
                 // A file that cannot be read is reclaimed like a damaged one.
@@ -433,6 +439,7 @@ fn create(files: &dyn FileOperations, path: &Path, direct: bool) -> io::Result<F
         Err(error) if is_misplaced(&error) => {}
         other => return other,
     }
+    // Directories are created only after a first attempt failed, because almost always they exist.
     if let Some(directory) = path.parent() {
         if let Some(blocks) = directory.parent().filter(|it| it.ends_with("blocks")) {
             make_tier_directory(files, blocks)?;

@@ -51,6 +51,7 @@ impl SegmentFiles {
                 }
                 self.io.call("sync", &path, deadline, move |files| files.sync_directory(&directory))
             });
+        // Added even if the header was not written: the file exists, so its bytes count.
         let state = SegmentState::empty(allocate_bytes);
         let segment = Arc::new(Segment::new(number, header.segment_id, path, file, state));
         self.segments
@@ -69,6 +70,8 @@ impl SegmentFiles {
     ) -> Result<(u32, PathBuf, File), DiskError> {
         let mut tries = 0;
         loop {
+            // Each attempt uses up a number. A creation that timed out may still happen later, and
+            // an address must never refer to two files.
             let number = writer.next_number;
             writer.next_number += 1;
             let path = self.segment_path(number);

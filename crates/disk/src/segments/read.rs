@@ -40,6 +40,7 @@ impl TransferQueue for ReadQueue<'_> {
                     self.pending_reads[number] = Some(pending);
                     return Some((number, transfer));
                 }
+                // A request that fails here needs no I/O, so the loop goes on to the next one.
                 Err(outcome) => self.outcomes[number] = Some(outcome),
             }
         }
@@ -65,6 +66,7 @@ impl SegmentFiles {
             taken: 0,
         };
         self.io.run(&mut queue, deadline);
+        // The engine leaves requests in the queue that it could not start before the deadline.
         let timed_out = || {
             ReadOutcome::Failed(DiskError::Timeout {
                 operation: "read",
