@@ -85,6 +85,7 @@ impl FileTierConfig {
         if self.segment_bytes < 64 << 10 {
             return refuse("segment_bytes", "must be at least 64 KiB");
         }
+        // Page numbers have 32 bits, which is enough for 16 TiB.
         if self.segment_bytes > 1 << 40 {
             return refuse("segment_bytes", "must be at most 1 TiB");
         }

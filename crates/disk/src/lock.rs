@@ -125,6 +125,7 @@ fn lock_writer(directory: &Path, writer: &WriterName) -> Result<LockFile, DiskEr
     let path = lock_path(directory, writer);
     let failed = |source| DiskError::from_io("lock", &path, source);
     let mut options = OpenOptions::new();
+    // Not truncated before it is locked: the file names the process that holds the lock.
     options.read(true).write(true).create(true).truncate(false).mode(0o600);
     let opened = match options.open(&path) {
         Err(error) if error.kind() == io::ErrorKind::IsADirectory => {
@@ -166,6 +167,7 @@ fn lock_owner_pid(file: &mut File) -> Option<u32> {
 
 fn is_alive(pid: u32) -> bool {
     let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
+    // Every other error, such as `EPERM`, means that the process exists.
     pid.is_none_or(|pid| test_kill_process(pid) != Err(rustix::io::Errno::SRCH))
 }
 

@@ -93,6 +93,7 @@ impl Heap {
         assert!(end <= self.capacity_bytes, "an extent of another pool");
         let before = self.by_offset.range(..offset).next_back().map(|(at, len)| (*at, *len));
         let after = self.by_offset.range(offset..).next().map(|(at, len)| (*at, *len));
+        // In release builds too: a piece that is freed twice would get two owners.
         assert!(before.is_none_or(|(at, len)| at + len <= offset), "freed twice");
         assert!(after.is_none_or(|(at, _)| at >= end), "freed twice");
         if let Some((at, len)) = before.filter(|(at, len)| at + len == offset) {
@@ -116,6 +117,7 @@ impl Heap {
         tight.chain(ample).find_map(|(free_bytes, free_offset)| {
             let end = free_offset + free_bytes;
             let offset = if align < PAGE {
+                // No candidate is shorter than `bytes`, so this does not underflow.
                 (end - bytes) / align * align
             } else {
                 free_offset.next_multiple_of(align)

@@ -40,6 +40,7 @@ impl Attachment {
     ) -> Result<Arc<Self>, MemoryError> {
         let refused = |source: io::Error| MemoryError::Map { bytes, source };
         let actual = fstat(&file).map_err(|error| refused(error.into()))?.st_size;
+        // A mapping beyond the end of the file would raise SIGBUS when it is read.
         if usize::try_from(actual).ok() != Some(bytes) || bytes == 0 {
             let text = format!("the file is {actual} bytes long");
             return Err(refused(io::Error::new(io::ErrorKind::InvalidData, text)));

@@ -115,6 +115,7 @@ impl PoolFiles {
         let table = open_locked(&table_path)?;
         let remove_on_drop = RemoveOnDrop::of(path, &table_path);
         let table_size = size_of(&table.0, &table_path)?;
+        // An empty table was created just now, so it does not stay if the rest fails.
         remove_on_drop.arm(false, table_size == 0);
         // Before anything is reserved, and before an earlier pool of another size is removed.
         check_room(path, &table_path, pool_bytes, table_bytes)?;
@@ -122,6 +123,7 @@ impl PoolFiles {
         let existing = if table_fits { open_existing(path, pool_bytes)? } else { None };
         let is_reused = existing.is_some();
         if !is_reused {
+            // The table loses its entries now, so it does not stay if the rest fails.
             remove_on_drop.arm(false, true);
             // Clear the table before the new pool exists: its entries describe the old one.
             clear_and_reserve(&table.0, &table_path, table_bytes)?;

@@ -160,6 +160,7 @@ impl DerefMut for SlabMut {
 impl Drop for SlabMut {
     fn drop(&mut self) {
         if matches!(&self.owner, SlabOwner::Pool(pool, epoch) if pool.is_wiped_since(*epoch)) {
+            // Before the release: afterwards another thread may own the piece.
             self.padded_mut().fill(0);
         }
         let Extent { offset, bytes } = self.extent;
