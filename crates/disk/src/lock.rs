@@ -101,6 +101,7 @@ impl DirectoryLock {
                     lock_writer(&self.directory, &self.writer).map_err(io::Error::other)?;
                 Ok(())
             }
+            // `lock_writer` sets the directory aside.
             Ok(found) if found.is_dir() => {
                 *lock_file =
                     lock_writer(&self.directory, &self.writer).map_err(io::Error::other)?;
@@ -139,6 +140,7 @@ fn lock_writer(directory: &Path, writer: &WriterName) -> Result<LockFile, DiskEr
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => break,
             Err(rustix::io::Errno::WOULDBLOCK) => {
+                // Read in each round, because another process may have taken the lock meanwhile.
                 let pid = lock_owner_pid(&mut file);
                 if pid.is_none_or(is_alive) || retries == DEAD_OWNER_RETRIES {
                     return Err(DiskError::Locked { path, pid });
@@ -149,6 +151,7 @@ fn lock_writer(directory: &Path, writer: &WriterName) -> Result<LockFile, DiskEr
             Err(error) => return Err(failed(error.into())),
         }
     }
+    // Only the holder of the lock gets here, so the file names the holder.
     file.set_len(0)
         .and_then(|()| file.rewind())
         .and_then(|()| writeln!(file, "{}", std::process::id()))

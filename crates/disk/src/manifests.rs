@@ -175,6 +175,7 @@ fn manifest_checksum(manifest: &Manifest) -> u32 {
 
 fn namespace_id(text: &str) -> Option<NamespaceId> {
     let mut id = [0; 16];
+    // Only ASCII, because the slices below must not split a character.
     if text.len() != 32 || !text.is_ascii() {
         return None;
     }

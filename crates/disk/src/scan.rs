@@ -245,6 +245,7 @@ fn scan(
 ) -> io::Result<()> {
     content.was_scanned = true;
     let source = &ReadAhead::new(source);
+    // A checkpoint covers only the file with the same ID.
     let covered = options.covered.filter(|covered| covered.segment_id == id);
     let covered_page = covered.map_or(0, |covered| covered.covered_page);
     let (mut page, mut frame_end) = (1, 1);

@@ -69,6 +69,8 @@ impl Heap {
     /// Takes exactly this piece, if all of it is free.
     pub(crate) fn take_at(&mut self, offset: usize, bytes: usize) -> Option<Extent> {
         let end = offset.checked_add(bytes).filter(|_| bytes > 0)?;
+        // Free extents do not overlap, so only the last one that starts at or before `offset` can
+        // contain the piece.
         let (free_offset, free_bytes) =
             self.by_offset.range(..=offset).next_back().map(|(at, len)| (*at, *len))?;
         let free_end = free_offset + free_bytes;

@@ -51,6 +51,7 @@ impl Attachment {
         // A forked child has no holds: the node would overwrite what it reads with other blocks.
         mapping.exclude_from_children().map_err(refused)?;
         let watch = Watch::over(mapping.base().as_ptr().addr(), bytes).map_err(refused)?;
+        // The mapping keeps the memory, so the descriptor is not needed any more.
         drop(File::from(file));
         Ok(Arc::new(Self { mapping, is_writable, lender, _watch: watch }))
     }

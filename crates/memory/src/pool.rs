@@ -322,6 +322,7 @@ impl PoolInner {
         let bytes = extent.bytes;
         if let Err(extent) = self.magazines.push(extent) {
             let mut heap = self.lock_heap();
+            // Half of the magazine at once, so that the next releases need no lock.
             self.magazines.drain_half(extent.bytes, |extent| heap.free(extent));
             heap.free(extent);
         }

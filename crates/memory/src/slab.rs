@@ -167,6 +167,7 @@ impl Drop for SlabMut {
         match &mut self.owner {
             SlabOwner::Pool(pool, _) => pool.release(Extent { offset, bytes }, self.len),
             SlabOwner::Node(from, hold) => {
+                // `None` after `into_hold`: the caller releases it.
                 if let Some(hold) = hold.take() {
                     from.release_hold(hold);
                 }

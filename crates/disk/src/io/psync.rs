@@ -98,6 +98,7 @@ impl TransferEngine for PsyncEngine {
                 let queued = Arc::new(Mutex::new(Some(transfer)));
                 match self.submit(number, kind, &queued, &completions) {
                     Ok(()) => drop(in_flight.insert(number, queued)),
+                    // No worker has it, so the transfer returns with its buffers.
                     Err(error) => queue.complete(number, cancel(&queued, error)),
                 }
             }
@@ -135,6 +136,7 @@ impl Completions {
         let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
         list.outcomes.push((number, outcome));
         self.is_added.notify_one();
+        // Read under the lock that `close` takes, so each completion is counted exactly once.
         !list.is_closed
     }
 

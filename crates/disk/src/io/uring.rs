@@ -98,6 +98,7 @@ impl UringEngine {
             return;
         }
         let (idle, stuck) = (Arc::clone(&self.idle), Arc::clone(&self.stuck));
+        // Relaxed: only a limit and a statistic depend on it.
         stuck.fetch_add(1, Ordering::Relaxed);
         let wait = move || {
             let drained = ring.drain();

@@ -83,6 +83,7 @@ pub(super) fn file_bytes(payload_bytes: u32) -> u64 {
 pub(super) fn decode_header(page: &[u8], key: &BlockKey) -> Option<RecordEntry> {
     let frame = SegmentFrame::decode(page, &NO_SEGMENT, 0, 0).ok()?;
     let [entry] = frame.entries.as_slice() else { return None };
+    // The sequence number is the nonce of the write, which has 63 bits.
     let is_block =
         entry.kind == EntryKind::Block && FileAddress::from_u64(entry.sequence).is_write();
     (is_block && entry.meta.key == *key).then_some(*entry)
@@ -189,6 +190,7 @@ impl PerBlockFiles {
         };
         let mut transfer = transfer.expect("a completed transfer is returned");
         let header = transfer.buffers.remove(0);
+        // Also after a short read: if the header is complete, it tells which write the file is of.
         let Some(entry) = decode_header(header.bytes(), key) else {
             return self.damaged(DamageKind::Header);
         };
@@ -243,6 +245,7 @@ impl PerBlockFiles {
             let bytes = entry.meta.payload_bytes as usize;
             let mut pages = PageBuffer::zeroed(bytes);
             let read = files.read(&file, PAGE_BYTES as u64, pages.bytes_mut())?;
+            // Files are padded to whole pages, so a complete read may be longer than the payload.
             let is_intact =
                 read >= bytes && checksum(&pages.bytes()[..bytes]) == entry.payload_checksum;
             Ok(is_intact.then(|| BlockImage {
@@ -329,6 +332,8 @@ impl PerBlockFiles {
             let entry = match self.load_entry(&key, deadline) {
                 // A file that cannot be read is reclaimed like a damaged one.
                 Err(DiskError::Io { .. }) => None,
+                // After a time-out the file counts as kept, so that it returns to the reclaim
+                // order.
                 entry => entry.inspect_err(|_| kept.push(address))?,
             };
             let current = entry.filter(|entry| address_of(entry) == address);

@@ -41,7 +41,9 @@ pub struct PerBlockFiles {
     config: FileTierConfig,
     io: FileIo,
     is_direct: bool,
+    /// Not locked during I/O.
     table: Mutex<BlockFileTable>,
+    /// Locked before `rename_lock` where both are locked.
     reclaim_lock: TimedMutex<()>,
     /// Locked while the file under a name is changed.
     rename_lock: Arc<TimedMutex<()>>,
@@ -141,6 +143,7 @@ impl PerBlockFiles {
         let created = self.create_all(images, deadline);
         let mut transfers = Vec::with_capacity(created.len());
         let mut paths = Vec::with_capacity(created.len());
+        // Each file that could be created has one transfer, in the same order.
         for each in created {
             paths.push(each.map(|(path, transfer)| {
                 transfers.push(transfer);
@@ -223,6 +226,8 @@ impl PerBlockFiles {
             // Before the files are removed: reads return `Gone` from now on, also if the removal
             // fails. The blocks stay hidden until a removal succeeds.
             table.hide(blocks);
+            // A file that cannot be read is removed only if the table has this write under its
+            // name.
             let target = |(key, address): &(BlockKey, FileAddress)| {
                 (self.path(key), *key, *address, table.contains(key, *address))
             };
@@ -267,6 +272,7 @@ impl PerBlockFiles {
             files.open(&opened, OpenMode::Read, direct)
         });
         match opened {
+            // The table is a hint: another process may have removed the file.
             Err(error) if error.is_misplaced() => Ok(None),
             opened => opened.map(|file| Some(Arc::new(file))),
         }
@@ -436,6 +442,7 @@ impl BlockFiles for PerBlockFiles {
             is_registered: self.io.engine.is_registered(),
             files: table.file_count(),
             used_bytes: table.used_bytes(),
+            // A file has one block and is removed with it, so all bytes are live.
             live_bytes: table.used_bytes(),
             live_records: table.file_count(),
             records_written: load(&self.counters.records_written),

@@ -173,6 +173,7 @@ impl BlockFileScan {
 }
 
 fn is_unfinished(path: &Path, writer: &str) -> bool {
+    // `<key>.<writer>.<nonce>.tmp`. Those of other writers may still be written.
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     let is_temporary = path.extension().is_some_and(|extension| extension == "tmp");
     is_temporary && name.split('.').nth(1) == Some(writer)

@@ -19,6 +19,7 @@ pub(super) struct BlockFileTable {
     keys: HashMap<FileAddress, BlockKey>,
     /// The order in which files are reclaimed. May contain writes that no longer exist.
     reclaim_order: VecDeque<FileAddress>,
+    /// Bytes of `files` and `damaged`.
     used_bytes: u64,
     /// Files with a damaged header. They cannot be read, and a reclaim removes them first.
     damaged: Vec<DamagedFile>,

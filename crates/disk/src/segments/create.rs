@@ -47,6 +47,7 @@ impl SegmentFiles {
             .map_err(|source| DiskError::from_io("write", &path, source))
             .and_then(|()| {
                 if !self.config.durable {
+                    // `sync_active` syncs the directory later.
                     return Ok(());
                 }
                 self.io.call("sync", &path, deadline, move |files| files.sync_directory(&directory))

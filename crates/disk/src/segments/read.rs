@@ -124,6 +124,7 @@ impl SegmentFiles {
         };
         match result {
             Ok(_bytes) => {}
+            // The file ends before the payload does. Other errors say nothing about the block.
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
                 return damaged(DamageKind::Truncated);
             }
