@@ -190,6 +190,7 @@ pub(crate) fn probe_direct(
             // If it could not be removed, the `open` below returns the error.
             Ok(()) | Err(_) => {}
         }
+        // A file system without `O_DIRECT` rejects it when a file is opened.
         let opened = files.open(&probe, OpenMode::Create { allocate_bytes: 0 }, true);
         let removed = files.remove(&probe);
         match opened {

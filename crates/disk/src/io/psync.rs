@@ -66,8 +66,8 @@ impl PsyncEngine {
         let (queued, completions) = (Arc::clone(queued), Arc::clone(completions));
         let stuck = Arc::clone(&self.stuck);
         workers.submit(Box::new(move || {
-            // The worker and the caller both take the transfer out of the mutex. Only one of them
-            // gets it: a cancelled transfer is never executed.
+            // At the deadline the caller takes the transfer too. Only one of them gets it, so a
+            // cancelled transfer is never executed.
             let taken = queued.lock().unwrap_or_else(PoisonError::into_inner).take();
             if let Some(mut transfer) = taken {
                 let result = execute(&mut transfer);

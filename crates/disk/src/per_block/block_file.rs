@@ -158,6 +158,8 @@ impl PerBlockFiles {
                     let mut buffers = vec![Buffer::Pages(PageBuffer::zeroed(PAGE_BYTES))];
                     buffers.extend(read_buffers(request.slab));
                     let file = Arc::new(file);
+                    // One transfer for header and payload: the header tells whether the payload is
+                    // that of the address.
                     transfers.push(Transfer::new(TransferKind::Read, file, 0, buffers));
                     Ok(requested)
                 }

@@ -204,6 +204,7 @@ impl PerBlockFiles {
             return Err(error);
         }
         let mut table = self.table();
+        // After the rename, because only a file under its name can be read and reclaimed.
         table.add(entry);
         if !self.config.durable {
             table.unsynced.push(entry.meta.key);

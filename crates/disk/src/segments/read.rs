@@ -103,6 +103,7 @@ impl SegmentFiles {
         address: FileAddress,
     ) -> Option<(Arc<Segment>, BlockSlot)> {
         let segment = self.segment(address.segment())?;
+        // The state is unlocked again before `is_alias` locks the aliases.
         let slot = segment.state().slot(address.page()).filter(BlockSlot::is_live)?;
         let is_alias = || {
             let aliases = self.aliases();
