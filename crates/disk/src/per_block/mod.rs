@@ -443,7 +443,6 @@ impl BlockFiles for PerBlockFiles {
             is_registered: self.io.engine.is_registered(),
             files: table.file_count(),
             used_bytes: table.used_bytes(),
-            // A file has one block and is removed with it, so all bytes are live.
             live_bytes: table.used_bytes(),
             live_records: table.file_count(),
             records_written: load(&self.counters.records_written),

@@ -127,8 +127,8 @@ impl SegmentFiles {
                 continue;
             };
             let first_key = slot.is_first_key(&entry.meta.key).then_some(entry.meta);
-            // Copied, so that nothing is locked while `keep` is called: it may read, and reads lock
-            // the aliases.
+            // Copied, so that the aliases are unlocked while `keep` is called: it may read, and
+            // reads lock them.
             let others: Vec<_> =
                 self.aliases().get(&from).into_iter().flatten().map(|alias| alias.meta).collect();
             let mut keys: Vec<RecordMeta> = first_key.into_iter().chain(others).collect();
