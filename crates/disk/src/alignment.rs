@@ -26,6 +26,7 @@ pub(crate) fn write_buffers(slab: Slab) -> Vec<Buffer> {
 /// The buffers to read a block of exactly the slab's length into, padded to whole pages.
 pub(crate) fn read_buffers(slab: SlabMut) -> Vec<Buffer> {
     let (direct, length) = (direct_bytes(&slab), slab.len());
+    // Also with an empty range: the transfer owns the slab until it ends.
     let mut buffers = vec![Buffer::Open(slab, 0..direct)];
     if direct < length {
         buffers.push(Buffer::Pages(PageBuffer::zeroed(length - direct)));

@@ -85,6 +85,7 @@ impl FileTierConfig {
         if self.segment_bytes < 64 << 10 {
             return refuse("segment_bytes", "must be at least 64 KiB");
         }
+        // Page numbers have 32 bits, which is enough for 16 TiB.
         if self.segment_bytes > 1 << 40 {
             return refuse("segment_bytes", "must be at most 1 TiB");
         }
@@ -95,6 +96,7 @@ impl FileTierConfig {
             return refuse("shard_digits", "must be 0 to 4");
         }
         let page = PAGE_BYTES as u64;
+        // At least four segments fit, one of which is the reserve.
         self.segment_bytes = self.segment_bytes.min(self.capacity_bytes / 4) / page * page;
         Ok(self)
     }

@@ -33,6 +33,7 @@ pub(crate) fn probe(
     }
     let (target, lock) = (path.clone(), Arc::clone(lock));
     let file = io.call("open", &path, deadline, move |files| {
+        // Before anything is written: the path may lead to another directory by now.
         lock.check_or_relock()?;
         match files.open(&target, OpenMode::Write, direct) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
@@ -47,6 +48,7 @@ pub(crate) fn probe(
     })?;
     let failed = |operation, source| DiskError::from_io(operation, &path, source);
     let mut written = PageBuffer::zeroed(PAGE_BYTES);
+    // Random, so that the page of an earlier probe is not taken for this one.
     let mark: [u8; 16] = random_bytes().map_err(|source| failed("probe", source))?;
     for piece in written.bytes_mut().chunks_mut(mark.len()) {
         piece.copy_from_slice(&mark[..piece.len()]);

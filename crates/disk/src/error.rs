@@ -142,6 +142,7 @@ impl DiskError {
 /// [`DiskError::is_misplaced`] for an error of the kernel.
 pub(crate) fn is_misplaced(error: &io::Error) -> bool {
     use io::ErrorKind::{IsADirectory, NotADirectory, NotFound};
+    // `ELOOP`: symbolic links that never end at a file.
     let is_loop = error.raw_os_error() == Some(rustix::io::Errno::LOOP.raw_os_error());
     is_loop || matches!(error.kind(), IsADirectory | NotADirectory | NotFound)
 }

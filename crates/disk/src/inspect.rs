@@ -138,6 +138,7 @@ fn checkpoint_problem(path: &Path) -> Option<String> {
     };
     match read() {
         Ok(bytes) => problem(Checkpoint::decode(&bytes).err()?.to_string()),
+        // The directory may be in use: the file was removed after it was listed.
         Err(error) if error.kind() == io::ErrorKind::NotFound => None,
         Err(error) => problem(error.to_string()),
     }
@@ -179,6 +180,7 @@ fn inspect_writer(
     let replayed = replay(&all, SystemClock.unix_ms());
     let live: HashSet<(BlockKey, FileAddress)> =
         replayed.live.iter().map(|entry| (entry.meta.key, entry.address)).collect();
+    // A block whose first key was removed may still have an alias.
     let held: HashSet<FileAddress> = replayed.live.iter().map(|entry| entry.address).collect();
     for (mut file_report, content) in found {
         if let Some((file, entries)) = content {
@@ -186,6 +188,7 @@ fn inspect_writer(
             for entry in entries.iter().filter(|entry| entry.kind != EntryKind::Tombstone) {
                 let is_named = live.contains(&(entry.meta.key, entry.address));
                 let is_held = held.contains(&entry.address);
+                // Payloads that no key refers to are not read: nothing can return them.
                 let is_intact = !verify_payload
                     || !is_held
                     || entry.kind == EntryKind::Alias

@@ -104,6 +104,7 @@ impl DirectoryLock {
                     lock_writer(&self.directory, &self.writer).map_err(io::Error::other)?;
                 Ok(())
             }
+            // `lock_writer` sets the directory aside.
             Ok(found) if found.is_dir() => {
                 *lock_file =
                     lock_writer(&self.directory, &self.writer).map_err(io::Error::other)?;
@@ -128,6 +129,7 @@ fn lock_writer(directory: &Path, writer: &WriterName) -> Result<LockFile, DiskEr
     let path = lock_path(directory, writer);
     let failed = |source| DiskError::from_io("lock", &path, source);
     let mut options = OpenOptions::new();
+    // Not truncated before it is locked: the file names the process that holds the lock.
     options.read(true).write(true).create(true).truncate(false).mode(0o600);
     let opened = match options.open(&path) {
         Err(error) if error.kind() == io::ErrorKind::IsADirectory => {
@@ -141,6 +143,7 @@ fn lock_writer(directory: &Path, writer: &WriterName) -> Result<LockFile, DiskEr
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => break,
             Err(rustix::io::Errno::WOULDBLOCK) => {
+                // Read in each round, because another process may have taken the lock meanwhile.
                 let pid = lock_owner_pid(&mut file);
                 let is_living = pid.is_none_or(is_alive);
                 let limit = if is_living { LIVING_OWNER_RETRIES } else { DEAD_OWNER_RETRIES };
@@ -153,6 +156,7 @@ fn lock_writer(directory: &Path, writer: &WriterName) -> Result<LockFile, DiskEr
             Err(error) => return Err(failed(error.into())),
         }
     }
+    // Only the holder of the lock gets here, so the file names the holder.
     file.set_len(0)
         .and_then(|()| file.rewind())
         .and_then(|()| writeln!(file, "{}", std::process::id()))
@@ -171,6 +175,7 @@ fn lock_owner_pid(file: &mut File) -> Option<u32> {
 
 fn is_alive(pid: u32) -> bool {
     let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
+    // Every other error, such as `EPERM`, means that the process exists.
     pid.is_none_or(|pid| test_kill_process(pid) != Err(rustix::io::Errno::SRCH))
 }
 
@@ -190,6 +195,7 @@ pub(crate) fn probe_direct(
             // If it could not be removed, the `open` below returns the error.
             Ok(()) | Err(_) => {}
         }
+        // A file system without `O_DIRECT` rejects it when a file is opened.
         let opened = files.open(&probe, OpenMode::Create { allocate_bytes: 0 }, true);
         let removed = files.remove(&probe);
         match opened {

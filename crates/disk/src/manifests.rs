@@ -54,6 +54,7 @@ pub(crate) fn register(
     deadline: Deadline,
 ) -> Result<(), DiskError> {
     let path = directory.join("manifests").join(format!("{}.json", namespace.id()));
+    // An invalid file is replaced below.
     if let Some(StoredManifest::Valid { manifest, .. }) = load(io, &path, deadline)? {
         if manifest == *namespace.manifest() {
             return Ok(());
@@ -91,6 +92,7 @@ pub(crate) fn load_all(
         }
         paths => paths?,
     };
+    // `files` also lists temporary files, for an erase.
     paths.retain(|path| path.extension().is_some_and(|extension| extension == "json"));
     let loaded = paths.iter().map(|path| load(io, path, deadline));
     loaded.filter_map(Result::transpose).collect()
@@ -122,6 +124,7 @@ fn load(io: &FileIo, path: &Path, deadline: Deadline) -> Result<Option<StoredMan
             other => other?,
         };
         let length = files.length(&file)?;
+        // Checked before memory of this length is allocated.
         if length > MANIFEST_BYTES_MAX {
             return Err(io::Error::other("the file is longer than a manifest can be"));
         }
@@ -172,6 +175,7 @@ fn manifest_checksum(manifest: &Manifest) -> u32 {
 
 fn namespace_id(text: &str) -> Option<NamespaceId> {
     let mut id = [0; 16];
+    // Only ASCII, because the slices below must not split a character.
     if text.len() != 32 || !text.is_ascii() {
         return None;
     }

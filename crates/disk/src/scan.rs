@@ -115,11 +115,14 @@ pub fn read_segment(
     let mut page = PageBuffer::zeroed(PAGE_BYTES);
     let read = content.read(source, 0, page.bytes_mut())?;
     match SegmentHeader::decode(&page.bytes()[..read]) {
+        // A header with another number is that of another file.
         Ok(header) if header.number == options.number => content.header = Some(header),
         Err(FormatError::Version { found }) => return Err(ScanError::Version(found)),
         Ok(_) | Err(_) => content.damaged_structures += 1,
     }
     if let Some(trailer) = read_trailer(source, &mut content, options.number)? {
+        // The segment got no frame after the checkpoint, so the checkpoint has all its live
+        // entries.
         let is_covered = options.covered.is_some_and(|covered| {
             covered.segment_id == trailer.segment_id && covered.covered_page == trailer.entries_page
         });
@@ -184,6 +187,7 @@ fn read_trailer(
     number: u32,
 ) -> io::Result<Option<SegmentTrailer>> {
     let length = content.file_bytes;
+    // A sealed file has at least a header and a trailer, and consists of whole pages.
     if length < 2 * PAGE_BYTES as u64 || !length.is_multiple_of(PAGE_BYTES as u64) {
         return Ok(None);
     }
@@ -221,6 +225,7 @@ fn read_footer(
     }
     let entries = decode_entries(&pages.bytes()[..bytes], trailer.entries_checksum).ok();
     Ok(entries.filter(|entries| {
+        // The checksum alone is not trusted: no address may lead outside the frames.
         let is_inside = |entry: &RecordEntry| {
             entry.kind != EntryKind::Block
                 || (entry.address.segment() == trailer.number
@@ -240,6 +245,7 @@ fn scan(
 ) -> io::Result<()> {
     content.was_scanned = true;
     let source = &ReadAhead::new(source);
+    // A checkpoint covers only the file with the same ID.
     let covered = options.covered.filter(|covered| covered.segment_id == id);
     let covered_page = covered.map_or(0, |covered| covered.covered_page);
     let (mut page, mut frame_end) = (1, 1);
@@ -250,6 +256,7 @@ fn scan(
         match SegmentFrame::decode(&buffer.bytes()[..read], &id, options.number, page) {
             Ok(frame) => {
                 let verify = options.verify_scanned && page >= covered_page;
+                // Always forward, whatever the frame contains.
                 page = page.saturating_add(frame.page_count.max(1));
                 let kept = complete_entries(source, frame, verify, content)?;
                 content.entries.extend(kept);
@@ -264,6 +271,8 @@ fn scan(
                 if error != FormatError::NoMagic || (page == frame_end && !is_blank) {
                     content.damaged_structures += 1;
                 }
+                // Skips holes: an open segment is preallocated, and its end may never have been
+                // written.
                 let Some(next) = source.next_data(offset + PAGE_BYTES as u64)? else { break };
                 let next = u32::try_from(next / PAGE_BYTES as u64).unwrap_or(u32::MAX);
                 page = next.max(page + 1);
@@ -308,6 +317,7 @@ pub(crate) fn payload_is_intact(
 ) -> io::Result<bool> {
     let bytes = u64::from(entry.meta.payload_bytes);
     let offset = entry.address.byte_offset();
+    // The entry is not trusted, so the sum may overflow.
     if offset.checked_add(page_aligned(bytes)).is_none_or(|end| end > file_bytes) {
         return Ok(false);
     }
@@ -386,6 +396,7 @@ impl SegmentSource for ReadAhead<'_> {
     }
 
     fn read(&self, offset: u64, buffer: &mut [u8]) -> io::Result<usize> {
+        // A large payload would use the window only once.
         if buffer.len() > WINDOW_BYTES / 2 {
             return self.inner.read(offset, buffer);
         }
@@ -393,6 +404,7 @@ impl SegmentSource for ReadAhead<'_> {
         let end = offset.saturating_add(buffer.len() as u64);
         if offset < window.offset || end > window.offset + window.filled as u64 {
             window.offset = offset;
+            // If the read below fails, the window holds nothing.
             window.filled = 0;
             match self.inner.read(offset, window.pages.bytes_mut()) {
                 Ok(filled) => window.filled = filled,

@@ -9,6 +9,7 @@ use cascade_block::{Clock, Deadline};
 /// beyond their deadlines.
 #[derive(Debug)]
 pub(crate) struct TimedMutex<T> {
+    /// A flag beside `value`, because `std::sync::Mutex` has no lock with a time-out.
     is_locked: Mutex<bool>,
     unlocked: Condvar,
     value: Mutex<T>,
@@ -70,6 +71,8 @@ impl<T> DerefMut for TimedMutexGuard<'_, T> {
 impl<T> Drop for TimedMutexGuard<'_, T> {
     fn drop(&mut self) {
         *self.mutex.is_locked.lock().unwrap_or_else(PoisonError::into_inner) = false;
+        // One waiter is enough. If its time passes at this moment, it still sees the flag before it
+        // gives up.
         self.mutex.unlocked.notify_one();
     }
 }

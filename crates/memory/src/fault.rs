@@ -60,6 +60,8 @@ impl Watch {
 impl Drop for Watch {
     fn drop(&mut self) {
         if let Some(place) = self.0 {
+            // `start` before `end`: with a start of zero the range matches nothing, and the entry
+            // is free for others only once `end` is zero.
             RANGES[place].start.store(0, Ordering::Release);
             RANGES[place].end.store(0, Ordering::Release);
         }

@@ -69,6 +69,8 @@ impl Heap {
     /// Takes exactly this piece, if all of it is free.
     pub(crate) fn take_at(&mut self, offset: usize, bytes: usize) -> Option<Extent> {
         let end = offset.checked_add(bytes).filter(|_| bytes > 0)?;
+        // Free extents do not overlap, so only the last one that starts at or before `offset` can
+        // contain the piece.
         let (free_offset, free_bytes) =
             self.by_offset.range(..=offset).next_back().map(|(at, len)| (*at, *len))?;
         let free_end = free_offset + free_bytes;
@@ -93,6 +95,7 @@ impl Heap {
         assert!(end <= self.capacity_bytes, "an extent of another pool");
         let before = self.by_offset.range(..offset).next_back().map(|(at, len)| (*at, *len));
         let after = self.by_offset.range(offset..).next().map(|(at, len)| (*at, *len));
+        // In release builds too: a piece that is freed twice would get two owners.
         assert!(before.is_none_or(|(at, len)| at + len <= offset), "freed twice");
         assert!(after.is_none_or(|(at, _)| at >= end), "freed twice");
         if let Some((at, len)) = before.filter(|(at, len)| at + len == offset) {
@@ -116,6 +119,7 @@ impl Heap {
         tight.chain(ample).find_map(|(free_bytes, free_offset)| {
             let end = free_offset + free_bytes;
             let offset = if align < PAGE {
+                // No candidate is shorter than `bytes`, so this does not underflow.
                 (end - bytes) / align * align
             } else {
                 free_offset.next_multiple_of(align)

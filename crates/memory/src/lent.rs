@@ -40,6 +40,7 @@ impl Attachment {
     ) -> Result<Arc<Self>, MemoryError> {
         let refused = |source: io::Error| MemoryError::Map { bytes, source };
         let actual = fstat(&file).map_err(|error| refused(error.into()))?.st_size;
+        // A mapping beyond the end of the file would raise SIGBUS when it is read.
         if usize::try_from(actual).ok() != Some(bytes) || bytes == 0 {
             let text = format!("the file is {actual} bytes long");
             return Err(refused(io::Error::new(io::ErrorKind::InvalidData, text)));
@@ -50,6 +51,7 @@ impl Attachment {
         // A forked child has no holds: the node would overwrite what it reads with other blocks.
         mapping.exclude_from_children().map_err(refused)?;
         let watch = Watch::over(mapping.base().as_ptr().addr(), bytes).map_err(refused)?;
+        // The mapping keeps the memory, so the descriptor is not needed any more.
         drop(File::from(file));
         Ok(Arc::new(Self { mapping, is_writable, lender, _watch: watch }))
     }

@@ -46,6 +46,8 @@ impl Magazines {
     /// Caches a free extent, or returns it if its size has no magazine or a full one.
     pub(crate) fn push(&self, extent: Extent) -> Result<(), Extent> {
         match self.queue(extent.bytes) {
+            // Other threads may push after the check, so the limit is approximate. The queue's
+            // capacity is exact.
             Some(queue) if queue.len() < self.limit(extent.bytes) => queue.push(extent),
             _ => Err(extent),
         }
@@ -67,6 +69,8 @@ impl Magazines {
     /// Empties all magazines and clears their sizes.
     pub(crate) fn drain(&self, mut into: impl FnMut(Extent)) {
         for (size, queue) in self.sizes.iter().zip(&self.queues) {
+            // A thread that read the size before may still push. Its extent stays in the queue
+            // until the next drain or pop; who pops checks its length.
             size.store(0, Ordering::Relaxed);
             while let Some(extent) = queue.pop() {
                 into(extent);

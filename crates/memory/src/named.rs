@@ -115,6 +115,7 @@ impl PoolFiles {
         let table = open_locked(&table_path)?;
         let remove_on_drop = RemoveOnDrop::of(path, &table_path);
         let table_size = size_of(&table.0, &table_path)?;
+        // An empty table was created just now, so it does not stay if the rest fails.
         remove_on_drop.arm(false, table_size == 0);
         // Before anything is reserved, and before an earlier pool of another size is removed.
         check_room(path, &table_path, pool_bytes, table_bytes)?;
@@ -122,6 +123,7 @@ impl PoolFiles {
         let existing = if table_fits { open_existing(path, pool_bytes)? } else { None };
         let is_reused = existing.is_some();
         if !is_reused {
+            // The table loses its entries now, so it does not stay if the rest fails.
             remove_on_drop.arm(false, true);
             // Clear the table before the new pool exists: its entries describe the old one.
             clear_and_reserve(&table.0, &table_path, table_bytes)?;
@@ -176,6 +178,7 @@ impl PoolFiles {
     /// As [`PoolFiles::open`].
     pub fn recreate(&mut self) -> Result<(), MemoryError> {
         self.remove_on_drop.arm(false, true);
+        // The table first: its entries describe the old pool.
         self.words.zero();
         self.is_reused = false;
         self.pool = create_pool(&self.pool_path, self.pool_bytes, &self.remove_on_drop)?;
@@ -341,6 +344,7 @@ fn check_room(
     let own = reserved(path).saturating_add(reserved(table_path));
     let kind = statfs(directory).map_err(failed)?.f_type;
     let is_memory = kind.cast_unsigned() & 0xffff_ffff == TMPFS;
+    // Only files in a tmpfs use memory.
     let available = pages::available_bytes().filter(|_| is_memory);
     let available = available.map(|available| own.saturating_add(available as u64));
     if let Some(available) = available.filter(|available| *available < bytes as u64) {
@@ -446,6 +450,7 @@ fn create_pool(path: &Path, bytes: usize, guard: &RemoveOnDrop) -> Result<File, 
         Err(error) => return Err(named("open", path, error)),
     }
     remove_if_exists(path)?;
+    // With `EXCL`, a file that another process created since is not taken over.
     let flags = OFlags::CREATE | OFlags::EXCL;
     let file = open_file(path, flags).map_err(|source| named("create", path, source))?;
     guard.arm(true, false);

@@ -124,6 +124,8 @@ fn huge_bytes_in(smaps: &str, start: usize, end: usize) -> usize {
     let mut is_ours = false;
     let mut total = 0;
     for line in smaps.lines() {
+        // The line of a mapping starts with its addresses. All other lines start with a name and a
+        // colon.
         let (name, rest) = line.split_once(' ').unwrap_or((line, ""));
         match name {
             "ShmemPmdMapped:" | "Shared_Hugetlb:" | "Private_Hugetlb:" if is_ours => {

@@ -241,6 +241,7 @@ impl Pool {
             capacity_bytes,
             requested_bytes: self.0.counters.requested.load(Ordering::Relaxed),
             reserved_bytes,
+            // Saturating, because other threads change the counter meanwhile.
             magazine_bytes: (capacity_bytes - heap.free_bytes()).saturating_sub(reserved_bytes),
             free_bytes: heap.free_bytes(),
             largest_free_bytes: heap.largest_free_bytes(),
@@ -291,6 +292,7 @@ impl Pool {
         while heap.largest_free_bytes() > 0 {
             let bytes = heap.largest_free_bytes();
             let Some(extent) = heap.take(bytes, granule(0)) else { break };
+            // The current epoch: `wipe` zeroes these pieces itself, so their drop need not.
             pieces.push(self.slab(extent, bytes, self.0.epoch.load(Ordering::SeqCst)));
         }
         pieces
@@ -320,6 +322,7 @@ impl PoolInner {
         let bytes = extent.bytes;
         if let Err(extent) = self.magazines.push(extent) {
             let mut heap = self.lock_heap();
+            // Half of the magazine at once, so that the next releases need no lock.
             self.magazines.drain_half(extent.bytes, |extent| heap.free(extent));
             heap.free(extent);
         }
@@ -375,6 +378,7 @@ impl PoolInner {
             }
             return;
         }
+        // Half of the limit, so that releases find room too.
         for _ in 0..self.magazines.limit(bytes) / 2 {
             let Some(extent) = heap.take(bytes, align) else { return };
             if let Err(extent) = self.magazines.push(extent) {

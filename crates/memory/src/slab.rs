@@ -160,12 +160,14 @@ impl DerefMut for SlabMut {
 impl Drop for SlabMut {
     fn drop(&mut self) {
         if matches!(&self.owner, SlabOwner::Pool(pool, epoch) if pool.is_wiped_since(*epoch)) {
+            // Before the release: afterwards another thread may own the piece.
             self.padded_mut().fill(0);
         }
         let Extent { offset, bytes } = self.extent;
         match &mut self.owner {
             SlabOwner::Pool(pool, _) => pool.release(Extent { offset, bytes }, self.len),
             SlabOwner::Node(from, hold) => {
+                // `None` after `into_hold`: the caller releases it.
                 if let Some(hold) = hold.take() {
                     from.release_hold(hold);
                 }

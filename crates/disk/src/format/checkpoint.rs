@@ -112,6 +112,7 @@ impl Checkpoint {
     pub fn decode(bytes: &[u8]) -> Result<Self, FormatError> {
         let head = CheckpointHead::decode(bytes)?;
         let body = &bytes[PAGE_BYTES..];
+        // The counts are compared with the file's length before anything is allocated for them.
         let segment_bytes = (head.segment_count as usize)
             .checked_mul(SEGMENT_BYTES)
             .filter(|&length| length <= body.len())

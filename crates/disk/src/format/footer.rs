@@ -76,6 +76,7 @@ impl SegmentTrailer {
         };
         let end = u64::from(trailer.entries_page) * PAGE_BYTES as u64
             + footer_bytes(trailer.entry_count as usize);
+        // Page 0 is the header, so no frame ends before page 1.
         if end != file_bytes || trailer.entries_page < pages_of(1) {
             return Err(FormatError::Invalid("a trailer that does not fit its file"));
         }

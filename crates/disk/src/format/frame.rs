@@ -52,6 +52,8 @@ impl SegmentFrame {
         let mut reader = open_page(page, MAGIC)?;
         let frame_segment: RandomId = reader.array();
         let (own_page, page_count, count) = (reader.u32(), reader.u32(), reader.u16());
+        // Rejects old contents of reused disk blocks, copied frames, and payloads that look like a
+        // frame.
         if &frame_segment != segment_id || own_page != at_page {
             return Err(FormatError::Invalid("a frame of another segment or position"));
         }
@@ -76,6 +78,7 @@ impl SegmentFrame {
     /// Checks that the payloads follow each other from the page after the header and fill the
     /// frame.
     fn check_payload_pages(&self, number: u32) -> Result<(), FormatError> {
+        // The numbers come from the file, so the sums may overflow.
         let mut next = self.page.checked_add(1);
         for entry in self.entries.iter().filter(|entry| entry.kind == EntryKind::Block) {
             if entry.address.segment() != number || Some(entry.address.page()) != next {

@@ -91,6 +91,7 @@ impl SegmentHeader {
             .ok()
             .and_then(WriterName::new)
             .ok_or(FormatError::Invalid("an invalid writer name"))?;
+        // With this number an address could be `u64::MAX`, which is never used.
         if number == u32::MAX {
             return Err(FormatError::Invalid("a reserved segment number"));
         }

@@ -151,6 +151,7 @@ impl TransferEngine for FaultyEngine {
     }
 
     fn run(&self, queue: &mut dyn TransferQueue, deadline: Deadline) {
+        // One transfer at a time, so that call number k is the same one in every run.
         while let Some((number, transfer)) = queue.next_transfer() {
             let outcome = match self.plan.next_fault() {
                 None => self.run_single(transfer, deadline),

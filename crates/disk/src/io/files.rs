@@ -99,6 +99,7 @@ impl FileOperations for SystemFiles {
             }
             opened => opened?,
         };
+        // Opening a directory for reading succeeds.
         if file.metadata()?.is_dir() {
             return Err(io::ErrorKind::IsADirectory.into());
         }
@@ -132,7 +133,9 @@ impl FileOperations for SystemFiles {
     fn next_data(&self, file: &File, offset: u64) -> io::Result<Option<u64>> {
         match seek(file, SeekFrom::Data(offset)) {
             Ok(at) => Ok(Some(at / PAGE_BYTES as u64 * PAGE_BYTES as u64)),
+            // Only a hole follows.
             Err(rustix::io::Errno::NXIO) => Ok(None),
+            // The file system does not report holes, so all of it may be data.
             Err(rustix::io::Errno::INVAL | rustix::io::Errno::OPNOTSUPP) => Ok(Some(offset)),
             Err(error) => Err(error.into()),
         }
@@ -148,6 +151,8 @@ impl FileOperations for SystemFiles {
         };
         let mut file =
             create().or_else(|error| retry_after_set_aside(*self, &temporary, error, create))?;
+        // The order matters: synced before the rename, so that after a crash the file under the
+        // name is complete. The directory last, so that the rename lasts.
         file.write_all(bytes)?;
         file.sync_all()?;
         self.rename(&temporary, path)?;
@@ -195,6 +200,7 @@ impl FileOperations for SystemFiles {
             }
             overwritten += end - start;
         }
+        // Before the caller removes the file: zeroes that are not written by then may never be.
         file.sync_all()?;
         Ok(overwritten)
     }

@@ -66,6 +66,7 @@ impl FixedBuffers {
         let region = self.pool.region();
         let start = io_vec.base.addr().checked_sub(region.base().as_ptr().addr())?;
         let last = start.checked_add(io_vec.bytes.checked_sub(1)?)?;
+        // A piece that extends over two fixed buffers belongs to neither.
         let index = start / BUFFER_BYTES_MAX;
         let is_inside = last < region.bytes() && last / BUFFER_BYTES_MAX == index;
         is_inside.then(|| u16::try_from(index).ok()).flatten()

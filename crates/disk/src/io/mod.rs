@@ -109,6 +109,7 @@ struct ResumingQueue<'a> {
 
 impl TransferQueue for ResumingQueue<'_> {
     fn next_transfer(&mut self) -> Option<(usize, Transfer)> {
+        // The rest of a short transfer is not started after the deadline either.
         if self.deadline.has_passed(self.clock) {
             return None;
         }
@@ -117,6 +118,7 @@ impl TransferQueue for ResumingQueue<'_> {
 
     fn complete(&mut self, number: usize, TransferOutcome { transfer, result }: TransferOutcome) {
         let Some(mut transfer) = transfer else {
+            // The kernel still uses the buffers, so the transfer cannot be continued.
             return self.inner.complete(number, TransferOutcome { transfer: None, result });
         };
         match transfer.advance(result) {
@@ -247,6 +249,7 @@ impl FileIo {
         let clock = self.clock.as_ref();
         let mut resuming = ResumingQueue { inner: queue, resumed: Vec::new(), deadline, clock };
         self.engine.run(&mut resuming, deadline);
+        // The deadline passed between a short transfer and its continuation.
         for (number, transfer) in std::mem::take(&mut resuming.resumed) {
             let result = Err(io::ErrorKind::TimedOut.into());
             resuming.inner.complete(number, TransferOutcome { transfer: Some(transfer), result });
@@ -264,6 +267,8 @@ impl FileIo {
         let TransferBatch { mut waiting, outcomes, .. } = batch;
         let results = outcomes.into_iter().map(|outcome| match outcome {
             Some(TransferOutcome { transfer, result }) => (transfer, result.map(drop)),
+            // Transfers are started in order, so those without an outcome are the rest of
+            // `waiting`.
             None => (waiting.next(), Err(io::ErrorKind::TimedOut.into())),
         });
         results.collect()

@@ -66,6 +66,8 @@ impl PsyncEngine {
         let (queued, completions) = (Arc::clone(queued), Arc::clone(completions));
         let stuck = Arc::clone(&self.stuck);
         workers.submit(Box::new(move || {
+            // At the deadline the caller takes the transfer too. Only one of them gets it, so a
+            // cancelled transfer is never executed.
             let taken = queued.lock().unwrap_or_else(PoisonError::into_inner).take();
             if let Some(mut transfer) = taken {
                 let result = execute(&mut transfer);
@@ -96,6 +98,7 @@ impl TransferEngine for PsyncEngine {
                 let queued = Arc::new(Mutex::new(Some(transfer)));
                 match self.submit(number, kind, &queued, &completions) {
                     Ok(()) => drop(in_flight.insert(number, queued)),
+                    // No worker has it, so the transfer returns with its buffers.
                     Err(error) => queue.complete(number, cancel(&queued, error)),
                 }
             }
@@ -133,6 +136,7 @@ impl Completions {
         let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
         list.outcomes.push((number, outcome));
         self.is_added.notify_one();
+        // Read under the lock that `close` takes, so each completion is counted exactly once.
         !list.is_closed
     }
 

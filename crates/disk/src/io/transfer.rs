@@ -21,6 +21,8 @@ impl PageBuffer {
     /// Zeroed memory of `bytes` rounded up to whole pages.
     pub fn zeroed(bytes: usize) -> Self {
         let bytes = bytes.next_multiple_of(PAGE_BYTES);
+        // One page more than needed, because the allocation may start anywhere. The vector never
+        // grows, so its start stays aligned.
         let memory = vec![0; bytes + PAGE_BYTES];
         let start = memory.as_ptr().align_offset(PAGE_BYTES);
         Self { memory, start, bytes }
@@ -165,6 +167,8 @@ impl Transfer {
             return Ok(true);
         }
         let pages = moved / PAGE_BYTES * PAGE_BYTES;
+        // Less than a page: a read reached the end of the file, or a write cannot be continued at a
+        // page boundary.
         if pages == 0 {
             return Err(match self.kind {
                 TransferKind::Read => io::ErrorKind::UnexpectedEof.into(),

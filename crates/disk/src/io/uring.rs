@@ -80,6 +80,7 @@ impl UringEngine {
         let depth = queue_depth.max(1);
         let fixed = pool.and_then(FixedBuffers::register).map(Arc::new);
         let first = Ring::new(depth, fixed.as_ref())?;
+        // `None` if this ring cannot share the registration (before Linux 6.12): no other could.
         let fixed = first.fixed.clone();
         let idle = Arc::new(Mutex::new(vec![first]));
         Ok(Self { depth, clock, fixed, idle, stuck: Arc::default() })
@@ -97,10 +98,12 @@ impl UringEngine {
             return;
         }
         let (idle, stuck) = (Arc::clone(&self.idle), Arc::clone(&self.stuck));
+        // Relaxed: only a limit and a statistic depend on it.
         stuck.fetch_add(1, Ordering::Relaxed);
         let wait = move || {
             let drained = ring.drain();
             stuck.fetch_sub(1, Ordering::Relaxed);
+            // Otherwise the ring is dropped, which leaks its buffers.
             if drained.is_ok() {
                 idle.lock().unwrap_or_else(PoisonError::into_inner).push(ring);
             }
@@ -129,6 +132,8 @@ impl UringEngine {
                 }
             }
             if !ended.is_empty() {
+                // The new transfers are submitted first: the disk works while the caller computes
+                // checksums.
                 ring.wait(0, Duration::ZERO)?;
                 // A completion may add transfers: a short one is continued.
                 for (number, outcome) in ended.drain(..) {
@@ -184,6 +189,7 @@ impl TransferEngine for UringEngine {
                     TransferOutcome { transfer: None, result: Err(clone_error(&error)) },
                 );
             }
+            // After a time-out the other transfers stay in the queue: they were not started.
             if error.kind() != io::ErrorKind::TimedOut {
                 fail_remaining(queue, &error);
             }
@@ -250,6 +256,7 @@ impl Ring {
         match self.queue.submitter().submit_with_args(want, &args) {
             Ok(_submitted) => Ok(()),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(()),
+            // `ETIME`: the limit passed. The caller checks its deadline.
             Err(error) if error.raw_os_error() == Some(Errno::TIME.raw_os_error()) => Ok(()),
             Err(error) if error.raw_os_error() == Some(Errno::BUSY.raw_os_error()) => Ok(()),
             Err(error) => Err(error),
@@ -275,6 +282,7 @@ impl Ring {
     /// Waits without a deadline until the kernel has completed every transfer.
     fn drain(&mut self) -> io::Result<()> {
         while self.in_flight_count > 0 {
+            // The limit is of no importance here: the loop waits again.
             self.wait(self.in_flight_count, Duration::from_secs(3600))?;
             self.reap(|_number, outcome| drop(outcome));
         }
@@ -284,6 +292,8 @@ impl Ring {
 
 impl Drop for Ring {
     fn drop(&mut self) {
+        // Otherwise the kernel may still write to the buffers. They are leaked, because a leak is
+        // better than two writers of one page.
         if self.in_flight_count == 0 {
             drop(mem::take(&mut *self.transfers));
         }
@@ -294,6 +304,7 @@ impl InFlightTransfer {
     fn submission(&mut self, fixed: Option<&FixedBuffers>) -> squeue::Entry {
         let file = Fd(self.transfer.file.as_raw_fd());
         let offset = self.transfer.next_offset();
+        // The list is on the heap. So its address stays valid when `self` is moved to its slot.
         self.io_vecs = match self.transfer.kind {
             TransferKind::Read => self
                 .transfer
@@ -309,6 +320,7 @@ impl InFlightTransfer {
                 .collect(),
             TransferKind::Sync => Vec::new(),
         };
+        // Only one contiguous piece can use a fixed buffer.
         if let ([io_vec], Some(fixed)) = (self.io_vecs.as_slice(), fixed)
             && let Some(index) = fixed.index_of(io_vec)
         {
@@ -317,6 +329,7 @@ impl InFlightTransfer {
                 TransferKind::Read => {
                     opcode::ReadFixed::new(file, io_vec.base, bytes, index).offset(offset).build()
                 }
+                // A sync has no buffers and thus never gets here.
                 TransferKind::Write | TransferKind::Sync => {
                     opcode::WriteFixed::new(file, io_vec.base, bytes, index).offset(offset).build()
                 }

@@ -61,6 +61,8 @@ impl WorkerThreads {
     pub(super) fn submit(&self, job: Job) -> io::Result<()> {
         let mut queue = self.shared.queue.lock().unwrap_or_else(PoisonError::into_inner);
         queue.jobs.push_back(job);
+        // A thread counts as idle until it runs again, even if it was notified for an earlier job.
+        // So the idle threads are compared with all waiting jobs.
         if queue.idle < queue.jobs.len() && queue.threads < self.threads_max {
             let shared = Arc::clone(&self.shared);
             let started =
@@ -71,6 +73,7 @@ impl WorkerThreads {
                     queue.jobs.pop_back();
                     return Err(error);
                 }
+                // A running thread executes the job later.
                 Err(_busy) => {}
             }
         }
@@ -87,6 +90,7 @@ impl WorkerThreads {
         deadline: Deadline,
         clock: &dyn Clock,
     ) -> io::Result<T> {
+        // With room for the result the worker never waits for its caller.
         let (sender, receiver) = mpsc::sync_channel(1);
         let progress = Arc::new(AtomicU8::new(QUEUED));
         let (shared, job_progress) = (Arc::clone(&self.shared), Arc::clone(&progress));
@@ -131,6 +135,7 @@ impl SharedJobs {
     fn work(&self) {
         let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
+            // Before `is_closed`: jobs that were queued before the drop are still executed.
             if let Some(job) = queue.jobs.pop_front() {
                 drop(queue);
                 job();

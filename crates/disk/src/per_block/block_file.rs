@@ -53,6 +53,7 @@ impl BlockImage {
         RecordEntry {
             kind: EntryKind::Block,
             meta: self.meta,
+            // The payload follows the header page, as in a frame at page 0 of segment 0.
             address: FileAddress::in_segment(0, 1),
             payload_checksum: self.checksum,
             sequence: self.address.to_u64(),
@@ -82,6 +83,7 @@ pub(super) fn file_bytes(payload_bytes: u32) -> u64 {
 pub(super) fn decode_header(page: &[u8], key: &BlockKey) -> Option<RecordEntry> {
     let frame = SegmentFrame::decode(page, &NO_SEGMENT, 0, 0).ok()?;
     let [entry] = frame.entries.as_slice() else { return None };
+    // The sequence number is the nonce of the write, which has 63 bits.
     let is_block =
         entry.kind == EntryKind::Block && FileAddress::from_u64(entry.sequence).is_write();
     (is_block && entry.meta.key == *key).then_some(*entry)
@@ -126,6 +128,7 @@ impl PerBlockFiles {
     ) -> Vec<ReadOutcome> {
         let paths: Vec<_> = batch.iter().map(|request| self.path(&request.key)).collect();
         let (sources, direct) = (paths.clone(), self.is_direct);
+        // One call for the whole batch, because each call is handed to a worker thread.
         let opened = self.io.call_reading("open", &self.config.directory, deadline, move |files| {
             let open = |path: &PathBuf| files.open(path, OpenMode::Read, direct);
             Ok(sources.iter().map(open).collect::<Vec<_>>())
@@ -155,6 +158,8 @@ impl PerBlockFiles {
                     let mut buffers = vec![Buffer::Pages(PageBuffer::zeroed(PAGE_BYTES))];
                     buffers.extend(read_buffers(request.slab));
                     let file = Arc::new(file);
+                    // One transfer for header and payload: the header tells whether the payload is
+                    // that of the address.
                     transfers.push(Transfer::new(TransferKind::Read, file, 0, buffers));
                     Ok(requested)
                 }
@@ -187,6 +192,7 @@ impl PerBlockFiles {
         };
         let mut transfer = transfer.expect("a completed transfer is returned");
         let header = transfer.buffers.remove(0);
+        // Also after a short read: if the header is complete, it tells which write the file is of.
         let Some(entry) = decode_header(header.bytes(), key) else {
             return self.damaged(DamageKind::Header);
         };
@@ -200,6 +206,7 @@ impl PerBlockFiles {
                 slab_bytes: slab_bytes as u64,
             });
         }
+        // Only after the nonce was compared: a short file of another write is `Gone`, not damage.
         if is_short {
             return self.damaged(DamageKind::Truncated);
         }
@@ -240,6 +247,7 @@ impl PerBlockFiles {
             let bytes = entry.meta.payload_bytes as usize;
             let mut pages = PageBuffer::zeroed(bytes);
             let read = files.read(&file, PAGE_BYTES as u64, pages.bytes_mut())?;
+            // Files are padded to whole pages, so a complete read may be longer than the payload.
             let is_intact =
                 read >= bytes && checksum(&pages.bytes()[..bytes]) == entry.payload_checksum;
             Ok(is_intact.then(|| BlockImage {
@@ -270,6 +278,7 @@ impl PerBlockFiles {
                 Ok(ReclaimOutcome { moved: Vec::new(), dropped, bytes_freed })
             }
             Err(error) => {
+                // They are in the table, so a later reclaim must find them again.
                 table.requeue(dropped.into_iter().map(|(_, address)| address));
                 Err(error)
             }
@@ -288,6 +297,7 @@ impl PerBlockFiles {
         let directory = self.config.directory.clone();
         let removed =
             self.with_rename_lock("remove files under", &directory, deadline, move |files| {
+                // The lock keeps this process from storing a block between check and removal.
                 for (path, key) in &targets {
                     // An intact header means that a block was stored under the name since.
                     if read_header(files, path, key)?.is_none() {
@@ -319,10 +329,13 @@ impl PerBlockFiles {
         while seen_bytes < self.config.segment_bytes {
             let next = self.table().pop_oldest();
             let Some((key, address, bytes)) = next else { break };
+            // Kept files count too, which bounds the files that one reclaim reads.
             seen_bytes += bytes;
             let entry = match self.load_entry(&key, deadline) {
                 // A file that cannot be read is reclaimed like a damaged one.
                 Err(DiskError::Io { .. }) => None,
+                // After a time-out the file counts as kept, so that it returns to the reclaim
+                // order.
                 entry => entry.inspect_err(|_| kept.push(address))?,
             };
             let current = entry.filter(|entry| address_of(entry) == address);
@@ -433,6 +446,7 @@ fn create(files: &dyn FileOperations, path: &Path, direct: bool) -> io::Result<F
         Err(error) if is_misplaced(&error) => {}
         other => return other,
     }
+    // Directories are created only after a first attempt failed, because almost always they exist.
     if let Some(directory) = path.parent() {
         if let Some(blocks) = directory.parent().filter(|it| it.ends_with("blocks")) {
             make_tier_directory(files, blocks)?;

@@ -14,6 +14,7 @@ impl PerBlockFiles {
             path: self.config.directory.clone(),
         };
         let clock = self.io.clock.as_ref();
+        // With both locks this process neither renames nor removes a file meanwhile.
         let _reclaims = self.reclaim_lock.lock(deadline, clock).ok_or_else(timed_out)?;
         let _renames = self.rename_lock.lock(deadline, clock).ok_or_else(timed_out)?;
         let blocks = self.config.directory.join("blocks");

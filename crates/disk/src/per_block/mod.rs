@@ -41,7 +41,9 @@ pub struct PerBlockFiles {
     config: FileTierConfig,
     io: FileIo,
     is_direct: bool,
+    /// Not locked during I/O.
     table: Mutex<BlockFileTable>,
+    /// Locked before `rename_lock` where both are locked.
     reclaim_lock: TimedMutex<()>,
     /// Locked while the file under a name is changed.
     rename_lock: Arc<TimedMutex<()>>,
@@ -82,6 +84,7 @@ impl PerBlockFiles {
 
     /// A new address for a write.
     fn next_address(&self) -> FileAddress {
+        // Relaxed: the addition alone makes the numbers unique.
         FileAddress::of_write(self.next_nonce.fetch_add(1, Ordering::Relaxed))
     }
 
@@ -97,6 +100,8 @@ impl PerBlockFiles {
         let (rename_lock, clock) = (Arc::clone(&self.rename_lock), Arc::clone(&self.io.clock));
         self.io.call(operation, path, deadline, move |files| {
             let renames = rename_lock.lock(deadline, clock.as_ref());
+            // After the deadline the caller has reported a failure, and a later call may have put
+            // another file under the name.
             let _renames = renames
                 .filter(|_| !deadline.has_passed(clock.as_ref()))
                 .ok_or(io::ErrorKind::TimedOut)?;
@@ -119,6 +124,7 @@ impl PerBlockFiles {
     /// size.
     fn check_capacity(&self, meta: &RecordMeta, in_flight_bytes: u64) -> Result<u64, DiskError> {
         let needed_bytes = file_bytes(meta.payload_bytes);
+        // Earlier blocks of the batch are not in the table yet.
         let used_bytes = self.table().used_bytes() + in_flight_bytes;
         if used_bytes + needed_bytes > self.config.capacity_bytes {
             let capacity_bytes = self.config.capacity_bytes;
@@ -137,6 +143,7 @@ impl PerBlockFiles {
         let created = self.create_all(images, deadline);
         let mut transfers = Vec::with_capacity(created.len());
         let mut paths = Vec::with_capacity(created.len());
+        // Each file that could be created has one transfer, in the same order.
         for each in created {
             paths.push(each.map(|(path, transfer)| {
                 transfers.push(transfer);
@@ -147,6 +154,7 @@ impl PerBlockFiles {
         let mut results: Vec<_> =
             self.io.transfer_all(transfers, deadline).into_iter().map(|(_, r)| r).collect();
         if self.config.durable {
+            // Before the renames: after a crash each file under its name must be complete.
             let syncs = files.into_iter().map(Transfer::sync).collect();
             let synced = self.io.transfer_all(syncs, deadline);
             for (result, (_, sync)) in results.iter_mut().zip(synced) {
@@ -196,6 +204,7 @@ impl PerBlockFiles {
             return Err(error);
         }
         let mut table = self.table();
+        // After the rename, because only a file under its name can be read and reclaimed.
         table.add(entry);
         if !self.config.durable {
             table.unsynced.push(entry.meta.key);
@@ -218,6 +227,8 @@ impl PerBlockFiles {
             // Before the files are removed: reads return `Gone` from now on, also if the removal
             // fails. The blocks stay hidden until a removal succeeds.
             table.hide(blocks);
+            // A file that cannot be read is removed only if the table has this write under its
+            // name.
             let target = |(key, address): &(BlockKey, FileAddress)| {
                 (self.path(key), *key, *address, table.contains(key, *address))
             };
@@ -234,6 +245,7 @@ impl PerBlockFiles {
                     directories.extend(path.parent().map(Path::to_owned));
                 }
                 for directory in directories.iter().filter(|_| durable) {
+                    // Another process may have removed the directory with everything in it.
                     match files.sync_directory(directory) {
                         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
                         Ok(()) | Err(_) => {}
@@ -261,6 +273,7 @@ impl PerBlockFiles {
             files.open(&opened, OpenMode::Read, direct)
         });
         match opened {
+            // The table is a hint: another process may have removed the file.
             Err(error) if error.is_misplaced() => Ok(None),
             opened => opened.map(|file| Some(Arc::new(file))),
         }
@@ -282,6 +295,7 @@ impl PerBlockFiles {
             let key = table.key_at(target).filter(|key| !table.is_hidden(key, target));
             key.ok_or(DiskError::NoTarget)?
         };
+        // A file is found under one key only, so an alias is a second file with the same bytes.
         let image = self.load(&source, target, deadline)?.ok_or(DiskError::NoTarget)?;
         if image.meta.payload_bytes != meta.payload_bytes {
             return Err(DiskError::LengthMismatch {
@@ -365,6 +379,7 @@ impl BlockFiles for PerBlockFiles {
         let address = address_of(&entry);
         let mut table = self.table();
         if table.is_hidden(key, address) {
+            // The removal of this file failed, so it still exists.
             return Ok(None);
         }
         table.add(&entry);
@@ -372,6 +387,7 @@ impl BlockFiles for PerBlockFiles {
     }
 
     fn sync(&self, deadline: Deadline) -> Result<(), DiskError> {
+        // Taken out first: blocks that are stored during this sync are left to the next one.
         let unsynced = std::mem::take(&mut self.table().unsynced);
         let paths: Vec<_> = unsynced.iter().map(|key| self.path(key)).collect();
         let synced = self.sync_files(paths, deadline);

@@ -41,6 +41,7 @@ impl PerBlockFiles {
         })??;
         let BlockFileScan { mut recovery, mut entries, damaged, problems } = found;
         let problems = ProblemLog::new(lock.permission_problem().into_iter().chain(problems));
+        // The table reclaims files in the order in which they are added.
         entries.sort_by_key(|entry| entry.meta.written_unix_ms);
         let now = io.clock.unix_ms();
         let mut table = BlockFileTable::default();
@@ -130,6 +131,8 @@ impl BlockFileScan {
         path: &Path,
         key: BlockKey,
     ) -> Result<(), DiskError> {
+        // The header is read again, because `read_header` does not tell damage from another
+        // version.
         let read = || -> io::Result<(Vec<u8>, u64)> {
             let file = files.open(path, OpenMode::Read, false)?;
             let mut page = PageBuffer::zeroed(PAGE_BYTES);
@@ -170,6 +173,7 @@ impl BlockFileScan {
 }
 
 fn is_unfinished(path: &Path, writer: &str) -> bool {
+    // `<key>.<writer>.<nonce>.tmp`. Those of other writers may still be written.
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     let is_temporary = path.extension().is_some_and(|extension| extension == "tmp");
     is_temporary && name.split('.').nth(1) == Some(writer)

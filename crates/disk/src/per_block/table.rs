@@ -19,6 +19,7 @@ pub(super) struct BlockFileTable {
     keys: HashMap<FileAddress, BlockKey>,
     /// The order in which files are reclaimed. May contain writes that no longer exist.
     reclaim_order: VecDeque<FileAddress>,
+    /// Bytes of `files` and `damaged`.
     used_bytes: u64,
     /// Files with a damaged header. They cannot be read, and a reclaim removes them first.
     damaged: Vec<DamagedFile>,
@@ -44,6 +45,7 @@ impl BlockFileTable {
     /// Adds a file from its header's entry and replaces an earlier write of the same key.
     pub(super) fn add(&mut self, entry: &RecordEntry) {
         let (key, address) = (entry.meta.key, address_of(entry));
+        // A known write keeps its place in the reclaim order.
         if self.contains(&key, address) {
             return;
         }
@@ -55,6 +57,8 @@ impl BlockFileTable {
         self.keys.insert(address, key);
         self.used_bytes += bytes;
         self.reclaim_order.push_back(address);
+        // At this length more than half of the items are stale, so each scan removes at least as
+        // many items as it keeps.
         if self.reclaim_order.len() > 2 * self.keys.len() + STALE_ORDER_MAX {
             self.reclaim_order.retain(|each| self.keys.contains_key(each));
         }
@@ -79,6 +83,7 @@ impl BlockFileTable {
         if !self.contains(key, address) {
             return 0;
         }
+        // Its item in `reclaim_order` becomes stale, and `pop_oldest` skips it.
         self.keys.remove(&address);
         let bytes = self.files.remove(key).map_or(0, |file| file.bytes);
         self.used_bytes -= bytes;

@@ -47,10 +47,12 @@ impl SegmentFiles {
             .map_err(|source| DiskError::from_io("write", &path, source))
             .and_then(|()| {
                 if !self.config.durable {
+                    // `sync_active` syncs the directory later.
                     return Ok(());
                 }
                 self.io.call("sync", &path, deadline, move |files| files.sync_directory(&directory))
             });
+        // Added even if the header was not written: the file exists, so its bytes count.
         let state = SegmentState::empty(allocate_bytes);
         let segment = Arc::new(Segment::new(number, header.segment_id, path, file, state));
         self.segments
@@ -69,6 +71,8 @@ impl SegmentFiles {
     ) -> Result<(u32, PathBuf, File), DiskError> {
         let mut tries = 0;
         loop {
+            // Each attempt uses up a number. A creation that timed out may still happen later, and
+            // an address must never refer to two files.
             let number = writer.next_number;
             writer.next_number += 1;
             let path = self.segment_path(number);

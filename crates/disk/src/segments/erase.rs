@@ -13,6 +13,7 @@ use crate::scan::segment_name;
 
 impl SegmentFiles {
     pub(super) fn erase_all(&self, deadline: Deadline) -> Result<FileEraseReport, DiskError> {
+        // With both locks no segment is created after the files are listed.
         let _reclaims = self.lock(&self.reclaim_lock, deadline)?;
         let mut writer = self.lock(&self.writer, deadline)?;
         let directory = &self.config.directory;
@@ -61,6 +62,7 @@ impl SegmentFiles {
         if let Some((name, _)) = segment_name(path) {
             return name == writer;
         }
+        // Checkpoint and probe are named `<writer>.<kind>`. A writer's name contains no point.
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
         name.split('.').next() == Some(writer)
     }

@@ -42,11 +42,16 @@ pub struct SegmentFiles {
     config: FileTierConfig,
     io: FileIo,
     is_direct: bool,
+    /// By number. Numbers only ascend, so the first segment is the oldest and the last the newest.
     segments: RwLock<BTreeMap<u32, Arc<Segment>>>,
+    /// Locked before the state of a segment where both are locked.
     aliases: Mutex<Aliases>,
     /// New addresses of blocks that the last reclaim moved, by their old address.
     moved_addresses: RwLock<HashMap<FileAddress, FileAddress>>,
+    /// Locked during the I/O of writes. Reads never lock it.
     writer: TimedMutex<WriterState>,
+    /// Locked before `writer` where both are locked. Only its holder moves blocks or removes
+    /// segments.
     reclaim_lock: TimedMutex<()>,
     counters: SegmentCounters,
     problems: ProblemLog,
@@ -76,6 +81,7 @@ struct SegmentCounters {
 }
 
 fn count(counter: &AtomicU64, by: u64) {
+    // Relaxed: the counters are statistics and order nothing.
     counter.fetch_add(by, Ordering::Relaxed);
 }
 
@@ -97,6 +103,8 @@ impl SegmentFiles {
     /// The current address of a block that may have moved.
     fn resolve(&self, address: FileAddress) -> FileAddress {
         let moved_addresses = self.moved_addresses.read().unwrap_or_else(PoisonError::into_inner);
+        // One look-up suffices: a reclaim clears the map before it moves blocks, and it never moves
+        // them into its own victim. So no new address is an old one too.
         moved_addresses.get(&address).copied().unwrap_or(address)
     }
 
@@ -158,6 +166,8 @@ impl BlockFiles for SegmentFiles {
         _key: &BlockKey,
         _deadline: Deadline,
     ) -> Result<Option<(RecordMeta, FileAddress)>, DiskError> {
+        // No other process writes this writer's segments. The opening and `append` have reported
+        // every block of them.
         Ok(None)
     }
 

@@ -40,6 +40,7 @@ impl TransferQueue for ReadQueue<'_> {
                     self.pending_reads[number] = Some(pending);
                     return Some((number, transfer));
                 }
+                // A request that fails here needs no I/O, so the loop goes on to the next one.
                 Err(outcome) => self.outcomes[number] = Some(outcome),
             }
         }
@@ -65,6 +66,7 @@ impl SegmentFiles {
             taken: 0,
         };
         self.io.run(&mut queue, deadline);
+        // The engine leaves requests in the queue that it could not start before the deadline.
         let timed_out = || {
             ReadOutcome::Failed(DiskError::Timeout {
                 operation: "read",
@@ -101,6 +103,7 @@ impl SegmentFiles {
         address: FileAddress,
     ) -> Option<(Arc<Segment>, BlockSlot)> {
         let segment = self.segment(address.segment())?;
+        // The state is unlocked again before `is_alias` locks the aliases.
         let slot = segment.state().slot(address.page()).filter(BlockSlot::is_live)?;
         let is_alias = || {
             let aliases = self.aliases();
@@ -122,6 +125,7 @@ impl SegmentFiles {
         };
         match result {
             Ok(_bytes) => {}
+            // The file ends before the payload does. Other errors say nothing about the block.
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
                 return damaged(DamageKind::Truncated);
             }

@@ -42,6 +42,8 @@ impl SegmentFiles {
         let moves = self.select_moves(&victim, &entries, keep, &mut reclaimed);
         // Addresses that the previous reclaim moved are valid until here.
         self.moved_addresses.write().unwrap_or_else(PoisonError::into_inner).clear();
+        // In batches, which bound the memory and unlock the writer in between, so that appends
+        // continue.
         for batch in batches(moves) {
             self.move_blocks(&victim, batch, &mut reclaimed, deadline)?;
         }
@@ -64,12 +66,15 @@ impl SegmentFiles {
         let is_active = |segment: &Arc<Segment>, writer: &WriterState| {
             writer.active.as_ref().is_some_and(|active| Arc::ptr_eq(active, segment))
         };
+        // The active segment is never a victim, because it is still written. If there is no other,
+        // it is sealed and thus becomes one.
         if candidates.iter().all(|segment| is_active(segment, &writer)) {
             self.seal(&mut writer, deadline);
         }
         candidates.retain(|segment| !is_active(segment, &writer));
         let live_percent = |segment: &Arc<Segment>| {
             let state = segment.state();
+            // Recovery may find an empty file, which has no bytes to divide by.
             state.live_bytes * 100 / state.file_bytes.max(1)
         };
         let emptiest = candidates.iter().min_by_key(|segment| live_percent(segment));
@@ -122,6 +127,8 @@ impl SegmentFiles {
                 continue;
             };
             let first_key = slot.is_first_key(&entry.meta.key).then_some(entry.meta);
+            // Copied, so that the aliases are unlocked while `keep` is called: it may read, and
+            // reads lock them.
             let others: Vec<_> =
                 self.aliases().get(&from).into_iter().flatten().map(|alias| alias.meta).collect();
             let mut keys: Vec<RecordMeta> = first_key.into_iter().chain(others).collect();
@@ -184,8 +191,11 @@ impl SegmentFiles {
                     reclaimed.dropped.extend(keys.iter().map(|meta| (meta.key, from)));
                     continue;
                 }
+                // The victim stays: the caller does not remove it after an error.
                 Err(error) => return Err(error),
             };
+            // Before the old address is redirected: a read that finds the new address must find its
+            // aliases.
             self.rewrite_aliases(&mut writer, &keys[1..], to, sum, deadline)?;
             self.aliases().remove(&from);
             reclaimed.moved.extend(keys.iter().map(|meta| (meta.key, from, to)));
@@ -197,6 +207,7 @@ impl SegmentFiles {
     fn has_key(&self, key: &cascade_block::BlockKey, address: FileAddress) -> bool {
         let Some(segment) = self.segment(address.segment()) else { return false };
         let slot = segment.state().slot(address.page());
+        // The state is unlocked again by now: aliases are locked before it, never after.
         let aliases = self.aliases();
         let mut others = aliases.get(&address).into_iter().flatten();
         slot.is_some_and(|slot| slot.is_first_key(key))
@@ -255,6 +266,8 @@ impl SegmentFiles {
         for (slot, (transfer, result)) in slots.into_iter().zip(results) {
             let pages = match (result, transfer.and_then(|mut each| each.buffers.pop())) {
                 (Ok(()), Some(Buffer::Pages(pages))) => Some(pages),
+                // A time-out says nothing about the block, so the reclaim fails. After any other
+                // error the block counts as damaged.
                 (Err(error), _) if error.kind() == std::io::ErrorKind::TimedOut => {
                     return Err(DiskError::from_io("read", &victim.path, error));
                 }
@@ -284,6 +297,7 @@ impl SegmentFiles {
                 meta: entry.meta,
                 target: entry.address,
                 checksum: entry.payload_checksum,
+                // The old number: a rewritten entry must not replace a later one of its key.
                 sequence: Some(entry.sequence),
                 payload: None,
             })
@@ -296,7 +310,10 @@ impl SegmentFiles {
 
     fn is_current(&self, entry: &RecordEntry) -> bool {
         match entry.kind {
+            // A block is in the segment of its own entry, so none refers to another segment.
             EntryKind::Block => false,
+            // Needed as long as the segment of the removed block exists: its entries would bring
+            // the key back.
             EntryKind::Tombstone => self.segment(entry.address.segment()).is_some(),
             EntryKind::Alias => self
                 .aliases()
@@ -314,6 +331,8 @@ impl SegmentFiles {
         victim: &Arc<Segment>,
         deadline: Deadline,
     ) -> Result<(), DiskError> {
+        // The file first: if it cannot be removed, the segment stays in memory and its bytes still
+        // count.
         let path = victim.path.clone();
         self.io.call("remove", &victim.path, deadline, move |files| match files.remove(&path) {
             // The segment's file no longer exists; anything else with its name is not ours.
@@ -330,6 +349,7 @@ impl SegmentFiles {
 /// Splits moves into batches of at most [`MOVE_BYTES_MAX`].
 fn batches(moves: Vec<BlockMove>) -> Vec<Vec<BlockMove>> {
     let mut batches: Vec<Vec<BlockMove>> = Vec::new();
+    // The first block thus starts the first batch.
     let mut bytes = u64::MAX;
     for each in moves {
         let length = u64::from(pages_of(u64::from(each.keys[0].payload_bytes))) * PAGE_BYTES as u64;

@@ -43,10 +43,12 @@ impl SegmentFiles {
         deadline: Deadline,
     ) -> Result<(Self, Recovery), DiskError> {
         let directory = config.directory.clone();
+        // First, because another process with this writer's name would change the same files.
         let lock = DirectoryLock::acquire(&io, &config, deadline)?;
         let is_direct = config.direct && probe_direct(&io, &config, deadline)?;
         let mut recovery = Recovery::default();
         let problems = ProblemLog::new(lock.permission_problem());
+        // Before the segments: footers that it covers are not read.
         let checkpoint = load_checkpoint(&io, &config, deadline)?.unwrap_or_else(|why| {
             recovery.damaged_structures += 1;
             let path = checkpoint_path(&config);
@@ -105,6 +107,8 @@ impl SegmentFiles {
                 drop(self.try_seal(&segment, deadline));
             }
         }
+        // The older block of a key would be live again once the segment of the newer one is
+        // reclaimed. A tombstone prevents that.
         if !superseded.is_empty() {
             let mut writer = self.lock(&self.writer, deadline)?;
             let pending = superseded.iter().map(|(key, at)| tombstone(key, *at)).collect();
@@ -124,6 +128,7 @@ impl SegmentFiles {
         // segments.
         let (store_id, next_sequence, next_number, segments) = {
             let mut writer = self.lock(&self.writer, deadline)?;
+            // Before the checkpoint covers these pages: recovery does not verify covered payloads.
             self.sync_active(&mut writer, deadline)?;
             (writer.store_id, writer.next_sequence, writer.next_number, self.covered())
         };
@@ -167,9 +172,13 @@ impl SegmentFiles {
     fn checkpoint_entry(&self, entry: RecordEntry, entries: &mut Vec<RecordEntry>) {
         let Some(segment) = self.segment(entry.address.segment()) else { return };
         let slot = segment.state().slot(entry.address.page());
+        // A block that was removed after the snapshot is left out. Its tombstone has a later number
+        // and then removes nothing.
         let Some(slot) = slot.filter(BlockSlot::is_live) else { return };
         entries.push(entry);
         if !slot.is_first_key(&entry.meta.key) {
+            // It has the number of its block. Recovery sorts with a stable sort, so it stays behind
+            // the block.
             entries.push(RecordEntry { kind: EntryKind::Tombstone, ..entry });
         }
     }
@@ -182,7 +191,9 @@ impl SegmentFiles {
             .map(|entry| (entry.address, entry.payload_checksum))
             .collect();
         for (address, aliases) in &*self.aliases() {
+            // Without its block in the checkpoint, replay would reject the alias.
             let Some(sum) = blocks.get(address) else { continue };
+            // Later aliases are read from the segments.
             for alias in aliases.iter().filter(|alias| alias.sequence < next_sequence) {
                 entries.push(RecordEntry {
                     kind: EntryKind::Alias,
@@ -237,6 +248,7 @@ impl OpenContext<'_> {
             })
             .collect();
         numbered.sort_unstable_by_key(|(number, _)| *number);
+        // Includes files that cannot be opened: their numbers stay in use.
         let number_end = numbered.last().map_or(0, |(number, _)| number.saturating_add(1));
         let covered: HashMap<u32, CoveredSegment> = checkpoint
             .into_iter()
@@ -310,6 +322,7 @@ fn add_checkpoint_entries(
     checkpoint: &Checkpoint,
     covered: CoveredSegment,
 ) {
+    // After an erase another file may have the number; the ID tells them apart.
     if !content.was_scanned || content.segment_id() != Some(covered.segment_id) {
         return;
     }
@@ -329,6 +342,7 @@ fn add_checkpoint_entries(
     let file_pages = content.file_bytes / PAGE_BYTES as u64;
     let covered_page = u64::from(covered.covered_page).min(file_pages);
     let covered_page = u32::try_from(covered_page).unwrap_or(u32::MAX);
+    // The covered part may extend beyond the last intact frame. A new footer must be behind it.
     if content.trailer.is_none() {
         content.end_page = content.end_page.max(covered_page);
     }
@@ -350,6 +364,7 @@ pub(super) fn load_checkpoint(
             Err(error) => return Err(error),
         };
         let length = files.length(&file)?;
+        // Checked before memory of this length is allocated.
         if length > bytes_max {
             return Err(io::Error::other("the file is longer than a checkpoint can be"));
         }
@@ -367,6 +382,7 @@ pub(super) fn load_checkpoint(
     match bytes.as_deref().map(Checkpoint::decode) {
         None => Ok(Ok(None)),
         Some(Ok(checkpoint)) => Ok(Ok(Some(checkpoint))),
+        // Another version is not damage, so the directory is refused.
         Some(Err(FormatError::Version { found })) => Err(DiskError::UnknownVersion { path, found }),
         Some(Err(damaged)) => Ok(Err(damaged.to_string())),
     }
@@ -447,6 +463,7 @@ fn build_segments(
     replay: &ReplayResult,
 ) -> (BTreeMap<u32, Arc<Segment>>, Aliases) {
     let mut aliases = Aliases::new();
+    // Sorted by address, because slots are added in the order of their pages.
     let mut slots: BTreeMap<FileAddress, (RecordEntry, bool)> = BTreeMap::new();
     for entry in &replay.live {
         match entry.kind {

@@ -30,7 +30,9 @@ impl SegmentFiles {
         };
         let mut entries = self.read_frame_entries(segment, deadline)?;
         let undescribed = self.add_from_checkpoint(segment, &mut entries, deadline)?;
+        // Entries of the checkpoint were added at the end.
         entries.sort_by_key(|entry| entry.sequence);
+        // Kept in memory, so that the damage is counted once and the next call needs no scan.
         segment.state_mut().entry_location = EntryLocation::Memory(encode_entries(&entries));
         count(&self.counters.structures_damaged, 1);
         let path = segment.path.display();
@@ -73,6 +75,8 @@ impl SegmentFiles {
         }
         let checkpoint = load_checkpoint(&self.io, &self.config, deadline)?;
         for entry in checkpoint.ok().flatten().into_iter().flat_map(|it| it.entries) {
+            // The checkpoint may be that of an earlier file with this number, so an entry must
+            // match its slot.
             let is_here = entry.kind == EntryKind::Block
                 && entry.address.segment() == segment.number
                 && missing

@@ -65,7 +65,9 @@ pub(crate) fn replay(entries: &[RecordEntry], now_unix_ms: u64) -> ReplayResult 
         }
     }
     let mut live: Vec<_> = valid_entries.into_values().collect();
+    // These are indices of `entries`, so the oldest comes first.
     live.sort_unstable();
+    // Only now, because an expired entry too replaces older ones of its key.
     let unexpired = live.iter().filter(|at| !entries[**at].meta.has_expired(now_unix_ms));
     outcome.live = unexpired.map(|at| entries[*at]).collect();
     outcome.expired = (live.len() - outcome.live.len()) as u64;

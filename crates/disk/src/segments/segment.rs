@@ -29,6 +29,7 @@ pub(super) struct SegmentState {
     slots: Vec<BlockSlot>,
     pub(super) entry_location: EntryLocation,
     /// Bytes that the file uses on the device.
+    /// Until the segment is sealed this is its preallocated size.
     pub(super) file_bytes: u64,
     /// Bytes of live payloads, padded to pages.
     pub(super) live_bytes: u64,
@@ -48,6 +49,7 @@ pub(super) enum EntryLocation {
 /// A block of a segment.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct BlockSlot {
+    /// The first eight bytes of the key. A whole key would more than double the 24 bytes of a slot.
     fingerprint: [u32; 2],
     page: u32,
     pub(super) payload_bytes: u32,
@@ -117,6 +119,7 @@ impl Segment {
         io: &FileIo,
         deadline: Deadline,
     ) -> Result<Vec<RecordEntry>, EntriesError> {
+        // Cloned, so that the state is not locked during the read below.
         let entry_location = self.state().entry_location.clone();
         match entry_location {
             EntryLocation::Memory(encoded) => Ok(encoded
@@ -136,6 +139,9 @@ impl Segment {
                 match footer {
                     Ok(footer) => decode_entries(&footer.bytes()[..bytes], checksum)
                         .map_err(|error| EntriesError::Damaged(error.to_string())),
+                    // A footer that cannot be read is replaced like a damaged one: the frames have
+                    // the same entries. A time-out says nothing about the footer, so it is returned
+                    // as an error.
                     Err(DiskError::Io { source, .. }) => {
                         Err(EntriesError::Damaged(source.to_string()))
                     }
@@ -163,6 +169,7 @@ impl SegmentState {
             entry_location: EntryLocation::Memory(Vec::new()),
             file_bytes,
             live_bytes: 0,
+            // Page 0 is the header.
             end_page: 1,
         }
     }
@@ -182,6 +189,7 @@ impl SegmentState {
     /// Adds a live block after all others.
     pub(super) fn add_slot(&mut self, entry: &RecordEntry) {
         let page = entry.address.page();
+        // `position` searches by bisection.
         debug_assert!(self.slots.last().is_none_or(|last| last.page < page));
         let slot = BlockSlot {
             fingerprint: key_fingerprint(&entry.meta.key),
@@ -224,6 +232,8 @@ impl SegmentState {
     /// Marks a block without any key as dead.
     pub(super) fn mark_dead(&mut self, page: u32) {
         let Some(at) = self.position(page) else { return };
+        // The slot stays: its pages are freed only with the whole segment. A block that is already
+        // dead must not be subtracted from `live_bytes` again.
         let slot = &mut self.slots[at];
         if slot.is_live {
             slot.is_live = false;

@@ -43,8 +43,10 @@ pub(super) enum SpaceClass {
 /// The writes of entries to one segment; some are in flight while others are prepared.
 struct WriteQueue<'a> {
     segment: &'a Arc<Segment>,
+    /// The size of the file. Frames and the later footer must fit.
     limit_bytes: u64,
     next_page: u32,
+    /// Entries of the segment, which determine the size of its footer.
     entries: usize,
     pending: &'a mut VecDeque<PendingEntry>,
     next_sequence: &'a mut u64,
@@ -59,6 +61,8 @@ impl WriteQueue<'_> {
             let pages = payload_pages(next) + u32::from(run.needs_frame());
             let end_page = self.next_page + run.pages + pages;
             let fits = fits(self.limit_bytes, end_page, self.entries + run.entries + 1);
+            // A block may be longer than the limit of one write. So the first entry of a run is
+            // taken whatever its length.
             if !fits || (run.entries > 0 && run.is_full(pages)) {
                 break;
             }
@@ -81,6 +85,8 @@ impl TransferQueue for WriteQueue<'_> {
         let offset = u64::from(self.next_page) * PAGE_BYTES as u64;
         let file = Arc::clone(&self.segment.file);
         let transfer = Transfer::new(TransferKind::Write, file, offset, run.buffers);
+        // Pages are assigned when a run starts, because the next run is prepared while this one is
+        // in flight. `runs` is thus in the order of the file.
         self.next_page += run.pages;
         self.entries += run.entries;
         let path = self.segment.path.clone();
@@ -111,12 +117,14 @@ impl SegmentFiles {
         let mut pending = Vec::with_capacity(batch.len());
         let mut results = Vec::with_capacity(batch.len());
         for (meta, slab) in batch {
+            // An invalid block must not fail the others of its batch.
             results.push(self.check_block(&meta, &slab).map_or(Ok(()), Err));
             if matches!(results.last(), Some(Ok(()))) {
                 pending.push(PendingEntry {
                     kind: EntryKind::Block,
                     meta,
                     target: FileAddress::from_u64(0),
+                    // Computed when the block is placed, while earlier runs are in flight.
                     checksum: 0,
                     sequence: None,
                     payload: Some(PendingPayload::Slab(slab)),
@@ -152,6 +160,8 @@ impl SegmentFiles {
         batch: &[(RecordMeta, FileAddress)],
         deadline: Deadline,
     ) -> Vec<Result<FileAddress, DiskError>> {
+        // Locked before the addresses are resolved: a reclaim moves blocks and removes segments
+        // under this lock. The targets thus stay valid until their aliases are written.
         let mut writer = match self.lock(&self.writer, deadline) {
             Ok(writer) => writer,
             Err(error) => return batch.iter().map(|_| Err(error.clone())).collect(),
@@ -163,6 +173,8 @@ impl SegmentFiles {
                     chunk.iter().map(|(meta, address)| self.alias_entry(meta, *address)).collect();
                 let (good, mut results) = split(pending);
                 let metas: Vec<_> = good.iter().map(|pending| pending.meta).collect();
+                // `write` assigns ascending numbers from here on, and no other thread writes
+                // meanwhile.
                 let sequence = writer.next_sequence;
                 let written = self.write(&mut writer, good, SpaceClass::Ordinary, deadline);
                 for ((meta, result), sequence) in metas.into_iter().zip(&written).zip(sequence..) {
@@ -215,6 +227,7 @@ impl SegmentFiles {
             .filter(|(key, address)| self.remove_from_memory(key, *address))
             .map(|(key, address)| tombstone(key, address))
             .collect();
+        // A removal may use the reserve, because it must work in a full tier.
         self.write(&mut writer, tombstones, SpaceClass::Reserve, deadline)
             .into_iter()
             .collect::<Result<Vec<_>, _>>()
@@ -256,6 +269,8 @@ impl SegmentFiles {
         let mut results = Vec::with_capacity(total);
         let mut failure = None;
         while let Some(first) = pending.front() {
+            // Room for a frame with the first entry is enough: the entries that do not fit are
+            // written in the next round.
             let pages = 1 + payload_pages(first);
             let segment = match self.segment_with_room(writer, pages, space, deadline) {
                 Ok(segment) => segment,
@@ -304,6 +319,7 @@ impl SegmentFiles {
             // If one run failed, the others are not synced either and fail with it.
             let failed = runs.iter().find_map(|(_, result)| result.clone().err());
             let error = failed.or_else(|| {
+                // One sync covers all runs.
                 let sync = self.run_transfer(Transfer::sync(Arc::clone(&segment.file)), deadline);
                 sync.err().map(|source| DiskError::from_io("sync", &segment.path, source))
             });
@@ -360,6 +376,8 @@ impl SegmentFiles {
             let fits = fits(state.file_bytes, end_page, entries);
             drop(state);
             if fits {
+                // The file is preallocated and counted in full, so the write adds nothing. Only the
+                // reserve is checked.
                 if space != SpaceClass::Overcommit {
                     self.check_capacity(0, kept_free, pages)?;
                 }
@@ -398,6 +416,7 @@ impl SegmentFiles {
         let left_bytes = self.config.capacity_bytes.saturating_sub(used_bytes);
         let page_bytes = PAGE_BYTES as u64;
         let allocate_bytes = left_bytes.min(self.config.segment_bytes) / page_bytes * page_bytes;
+        // `pages` includes the page of the frame, which is part of `OVERHEAD_PAGES` too.
         let min_bytes = u64::from(OVERHEAD_PAGES - 1 + pages) * page_bytes;
         if allocate_bytes >= min_bytes {
             Ok(allocate_bytes)
@@ -492,10 +511,13 @@ impl SegmentFiles {
         segments.extend(writer.active.clone());
         let mut outcome = Ok(());
         for segment in segments {
+            // The other segments are synced even if one fails; the last error is returned.
             if let Err(source) =
                 self.run_transfer(Transfer::sync(Arc::clone(&segment.file)), deadline)
             {
                 outcome = Err(DiskError::from_io("sync", &segment.path, source));
+                // A failed sync is treated as a failed write: nothing more is written to the
+                // segment.
                 if writer.active.as_ref().is_some_and(|active| Arc::ptr_eq(active, &segment)) {
                     count(&self.counters.segments_failed, 1);
                     writer.active = None;
@@ -503,6 +525,7 @@ impl SegmentFiles {
             }
         }
         outcome?;
+        // The names of new segments. `create_segment` syncs them only in a durable tier.
         let directory = self.config.directory.clone();
         let path = directory.clone();
         self.io.call("sync", &path, deadline, move |files| files.sync_directory(&directory))
@@ -528,6 +551,7 @@ type AppendResults = Vec<Option<Result<FileAddress, DiskError>>>;
 
 /// Separates valid entries from rejected ones. The results of the valid ones are left open.
 fn split(pending: Vec<Result<PendingEntry, DiskError>>) -> (Vec<PendingEntry>, AppendResults) {
+    // Rejected entries keep their places, so that results stay in the order of the batch.
     let mut good = Vec::with_capacity(pending.len());
     let results = pending
         .into_iter()

@@ -55,6 +55,8 @@ impl WriteRun {
 
     /// Whether this many more pages exceed the limits of one write.
     pub(super) fn is_full(&self, pages: u32) -> bool {
+        // An entry adds at most three buffers: the page of a new frame, the aligned part of a slab,
+        // and the copied rest.
         u64::from(self.pages + pages) * PAGE_BYTES as u64 > WRITE_BYTES_MAX
             || self.buffers.len() + 3 > WRITE_BUFFERS_MAX
     }
@@ -74,6 +76,7 @@ impl WriteRun {
                 page_count: 1,
                 entries: Vec::with_capacity(1),
             });
+            // Encoded in `finish`, when all entries of the frame are known.
             self.buffers.push(Buffer::Pages(PageBuffer::zeroed(PAGE_BYTES)));
             self.pages += 1;
         }
@@ -115,6 +118,8 @@ impl WriteRun {
         let mut page = next.map_or(0, |frame| frame.page);
         for buffer in &mut self.buffers {
             let pages = pages_of(buffer.bytes().len() as u64);
+            // A copied payload is a `Pages` buffer too. Only the position identifies the page of a
+            // frame.
             if let (Some(frame), Buffer::Pages(header)) = (next, buffer)
                 && frame.page == page
             {
@@ -129,6 +134,7 @@ impl WriteRun {
 
 /// The entry for the removal of a key.
 pub(super) fn tombstone(key: &BlockKey, target: FileAddress) -> PendingEntry {
+    // A tombstone is about a key at an address. All other fields are without meaning.
     let meta = RecordMeta {
         key: *key,
         digest: None,
