@@ -72,6 +72,7 @@ impl Account {
 
     /// The bytes that are left up to the limit.
     pub(super) fn available_bytes(&self, limit: u64) -> u64 {
+        // A reload can lower the limit for new sessions below what the process already uses.
         limit.saturating_sub(self.bytes.get())
     }
 
@@ -102,6 +103,7 @@ impl Account {
             return Err(StoreError::Limit { limit: NAMESPACES, most: NAMESPACES_MAX });
         }
         if !self.manifest_bytes.try_add(bytes, MANIFEST_BYTES_MAX) {
+            // The first reservation is undone, as the namespace is not registered.
             self.namespaces.subtract(1);
             return Err(StoreError::Limit { limit: MANIFEST_BYTES, most: MANIFEST_BYTES_MAX });
         }
@@ -132,6 +134,8 @@ impl Accounts {
         if let Some(account) = all.get(&key).and_then(Weak::upgrade) {
             return account;
         }
+        // Entries of clients that are gone are removed here, so the map is bounded by the number of
+        // processes that have a session.
         all.retain(|_, account| account.strong_count() > 0);
         let account = Arc::default();
         all.insert(key, Arc::downgrade(&account));

@@ -44,6 +44,7 @@ impl LedgerGuard {
     /// dropping the guards would take it for each.
     pub(super) fn release_all(guards: impl IntoIterator<Item = Self>) {
         let mut tenant = None;
+        // `take` leaves nothing for the drop of the guard, which would take the lock again.
         let mut id_of = |mut guard: Self| {
             tenant.get_or_insert_with(|| Arc::clone(&guard.tenant));
             guard.id.take()
@@ -177,6 +178,7 @@ impl Holds {
     pub(super) fn begin_grants(&mut self, range: HoldRange) -> Result<(), StoreError> {
         let end = range.first.checked_add(u64::from(range.count)).ok_or_else(invalid_number)?;
         if range.first < self.first_unused {
+            // The numbers of a call in flight are not in `held` yet.
             let is_pending = self.pending.iter().any(|call| overlap(call.range, range));
             if is_pending || hold_numbers(range).any(|hold| self.held.contains_key(&hold)) {
                 return Err(invalid_number());
@@ -185,6 +187,7 @@ impl Holds {
         if self.is_closed {
             return Err(StoreError::Closed);
         }
+        // Calls may arrive out of order on several connections, so the mark never goes back.
         self.first_unused = self.first_unused.max(end);
         self.pending.push(PendingCall { range, released: HashSet::new() });
         Ok(())
@@ -213,6 +216,8 @@ impl Holds {
     pub(super) fn release(&mut self, range: HoldRange) -> Vec<ClientHold> {
         for call in &mut self.pending {
             let (pending, released) = (hold_numbers(call.range), hold_numbers(range));
+            // Only numbers of the call are kept: the range is chosen by the client and may be far
+            // larger. If the two do not overlap, this range is empty.
             let both = pending.start.max(released.start)..pending.end.min(released.end);
             call.released.extend(both);
         }
@@ -231,6 +236,7 @@ impl Holds {
     /// is in the catalog.
     pub(super) fn take_slab(&mut self, hold: u64) -> Option<(SlabMut, Option<LedgerGuard>)> {
         let Entry::Occupied(entry) = self.held.entry(hold) else { return None };
+        // A lease stays held: its memory belongs to a block that is stored already.
         if !matches!(entry.get().memory, HeldMemory::Slab(_)) {
             return None;
         }
@@ -252,6 +258,7 @@ impl Holds {
     pub(super) fn retain(&mut self) {
         self.is_closed = true;
         for hold in self.held.values_mut() {
+            // Without its id, the guard removes no record when it is dropped.
             if let Some(mut guard) = hold.ledger.take() {
                 guard.id = None;
             }
@@ -260,6 +267,7 @@ impl Holds {
 
     /// Closes the holds when the client is gone. Returns all of them.
     pub(super) fn close(&mut self) -> Vec<ClientHold> {
+        // Calls in flight see `is_closed` and get their holds back from `grant`.
         self.is_closed = true;
         self.bytes = 0;
         self.held.drain().map(|(_, hold)| hold).collect()
