@@ -130,6 +130,7 @@ impl Administrator {
         let left = deadline.remaining(&SystemClock);
         let answer = connection.call(&[], &call(node_timeout_ms(left)), deadline);
         let answer = answer.map_err(|error| self.failure(error, timeout))?;
+        // Kept only after a complete answer.
         *kept = Some(connection);
         Ok(answer)
     }

@@ -36,6 +36,7 @@ impl ClientInner {
         let mut tiers: Vec<TierName> = matched.into_iter().map_while(named).collect();
         tiers.truncate(count);
         for keys in rest.chunks(KEYS_MAX) {
+            // A match is a prefix: behind the first missing block nothing counts.
             if tiers.len() < count || !self.extend(on, keys, &mut tiers) {
                 break;
             }
@@ -79,6 +80,7 @@ impl ClientInner {
                 self.views(&on.link, first_hold, leases)
             }
             Ok(_) | Err(_) => {
+                // The node may have granted leases, or may still grant them.
                 on.link.session.release_range(first_hold, count);
                 Vec::new()
             }

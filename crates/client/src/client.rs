@@ -208,6 +208,7 @@ impl ClientInner {
             }
             self.mark_unavailable(CONNECTION_CLOSED, link, true);
         }
+        // A node that is stopped but not gone is left to the background thread.
         if !matches!(&*self.state(), LinkState::Unavailable { is_gone: true, .. }) {
             return self.linked();
         }
@@ -217,6 +218,7 @@ impl ClientInner {
 
     /// Reconnects, or waits for the call that already does.
     fn reconnect_once(&self, deadline: Deadline) {
+        // A call waits no longer than its own deadline, whichever call reconnects.
         let left = deadline.remaining(&SystemClock).min(RECONNECT_TIMEOUT);
         let reconnecting = || self.is_reconnecting.lock().unwrap_or_else(PoisonError::into_inner);
         let mut is_reconnecting = reconnecting();
@@ -240,6 +242,8 @@ impl ClientInner {
     /// Makes calls fail at once until the client has reconnected.
     pub(crate) fn mark_unavailable(&self, reason: &str, link: &Arc<Link>, is_gone: bool) {
         let mut state = self.state();
+        // A failure of an earlier link says nothing about the current one. Of several calls that
+        // fail at once, only the first changes the state.
         if matches!(&*state, LinkState::Linked(current) if Arc::ptr_eq(current, link)) {
             *state = LinkState::Unavailable {
                 reason: reason.to_owned(),
@@ -257,6 +261,7 @@ impl ClientInner {
             LinkState::Unavailable { link, .. } => Arc::clone(link),
             LinkState::Linked(_) | LinkState::Closed => return true,
         };
+        // The lock of the state is not held, so other calls can read it meanwhile.
         let found = match link.session.reconnect(deadline) {
             Ok(()) => Ok(link),
             // The node does not answer, so it would not answer a new session either.
@@ -268,6 +273,7 @@ impl ClientInner {
                 Link::open(&self.identity, &self.tasks, deadline).map(Arc::new)
             }
         };
+        // The state may have changed meanwhile. Only an unavailable client takes the result.
         let mut state = self.state();
         match (&mut *state, found) {
             (LinkState::Unavailable { .. }, Ok(link)) => {
@@ -392,6 +398,8 @@ impl ClientInner {
             // The parent process still uses the client.
             return;
         }
+        // The state first: a reconnect in progress then finds the client closed and drops its new
+        // link.
         let before = std::mem::replace(&mut *self.state(), LinkState::Closed);
         self.tasks.stop();
         // Outside the lock: ending a session sends its releases.
