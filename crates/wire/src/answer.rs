@@ -238,6 +238,7 @@ impl Answer {
             Frame::write(into, answer.kind(), call, None, body)
         };
         // Truncated text is not valid JSON.
+        // `FieldWriter::text` would truncate a longer text without an error.
         let (is_too_long, most) = match self {
             Self::Text(text) => (text.len() > TEXT_BYTES_MAX, TEXT_BYTES_MAX),
             _ => (false, BODY_BYTES_MAX as usize),
@@ -367,6 +368,7 @@ fn list<'a, T>(
     from: &mut FieldReader<'a>,
     read: impl Fn(&mut FieldReader<'a>) -> Result<T, WireError>,
 ) -> Result<Vec<T>, WireError> {
+    // Items differ in length; each has at least one byte, so the count is bounded by the message.
     let count = from.count(1, "count")?;
     from.all(count, read)
 }

@@ -194,6 +194,7 @@ impl<'a> FieldReader<'a> {
 
     pub(crate) fn keys(&mut self) -> Result<Vec<BlockKey>, WireError> {
         let count = self.count(KEY_BYTES, "keys")?;
+        // No overflow: `count` has compared the product with the rest of the message.
         let bytes = self.bytes(count * KEY_BYTES, "keys")?;
         let (keys, _) = bytes.as_chunks();
         Ok(keys.iter().map(|key| BlockKey::from_bytes(*key)).collect())
@@ -228,6 +229,7 @@ impl<'a> FieldReader<'a> {
     }
 
     pub(crate) fn manifest(&mut self) -> Result<Manifest, WireError> {
+        // A field has at least the lengths of its name and its value, of 4 bytes each.
         let count = self.count(8, "manifest")?;
         if count > MANIFEST_FIELDS_MAX {
             return Err(WireError::Field("manifest"));
