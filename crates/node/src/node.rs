@@ -189,6 +189,7 @@ impl Node {
         // One assignment for all of them: a reader never gets a mixture of old and new settings.
         *self.0.live.write().unwrap_or_else(PoisonError::into_inner) = LiveSettings::of(new);
         let live = config::difference(&current, new).live;
+        // After the comparison, which needs the state before this change.
         *current = new.clone();
         // Live settings are compared with the last change, the others with the start: these stay
         // different until the node is restarted.
@@ -350,6 +351,7 @@ fn log_recovery(tenant: &Tenant) {
         );
     }
     for ((tier, stage), blocks) in stats.stages.iter().zip(&stats.stage_blocks) {
+        // A tier without recovered blocks is the usual case of a first start, and not worth a line.
         if *blocks > 0 {
             let bytes = ByteSize(stage.used_bytes).rounded();
             tracing::info!(tenant, tier, blocks, %bytes, "recovered blocks of earlier runs");

@@ -120,6 +120,7 @@ impl Tenant {
             store.encryption = Some(EncryptionConfig { key_file, scope: name.to_owned() });
         }
         let opened = match Store::open(store.clone()) {
+            // Only for errors of the file: any other error would come again with an anonymous pool.
             Err(StoreError::Memory(error)) if is_pool_file_error(&error) => {
                 let error: &dyn std::error::Error = &*error;
                 tracing::warn!(
@@ -190,6 +191,7 @@ impl Tenants {
             other: name(other),
             reason: reason.to_owned(),
         };
+        // The node's own user has its place before any tenant, so no tenant can take it.
         let mut users = BTreeMap::from([(own_user, 0)]);
         let mut tokens = Tokens::new();
         for (at, tenant) in config.tenants.iter().enumerate() {
@@ -306,6 +308,7 @@ pub(crate) fn pool_file(node: &NodeConfig, tenant: &str) -> Option<PathBuf> {
     let directory = node.pool_directory.as_ref()?;
     // Absolute, so that the working directory at the start does not matter.
     let socket = std::path::absolute(&node.socket).unwrap_or_else(|_| node.socket.clone());
+    // A hash, because a path has separators and may be longer than a file name.
     let hash = digest(&SHA256, socket.as_os_str().as_bytes());
     let socket_id = hash
         .as_ref()

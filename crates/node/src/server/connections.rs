@@ -70,6 +70,8 @@ impl Connections {
         // Rounded up, so that a limit of one admits one connection.
         let half = connections_max.div_ceil(2);
         let has_half = |count: Option<&usize>| count.is_some_and(|count| *count >= half);
+        // A reload may have lowered the limit below the number of open connections, hence `>=`.
+        // Those stay open.
         if self.all.len() >= connections_max {
             Some(ConnectionLimit::Total)
         } else if peer.process != 0 && has_half(self.of_process.get(&peer.process)) {
@@ -89,6 +91,7 @@ impl Connections {
         is_tenants_user: bool,
     ) -> Option<Arc<Connection>> {
         let peer = connection.peer();
+        // All processes of other namespaces have id 0, so they count by their user.
         let is_process_known = is_tenants_user && peer.process != 0;
         let origin =
             if is_process_known { Origin::Process(peer.process) } else { Origin::User(peer.user) };

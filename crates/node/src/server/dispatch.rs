@@ -112,6 +112,8 @@ impl Dispatch<'_> {
             Call::Admin { timeout_ms, topic, arguments } => {
                 Some(self.administer(self.bounded_timeout(timeout_ms), &topic, &arguments))
             }
+            // Calls without an answer stay so: the client would take an answer for that of the call
+            // behind it, which has the same number.
             Call::Release { .. } | Call::Settled { .. } | Call::Forget { .. } => None,
             _ => Some(Answer::Failed(administer_only())),
         }
@@ -164,6 +166,7 @@ impl Dispatch<'_> {
             return Answer::Failed(error);
         }
         let namespace = Namespace::from_root(root, manifest);
+        // Reserved without a way back: manifests stay as long as the blocks of the tenant.
         if let Err(error) = self.session.reserve_namespace(&namespace) {
             return Answer::Failed(error);
         }
@@ -220,6 +223,8 @@ impl Dispatch<'_> {
         settle(prepared, &mut answers);
         if let Some(rest) = rest {
             let at = answers.len();
+            // A client that waits while it holds slabs could keep another from the room that it
+            // waits for.
             let has_slabs =
                 answers.iter().any(|answer| matches!(answer, PreparedBlock::Slab { .. }));
             // Slabs behind the first block that has to wait return to the pool before the wait.
@@ -231,6 +236,8 @@ impl Dispatch<'_> {
             };
             settle(rest, &mut answers);
         }
+        // Granted last, when every outcome is known: the answer then tells the client exactly what
+        // it holds.
         for (refused, error) in grants.grant(granted) {
             answers[refused] = PreparedBlock::Settled(PutOutcome::Failed(error));
         }
@@ -273,6 +280,7 @@ impl Dispatch<'_> {
         // A length that the address space cannot hold is beyond every pool.
         let needed_bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
         // A length beyond the whole pool gets the store's error, as in an embedded store.
+        // The share is checked before the pool: a client beyond its share must not evict blocks.
         let is_possible = needed_bytes <= self.store().region().bytes();
         if is_possible && counted_bytes(needed_bytes) > self.session.available_bytes() {
             return Answer::Failed(self.session.bytes_limit_error());
@@ -343,6 +351,7 @@ impl Dispatch<'_> {
     /// Counts the outcomes that a client determined itself.
     fn count_completed_puts(&self, present: u32, conflicts: u32, failures: u32) {
         // The client may send any numbers. They are bounded and affect only its own tenant.
+        // One message covers at most `BLOCKS_MAX` blocks.
         let bounded = |count: u32| u64::from(count).min(BLOCKS_MAX as u64);
         self.store().count_completed_puts(bounded(present), bounded(conflicts), bounded(failures));
     }
@@ -406,6 +415,7 @@ impl Dispatch<'_> {
             Ok(_permit) => read(keys, options),
             Err(error) => keys.iter().map(|_| ViewOutcome::Failed(error.clone())).collect(),
         };
+        // Only a hint: a block may be evicted right after this check.
         if !self.store().can_read_without_waiting(keys) {
             return read_with_permit(keys);
         }
@@ -414,6 +424,8 @@ impl Dispatch<'_> {
             |view: &ViewOutcome| matches!(view, ViewOutcome::Failed(StoreError::Timeout { .. }));
         let late: Vec<usize> = (0..views.len()).filter(|at| has_to_wait(&views[*at])).collect();
         if !late.is_empty() {
+            // The blocks that were read keep their leases meanwhile; only the late ones are read
+            // again.
             let again: Vec<BlockKey> = late.iter().map(|at| keys[*at]).collect();
             for (at, view) in late.into_iter().zip(read_with_permit(&again)) {
                 views[at] = view;

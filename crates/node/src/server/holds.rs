@@ -49,6 +49,7 @@ impl LedgerGuard {
             tenant.get_or_insert_with(|| Arc::clone(&guard.tenant));
             guard.id.take()
         };
+        // All guards have the same tenant, so one store gets all ids.
         let ids: Vec<HeldId> = guards.into_iter().filter_map(&mut id_of).collect();
         if let Some(tenant) = tenant {
             tenant.store().release_held(ids);
@@ -196,6 +197,8 @@ impl Holds {
     /// Grants a hold. Returns it if the client released it early or the holds are closed; the
     /// caller drops it outside the lock.
     pub(super) fn grant(&mut self, number: u64, hold: ClientHold) -> Option<ClientHold> {
+        // A client that gave up a call has released its holds. To grant one now would keep its
+        // memory until the session ends.
         let is_released = self.pending.iter().any(|call| call.released.contains(&number));
         if is_released || self.is_closed {
             return Some(hold);
@@ -240,6 +243,7 @@ impl Holds {
         if !matches!(entry.get().memory, HeldMemory::Slab(_)) {
             return None;
         }
+        // Looked at before it is removed, so that no path has to insert it again.
         let ClientHold { ledger, memory, .. } = entry.remove();
         self.bytes -= memory.bytes();
         match memory {

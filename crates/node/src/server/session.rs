@@ -249,6 +249,7 @@ impl ClientSession {
         if self.tenant.store().is_namespace_registered(&namespace.id()) {
             return Ok(());
         }
+        // The limit is that of names and values, as for a single manifest.
         let bytes = namespace.manifest().fields().map(|(name, value)| name.len() + value.len());
         self.account.reserve_namespace(bytes.sum::<usize>() as u64)
     }
@@ -465,6 +466,7 @@ impl Drop for PendingGrants<'_> {
     fn drop(&mut self) {
         self.session.holds().finish_grants(self.range);
         // A granted hold leaves the account when it is released; the others leave it now.
+        // `granted` never exceeds the range: each index of the call is granted once.
         let not_granted = u64::from(self.range.count) - self.granted.get();
         self.session.account.release_holds(not_granted);
     }
