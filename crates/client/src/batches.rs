@@ -74,6 +74,7 @@ impl ClientInner {
             let mut open: Vec<usize> =
                 (0..batch.len()).filter(|at| outcomes[*at].is_none()).collect();
             while !open.is_empty() {
+                // Deferred blocks stay open and come first in the next round.
                 let round = &open[..open.len().min(BLOCKS_MAX)];
                 match self.put_round(&on, batch, round, &mut outcomes) {
                     Ok(to_compare) => {
@@ -120,7 +121,10 @@ impl ClientInner {
             let put = &batch[*at];
             match prepared {
                 PrepareOutcome::Slab(mut slab) => {
+                    // Copied before the hold leaves the slab: until then a drop releases it.
                     copy_in(&mut slab, put.bytes);
+                    // From here on the slab releases nothing: the seal consumes the hold, or `seal`
+                    // releases it.
                     let hold = slab.into_hold(&on.link.attachment);
                     sealed.push(seal(put, hold.expect("this node lent it"), put.bytes.len()));
                     placed.push(*at);
@@ -145,6 +149,7 @@ impl ClientInner {
         on: &Batch,
         blocks: Vec<BlockToPrepare>,
     ) -> Result<Vec<PrepareOutcome>, StoreError> {
+        // Kept here, because the call consumes the blocks and the answer has no lengths.
         let lengths: Vec<usize> = blocks.iter().map(|block| block.bytes as usize).collect();
         let first_hold = on.link.session.allocate_holds(lengths.len());
         let call = Call::Prepare { timeout_ms: on.node_timeout_ms(), first_hold, blocks };
@@ -230,6 +235,7 @@ impl ClientInner {
                     }
                 }
             }
+            // The node cannot count these: for it the key was only to be compared.
             on.report_settled(present, 0, 0);
             open.retain(|at| all[*at].is_none());
         }
@@ -395,6 +401,7 @@ impl ClientInner {
             let done = outcomes.len();
             let step = on.link.step(buffers[done..].iter().map(|buffer| buffer.len()));
             let views = self.lease_step(&on, LeasePurpose::Use, &keys[done..done + step]);
+            // The total decides whether the copies bypass the cache.
             let total = views.iter().map(|view| match view {
                 ViewOutcome::Hit { slab, .. } => slab.len(),
                 ViewOutcome::Miss | ViewOutcome::Failed(_) => 0,
@@ -425,6 +432,7 @@ impl ClientInner {
         let mut step = keys.len();
         loop {
             let views = self.lease(on, purpose, &keys[..step]);
+            // A block longer than the whole share never fits, so it is not retried.
             let share = on.link.welcome.hold_bytes_max;
             let is_full = |view: &ViewOutcome| match view {
                 ViewOutcome::Failed(StoreError::NoRoom { needed_bytes }) => {
@@ -433,6 +441,7 @@ impl ClientInner {
                 ViewOutcome::Failed(StoreError::Limit { most, .. }) => *most > 0,
                 _ => false,
             };
+            // At the deadline the views are returned as they are, with the failures in them.
             let has_time = !on.deadline.remaining(&SystemClock).is_zero();
             if !has_time || !views.iter().any(is_full) {
                 return views;

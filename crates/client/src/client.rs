@@ -123,6 +123,7 @@ impl Client {
             tasks,
             process,
         });
+        // After the first session: without a node no thread is started.
         background::start(&inner).map_err(|e| StoreError::Threads { source: Arc::new(e) })?;
         Ok(Self(Arc::new(Handle(inner))))
     }
@@ -266,10 +267,13 @@ impl ClientInner {
             Ok(()) => Ok(link),
             // The node does not answer, so it would not answer a new session either.
             Err(CallError::Timeout | CallError::NoFreeConnection | CallError::TooLong(_)) => {
+                // Connecting to a node that accepts but does not answer takes the whole timeout:
+                // calls must not try it.
                 self.set_gone(false);
                 return false;
             }
             Err(CallError::Broken(_)) => {
+                // The session is lost: the node ended it, was restarted or is gone.
                 Link::open(&self.identity, &self.tasks, deadline).map(Arc::new)
             }
         };
@@ -350,6 +354,7 @@ impl ClientInner {
             // A running node answers by the deadline whatever its tiers do, unless the deadline is
             // very short.
             Err(CallError::Timeout) => {
+                // So little time proves nothing; the probe of the background thread has enough.
                 if time < PROBE_TIMEOUT {
                     self.tasks.mark_node_suspect();
                 } else {
@@ -357,6 +362,7 @@ impl ClientInner {
                 }
                 Err(StoreError::Timeout { operation, timeout_ms })
             }
+            // This client is too busy, which says nothing about the node.
             Err(CallError::NoFreeConnection) => Err(StoreError::Timeout { operation, timeout_ms }),
             Err(CallError::TooLong(reason)) => {
                 Err(StoreError::Config { setting: "request", reason })
@@ -478,6 +484,7 @@ impl BlockStore for Client {
         let places = |keys: &[BlockKey]| {
             let call = Call::Ask { question: KeyQuestion::Locate, keys: keys.to_vec() };
             let (deadline, time) = self.inner().deadline(CallOptions::default());
+            // The link is taken once: the bits of the answer refer to its list of tiers.
             let Ok(link) = self.inner().link_or_reconnect(deadline) else {
                 return vec![Vec::new(); keys.len()];
             };
