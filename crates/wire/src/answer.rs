@@ -243,6 +243,7 @@ impl Answer {
             Self::Text(text) => (text.len() > TEXT_BYTES_MAX, TEXT_BYTES_MAX),
             _ => (false, BODY_BYTES_MAX as usize),
         };
+        // `Frame::write` appends nothing on an error, so the failure takes the place of the answer.
         if is_too_long || write(self, into).is_err() {
             let reason = format!("longer than the maximum of {most} bytes; ask for less at once");
             let failed = Self::Failed(StoreError::Config { setting: "answer", reason });

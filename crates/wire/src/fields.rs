@@ -11,6 +11,7 @@ pub const MANIFEST_FIELDS_MAX: usize = 256;
 
 /// The longest prefix of a text that fits `bytes_max`, ending with a whole character.
 pub(crate) fn cut(text: &str, bytes_max: usize) -> &str {
+    // A character has at most four bytes, so this takes at most four steps.
     let end = (0..=bytes_max.min(text.len())).rev().find(|end| text.is_char_boundary(*end));
     &text[..end.unwrap_or(0)]
 }
