@@ -127,9 +127,11 @@ impl Administrator {
             Some(connection) => connection,
             None => self.open(deadline, timeout)?,
         };
+        // After opening, which may have used a part of the time.
         let left = deadline.remaining(&SystemClock);
         let answer = connection.call(&[], &call(node_timeout_ms(left)), deadline);
         let answer = answer.map_err(|error| self.failure(error, timeout))?;
+        // Kept only after a complete answer.
         *kept = Some(connection);
         Ok(answer)
     }

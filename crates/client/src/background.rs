@@ -68,6 +68,7 @@ impl BackgroundTasks {
     /// Holds wait to be released.
     pub(crate) fn schedule_release(&self) {
         let mut pending = self.lock();
+        // Set under the lock, so the thread sees it before it waits: the wake-up cannot get lost.
         let was_scheduled = std::mem::replace(&mut pending.has_releases, true);
         drop(pending);
         // Waking the thread for every call would cost as much as the call itself.
@@ -89,6 +90,7 @@ impl BackgroundTasks {
     /// A call with a short timeout was not answered.
     pub(crate) fn mark_node_suspect(&self) {
         self.update(|pending| {
+            // `Unavailable` is certain; a suspicion must not replace it by a probe.
             if pending.node == NodeStatus::Reachable {
                 pending.node = NodeStatus::Suspect;
             }
@@ -121,6 +123,7 @@ fn run(client: &Weak<ClientInner>, tasks: &BackgroundTasks) {
         if pending.is_stopped {
             return;
         }
+        // The back-off doubles with each failure and starts again after a success.
         let pause = if pending.node == NodeStatus::Unavailable { back_off } else { RELEASE_DELAY };
         // A call may carry the releases along meanwhile, and a node that just became unavailable
         // needs time to restart.
@@ -130,10 +133,12 @@ fn run(client: &Weak<ClientInner>, tasks: &BackgroundTasks) {
         if pending.is_stopped {
             return;
         }
+        // Reset before sending: a release that is queued from here on schedules another round.
         pending.has_releases = false;
         // Reset before the attempt: a failure that another thread reports during it is kept.
         let node = std::mem::take(&mut pending.node);
         drop(pending);
+        // Upgraded only for the work: while the thread sleeps, it does not keep the client alive.
         let Some(client) = client.upgrade() else { return };
         if node == NodeStatus::Unavailable {
             if client.reconnect(Deadline::after(&SystemClock, ATTEMPT_TIMEOUT)) {

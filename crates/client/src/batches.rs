@@ -60,6 +60,7 @@ impl ClientInner {
         };
         let mut outcomes: Vec<Option<PutOutcome>> = batch.iter().map(|_| None).collect();
         for (outcome, put) in outcomes.iter_mut().zip(batch) {
+            // A length in a message has 32 bits.
             if u32::try_from(put.bytes.len()).is_err() {
                 *outcome = Some(PutOutcome::Declined(DeclineReason::TooLarge));
             }
@@ -73,6 +74,7 @@ impl ClientInner {
             let mut open: Vec<usize> =
                 (0..batch.len()).filter(|at| outcomes[*at].is_none()).collect();
             while !open.is_empty() {
+                // Deferred blocks stay open and come first in the next round.
                 let round = &open[..open.len().min(BLOCKS_MAX)];
                 match self.put_round(&on, batch, round, &mut outcomes) {
                     Ok(to_compare) => {
@@ -119,7 +121,10 @@ impl ClientInner {
             let put = &batch[*at];
             match prepared {
                 PrepareOutcome::Slab(mut slab) => {
+                    // Copied before the hold leaves the slab: until then a drop releases it.
                     copy_in(&mut slab, put.bytes);
+                    // From here on the slab releases nothing: the seal consumes the hold, or `seal`
+                    // releases it.
                     let hold = slab.into_hold(&on.link.attachment);
                     sealed.push(seal(put, hold.expect("this node lent it"), put.bytes.len()));
                     placed.push(*at);
@@ -144,6 +149,7 @@ impl ClientInner {
         on: &Batch,
         blocks: Vec<BlockToPrepare>,
     ) -> Result<Vec<PrepareOutcome>, StoreError> {
+        // Kept here, because the call consumes the blocks and the answer has no lengths.
         let lengths: Vec<usize> = blocks.iter().map(|block| block.bytes as usize).collect();
         let first_hold = on.link.session.allocate_holds(lengths.len());
         let call = Call::Prepare { timeout_ms: on.node_timeout_ms(), first_hold, blocks };
@@ -171,6 +177,8 @@ impl ClientInner {
         };
         if prepared.is_err() {
             // The node may have granted slabs, or may still grant them: release all of them.
+            // Slabs of the valid blocks are dropped too and release their holds. A second release
+            // has no effect, because numbers are never reused.
             on.link.session.release_range(first_hold, lengths.len());
         }
         prepared
@@ -227,6 +235,7 @@ impl ClientInner {
                     }
                 }
             }
+            // The node cannot count these: for it the key was only to be compared.
             on.report_settled(present, 0, 0);
             open.retain(|at| all[*at].is_none());
         }
@@ -263,6 +272,7 @@ impl ClientInner {
             Err(error) => error,
         };
         // Release what the node did not seal. Releasing a sealed hold has no effect.
+        // Each by itself: the holds of one seal need not have consecutive numbers.
         for hold in holds {
             on.link.session.release_range(hold, 1);
         }
@@ -284,6 +294,7 @@ impl ClientInner {
             let step = &rest[..on.link.step(lengths)];
             let keys: Vec<BlockKey> = step.iter().map(|at| batch[*at].key).collect();
             let views = self.lease_step(on, LeasePurpose::Compare, &keys);
+            // The step may have got shorter, to fit the share of the client.
             let (step, later) = rest.split_at(views.len());
             rest = later;
             for (at, view) in step.iter().zip(views) {
@@ -365,6 +376,7 @@ impl ClientInner {
             Err(StoreError::Closed) => {
                 return keys.iter().map(|_| ViewOutcome::Failed(StoreError::Closed)).collect();
             }
+            // An unavailable node is a miss, not an error: the caller recomputes the blocks.
             Err(_) => return keys.iter().map(|_| ViewOutcome::Miss).collect(),
         };
         keys.chunks(BLOCKS_MAX).flat_map(|step| self.lease(&on, LeasePurpose::Use, step)).collect()
@@ -389,6 +401,7 @@ impl ClientInner {
             let done = outcomes.len();
             let step = on.link.step(buffers[done..].iter().map(|buffer| buffer.len()));
             let views = self.lease_step(&on, LeasePurpose::Use, &keys[done..done + step]);
+            // The total decides whether the copies bypass the cache.
             let total = views.iter().map(|view| match view {
                 ViewOutcome::Hit { slab, .. } => slab.len(),
                 ViewOutcome::Miss | ViewOutcome::Failed(_) => 0,
@@ -396,6 +409,7 @@ impl ClientInner {
             let total = total.sum();
             for (view, buffer) in views.into_iter().zip(&mut buffers[done..]) {
                 outcomes.push(match view {
+                    // Nothing is copied: a truncated block would be a wrong answer.
                     ViewOutcome::Hit { slab, .. } if slab.len() > buffer.len() => {
                         GetOutcome::TooShort { needed_bytes: slab.len() }
                     }
@@ -414,9 +428,11 @@ impl ClientInner {
     /// Leases the first blocks of `keys`, as many as fit the client's share. While other calls of
     /// this client use up the share, it retries with half as many until the deadline.
     fn lease_step(&self, on: &Batch, purpose: LeasePurpose, keys: &[BlockKey]) -> Vec<ViewOutcome> {
+        // Each retry halves the step, so a few of them lead to single blocks.
         let mut step = keys.len();
         loop {
             let views = self.lease(on, purpose, &keys[..step]);
+            // A block longer than the whole share never fits, so it is not retried.
             let share = on.link.welcome.hold_bytes_max;
             let is_full = |view: &ViewOutcome| match view {
                 ViewOutcome::Failed(StoreError::NoRoom { needed_bytes }) => {
@@ -425,6 +441,7 @@ impl ClientInner {
                 ViewOutcome::Failed(StoreError::Limit { most, .. }) => *most > 0,
                 _ => false,
             };
+            // At the deadline the views are returned as they are, with the failures in them.
             let has_time = !on.deadline.remaining(&SystemClock).is_zero();
             if !has_time || !views.iter().any(is_full) {
                 return views;
@@ -444,6 +461,7 @@ impl ClientInner {
         purpose: LeasePurpose,
         keys: &[BlockKey],
     ) -> Vec<ViewOutcome> {
+        // The client numbers the holds, so it can release those of a call without an answer.
         let first_hold = on.link.session.allocate_holds(keys.len());
         let timeout_ms = on.node_timeout_ms();
         let call = Call::Lease { timeout_ms, first_hold, purpose, keys: keys.to_vec() };
@@ -477,6 +495,7 @@ impl ClientInner {
                 if let (Some(slab), Some(tier)) = (slab, link.tiers.get(usize::from(tier))) {
                     ViewOutcome::Hit { slab, tier }
                 } else {
+                    // No slab exists whose drop would release the hold.
                     link.session.release_range(hold, 1);
                     let reason = "the node leased memory outside its pool".to_owned();
                     ViewOutcome::Failed(self.unavailable(reason))
@@ -500,6 +519,8 @@ impl Link {
             left = left.saturating_sub(*bytes);
             fits
         };
+        // At least one, or the caller would not advance. The node decides about a block that is
+        // longer than the share.
         lengths.take_while(fits).take(BLOCKS_MAX).count().max(1)
     }
 }

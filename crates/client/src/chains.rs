@@ -32,10 +32,13 @@ impl ClientInner {
         let answer =
             self.call_on(&on.link, "look up a chain", &Call::Lookup(first), on.deadline, on.time);
         let Ok(Answer::Matched(matched)) = answer else { return Vec::new() };
+        // An index beyond the list ends the match, as a missing block does.
         let named = |tier: u8| on.link.tiers.get(usize::from(tier)).copied();
         let mut tiers: Vec<TierName> = matched.into_iter().map_while(named).collect();
+        // The node has no reason to send more; the caller relies on the bound.
         tiers.truncate(count);
         for keys in rest.chunks(KEYS_MAX) {
+            // A match is a prefix: behind the first missing block nothing counts.
             if tiers.len() < count || !self.extend(on, keys, &mut tiers) {
                 break;
             }
@@ -79,6 +82,7 @@ impl ClientInner {
                 self.views(&on.link, first_hold, leases)
             }
             Ok(_) | Err(_) => {
+                // The node may have granted leases, or may still grant them.
                 on.link.session.release_range(first_hold, count);
                 Vec::new()
             }

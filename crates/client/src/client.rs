@@ -123,6 +123,7 @@ impl Client {
             tasks,
             process,
         });
+        // After the first session: without a node no thread is started.
         background::start(&inner).map_err(|e| StoreError::Threads { source: Arc::new(e) })?;
         Ok(Self(Arc::new(Handle(inner))))
     }
@@ -208,6 +209,7 @@ impl ClientInner {
             }
             self.mark_unavailable(CONNECTION_CLOSED, link, true);
         }
+        // A node that is stopped but not gone is left to the background thread.
         if !matches!(&*self.state(), LinkState::Unavailable { is_gone: true, .. }) {
             return self.linked();
         }
@@ -217,6 +219,7 @@ impl ClientInner {
 
     /// Reconnects, or waits for the call that already does.
     fn reconnect_once(&self, deadline: Deadline) {
+        // A call waits no longer than its own deadline, whichever call reconnects.
         let left = deadline.remaining(&SystemClock).min(RECONNECT_TIMEOUT);
         let reconnecting = || self.is_reconnecting.lock().unwrap_or_else(PoisonError::into_inner);
         let mut is_reconnecting = reconnecting();
@@ -240,6 +243,8 @@ impl ClientInner {
     /// Makes calls fail at once until the client has reconnected.
     pub(crate) fn mark_unavailable(&self, reason: &str, link: &Arc<Link>, is_gone: bool) {
         let mut state = self.state();
+        // A failure of an earlier link says nothing about the current one. Of several calls that
+        // fail at once, only the first changes the state.
         if matches!(&*state, LinkState::Linked(current) if Arc::ptr_eq(current, link)) {
             *state = LinkState::Unavailable {
                 reason: reason.to_owned(),
@@ -257,17 +262,22 @@ impl ClientInner {
             LinkState::Unavailable { link, .. } => Arc::clone(link),
             LinkState::Linked(_) | LinkState::Closed => return true,
         };
+        // The lock of the state is not held, so other calls can read it meanwhile.
         let found = match link.session.reconnect(deadline) {
             Ok(()) => Ok(link),
             // The node does not answer, so it would not answer a new session either.
             Err(CallError::Timeout | CallError::NoFreeConnection | CallError::TooLong(_)) => {
+                // Connecting to a node that accepts but does not answer takes the whole timeout:
+                // calls must not try it.
                 self.set_gone(false);
                 return false;
             }
             Err(CallError::Broken(_)) => {
+                // The session is lost: the node ended it, was restarted or is gone.
                 Link::open(&self.identity, &self.tasks, deadline).map(Arc::new)
             }
         };
+        // The state may have changed meanwhile. Only an unavailable client takes the result.
         let mut state = self.state();
         match (&mut *state, found) {
             (LinkState::Unavailable { .. }, Ok(link)) => {
@@ -344,6 +354,7 @@ impl ClientInner {
             // A running node answers by the deadline whatever its tiers do, unless the deadline is
             // very short.
             Err(CallError::Timeout) => {
+                // So little time proves nothing; the probe of the background thread has enough.
                 if time < PROBE_TIMEOUT {
                     self.tasks.mark_node_suspect();
                 } else {
@@ -351,6 +362,7 @@ impl ClientInner {
                 }
                 Err(StoreError::Timeout { operation, timeout_ms })
             }
+            // This client is too busy, which says nothing about the node.
             Err(CallError::NoFreeConnection) => Err(StoreError::Timeout { operation, timeout_ms }),
             Err(CallError::TooLong(reason)) => {
                 Err(StoreError::Config { setting: "request", reason })
@@ -392,6 +404,8 @@ impl ClientInner {
             // The parent process still uses the client.
             return;
         }
+        // The state first: a reconnect in progress then finds the client closed and drops its new
+        // link.
         let before = std::mem::replace(&mut *self.state(), LinkState::Closed);
         self.tasks.stop();
         // Outside the lock: ending a session sends its releases.
@@ -470,6 +484,7 @@ impl BlockStore for Client {
         let places = |keys: &[BlockKey]| {
             let call = Call::Ask { question: KeyQuestion::Locate, keys: keys.to_vec() };
             let (deadline, time) = self.inner().deadline(CallOptions::default());
+            // The link is taken once: the bits of the answer refer to its list of tiers.
             let Ok(link) = self.inner().link_or_reconnect(deadline) else {
                 return vec![Vec::new(); keys.len()];
             };

@@ -100,6 +100,8 @@ impl Connection {
         deadline: Deadline,
     ) -> Result<Answer, ConnectionError> {
         self.send_call(ahead, call, deadline)?;
+        // One call is in flight at a time, and a connection with a late answer is not used again.
+        // So no input is left from an earlier call.
         self.read = 0;
         if self.output.len() >= LONG_CALL_BYTES {
             self.poll_for_answer(deadline)?;
@@ -110,6 +112,8 @@ impl Connection {
                 return self.read_answer();
             }
             self.set_timeouts(deadline)?;
+            // `frame_length` has checked the limit, so the node cannot make this buffer grow
+            // further.
             let needed = length.unwrap_or(0).max(READ_BYTES);
             if self.input.len() < needed {
                 self.input.resize(needed, 0);
@@ -186,6 +190,7 @@ impl Connection {
         call: &Call,
         deadline: Deadline,
     ) -> Result<(), ConnectionError> {
+        // Only consecutive calls have to differ: at most one is in flight.
         self.calls = self.calls.wrapping_add(1);
         self.output.clear();
         // Releases end holds of earlier calls: they belong to no trace.
@@ -250,6 +255,8 @@ impl Connection {
         // Setting them is a system call. A timeout up to 1/16 too long is accepted instead.
         let is_close = self.timeout >= left && self.timeout <= left + left / 16;
         if !is_close {
+            // Longer than needed, so that it still fits later calls with the same timeout and the
+            // further system calls of this one.
             self.timeout = left + left / 32;
             self.stream.set_read_timeout(Some(self.timeout))?;
             self.stream.set_write_timeout(Some(self.timeout))?;
@@ -260,6 +267,7 @@ impl Connection {
     fn read_answer(&mut self) -> Result<Answer, ConnectionError> {
         let frame = Frame::read(&self.input[..self.read])?;
         let answer = Answer::read(&frame)?;
+        // The node sends it without having read the call, so it does not know its number.
         let is_refused_unread =
             frame.header.call == UNREAD_CALL && matches!(answer, Answer::Refused { .. });
         if frame.header.call != self.calls && !is_refused_unread {

@@ -7,6 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 /// Tenant and run of the node.
 type Run = (String, u64);
 
+/// Of the whole process: the ledger of a node names holders by process, not by session.
 static RUNS: Mutex<BTreeMap<Run, usize>> = Mutex::new(BTreeMap::new());
 
 fn runs() -> MutexGuard<'static, BTreeMap<Run, usize>> {

@@ -186,6 +186,7 @@ impl Session {
     /// Sends a call with pending releases ahead of it, and waits for its answer.
     pub(crate) fn call(&self, call: &Call, deadline: Deadline) -> Result<Answer, CallError> {
         let mut connection = self.acquire_connection(deadline)?;
+        // Taken only with a connection: until then another call can carry them.
         let ahead = self.take_releases();
         let answer = connection.call(ahead.as_slice(), call, deadline);
         self.requeue_unsent(ahead, answer.is_err());
@@ -225,6 +226,7 @@ impl Session {
         // Relaxed: a heuristic that decides only whether to poll.
         let was_idle =
             now.saturating_sub(self.last_used_ms.load(Ordering::Relaxed)) >= IDLE_CHECK_MS;
+        // The last idle connection is the one that the next call takes.
         if was_idle && self.connections().idle.last().is_some_and(Connection::is_closed) {
             // The time stays as it is, so that calls of other threads check too.
             return true;
@@ -235,6 +237,7 @@ impl Session {
 
     /// Tries whether the node still has this session: on an idle connection, then on a new one.
     pub(crate) fn reconnect(&self, deadline: Deadline) -> Result<(), CallError> {
+        // The lock is not held during the call, for which other calls would wait.
         let idle = self.connections().idle.pop();
         if let Some(mut connection) = idle {
             let answer = connection.call(&[], &Call::Ping, deadline);
@@ -277,6 +280,8 @@ impl Session {
             }
             Err(ConnectionError::Timeout) => {
                 connections.open -= 1;
+                // Shutting it down makes the node release what the call granted. With no other
+                // connection open that could end the session, and with it the holds of other calls.
                 if connections.open > 0 {
                     connection.shutdown();
                 } else {
@@ -291,6 +296,7 @@ impl Session {
         };
         let is_last = connections.open == 0;
         drop(connections);
+        // No connection will be returned any more: every waiting call has to open one or fail.
         if is_last {
             self.connection_returned.notify_all();
         } else {
@@ -321,12 +327,15 @@ impl Session {
                     }
                     Err(error) => refusal = Some(error),
                 }
+                // The place is free again, so the calls that wait for one can try.
                 connections.open -= 1;
                 self.connection_returned.notify_all();
                 continue;
             }
             let left = deadline.remaining(&SystemClock);
             match refusal {
+                // Without an open connection none will be returned, so waiting is of no use. After
+                // a time-out no time is left.
                 Some(error) if connections.open == 0 || matches!(error, CallError::Timeout) => {
                     return Err(error);
                 }
@@ -350,6 +359,7 @@ impl Session {
             Connection::connect(&self.identity.socket, deadline).map_err(failed)?;
         let hello = hello(&self.identity, Some(self.id));
         match connection.handshake(&hello, deadline).map_err(failed)?.0 {
+            // Another run of the node does not know the holds of this session.
             Answer::Welcome(welcome) if welcome.epoch == self.epoch => Ok(connection),
             Answer::Welcome(_) => Err(CallError::Broken("the node was restarted".to_owned())),
             Answer::Refused { reason } => Err(CallError::Broken(reason)),
@@ -361,6 +371,8 @@ impl Session {
 
     fn take_releases(&self) -> Option<Call> {
         let mut releases = self.releases();
+        // At most `BLOCKS_MAX` ranges go ahead of a call. The newest go first, which needs no copy
+        // of the others.
         let kept = releases.len().saturating_sub(BLOCKS_MAX);
         let holds = releases.split_off(kept);
         drop(releases);
@@ -395,12 +407,15 @@ impl Session {
 
 /// Whether `next` continues `last`, and the message format can hold both as one range.
 fn is_adjacent(last: HoldRange, next: HoldRange) -> bool {
+    // Ascending order only: a range that is dropped in reverse order is queued hold by hold.
     let is_next = last.first + u64::from(last.count) == next.first;
     is_next && (last.count as usize).saturating_add(next.count as usize) <= KEYS_MAX
 }
 
 impl Lender for Session {
     fn release_hold(&self, hold: u64) {
+        // The holds are the parent's: a release by the child would free memory that the parent
+        // still uses.
         if self.is_forked() {
             return;
         }

@@ -156,6 +156,7 @@ pub fn serve(node: &Node, config: HttpConfig) -> Result<HttpHandle, NodeError> {
     if security::is_token_in_the_clear(&config.security, address) {
         tracing::warn!(%address, "clients send the token unencrypted; set tls_certificate");
     }
+    // Before the thread starts, so that an error ends the start and not a running server.
     let (unix, file) = listen_unix(node)?;
     let listeners = Listeners { tcp: listener, unix, file };
     let shared = (node.clone(), Arc::clone(&access));
@@ -205,6 +206,8 @@ impl HttpHandle {
     /// If the new ones are invalid. The old ones then stay in use.
     pub fn reload(&self, security: &SecurityConfig) -> Result<(), HttpError> {
         security.check(Some(self.address))?;
+        // Complete before the swap: after an error the old access stays, never a part of the new
+        // one.
         let access = Arc::new(HttpAccess::new(self.address, Secrets::read(security)?));
         *self.access.write().unwrap_or_else(PoisonError::into_inner) = access;
         tracing::info!(address = %self.address, "token and certificates reloaded");

@@ -186,8 +186,10 @@ impl Node {
         if let Some(controls) = self.0.controls.get() {
             controls.log.set(new.log.filter.as_deref().unwrap_or("info"))?;
         }
+        // One assignment for all of them: a reader never gets a mixture of old and new settings.
         *self.0.live.write().unwrap_or_else(PoisonError::into_inner) = LiveSettings::of(new);
         let live = config::difference(&current, new).live;
+        // After the comparison, which needs the state before this change.
         *current = new.clone();
         // Live settings are compared with the last change, the others with the start: these stay
         // different until the node is restarted.
@@ -221,6 +223,7 @@ impl Node {
 
     /// Whether the node is starting, serving or draining.
     pub fn state(&self) -> NodeState {
+        // Only `set_state` writes it, so the index is valid.
         NodeState::ALL[usize::from(self.0.state.load(Ordering::Acquire))]
     }
 
@@ -236,6 +239,7 @@ impl Node {
 
     /// Whether spans of requests are exported to a collector.
     pub(crate) fn is_tracing(&self) -> bool {
+        // Relaxed: a request that misses the change has no span, which affects nothing else.
         self.0.is_tracing.load(Ordering::Relaxed)
     }
 
@@ -273,6 +277,7 @@ impl Node {
     /// The first store that could not be closed. The others are closed all the same.
     pub fn close(&self) -> Result<(), NodeError> {
         let mut first = Ok(());
+        // Not ended by an error: every store has pending blocks of its own.
         for tenant in self.0.tenants.all() {
             let closed = tenant.store().close();
             let tenant = tenant.name().to_owned();
@@ -346,6 +351,7 @@ fn log_recovery(tenant: &Tenant) {
         );
     }
     for ((tier, stage), blocks) in stats.stages.iter().zip(&stats.stage_blocks) {
+        // A tier without recovered blocks is the usual case of a first start, and not worth a line.
         if *blocks > 0 {
             let bytes = ByteSize(stage.used_bytes).rounded();
             tracing::info!(tenant, tier, blocks, %bytes, "recovered blocks of earlier runs");

@@ -50,6 +50,7 @@ pub fn run(
     let failed = |operation| move |source| NodeError::Server { operation, source };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(failed("start the runtime that waits for signals"))?;
+    // Handlers first: a signal during the recovery is kept, and then shuts down cleanly.
     let signals = runtime.block_on(async { ProcessSignals::new() });
     let mut signals = signals.map_err(failed("install signal handlers"))?;
     let service_manager = ServiceManager::of(&Environment::of_process())
@@ -60,6 +61,7 @@ pub fn run(
     log_derived_files_capacity(&config);
     log_failed_checks(&config);
     let group = config.admin_group.as_ref().map(|group| group.gid);
+    // Its lock comes before the stores: a second node at the same socket fails here.
     let (listener, file) = SocketFile::listen(&config.socket, config.socket_mode, group)?;
     let node = Node::open(config)?;
     node.set_controls(ProcessControls::new(reload, log, &signals.stop));
@@ -78,6 +80,7 @@ pub fn run(
     log_notify_error(service_manager.ready(&line));
     let mut tiers = TierLog::default();
     loop {
+        // A time-out drops the future; a signal stays pending until the next call.
         let event = async { tokio::time::timeout(TIERS_INTERVAL, signals.next()).await };
         let event = runtime.block_on(event);
         for line in tiers.new_lines(&node.status()) {
@@ -88,6 +91,7 @@ pub fn run(
             Ok(ProcessEvent::Stop) => break,
             Ok(ProcessEvent::Reload) => {}
         }
+        // `ready` ends the reload for the service manager, also if the reload failed.
         log_notify_error(service_manager.reloading());
         reload_config(&node);
         log_notify_error(service_manager.ready(&line));
@@ -132,6 +136,7 @@ fn close(
     let timeout = node.live_settings().shutdown_timeout;
     runtime.block_on(async {
         tokio::select! {
+            // Only a panic drops the sender before it has sent the result.
             closed = closed => closed.unwrap_or_else(|_| Err(unfinished("a store panicked"))),
             () = tokio::time::sleep(timeout) => Err(unfinished(&format!(
                 "not every block was written within shutdown_timeout ({} s); the others are lost",

@@ -120,6 +120,7 @@ impl Tenant {
             store.encryption = Some(EncryptionConfig { key_file, scope: name.to_owned() });
         }
         let opened = match Store::open(store.clone()) {
+            // Only for errors of the file: any other error would come again with an anonymous pool.
             Err(StoreError::Memory(error)) if is_pool_file_error(&error) => {
                 let error: &dyn std::error::Error = &*error;
                 tracing::warn!(
@@ -190,6 +191,7 @@ impl Tenants {
             other: name(other),
             reason: reason.to_owned(),
         };
+        // The node's own user has its place before any tenant, so no tenant can take it.
         let mut users = BTreeMap::from([(own_user, 0)]);
         let mut tokens = Tokens::new();
         for (at, tenant) in config.tenants.iter().enumerate() {
@@ -201,6 +203,7 @@ impl Tenants {
                 return Err(TenantError::Nobody { tenant: tenant.name.clone() });
             }
             for user in &tenant.users {
+                // A user that one tenant lists twice is not ambiguous.
                 if let Some(other) = users.insert(*user, place).filter(|other| *other != place) {
                     let reason = format!(
                         "both have user {user}; a user belongs to one tenant (the node's own user \
@@ -212,12 +215,14 @@ impl Tenants {
             if let Some(path) = &tenant.token_file {
                 let token = Token::read(path)
                     .map_err(|source| TenantError::Token { tenant: name(place), source })?;
+                // Searched before it is added, when only the tokens of other tenants are there.
                 if let Some(other) = tokens.find(token.bytes()) {
                     return Err(ambiguous(other, place, "they have the same token"));
                 }
                 tokens.add(&token, place);
             }
         }
+        // The last check: no store is opened for a configuration that is refused.
         check_directories(config, &ambiguous)?;
         let own = Tenant::open(
             DEFAULT_TENANT,
@@ -270,6 +275,7 @@ impl Tenants {
         group: u32,
         token: Option<&[u8]>,
     ) -> Result<Arc<Tenant>, Refusal> {
+        // A token has precedence, so that an administrator can select a tenant.
         if token.is_none() && self.is_administrator(user, group) {
             return Ok(Arc::clone(&self.all[0]));
         }
@@ -300,7 +306,9 @@ pub(crate) fn pool_file(node: &NodeConfig, tenant: &str) -> Option<PathBuf> {
         return None;
     }
     let directory = node.pool_directory.as_ref()?;
+    // Absolute, so that the working directory at the start does not matter.
     let socket = std::path::absolute(&node.socket).unwrap_or_else(|_| node.socket.clone());
+    // A hash, because a path has separators and may be longer than a file name.
     let hash = digest(&SHA256, socket.as_os_str().as_bytes());
     let socket_id = hash
         .as_ref()
@@ -326,6 +334,8 @@ fn check_directories(
     let mut taken = BTreeMap::new();
     for (place, store) in stores.enumerate() {
         let Some(files) = &store.files else { continue };
+        // Two paths can lead to the same directory, for example by a symbolic link. A directory
+        // that does not exist yet is compared as it is written.
         let directory = files.directory.canonicalize().unwrap_or_else(|_| files.directory.clone());
         if let Some(other) = taken.insert(directory, place) {
             let reason = format!("both have the files directory {}", files.directory.display());

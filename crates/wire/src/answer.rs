@@ -238,10 +238,12 @@ impl Answer {
             Frame::write(into, answer.kind(), call, None, body)
         };
         // Truncated text is not valid JSON.
+        // `FieldWriter::text` would truncate a longer text without an error.
         let (is_too_long, most) = match self {
             Self::Text(text) => (text.len() > TEXT_BYTES_MAX, TEXT_BYTES_MAX),
             _ => (false, BODY_BYTES_MAX as usize),
         };
+        // `Frame::write` appends nothing on an error, so the failure takes the place of the answer.
         if is_too_long || write(self, into).is_err() {
             let reason = format!("longer than the maximum of {most} bytes; ask for less at once");
             let failed = Self::Failed(StoreError::Config { setting: "answer", reason });
@@ -367,6 +369,7 @@ fn list<'a, T>(
     from: &mut FieldReader<'a>,
     read: impl Fn(&mut FieldReader<'a>) -> Result<T, WireError>,
 ) -> Result<Vec<T>, WireError> {
+    // Items differ in length; each has at least one byte, so the count is bounded by the message.
     let count = from.count(1, "count")?;
     from.all(count, read)
 }

@@ -80,6 +80,7 @@ pub enum KeyQuestion {
     Prefetch,
 }
 
+/// The place of a question in this list is its code in the message, so the order is fixed.
 const QUESTIONS: [KeyQuestion; 6] = [
     KeyQuestion::Contains,
     KeyQuestion::Locate,
@@ -260,6 +261,7 @@ impl SealedBlock {
 impl HoldRange {
     fn read(from: &mut FieldReader<'_>) -> Result<Self, WireError> {
         let (first, count) = (from.u64("hold")?, from.u32("count")?);
+        // Bounds the work of one range, and the end is checked for overflow once for all users.
         let is_small = count as usize <= KEYS_MAX;
         let is_sound = is_small && first.checked_add(u64::from(count)).is_some();
         if is_sound { Ok(Self { first, count }) } else { Err(WireError::Field("count")) }
@@ -401,6 +403,7 @@ impl Call {
             2 => Self::Ping,
             3 => {
                 let (timeout_ms, first_hold) = (from.u32("timeout")?, from.u64("hold")?);
+                // The shortest block: key 32, length 4, two flags, and one byte for no parent.
                 let count = from.count(39, "blocks")?;
                 let first_hold = check_holds(first_hold, count)?;
                 let blocks = from.all(count, BlockToPrepare::read)?;
@@ -413,10 +416,13 @@ impl Call {
             },
             5 => {
                 let timeout_ms = from.u32("timeout")?;
+                // The shortest block: hold 8, length 4, key 32, namespace 16, two flags, and one
+                // byte each for no time to live and no parent.
                 let count = from.count(64, "blocks")?;
                 Self::Seal { timeout_ms, blocks: from.all(count, SealedBlock::read)? }
             }
             6 => {
+                // A range: first number 8, count 4.
                 let count = from.count(12, "holds")?;
                 Self::Release { holds: from.all(count, HoldRange::read)? }
             }

@@ -60,6 +60,7 @@ impl ChainRequest {
             Priority::Normal => 1,
             Priority::High => 2,
         });
+        // A workload has 8 bits, so `u16::MAX` is free to mean none.
         into.u16(workload.map_or(u16::MAX, u16::from));
         into.maybe_u64(expected_within.map(nanos));
         into.maybe_u64(self.at.map(nanos));

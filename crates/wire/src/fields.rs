@@ -11,6 +11,7 @@ pub const MANIFEST_FIELDS_MAX: usize = 256;
 
 /// The longest prefix of a text that fits `bytes_max`, ending with a whole character.
 pub(crate) fn cut(text: &str, bytes_max: usize) -> &str {
+    // A character has at most four bytes, so this takes at most four steps.
     let end = (0..=bytes_max.min(text.len())).rev().find(|end| text.is_char_boundary(*end));
     &text[..end.unwrap_or(0)]
 }
@@ -194,6 +195,7 @@ impl<'a> FieldReader<'a> {
 
     pub(crate) fn keys(&mut self) -> Result<Vec<BlockKey>, WireError> {
         let count = self.count(KEY_BYTES, "keys")?;
+        // No overflow: `count` has compared the product with the rest of the message.
         let bytes = self.bytes(count * KEY_BYTES, "keys")?;
         let (keys, _) = bytes.as_chunks();
         Ok(keys.iter().map(|key| BlockKey::from_bytes(*key)).collect())
@@ -228,6 +230,7 @@ impl<'a> FieldReader<'a> {
     }
 
     pub(crate) fn manifest(&mut self) -> Result<Manifest, WireError> {
+        // A field has at least the lengths of its name and its value, of 4 bytes each.
         let count = self.count(8, "manifest")?;
         if count > MANIFEST_FIELDS_MAX {
             return Err(WireError::Field("manifest"));

@@ -46,6 +46,8 @@ impl TraceContext {
         let flags = hex::<1>(fields.next()?)?[0];
         let has_more = fields.next().is_some();
         let is_valid =
+            // Version 0 has exactly these fields; a later version may append some. Version 255 and
+            // ids of zeroes are invalid.
             version != 0xff && (version != 0 || !has_more) && trace != [0; 16] && span != [0; 8];
         is_valid.then_some(Self { trace, span, is_sampled: flags & 1 == 1 })
     }
@@ -67,6 +69,7 @@ impl fmt::Display for TraceContext {
 }
 
 fn hex<const N: usize>(text: &str) -> Option<[u8; N]> {
+    // Lower case only, as the standard requires. `from_str_radix` alone would also accept a sign.
     let is_hex = |digit: u8| digit.is_ascii_digit() || (b'a'..=b'f').contains(&digit);
     if text.len() != 2 * N || !text.bytes().all(is_hex) {
         return None;
@@ -105,6 +108,8 @@ pub struct Frame<'a> {
 /// complete.
 pub fn frame_length(bytes: &[u8]) -> Result<Option<usize>, WireError> {
     match bytes.first_chunk::<HEADER_BYTES>() {
+        // The header is checked before the body arrives, so a receiver never waits for more than
+        // the maximum. Its checksum is checked with the whole frame.
         Some(header) => Ok(Some(HEADER_BYTES + FrameHeader::read(header)?.body_bytes as usize)),
         None => Ok(None),
     }
@@ -157,10 +162,12 @@ impl<'a> Frame<'a> {
         into.extend_from_slice(&MAGIC);
         into.extend_from_slice(&VERSION.to_le_bytes());
         into.extend_from_slice(&kind.to_le_bytes());
+        // The length, which is known only after the body.
         into.extend_from_slice(&[0; 4]);
         into.extend_from_slice(&call.to_le_bytes());
         let flags = trace.map_or(0, TraceContext::flags);
         into.extend_from_slice(&flags.to_le_bytes());
+        // Two reserved bytes, and the checksum, which comes last.
         into.extend_from_slice(&[0; 6]);
         debug_assert_eq!(into.len() - start, HEADER_BYTES);
         if let Some(trace) = trace {
@@ -174,6 +181,7 @@ impl<'a> Frame<'a> {
             into.truncate(start);
             return Err(WireError::TooLong(length));
         }
+        // Before the checksum, which covers it.
         into[start + 8..start + 12].copy_from_slice(&length.to_le_bytes());
         let sum = Self::checksum_of(&into[start..]);
         into[start + CHECKSUM_AT..start + HEADER_BYTES].copy_from_slice(&sum.to_le_bytes());

@@ -19,6 +19,7 @@ pub enum Access {
 }
 
 impl Access {
+    /// The place of an access in this list is its code in the message, as in `write`.
     const ALL: [Self; 3] = [Self::Read, Self::Write, Self::Administer];
 }
 

@@ -66,11 +66,14 @@ impl HttpAccess {
     ) -> Result<StatusView, StatusCode> {
         if let Some(credentials) = headers.get(AUTHORIZATION).map(HeaderValue::as_bytes) {
             let token = token_of(credentials).ok_or(StatusCode::UNAUTHORIZED)?;
+            // Hashes are compared, since all of them have the same length.
             let is_node_token =
                 self.secrets.token.is_some_and(|own| is_equal(&token_hash(&token), &own));
             let view = if is_node_token { Some(StatusView::All) } else { view_of_token(&token) };
             return view.ok_or(StatusCode::UNAUTHORIZED);
         }
+        // The kernel reports these credentials; no header can change them. So the `Host` header is
+        // not checked here.
         if let Caller::Unix { user, group } = caller {
             return Ok(view_of_peer(user, group));
         }
@@ -89,6 +92,8 @@ impl HttpAccess {
 
     /// Whether a `Host` header names this port: `localhost`, a loopback address or its own address.
     fn is_own_host(&self, host: &str) -> bool {
+        // The last colon separates the port, if only digits follow. In an IPv6 address it does not:
+        // the address ends with a bracket.
         let name = match host.rsplit_once(':') {
             Some((name, port)) if port.bytes().all(|digit| digit.is_ascii_digit()) => name,
             _ => host,
@@ -136,6 +141,7 @@ fn base64(text: &[u8]) -> Option<Vec<u8>> {
             b'/' => 63,
             _ => return None,
         };
+        // Older bits leave at the top: at most 13 of them are still needed.
         bits = (bits << 6) | u32::from(value);
         bit_count += 6;
         if bit_count >= 8 {

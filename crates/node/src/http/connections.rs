@@ -159,11 +159,14 @@ impl Server {
         loop {
             tokio::select! {
                 biased;
+                // First in the biased order: a flood of connections does not delay the stop.
                 _ = stopped.wait_for(Option::is_some) => break,
                 accepted = next() => match accepted {
                     Ok(accepted) => {
                         start(&mut connections, accepted);
                         in_a_row += 1;
+                        // The runtime has one thread: without this yield, a flood would delay the
+                        // open connections.
                         if in_a_row == ACCEPT_MAX {
                             in_a_row = 0;
                             yield_now().await;
@@ -180,6 +183,7 @@ impl Server {
                 _ = connections.join_next(), if !connections.is_empty() => {}
             }
         }
+        // No limit is set if the handle was lost: then nothing is waited for.
         let time_limit = self.stop.borrow().unwrap_or_default();
         let drained = async { while connections.join_next().await.is_some() {} };
         if timeout(time_limit, drained).await.is_err() {
@@ -189,6 +193,7 @@ impl Server {
 
     /// Takes a slot for a connection, or else a reserve slot for health checks.
     fn admit(&self, slots: &Arc<ConnectionSlots>, user: Option<u32>) -> Option<Admission> {
+        // Relaxed: the ids only have to differ.
         let id = self.next_id.fetch_add(1, Relaxed);
         if let Some((slot, taken)) = slots.take(id, user) {
             let (app, slot) = (self.app.clone(), Arc::new(slot));
@@ -215,6 +220,8 @@ impl Server {
             timeout(self.head_timeout(&admission), TlsAcceptor::from(tls).accept(stream));
         let handshake = tokio::select! {
             handshake = handshake => handshake,
+            // During the handshake the connection counts as idle since it was accepted, so a new
+            // one can take its slot.
             _ = &mut admission.taken => return,
         };
         let reason = match handshake {
@@ -257,6 +264,7 @@ impl Server {
                     slot.set_busy();
                 }
                 let response = app.oneshot(request).await;
+                // The response is not sent yet; `idle_min` protects the slot for a moment longer.
                 slot.set_idle();
                 response
             }
@@ -282,6 +290,7 @@ impl Server {
         let result = if let Some(result) = result {
             result
         } else {
+            // Ends the connection after the response in progress, or at once if there is none.
             connection.as_mut().graceful_shutdown();
             // A client that does not read its response is disconnected.
             timeout(LAST_RESPONSE_TIMEOUT, connection).await.unwrap_or(Ok(()))

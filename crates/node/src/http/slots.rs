@@ -55,17 +55,22 @@ impl ConnectionSlots {
     ) -> Option<(ConnectionSlot, SlotTaken)> {
         let mut connections = self.lock();
         let is_same_user = |one: &SlotState| user.is_some() && one.user == user;
+        // A user at its share replaces one of its own connections even while slots are free:
+        // otherwise it could take all of them.
         let is_at_share = user.is_some()
             && connections.values().filter(|one| is_same_user(one)).count()
                 >= self.limit.div_ceil(USER_SHARE);
         if is_at_share || connections.len() >= self.limit {
             let candidates =
                 connections.iter().filter(|(_, one)| !is_at_share || is_same_user(one));
+            // Connections with a request in progress have no idle time, so they are never replaced.
             let idle = candidates.filter_map(|(id, one)| Some((one.idle_since?, *id)));
             let (since, idle_longest) = idle.min()?;
             if since.elapsed() < self.idle_min {
                 return None;
             }
+            // This drops the sender in the state, which ends that connection. Its task drops its
+            // slot later, when the entry is gone already.
             connections.remove(&idle_longest);
         }
         let (close, taken) = oneshot::channel();

@@ -33,6 +33,7 @@ pub(super) struct Usage(AtomicU64);
 impl Usage {
     /// Adds to the amount, unless the sum exceeds the limit.
     fn try_add(&self, added: u64, limit: u64) -> bool {
+        // Checked and added in one step: concurrent calls cannot exceed the limit together.
         let sum = |used: u64| used.checked_add(added).filter(|sum| *sum <= limit);
         // Relaxed: a sum that guards no other memory.
         self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, sum).is_ok()
@@ -72,6 +73,7 @@ impl Account {
 
     /// The bytes that are left up to the limit.
     pub(super) fn available_bytes(&self, limit: u64) -> u64 {
+        // A reload can lower the limit for new sessions below what the process already uses.
         limit.saturating_sub(self.bytes.get())
     }
 
@@ -101,7 +103,10 @@ impl Account {
         if !self.namespaces.try_add(1, NAMESPACES_MAX) {
             return Err(StoreError::Limit { limit: NAMESPACES, most: NAMESPACES_MAX });
         }
+        // A concurrent registration may be refused for the namespace that is given back below. It
+        // can be tried again.
         if !self.manifest_bytes.try_add(bytes, MANIFEST_BYTES_MAX) {
+            // The first reservation is undone, as the namespace is not registered.
             self.namespaces.subtract(1);
             return Err(StoreError::Limit { limit: MANIFEST_BYTES, most: MANIFEST_BYTES_MAX });
         }
@@ -128,10 +133,14 @@ impl Accounts {
             return Arc::default();
         }
         let mut all = lock(&self.0);
+        // The lock is held until the new account is in the map: two sessions that open at once get
+        // the same one.
         let key = (tenant.to_owned(), peer.process);
         if let Some(account) = all.get(&key).and_then(Weak::upgrade) {
             return account;
         }
+        // Entries of clients that are gone are removed here, so the map is bounded by the number of
+        // processes that have a session.
         all.retain(|_, account| account.strong_count() > 0);
         let account = Arc::default();
         all.insert(key, Arc::downgrade(&account));

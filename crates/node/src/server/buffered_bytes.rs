@@ -25,6 +25,7 @@ impl BufferedBytes {
     /// `BYTES_MAX`, the next one half of the rest, and so on.
     pub(super) fn update(&self, process: i32, before: usize, now: usize) -> bool {
         let mut totals = lock(&self.0);
+        // `before` is part of both totals, so the subtraction comes first and does not underflow.
         totals.all = totals.all - before + now;
         let mut of_process = match totals.of_process.entry(process) {
             Entry::Occupied(entry) => entry,
@@ -32,6 +33,8 @@ impl BufferedBytes {
         };
         *of_process.get_mut() = *of_process.get() - before + now;
         let bytes = *of_process.get();
+        // Processes without buffered bytes have no entry, so the map does not grow with past
+        // clients.
         if bytes == 0 {
             of_process.remove();
         }

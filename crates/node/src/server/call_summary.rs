@@ -61,6 +61,7 @@ impl CallSummary {
                     Lease::Hit { bytes, .. } => Some(u64::from(*bytes)),
                     Lease::Miss | Lease::Failed(_) => None,
                 });
+                // The lengths of leased blocks are known only from the answer.
                 bytes = lengths.clone().sum();
                 lengths.count()
             }

@@ -180,9 +180,12 @@ impl Connection {
         flags: EventFlags,
         thread: &mut ThreadBuffers,
     ) -> NextStep {
+        // A hang-up is not checked here: the input may still have calls that the client sent before
+        // it closed, such as releases. The read after them returns 0.
         if flags.intersects(EventFlags::ERR) {
             return NextStep::Close;
         }
+        // Not contended: a connection is armed for one event at a time, so one thread serves it.
         let mut buffers = lock(&self.buffers);
         let ThreadBuffers { input, output } = thread;
         // Answers go into the thread's buffer; it stays here only if the client does not read all.
@@ -221,6 +224,7 @@ impl Connection {
         buffers: &mut ConnectionBuffers,
         thread_input: &mut [u8],
     ) -> Result<NextStep, CloseReason> {
+        // Back-pressure: while the client does not read its answers, none of its calls is read.
         if !self.flush(buffers)? {
             return Ok(NextStep::Write);
         }
@@ -261,6 +265,7 @@ impl Connection {
     /// Updates the count of buffered bytes. True if the process exceeds its limit.
     fn exceeds_buffer_limit(&self, buffered: usize) -> bool {
         // Relaxed: only one thread at a time serves a connection.
+        // The new count stays even if it exceeds the limit: `drop` subtracts it from the totals.
         let before = self.buffered.swap(buffered, Ordering::Relaxed);
         // Most calls buffer nothing, and skip the lock.
         let is_same = before == buffered;
@@ -302,10 +307,13 @@ impl Connection {
     ) -> Result<usize, CloseReason> {
         let mut used = 0;
         while let Some(length) = frame_length(&bytes[used..])? {
+            // Checked when only the header is there: before its hello is accepted, a client cannot
+            // make the node buffer a message of maximum length.
             if length > HELLO_BYTES_MAX && lock(&self.session).is_none() {
                 return Err(WireError::Field("first message").into());
             }
             let Some(frame) = bytes.get(used..used + length) else { break };
+            // Checked between calls, so the output exceeds the limit by one answer at most.
             if buffers.output.len() > OUTPUT_BYTES_MAX {
                 buffers.has_more = true;
                 break;
@@ -335,6 +343,7 @@ impl Connection {
         let Some(session) = self.session() else {
             return self.handshake(shared, header.call, call);
         };
+        // The time of the call includes the wait for a tier, but not the wait in the input.
         let began = SystemClock.monotonic();
         session.record_call(began);
         let summary = CallSummary::of(&call);
@@ -372,6 +381,8 @@ impl Connection {
                 }
                 let store = session.tenant.store();
                 Self::welcome(shared, &session).write(&mut message, number);
+                // The socket is non-blocking, but the send buffer of a new connection has room for
+                // the whole message.
                 let file = store.region().file();
                 // An administrator gets no pool; a further connection of a session already has it.
                 if session.access == Access::Administer {
@@ -430,6 +441,7 @@ impl Connection {
             ));
         }
         if let Some(id) = &hello.session {
+            // Also while the node drains: the slabs of an open session can still be sealed.
             let session = shared.node.sessions().join(id, self.peer);
             let session = session.ok_or("the client's session has ended; connect again")?;
             *lock(&self.session) = Some(Arc::clone(&session));
@@ -447,11 +459,15 @@ impl Connection {
         };
         let tenant = tenant.map_err(|refusal| refusal.to_string())?;
         let share = u64::from(shared.node.live_settings().client_share_percent);
+        // An administrator gets no pool, so its share is empty.
         let share = if is_administrator { 0 } else { share };
+        // Divided before it is multiplied: the product stays below the length of the pool.
         let hold_bytes_max = tenant.store().region().bytes() as u64 / 100 * share;
         let account = shared.accounts.of(tenant.name(), self.peer);
         let id = crate::node::random_bytes().map_err(|error| error.to_string())?;
         let name = hello.name.chars().filter(|c| !c.is_control()).take(NAME_CHARS_MAX).collect();
+        // Process id 0 (another process namespace) has no pidfd. Such a session is not watched and
+        // ends with its last connection.
         let process = Pid::from_raw(self.peer.process)
             .and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
         // The ledger of a pool that outlives the node names the process of each hold. Without a
@@ -465,6 +481,8 @@ impl Connection {
         let (process, facts) = ((process, holder), (name, hello.access));
         let share = (account, hold_bytes_max);
         let session = Arc::new(ClientSession::new(id, tenant, self.peer, process, facts, share));
+        // The session is in the list before the client learns its id, with which further
+        // connections join.
         shared.node.sessions().add(&session);
         *lock(&self.session) = Some(Arc::clone(&session));
         Ok((session, true))
@@ -480,6 +498,7 @@ impl Connection {
                 Err(error) => return Err(error.into()),
             }
         }
+        // Only here the output gets empty. `serve` then returns the buffer to its thread.
         buffers.written = 0;
         buffers.output.clear();
         Ok(true)

@@ -67,8 +67,11 @@ impl Connections {
         own_user: u32,
         connections_max: usize,
     ) -> Option<ConnectionLimit> {
+        // Rounded up, so that a limit of one admits one connection.
         let half = connections_max.div_ceil(2);
         let has_half = |count: Option<&usize>| count.is_some_and(|count| *count >= half);
+        // A reload may have lowered the limit below the number of open connections, hence `>=`.
+        // Those stay open.
         if self.all.len() >= connections_max {
             Some(ConnectionLimit::Total)
         } else if peer.process != 0 && has_half(self.of_process.get(&peer.process)) {
@@ -88,9 +91,11 @@ impl Connections {
         is_tenants_user: bool,
     ) -> Option<Arc<Connection>> {
         let peer = connection.peer();
+        // All processes of other namespaces have id 0, so they count by their user.
         let is_process_known = is_tenants_user && peer.process != 0;
         let origin =
             if is_process_known { Origin::Process(peer.process) } else { Origin::User(peer.user) };
+        // Chosen before the new connection is added, which is therefore never the candidate itself.
         let evicted = self.eviction_candidate().and_then(|id| self.remove(id));
         self.all.insert(connection.id, Arc::clone(connection));
         *self.of_process.entry(peer.process).or_default() += 1;
@@ -105,6 +110,7 @@ impl Connections {
         if self.unauthenticated.len() < UNAUTHENTICATED_MAX {
             return None;
         }
+        // At most `UNAUTHENTICATED_MAX` entries, so a scan for each new connection is short.
         let (most, _) = self.unauthenticated_of.iter().max_by_key(|(_, count)| **count)?;
         self.unauthenticated.iter().find(|(_, origin)| *origin == most).map(|(id, _)| *id)
     }
@@ -119,6 +125,7 @@ impl Connections {
 
     pub(super) fn remove(&mut self, id: u64) -> Option<Arc<Connection>> {
         let connection = self.all.remove(&id)?;
+        // An unauthenticated connection also leaves the counts by origin.
         self.set_authenticated(id);
         let peer = connection.peer();
         decrement(&mut self.of_process, peer.process);
@@ -129,6 +136,7 @@ impl Connections {
     /// Connections that have been unauthenticated for longer than the time-out.
     pub(super) fn unauthenticated_for(&self, timeout: Duration) -> Vec<Arc<Connection>> {
         let oldest_first = self.unauthenticated.keys().filter_map(|id| self.all.get(id));
+        // Ids count up with time, so the first young connection ends the search.
         oldest_first.take_while(|one| one.age() > timeout).map(Arc::clone).collect()
     }
 

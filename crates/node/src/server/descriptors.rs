@@ -14,6 +14,8 @@ pub(super) fn pool_for_client(pool: &File, access: Access) -> io::Result<OwnedFd
     match access {
         Access::Write => pool.as_fd().try_clone_to_owned(),
         Access::Read | Access::Administer => {
+            // A duplicate would share the access mode of the node. Opening the file again gives a
+            // descriptor that is read-only.
             let name = format!("/proc/self/fd/{}", pool.as_raw_fd());
             Ok(rustix::fs::open(name, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?)
         }

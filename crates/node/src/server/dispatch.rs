@@ -112,6 +112,8 @@ impl Dispatch<'_> {
             Call::Admin { timeout_ms, topic, arguments } => {
                 Some(self.administer(self.bounded_timeout(timeout_ms), &topic, &arguments))
             }
+            // Calls without an answer stay so: the client would take an answer for that of the call
+            // behind it, which has the same number.
             Call::Release { .. } | Call::Settled { .. } | Call::Forget { .. } => None,
             _ => Some(Answer::Failed(administer_only())),
         }
@@ -164,6 +166,7 @@ impl Dispatch<'_> {
             return Answer::Failed(error);
         }
         let namespace = Namespace::from_root(root, manifest);
+        // Reserved without a way back: manifests stay as long as the blocks of the tenant.
         if let Err(error) = self.session.reserve_namespace(&namespace) {
             return Answer::Failed(error);
         }
@@ -185,6 +188,8 @@ impl Dispatch<'_> {
         };
         let puts: Vec<Put<'_>> = blocks.iter().map(put_request).collect();
         let lengths: Vec<usize> = blocks.iter().map(|block| block.bytes as usize).collect();
+        // The holds are registered by now: a release that arrives on another connection during this
+        // call finds their numbers.
         let mut prepared = self.store().prepare(&puts, &lengths, self.share_left(), NO_WAIT);
         let share_left = self.share_left();
         let mut granted: Vec<(usize, HeldMemory)> = Vec::new();
@@ -211,11 +216,15 @@ impl Dispatch<'_> {
                 });
             }
         };
+        // The answer is in the order of the request, so everything from the first late block on is
+        // prepared again, also blocks behind it that got slabs.
         let late = prepared.iter().position(timed_out);
         let rest = late.map(|at| prepared.split_off(at));
         settle(prepared, &mut answers);
         if let Some(rest) = rest {
             let at = answers.len();
+            // A client that waits while it holds slabs could keep another from the room that it
+            // waits for.
             let has_slabs =
                 answers.iter().any(|answer| matches!(answer, PreparedBlock::Slab { .. }));
             // Slabs behind the first block that has to wait return to the pool before the wait.
@@ -227,6 +236,8 @@ impl Dispatch<'_> {
             };
             settle(rest, &mut answers);
         }
+        // Granted last, when every outcome is known: the answer then tells the client exactly what
+        // it holds.
         for (refused, error) in grants.grant(granted) {
             answers[refused] = PreparedBlock::Settled(PutOutcome::Failed(error));
         }
@@ -266,12 +277,15 @@ impl Dispatch<'_> {
             Ok(grants) => grants,
             Err(error) => return Answer::Failed(error),
         };
+        // A length that the address space cannot hold is beyond every pool.
         let needed_bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
         // A length beyond the whole pool gets the store's error, as in an embedded store.
+        // The share is checked before the pool: a client beyond its share must not evict blocks.
         let is_possible = needed_bytes <= self.store().region().bytes();
         if is_possible && counted_bytes(needed_bytes) > self.session.available_bytes() {
             return Answer::Failed(self.session.bytes_limit_error());
         }
+        // Without waiting first: most calls need no permit.
         let reserved = match self.store().reserve(needed_bytes, NO_WAIT) {
             Err(StoreError::Timeout { .. } | StoreError::Busy { .. }) => self
                 .acquire_permit()
@@ -301,6 +315,8 @@ impl Dispatch<'_> {
         let mut outcomes: Vec<Option<PutOutcome>> = Vec::with_capacity(blocks.len());
         let mut puts = Vec::with_capacity(blocks.len());
         let mut guards = Vec::with_capacity(blocks.len());
+        // The slabs leave the holds of the session here. A release of their numbers during the seal
+        // has no effect.
         for (block, slab) in blocks.iter().zip(self.session.take_slabs(blocks)) {
             match slab.filter(|(slab, _)| slab.len() >= block.bytes as usize) {
                 Some((slab, guard)) => {
@@ -324,6 +340,7 @@ impl Dispatch<'_> {
         };
         // Only now are the blocks in the catalog, and the ledger need not protect their slabs.
         LedgerGuard::release_all(guards);
+        // The store has one outcome for each put; the blocks without a slab have theirs already.
         let mut stored = stored.into_iter();
         let outcome = |known: Option<PutOutcome>| {
             known.or_else(|| stored.next()).unwrap_or(PutOutcome::Failed(not_held()))
@@ -334,6 +351,7 @@ impl Dispatch<'_> {
     /// Counts the outcomes that a client determined itself.
     fn count_completed_puts(&self, present: u32, conflicts: u32, failures: u32) {
         // The client may send any numbers. They are bounded and affect only its own tenant.
+        // One message covers at most `BLOCKS_MAX` blocks.
         let bounded = |count: u32| u64::from(count).min(BLOCKS_MAX as u64);
         self.store().count_completed_puts(bounded(present), bounded(conflicts), bounded(failures));
     }
@@ -353,6 +371,8 @@ impl Dispatch<'_> {
             Err(error) => return Answer::Failed(error),
         };
         let views = self.read(options, purpose, keys);
+        // An early check only: other sessions of the process use up the same share. `grant`
+        // decides.
         let mut share_left = self.session.available_bytes();
         let mut granted = Vec::with_capacity(keys.len());
         let mut leases = Vec::with_capacity(keys.len());
@@ -386,6 +406,7 @@ impl Dispatch<'_> {
         purpose: LeasePurpose,
         keys: &[BlockKey],
     ) -> Vec<ViewOutcome> {
+        // `peek` does not count as an access, as nobody uses the bytes of a comparison.
         let read = |keys: &[BlockKey], options| match purpose {
             LeasePurpose::Use => self.store().view(keys, options),
             LeasePurpose::Compare => self.store().peek(keys, options),
@@ -394,6 +415,7 @@ impl Dispatch<'_> {
             Ok(_permit) => read(keys, options),
             Err(error) => keys.iter().map(|_| ViewOutcome::Failed(error.clone())).collect(),
         };
+        // Only a hint: a block may be evicted right after this check.
         if !self.store().can_read_without_waiting(keys) {
             return read_with_permit(keys);
         }
@@ -402,6 +424,8 @@ impl Dispatch<'_> {
             |view: &ViewOutcome| matches!(view, ViewOutcome::Failed(StoreError::Timeout { .. }));
         let late: Vec<usize> = (0..views.len()).filter(|at| has_to_wait(&views[*at])).collect();
         if !late.is_empty() {
+            // The blocks that were read keep their leases meanwhile; only the late ones are read
+            // again.
             let again: Vec<BlockKey> = late.iter().map(|at| keys[*at]).collect();
             for (at, view) in late.into_iter().zip(read_with_permit(&again)) {
                 views[at] = view;
@@ -414,6 +438,7 @@ impl Dispatch<'_> {
         if request.keys.len() > BLOCKS_MAX {
             return Answer::Failed(too_many_blocks(request.keys.len()));
         }
+        // A block may be evicted between the two steps: its lease is then a miss.
         let matched = self.store().lookup_prefix(&at_node_time(request)).tiers.len();
         self.lease(options, first, LeasePurpose::Use, &request.keys[..matched])
     }
@@ -449,6 +474,7 @@ impl Dispatch<'_> {
             KeyQuestion::Prefetch => Answer::Count(store.prefetch(keys) as u64),
             KeyQuestion::Locate => {
                 let bits = |tiers: Vec<TierName>| {
+                    // One byte of the answer has one bit for each tier.
                     tiers.into_iter().fold(0, |bits, tier| bits | 1 << self.tier_index(tier))
                 };
                 Answer::Places(store.locate(keys).into_iter().map(bits).collect())

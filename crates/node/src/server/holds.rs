@@ -44,10 +44,12 @@ impl LedgerGuard {
     /// dropping the guards would take it for each.
     pub(super) fn release_all(guards: impl IntoIterator<Item = Self>) {
         let mut tenant = None;
+        // `take` leaves nothing for the drop of the guard, which would take the lock again.
         let mut id_of = |mut guard: Self| {
             tenant.get_or_insert_with(|| Arc::clone(&guard.tenant));
             guard.id.take()
         };
+        // All guards have the same tenant, so one store gets all ids.
         let ids: Vec<HeldId> = guards.into_iter().filter_map(&mut id_of).collect();
         if let Some(tenant) = tenant {
             tenant.store().release_held(ids);
@@ -177,6 +179,7 @@ impl Holds {
     pub(super) fn begin_grants(&mut self, range: HoldRange) -> Result<(), StoreError> {
         let end = range.first.checked_add(u64::from(range.count)).ok_or_else(invalid_number)?;
         if range.first < self.first_unused {
+            // The numbers of a call in flight are not in `held` yet.
             let is_pending = self.pending.iter().any(|call| overlap(call.range, range));
             if is_pending || hold_numbers(range).any(|hold| self.held.contains_key(&hold)) {
                 return Err(invalid_number());
@@ -185,6 +188,7 @@ impl Holds {
         if self.is_closed {
             return Err(StoreError::Closed);
         }
+        // Calls may arrive out of order on several connections, so the mark never goes back.
         self.first_unused = self.first_unused.max(end);
         self.pending.push(PendingCall { range, released: HashSet::new() });
         Ok(())
@@ -193,6 +197,8 @@ impl Holds {
     /// Grants a hold. Returns it if the client released it early or the holds are closed; the
     /// caller drops it outside the lock.
     pub(super) fn grant(&mut self, number: u64, hold: ClientHold) -> Option<ClientHold> {
+        // A client that gave up a call has released its holds. To grant one now would keep its
+        // memory until the session ends.
         let is_released = self.pending.iter().any(|call| call.released.contains(&number));
         if is_released || self.is_closed {
             return Some(hold);
@@ -213,6 +219,8 @@ impl Holds {
     pub(super) fn release(&mut self, range: HoldRange) -> Vec<ClientHold> {
         for call in &mut self.pending {
             let (pending, released) = (hold_numbers(call.range), hold_numbers(range));
+            // Only numbers of the call are kept: the range is chosen by the client and may be far
+            // larger. If the two do not overlap, this range is empty.
             let both = pending.start.max(released.start)..pending.end.min(released.end);
             call.released.extend(both);
         }
@@ -231,9 +239,11 @@ impl Holds {
     /// is in the catalog.
     pub(super) fn take_slab(&mut self, hold: u64) -> Option<(SlabMut, Option<LedgerGuard>)> {
         let Entry::Occupied(entry) = self.held.entry(hold) else { return None };
+        // A lease stays held: its memory belongs to a block that is stored already.
         if !matches!(entry.get().memory, HeldMemory::Slab(_)) {
             return None;
         }
+        // Looked at before it is removed, so that no path has to insert it again.
         let ClientHold { ledger, memory, .. } = entry.remove();
         self.bytes -= memory.bytes();
         match memory {
@@ -252,6 +262,7 @@ impl Holds {
     pub(super) fn retain(&mut self) {
         self.is_closed = true;
         for hold in self.held.values_mut() {
+            // Without its id, the guard removes no record when it is dropped.
             if let Some(mut guard) = hold.ledger.take() {
                 guard.id = None;
             }
@@ -260,6 +271,7 @@ impl Holds {
 
     /// Closes the holds when the client is gone. Returns all of them.
     pub(super) fn close(&mut self) -> Vec<ClientHold> {
+        // Calls in flight see `is_closed` and get their holds back from `grant`.
         self.is_closed = true;
         self.bytes = 0;
         self.held.drain().map(|(_, hold)| hold).collect()

@@ -147,6 +147,8 @@ impl Server {
         let is_running = |running: &mut usize| *running > 0;
         // After a time-out, or with a poisoned lock, the rest is done all the same.
         drop(shared.thread_ended.wait_timeout_while(running, STOP_TIMEOUT, is_running));
+        // A thread that still blocks on a tier is not joined, because the join could take as long
+        // as the tier.
         let threads = std::mem::take(&mut *lock(&shared.threads));
         for thread in threads.into_iter().filter(JoinHandle::is_finished) {
             // The panic hook has reported a panic of the thread already.
@@ -218,6 +220,8 @@ impl Shared {
     /// The loop of a server thread.
     fn run(self: &Arc<Self>) {
         let mut buffers = ThreadBuffers::new();
+        // One event at a time: further ones would wait while this thread blocks on the first, and
+        // no other thread would get them.
         let mut events = [epoll::Event {
             flags: epoll::EventFlags::empty(),
             data: epoll::EventData::new_u64(0),
@@ -267,6 +271,7 @@ impl Shared {
             std::process::exit(EXIT_BROKEN);
         }
         tracing::error!(token, "a call panicked; its connection is closed, the node continues");
+        // The event was consumed by the panic. Without arming, no further client could connect.
         if token == LISTENER {
             self.arm_listener();
         }
@@ -284,6 +289,8 @@ impl Shared {
 
     fn add_thread(self: &Arc<Self>) {
         let threads_max = self.node.config().limits.threads_max.max(2 * THREADS_MIN);
+        // `spawn` counts under a lock of its own, so threads that pass this check together can
+        // exceed the maximum by a few.
         if *lock(&self.running_threads) >= threads_max {
             return;
         }
@@ -306,6 +313,7 @@ impl Shared {
             }
             return;
         }
+        // Ids are never reused, so an event of a closed connection finds none.
         let connection = lock(&self.connections).get(token);
         let Some(connection) = connection else { return };
         let next = connection.serve(self, flags, buffers);
@@ -372,12 +380,15 @@ impl Shared {
                 return refuse("its user reached the limit of refused hellos");
             }
         }
+        // Check and addition take the lock separately. No other thread adds a connection in
+        // between: the listener is armed for one thread at a time.
         let connections_max = self.node.live_settings().connections_max;
         let limit = lock(&self.connections).reached_limit(peer, self.own_user, connections_max);
         if let Some(limit) = limit {
             connection::refuse_before_hello(&stream, limit.reason());
             return refuse(limit.reason());
         }
+        // Even numbers: the lowest bit marks the token of the pidfd.
         let id = self.next_connection.fetch_add(2, Ordering::Relaxed);
         let connection = match Connection::new(id, stream, peer, &self.buffered) {
             Ok(connection) => Arc::new(connection),
@@ -390,6 +401,7 @@ impl Shared {
             let reason = "it sent no hello, and unauthenticated connections are at their limit";
             self.refusals.log((peer.process, peer.user), reason);
         }
+        // Watched last: an event finds the connection in the list.
         if let Err(error) = self.watch(connection.fd(), id, epoll::EventFlags::IN) {
             tracing::warn!(%error, "cannot watch a connection; it is closed");
             self.close_connection(&connection);
@@ -400,16 +412,21 @@ impl Shared {
     fn watch_process(&self, connection: &Connection, session: &Arc<ClientSession>) {
         let Some(process) = &session.process else { return };
         let token = connection.id | PROCESS_BIT;
+        // Inserted before it is watched: the process may have exited already. A weak reference,
+        // because the session owns the pidfd and closes it when it ends.
         lock(&self.processes).insert(token, Arc::downgrade(session));
         if let Err(error) = self.watch(process.as_fd(), token, epoll::EventFlags::IN) {
             tracing::debug!(%error, "cannot watch a client's process; its session ends with its \
                                      last connection");
             return;
         }
+        // Only from here on the session may outlive its connections: its end will be noticed.
         session.set_watched();
     }
 
     fn close_connection(&self, connection: &Connection) {
+        // Several threads may close a connection at once, for example after a time-out and an
+        // event. The one that removes it leaves the session, so each connection counts down once.
         let removed = lock(&self.connections).remove(connection.id);
         if removed.is_some() {
             connection.shut();
@@ -421,6 +438,7 @@ impl Shared {
     /// process can still access its holds.
     fn leave_session(&self, connection: &Connection) {
         let Some(session) = connection.session() else { return };
+        // Before `leave`: an unconfirmed hold must not keep the session open.
         if let Some(unconfirmed) = connection.take_unconfirmed_grant() {
             session.release(&[unconfirmed]);
         }
@@ -433,6 +451,8 @@ impl Shared {
     /// Ends a session and closes all its connections.
     fn end_session(&self, session: &ClientSession) {
         let all = lock(&self.connections).all();
+        // The session closes first, so that its connections cannot get holds meanwhile. Leaving it
+        // with the last connection closes it again, which finds nothing left.
         self.node.sessions().remove(session);
         for other in all {
             if other.session().is_some_and(|one| one.id == session.id) {

@@ -59,6 +59,7 @@ impl Refusals {
     /// Whether a user reached the limit of refused hellos in the current window.
     pub(super) fn limit_reached(&self, user: u32) -> bool {
         let now = SystemClock.monotonic();
+        // A count of an earlier window says nothing: `record` resets it only with the next refusal.
         let is_over = |count: &WindowCount| {
             count.count >= REFUSED_MAX && now.saturating_sub(count.since) < WINDOW
         };
@@ -68,6 +69,8 @@ impl Refusals {
     /// Logs a refused connection, at most once a second.
     pub(super) fn log(&self, (process, user): (i32, u32), reason: &str) {
         let mut logged = lock(&self.logged);
+        // Read before `add`, which resets the count when a new window starts. The first line of the
+        // window was written, so it does not count as suppressed.
         let suppressed = logged.count.saturating_sub(1);
         let is_first = logged.add(SystemClock.monotonic(), WINDOW) == 1;
         drop(logged);
@@ -81,6 +84,7 @@ impl Refusals {
     pub(super) fn pause_after_accept(&self) -> Option<Duration> {
         let now = SystemClock.monotonic();
         let mut accepted = lock(&self.accepted);
+        // The pause ends with the window, so it is at most `ACCEPT_WINDOW`.
         let count = accepted.add(now, ACCEPT_WINDOW);
         (count > ACCEPTED_MAX)
             .then(|| (accepted.since + ACCEPT_WINDOW).saturating_sub(now))

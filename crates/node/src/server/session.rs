@@ -202,6 +202,8 @@ impl ClientSession {
         let hold_count = count as u64;
         let count = u32::try_from(count).expect("messages keep to their limits");
         let range = HoldRange { first, count };
+        // Reserved before the call: concurrent calls of the process cannot exceed the limit
+        // together.
         self.account.reserve_holds(hold_count)?;
         if let Err(error) = self.holds().begin_grants(range) {
             self.account.release_holds(hold_count);
@@ -212,6 +214,8 @@ impl ClientSession {
 
     pub(super) fn release(&self, ranges: &[HoldRange]) {
         for range in ranges {
+            // The lock ends with this line: returning memory takes the locks of the ledger and the
+            // pool.
             let released = self.holds().release(*range);
             self.uncharge(&released);
             ClientHold::release_all(released);
@@ -245,6 +249,7 @@ impl ClientSession {
         if self.tenant.store().is_namespace_registered(&namespace.id()) {
             return Ok(());
         }
+        // The limit is that of names and values, as for a single manifest.
         let bytes = namespace.manifest().fields().map(|(name, value)| name.len() + value.len());
         self.account.reserve_namespace(bytes.sum::<usize>() as u64)
     }
@@ -314,6 +319,7 @@ impl ClientSession {
     pub(super) fn unpin(&self, keys: &[BlockKey]) -> Vec<bool> {
         let mut pins = self.pins();
         let mut unpin_one = |key: &BlockKey| {
+            // Only own pins are removed: the pin of another client stays.
             let Some(pinned) = pins.get_mut(key) else { return false };
             pinned.count -= 1;
             if pinned.count == 0 {
@@ -352,6 +358,7 @@ impl ClientSession {
         self.uncharge(&held);
         ClientHold::release_all(held);
         for (key, pinned) in std::mem::take(&mut *self.pins()) {
+            // The store counts each pin, the account each block once.
             for _ in 0..pinned.count {
                 self.tenant.store().unpin(&[key]);
             }
@@ -370,6 +377,7 @@ impl ClientSession {
     fn outlives_connections(&self) -> bool {
         let may_access =
             || mapped::may_access(self.peer.process, self.tenant.store().region().file());
+        // The list of mappings is read last: it is the only check that reads a file.
         self.is_watched.load(Ordering::Acquire) && self.holds().bytes() > 0 && may_access()
     }
 
@@ -458,6 +466,7 @@ impl Drop for PendingGrants<'_> {
     fn drop(&mut self) {
         self.session.holds().finish_grants(self.range);
         // A granted hold leaves the account when it is released; the others leave it now.
+        // `granted` never exceeds the range: each index of the call is granted once.
         let not_granted = u64::from(self.range.count) - self.granted.get();
         self.session.account.release_holds(not_granted);
     }
@@ -487,6 +496,7 @@ impl ClientSessions {
     /// Adds a further connection of the same process to a session.
     pub(super) fn join(&self, id: &SessionId, peer: Peer) -> Option<Arc<ClientSession>> {
         let all = self.lock();
+        // The id alone is not enough: the credentials from the kernel have to be the same.
         let session = all.get(id).filter(|session| session.peer == peer)?;
         // Under the lock, like the decrement in `leave`: a session is not joined while it closes.
         session.connections.fetch_add(1, Ordering::AcqRel);
@@ -522,6 +532,8 @@ impl ClientSessions {
             return;
         }
         self.last_check_ms.store(now, Ordering::Relaxed);
+        // Reset before the checks: a session that loses its last connection meanwhile sets it
+        // again.
         self.unconnected.store(0, Ordering::Relaxed);
         for session in self.all() {
             // The lock keeps new connections from joining between the check and the removal.
@@ -546,6 +558,8 @@ impl ClientSessions {
         mut all: MutexGuard<'_, HashMap<SessionId, Arc<ClientSession>>>,
         session: &ClientSession,
     ) {
+        // No connection can join any more, so the session is closed without the lock: that takes
+        // the locks of the ledger and the pool.
         all.remove(&session.id);
         drop(all);
         if session.close() {

@@ -58,6 +58,7 @@ impl WaitPermits {
     /// The limit for one client: half, so that one client with calls that hang leaves permits to
     /// the others.
     fn of_client_max(&self) -> usize {
+        // Rounded up, so that a limit of one leaves one permit.
         self.limit.div_ceil(2)
     }
 
@@ -69,10 +70,13 @@ impl WaitPermits {
         let mut used = lock(&self.used);
         // One permit in eight is reserved for sealing, which has no limit by client either.
         let reserved = if purpose == WaitPurpose::Seal { 0 } else { self.limit / 8 };
+        // A process has one account in a tenant, so further sessions do not raise its limit.
         let of_client = used.of_client.get(&client_id(client)).map_or(0, |count| *count);
         if purpose == WaitPurpose::Other && of_client >= self.of_client_max() {
             return Err(StoreError::Limit { limit: CALLS, most: self.of_client_max() as u64 });
         }
+        // Fails at once: a thread that waits for a permit would be missing for calls that need
+        // none.
         if used.total >= self.limit - reserved {
             return Err(StoreError::Timeout { operation: NO_PERMIT, timeout_ms: 0 });
         }
@@ -88,6 +92,8 @@ impl Drop for WaitPermit<'_> {
         used.total -= 1;
         if let Entry::Occupied(mut count) = used.of_client.entry(client_id(&self.client)) {
             *count.get_mut() -= 1;
+            // Clients without a waiting call have no entry, so the map is no longer than the
+            // permits.
             if *count.get() == 0 {
                 count.remove();
             }

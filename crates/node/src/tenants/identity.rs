@@ -68,6 +68,7 @@ impl Tokens {
         let key = self.key.as_ref()?;
         let mut found = None;
         for (tag, place) in &self.tags {
+            // No `break` after a match. White space at the end is ignored, as in a token file.
             if hmac::verify(key, token.trim_ascii_end(), tag.as_ref()).is_ok() {
                 found = Some(*place);
             }
