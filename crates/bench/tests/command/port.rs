@@ -1,12 +1,12 @@
-//! The HTTP port of a node process: reload of the token, limit of descriptors.
+//! The HTTP port of a node process: reload of the token, limit of descriptors, spans.
 
 use std::fs;
 use std::io::{self, Read as _, Write as _};
-use std::net::TcpStream;
+use std::net::{TcpListener, TcpStream};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::process::Command;
-use std::sync::mpsc::{self, TryRecvError};
+use std::sync::mpsc::{self, Receiver, TryRecvError};
 use std::time::Duration;
 
 use serde_json::Value;
@@ -86,6 +86,65 @@ fn connections_to_the_port_leave_descriptors_for_clients_and_files() {
     assert!(open_max < LIMIT * 3 / 4, "{open_max} descriptors are open");
     node.output(&["ping"]);
     drop(idle);
+}
+
+/// A collector of traces that returns the bytes of all batches once it has received a text.
+fn collect_until(listener: TcpListener, text: &'static [u8]) -> Receiver<Vec<u8>> {
+    let (sender, receiver) = mpsc::channel();
+    std::thread::spawn(move || {
+        let mut batches = Vec::new();
+        for stream in listener.incoming() {
+            let mut stream = stream.unwrap();
+            let mut piece = [0; 4096];
+            let start = batches.len();
+            loop {
+                let count = stream.read(&mut piece).unwrap();
+                if count == 0 {
+                    break;
+                }
+                batches.extend_from_slice(&piece[..count]);
+                let request = String::from_utf8_lossy(&batches[start..]).to_lowercase();
+                let Some((head, _)) = request.split_once("\r\n\r\n") else { continue };
+                let length = head.split("content-length: ").nth(1).unwrap();
+                let length: usize = length.lines().next().unwrap().parse().unwrap();
+                if batches.len() >= start + head.len() + 4 + length {
+                    break;
+                }
+            }
+            stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n").unwrap();
+            if batches.windows(text.len()).any(|window| window == text) {
+                // The test has failed if it does not wait any more.
+                let _is_received = sender.send(batches).is_ok();
+                return;
+            }
+        }
+    });
+    receiver
+}
+
+/// Callers without a token could fill the queue of spans, so that those of clients were lost.
+#[test]
+fn refused_requests_and_health_checks_have_no_spans() {
+    let collector = TcpListener::bind("127.0.0.1:0").unwrap();
+    let endpoint = collector.local_addr().unwrap();
+    let batches = collect_until(collector, b"http status");
+    let toml = format!(
+        "listen = \"127.0.0.1:0\"\ntoken_file = \"HERE/token\"\n\
+         traces_endpoint = \"http://{endpoint}\"\n"
+    );
+    let node = ServedNode::start_as(&toml, &mut cascade(), |directory| {
+        write_token(&directory.path().join("token"), "the-first-token-of-this-node");
+    });
+    let address = address(&node);
+    for _ in 0..20 {
+        assert_eq!(get(&address, "/healthz", "").unwrap(), "200");
+        assert_eq!(get(&address, "/metrics", "").unwrap(), "401");
+    }
+    let right = "Authorization: Bearer the-first-token-of-this-node\r\n";
+    assert_eq!(get(&address, "/status.json", right).unwrap(), "200");
+    let batches = batches.recv_timeout(READY_TIMEOUT).expect("the span of the last request");
+    let text = String::from_utf8_lossy(&batches);
+    assert_eq!(text.matches("http ").collect::<Vec<_>>(), ["http "], "only the last request");
 }
 
 /// The doctor did not count the connections of the port.

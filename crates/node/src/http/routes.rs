@@ -16,7 +16,7 @@ use axum::routing::get;
 use axum::{Json, Router};
 use ring::rand::{SecureRandom, SystemRandom};
 use serde_json::json;
-use tracing::Instrument;
+use tracing::{Instrument, Span};
 
 use crate::http::ReloadableAccess;
 use crate::http::access::Caller;
@@ -61,16 +61,9 @@ async fn connection_limit_reached() -> Response {
     (StatusCode::SERVICE_UNAVAILABLE, Json(json!({"error": reason}))).into_response()
 }
 
-/// Counts a request, traces it, and sets the headers that all responses have.
+/// Counts a request, and sets the headers that all responses have.
 async fn observe(State(node): State<Node>, request: Request, next: Next) -> Response {
-    let parent = request.headers().get("traceparent").and_then(|header| header.to_str().ok());
-    let operation = match request.uri().path() {
-        "/metrics" => "http metrics",
-        "/healthz" | "/readyz" => "http health",
-        _ => "http status",
-    };
-    let span = request_span(operation, "", parent.and_then(TraceContext::parse));
-    let mut response = next.run(request).instrument(span).await;
+    let mut response = next.run(request).await;
     node.traffic().http.requests.fetch_add(1, Relaxed);
     let headers = response.headers_mut();
     headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
@@ -96,7 +89,9 @@ async fn guard(
     let status = match access.check(caller, request.headers(), view_of_token, view_of_peer) {
         Ok(view) => {
             request.extensions_mut().insert(view);
-            return next.run(request).await;
+            // Only requests with access have spans: others could fill the queue to the collector.
+            let span = span_of(&request);
+            return next.run(request).instrument(span).await;
         }
         Err(status) => status,
     };
@@ -112,6 +107,12 @@ async fn guard(
     }
     let reason = json!({"error": "wrong Host header: use the IP address or localhost in the URL"});
     (status, Json(reason)).into_response()
+}
+
+fn span_of(request: &Request) -> Span {
+    let parent = request.headers().get("traceparent").and_then(|header| header.to_str().ok());
+    let operation = if request.uri().path() == "/metrics" { "http metrics" } else { "http status" };
+    request_span(operation, "", parent.and_then(TraceContext::parse))
 }
 
 /// Liveness: succeeds while the process responds.
