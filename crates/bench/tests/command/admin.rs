@@ -17,7 +17,7 @@ use tempfile::TempDir;
 use crate::{cascade, stderr};
 
 /// Long enough for a busy machine; usually a node is ready within a second.
-const READY_TIMEOUT: Duration = Duration::from_secs(120);
+pub(crate) const READY_TIMEOUT: Duration = Duration::from_secs(120);
 const KEY: &str = "4bf5122f344554c53bde2ebb8cd2b7e3d1600ad631c385a5d7cce23c7785459a";
 const OTHER: &str = "4bf5122f344554c5ffffffff8cd2b7e3d1600ad631c385a5d7cce23c7785459a";
 const ABSENT: &str = "dddddddd344554c5ffffffff8cd2b7e3d1600ad631c385a5d7cce23c7785459a";
@@ -62,7 +62,11 @@ impl ServedNode {
         Self::start_as(toml, &mut cascade(), |_| ())
     }
 
-    fn start_as(toml: &str, command: &mut Command, prepare: impl FnOnce(&TempDir)) -> Self {
+    pub(crate) fn start_as(
+        toml: &str,
+        command: &mut Command,
+        prepare: impl FnOnce(&TempDir),
+    ) -> Self {
         let directory = TempDir::new().unwrap();
         let here = directory.path().display().to_string();
         let base = "dram = \"16MiB\"\nkeep_pool = \"never\"\n";
@@ -101,12 +105,12 @@ impl ServedNode {
         String::from_utf8(output.stdout).unwrap()
     }
 
-    fn json(&self, args: &[&str]) -> Value {
+    pub(crate) fn json(&self, args: &[&str]) -> Value {
         serde_json::from_str(&self.output(&[args, &["--json"]].concat())).unwrap()
     }
 
     /// The error message of a command that fails with this exit code.
-    fn refused(&self, code: i32, args: &[&str]) -> String {
+    pub(crate) fn refused(&self, code: i32, args: &[&str]) -> String {
         let output = self.run(args);
         assert_eq!(output.status.code(), Some(code), "{args:?}: {}", stderr(&output));
         stderr(&output)
