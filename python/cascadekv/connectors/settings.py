@@ -1,6 +1,5 @@
 """Parses the store's keys of an engine's configuration strictly, and opens the store."""
 
-import difflib
 import os
 import stat
 import threading
@@ -12,6 +11,7 @@ from pathlib import Path
 from cascadekv._native import Store, connect
 from cascadekv.config import StoreConfig
 from cascadekv.errors import AwayError, CascadeError, ConfigError, PipelineError
+from cascadekv.messages import advice
 
 __all__ = ["KEYS", "StoreAddress", "StoreLink", "open_store", "read_settings"]
 
@@ -57,9 +57,7 @@ def read_settings(options: Mapping[str, object]) -> StoreAddress:
         if not key.startswith(PREFIX):
             continue
         if key not in KEYS:
-            near = difflib.get_close_matches(key.removeprefix(PREFIX), _NAMES, n=1)
-            advice = f"did you mean {PREFIX}{near[0]}?" if near else f"known are {', '.join(KEYS)}"
-            raise ConfigError(f"{key}: no such setting; {advice}")
+            raise ConfigError(f"{key}: no such setting; {advice(key, _NAMES, prefix=PREFIX)}")
         given[key.removeprefix(PREFIX)] = value
     timeout = _seconds(given.pop("timeout", TIMEOUT_S))
     if "node" in given:

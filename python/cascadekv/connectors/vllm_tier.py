@@ -5,7 +5,6 @@ It runs in the scheduler's process, whose loop must not block: background thread
 copies, and a failed or late operation is a miss.
 """
 
-import difflib
 import functools
 import hashlib
 import json
@@ -43,6 +42,7 @@ from cascadekv.connectors.settings import KEYS as STORE_KEYS
 from cascadekv.connectors.settings import StoreLink, read_settings
 from cascadekv.connectors.weights import fingerprint_of_model
 from cascadekv.errors import ConfigError
+from cascadekv.messages import advice
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
@@ -369,9 +369,7 @@ def _parse(settings: Mapping[str, object]) -> tuple[str, bytes | None, dict[str,
     """Return how weights are identified, the tenant's secret, and the store's keys."""
     for key in settings:
         if key not in _KNOWN:
-            near = difflib.get_close_matches(key, _KNOWN, n=1)
-            advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(_KNOWN)}"
-            raise ConfigError(f"{key}: no such setting of CascadeTier; {advice}")
+            raise ConfigError(f"{key}: no such setting of CascadeTier; {advice(key, _KNOWN)}")
     weights: Any = settings.get(WEIGHTS, "sampled")
     if not isinstance(weights, str) or not weights:
         raise ConfigError(f"{WEIGHTS}: {weights!r} is not sampled, full, or a name for the weights")
