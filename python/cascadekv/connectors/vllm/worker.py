@@ -138,7 +138,7 @@ class Worker:
         if load.is_async:
             self._async_loads[load.request] = (load, self._loaders.submit(self._load, load))
         elif self._layers and load.keys and self._fits_one_batch(load):
-            self._step.layerwise_loads.append(self._load_layerwise(load))
+            self._step.layerwise_loads.append(self._load_layerwise(load, deadline))
         else:
             result = self._result_of(load, functools.partial(self._load, load, deadline))
             self._finish_sync_load(load, result)
@@ -244,11 +244,11 @@ class Worker:
         pages = load.blocks[held.part.group]
         return len(pages) <= memory.batch_blocks and all(pages)
 
-    def _load_layerwise(self, load: Load) -> LayerwiseLoad:
+    def _load_layerwise(self, load: Load, deadline: float) -> LayerwiseLoad:
         held, memory = next(iter(self._parts.values()))
         assert isinstance(memory, HostMemory)  # noqa: S101 # `attach` sets layers for this alone
         pages = load.blocks[held.part.group]
-        layerwise = LayerwiseLoad(load, memory.paged, pages, self._load_timeout, self._load)
+        layerwise = LayerwiseLoad(load, memory.paged, pages, deadline, self._load)
         layerwise.begin(self._loaders, self._store, load.keys[held.part.name], self._failures)
         return layerwise
 
@@ -317,9 +317,13 @@ class Worker:
         except STORE_FAILURES as error:
             self._failures.count("reading blocks", error)
             return batch, []
-        missing = [(at, index) for at, index in enumerate(batch) if not copied[at]]
-        no_room = [index for at, index in missing if failed[at] and any(copied)]
-        return [index for _, index in missing if index not in no_room], no_room
+        missing: list[int] = []
+        no_room: list[int] = []
+        can_retry = any(copied)
+        for index, is_copied, has_failed in zip(batch, copied, failed, strict=True):
+            if not is_copied:
+                (no_room if has_failed and can_retry else missing).append(index)
+        return missing, no_room
 
     def _save(self, save: Save, namespace: Namespace, deadline: float) -> SaveResult:
         started, cpu = time.perf_counter(), time.thread_time()
@@ -407,7 +411,7 @@ class _SaveRun:
 
 
 def _failed_load(load: Load) -> LoadResult:
-    """Return the result of a load of which all blocks failed."""
+    """Return the result of a load in which all blocks failed."""
     count = max(len(pages) for pages in load.blocks.values())
     bad = list(range(load.first, load.first + count))
     return LoadResult(load.request, load.first, load.tier, count, bad, 0, 0.0, 0.0)
