@@ -1,5 +1,7 @@
 """An engine's private node: connected to once it has started, without blocking anything."""
 
+import subprocess
+
 import cascadekv
 import pytest
 from cascadekv.connectors.settings import StoreAddress
@@ -47,3 +49,29 @@ def test_a_private_node_that_starts_later_is_found(tmp_path, eventually):
         opened.close()
         node.close()
     assert not socket.parent.exists()
+
+
+class HangingProcess:
+    """A killed process that the kernel keeps, because a call to its disk hangs."""
+
+    pid = 1
+
+    def poll(self):  # noqa: D102
+        return None
+
+    def terminate(self):  # noqa: D102
+        pass
+
+    def kill(self):  # noqa: D102
+        pass
+
+    def wait(self, timeout=None):  # noqa: D102
+        assert timeout is not None, "an engine's end waits without a time-out"
+        raise subprocess.TimeoutExpired("cascade serve", timeout)
+
+
+def test_a_private_node_that_cannot_be_killed_does_not_keep_an_engine_from_ending(tmp_path, caplog):
+    node = PrivateNode.__new__(PrivateNode)
+    node._process, node._directory = HangingProcess(), tmp_path / "private"  # noqa: SLF001
+    node.close()
+    assert "has not ended" in caplog.text
