@@ -7,6 +7,7 @@ import threading
 
 import pytest
 from cascadekv.bench.models import make_model
+from cascadekv.connectors.vllm import events as events_module
 from cascadekv.connectors.vllm import scheduler as scheduler_module
 from cascadekv.connectors.vllm.memory import DeviceMemory, HostMemory
 from conftest import MODELS
@@ -291,3 +292,21 @@ def test_a_slow_node_does_not_block_steps(start, serve, monkeypatch):
     figures = engine.take_figures()
     assert figures["sums"]["lookup_timeouts"] == 1
     assert "hit_blocks" not in figures["sums"]
+
+
+def test_a_slow_node_does_not_delay_events(start, serve, monkeypatch):
+    # Regression: the scheduler's thread called the node for events in every step.
+    node = serve("--dram", "32MiB")
+    held, callers = threading.Event(), []
+    changes = events_module.DeferredStore.changes
+
+    def late(*arguments, **named):
+        callers.append(threading.current_thread())
+        assert held.wait(LIMIT_S)
+        return changes(*arguments, **named)
+
+    monkeypatch.setattr(events_module.DeferredStore, "changes", late)
+    engine = start({"cascade.node": f"unix:{node.socket}", **WAYS["sync"]}, has_events=True)
+    engine.ask(prompt(4 * BLOCK + 3, "events"))
+    held.set()
+    assert [thread.name for thread in callers] == ["cascade-events_0"]

@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from cascadekv import AwayError, CascadeError, Hints, Manifest, Namespace, Store
+from cascadekv import Hints, Manifest, Namespace
 from cascadekv.connectors import vllm_versions as versions
 from cascadekv.connectors.hints import finish_hints, request_hints
 from cascadekv.connectors.load_or_compute import LoadOrCompute
@@ -42,7 +42,8 @@ from cascadekv.connectors.vllm.metadata import (
 )
 from cascadekv.connectors.vllm.metrics import CascadePromMetrics, CascadeStats
 from cascadekv.connectors.vllm.scheduler import Scheduler, SchedulerSettings
-from cascadekv.connectors.vllm.settings import ConnectorSettings, read_connector_settings
+from cascadekv.connectors.vllm.registration import ManifestRegistration
+from cascadekv.connectors.vllm.settings import read_connector_settings
 from cascadekv.connectors.vllm.store import (
     EngineStore,
     PrivateNode,
@@ -105,7 +106,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         # The tokens of a block are split between all context parallel ranks.
         self._context_size = vllm_config.parallel_config.decode_context_parallel_size
         self._block_tokens = vllm_config.cache_config.block_size * self._context_size
-        self._secret = _secret(self.settings)
+        self._secret = self.settings.read_secret()
         self._manifest: dict[str, str] | None = None
         self._generation = ""
         self._namespaces: dict[str, Namespace] = {}
@@ -118,11 +119,14 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         self._load_or_compute: LoadOrCompute | None = None
         self._events: EventSource | None = None
         self._event_parts: Sequence[str] = ()
-        self._registered_with: Store | None = None
         self._background: BackgroundThread | None = None
         self._store = self._open()
 
+        self._events_background: BackgroundThread | None = None
     # Both sides.
+        self._registration = ManifestRegistration(
+            self._store.store, lambda: self._namespace(self._generation)
+        )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -135,8 +139,9 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.close()
         if self._recorder is not None:
             self._recorder.close()
-        if self._background is not None:
-            self._background.close()
+        for background in (self._registration, self._background, self._events_background):
+            if background is not None:
+                background.close()
         self._store.close()
         if self._node is not None:
             self._node.close()
@@ -192,6 +197,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ARG002
         """Return the requests whose asynchronous loads ended, and those that failed completely."""
+    @_guarded(lambda: versions.transfer_results(set(), set()))
         return versions.transfer_results(*self._arrivals())
 
     @_guarded(set)
@@ -226,10 +232,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         """Start the lookup and the lookahead of a request that starts to wait."""
         if self._scheduler is None:
             return
-        if self._background is None:
-            self._register_manifest()
-        else:
-            self._background.submit(self._register_manifest)
+        self._registration.start()
         self._scheduler.add_request(request)
 
     @_guarded(lambda: (0, False))
@@ -369,7 +372,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         if is_embedded:
             return EngineStore(address, key=key, name=name)
         if self.role is KVConnectorRole.SCHEDULER:
-            self._background = BackgroundThread()
+            self._background = BackgroundThread("lookup")
         if address.node is not None:
             # A separate client for each side, because their time-outs differ.
             address = type(address)(node=address.node, token=address.token, timeout=wait)
@@ -482,30 +485,21 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
                 max_files=max_files,
             )
 
-    def _register_manifest(self) -> None:
-        """Register the manifest with the store, so that `cascade explain` can compare manifests.
-
-        Called for every request, because the node may become available after the engine's start.
-        """
-        store = self._store.store()
-        if store is None or store is self._registered_with:
-            return
-        try:
-            store.register(self._namespace(self._generation))
-        except AwayError:
-            return
-        except CascadeError as error:
-            _LOG.warning("Cascade: registering this engine's manifest failed: %s", error)
-        self._registered_with = store
-
     def _follow_changes(self, parts: Sequence[str]) -> None:
         """Follow the store's changes if the engine publishes KV events."""
         events = self._vllm_config.kv_events_config
         if events is None or not events.enable_kv_cache_events:
             return
         self._event_parts = parts
-        store = DeferredStore(self._store.store)
-        self._events = EventSource(store, block_tokens=self._block_tokens, medium=MEDIUM)
+        if self._background is not None:
+            # Not the thread of lookups: a lookup waits for an answer only while that one is idle.
+            self._events_background = BackgroundThread("events")
+        self._events = EventSource(
+            DeferredStore(self._store.store),
+            block_tokens=self._block_tokens,
+            medium=MEDIUM,
+            background=self._events_background,
+        )
 
     def _announce_saved(self, request: "Request", keys: RequestKeys, saved: SaveResult) -> None:
         """Pass the tokens of saved blocks to the event source."""
@@ -541,12 +535,15 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _namespace(self, generation: str) -> Namespace:
         """Return the namespace of a generation; each reset of the engine's cache starts one."""
-        if generation not in self._namespaces:
+        # A background thread may ask for a generation while the scheduler starts the next one.
+        space = self._namespaces.get(generation)
+        if space is None:
             fields = dict(self._manifest or {})
             if generation:
                 fields["generation"] = generation
-            self._namespaces = {generation: Namespace(Manifest(fields), self._secret)}
-        return self._namespaces[generation]
+            space = Namespace(Manifest(fields), self._secret)
+            self._namespaces = {generation: space}
+        return space
 
     def _plan(self) -> StepPlan:
         plan = self._get_connector_metadata()
@@ -564,13 +561,6 @@ def _hints_of(request: "Request") -> Hints:
 
 def _canonical(fields: dict[str, str]) -> tuple[tuple[str, str], ...]:
     return tuple(sorted(fields.items()))
-
-
-def _secret(settings: ConnectorSettings) -> bytes | None:
-    if settings.secret_file is None:
-        return None
-    with open(settings.secret_file, "rb") as file:  # noqa: PTH123 # checked by the settings
-        return file.read().strip()
 
 
 # MultiConnector finds the classes of its children by name. A second import raises ValueError.

@@ -197,7 +197,7 @@ class Scheduler:
         if self._background is None:
             call()
         else:
-            self._background.submit(call)
+            self._background.run(call)
 
     def matched_tokens(self, request: "Request", computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens after the computed ones to load, and whether asynchronously.
@@ -534,7 +534,9 @@ class Scheduler:
         try:
             for part in self._parts:
                 keys = request_keys.keys(part.name, first, last)
-                store.put(keys, bytes(len(keys)), parent=request_keys.parent(part.name, first))
+                parent = request_keys.parent(part.name, first)
+                # An embedded store is called by the scheduler's thread: no longer than a lookup.
+                store.put(keys, bytes(len(keys)), parent=parent, timeout=self._settings.lookup_s)
         except CascadeError as error:
             self._failures.count("storing keys", error)
 

@@ -97,6 +97,10 @@ class ConnectorSettings:
     notes: tuple[str, ...] = ()
     """Notes about the settings for the log."""
 
+    def read_secret(self) -> bytes | None:
+        """Read the tenant's secret; `None` without one."""
+        return None if self.secret_file is None else Path(self.secret_file).read_bytes().strip()
+
 
 def read_connector_settings(extra: Mapping[str, object]) -> ConnectorSettings:
     """Parse the connector's extra configuration. Raises `ConfigError` that names the key."""
