@@ -310,3 +310,16 @@ def test_a_slow_node_does_not_delay_events(start, serve, monkeypatch):
     engine.ask(prompt(4 * BLOCK + 3, "events"))
     held.set()
     assert [thread.name for thread in callers] == ["cascade-events_0"]
+
+
+def test_hints_and_dropped_trace_lines_are_counted(start, tmp_path, caplog):
+    # Regression: the two metrics were exported and documented, and always 0.
+    engine = start({**DRAM, "cascade.record": str(tmp_path)})
+    given = {"cascade.priority": "high", "cascade.ends_session": True, "cascade.workload": 999}
+    engine.add(prompt(3 * BLOCK, "hints"), hints=given)
+    engine.run()
+    assert engine.take_figures()["labels"]["hints"] == {"priority": 1, "ends_session": 1}
+    assert "cascade.workload: 999 is not a whole number" in caplog.text
+    engine.connector._recorder._count_dropped(3, "a test")  # noqa: SLF001 # as for a full queue
+    engine.ask(prompt(3 * BLOCK, "dropped"))
+    assert engine.take_figures()["sums"]["trace_drops"] == 3

@@ -22,7 +22,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from cascadekv import Hints, Manifest, Namespace
 from cascadekv.connectors import vllm_versions as versions
-from cascadekv.connectors.hints import finish_hints, request_hints
+from cascadekv.connectors.failures import FailureLog
+from cascadekv.connectors.hints import finish_hints, given_hints, request_hints
 from cascadekv.connectors.load_or_compute import LoadOrCompute
 from cascadekv.connectors.record import TraceRecorder
 from cascadekv.connectors.vllm.background import BackgroundThread
@@ -41,8 +42,8 @@ from cascadekv.connectors.vllm.metadata import (
     WorkerReport,
 )
 from cascadekv.connectors.vllm.metrics import CascadePromMetrics, CascadeStats
-from cascadekv.connectors.vllm.scheduler import Scheduler, SchedulerSettings
 from cascadekv.connectors.vllm.registration import ManifestRegistration
+from cascadekv.connectors.vllm.scheduler import Scheduler, SchedulerSettings
 from cascadekv.connectors.vllm.settings import read_connector_settings
 from cascadekv.connectors.vllm.store import (
     EngineStore,
@@ -116,17 +117,19 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         self._node: PrivateNode | None = None
         self._facts: WorkerFacts | None = None
         self._recorder: TraceRecorder | None = None
+        self._counted_trace_drops = 0
+        self._failures = FailureLog(_LOG)
         self._load_or_compute: LoadOrCompute | None = None
         self._events: EventSource | None = None
         self._event_parts: Sequence[str] = ()
         self._background: BackgroundThread | None = None
-        self._store = self._open()
-
         self._events_background: BackgroundThread | None = None
-    # Both sides.
+        self._store = self._open()
         self._registration = ManifestRegistration(
             self._store.store, lambda: self._namespace(self._generation)
         )
+
+    # Both sides.
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -195,9 +198,9 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         """Return the requests whose asynchronous loads ended."""
         return None, self._arrivals()[0]
 
+    @_guarded(lambda: versions.transfer_results(set(), set()))
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ARG002
         """Return the requests whose asynchronous loads ended, and those that failed completely."""
-    @_guarded(lambda: versions.transfer_results(set(), set()))
         return versions.transfer_results(*self._arrivals())
 
     @_guarded(set)
@@ -336,7 +339,13 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
     @_guarded(lambda: None)
     def get_kv_connector_stats(self) -> CascadeStats | None:
         """Return the statistics of the scheduler's side, which include the workers'."""
-        return self._scheduler.take_stats() if self._scheduler is not None else None
+        if self._scheduler is None:
+            return None
+        if self._recorder is not None:
+            dropped = self._recorder.dropped
+            self._scheduler.stats.count("trace_drops", dropped - self._counted_trace_drops)
+            self._counted_trace_drops = dropped
+        return self._scheduler.take_stats()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> CascadeStats | None:
@@ -464,7 +473,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             scheduler_settings,
             block_tokens=self._block_tokens,
             choose=self._choose,
-            hints_of=_hints_of,
+            hints_of=self._hints_of,
             on_saved=self._announce_saved,
             background=self._background,
         )
@@ -524,6 +533,18 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             return len(tiers)
         return self._load_or_compute.choose(tiers, total_tokens=total_tokens)
 
+    def _hints_of(self, request: "Request") -> Hints:
+        """Return a request's hints; counts them, and its invalid parameters as failures."""
+        params = request.kv_transfer_params
+        hints, warnings = request_hints(params, priority=request.priority)
+        for warning in warnings:
+            reason = f"request {request.request_id}: {warning}"
+            self._failures.count("reading the hints of a request", reason)
+        if self._scheduler is not None:
+            for name in given_hints(params):
+                self._scheduler.stats.hint(name)
+        return hints
+
     def _keys_of(self, parts: Sequence[str], request: "Request") -> RequestKeys:
         features = [
             (feature.mm_position.offset, feature.mm_position.length, feature.identifier)
@@ -550,13 +571,6 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         if not isinstance(plan, StepPlan):
             raise TypeError(f"expected a StepPlan from the scheduler, not a {type(plan).__name__}")
         return plan
-
-
-def _hints_of(request: "Request") -> Hints:
-    hints, warnings = request_hints(request.kv_transfer_params, priority=request.priority)
-    for warning in warnings:
-        _LOG.warning("Cascade: request %s: %s", request.request_id, warning)
-    return hints
 
 
 def _canonical(fields: dict[str, str]) -> tuple[tuple[str, str], ...]:

@@ -92,7 +92,6 @@ class Worker:
         self._is_idle = False
         """Whether the current step computes no tokens."""
         self._report = WorkerReport()
-        self._reported_failures: dict[str, int] = {}
         self._failures = FailureLog(_LOG)
         self._tasks = TaskLog(_LOG)
 
@@ -199,11 +198,7 @@ class Worker:
         """Return the outcomes of loads and saves since the last call; `None` without any."""
         report, self._report = self._report, WorkerReport()
         report.plan = self._plan
-        counts = self._failures.counts()
-        new = {kind: total - self._reported_failures.get(kind, 0) for kind, total in counts.items()}
-        report.failures = {kind: count for kind, count in new.items() if count}
-        self._reported_failures = counts
-        has_content = report.loaded or report.saved or report.prefill or report.failures
+        has_content = report.loaded or report.saved or report.prefill
         return report if has_content else None
 
     def close(self) -> None:
