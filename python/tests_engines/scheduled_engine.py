@@ -267,7 +267,7 @@ class ScheduledEngine:
 
     def keys(self, prompt):
         """Return the keys of a prompt's blocks."""
-        (part,) = self.connector._scheduler._parts  # noqa: SLF001 # its only one
+        (part,) = self.connector._scheduler._parts  # noqa: SLF001 # there is one
         keys = self.connector._keys_of([part.name], PLAIN)  # noqa: SLF001
         return keys.keys(part.name, 0, keys.extend(list(prompt)))
 

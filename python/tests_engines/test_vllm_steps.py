@@ -235,7 +235,7 @@ def test_device_memory_disables_measured_choice_and_layerwise_loads(start, caplo
     for each in (engine, other):
         each.ask(first)
         each.ask(first)
-    assert engine.connector._load_or_compute is None  # noqa: SLF001 # what decides
+    assert engine.connector._load_or_compute is None  # noqa: SLF001 # the choice under test
     assert other.connector._load_or_compute is not None  # noqa: SLF001 # likewise
 
 
@@ -256,7 +256,7 @@ def test_hits_and_loaded_blocks_are_counted_separately(start):
 
 def set_lookup_timeout(engine, seconds):
     """Change the time-out of lookups."""
-    scheduler = engine.connector._scheduler  # noqa: SLF001 # what decides
+    scheduler = engine.connector._scheduler  # noqa: SLF001 # the choice under test
     scheduler._settings = dataclasses.replace(scheduler._settings, lookup_s=seconds)  # noqa: SLF001
 
 

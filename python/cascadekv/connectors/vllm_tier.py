@@ -329,7 +329,7 @@ def manifest_of(config: OffloadingConfig, chunk_bytes: int, weights: str) -> dic
     field. The parallel topology is a field unless the engine uses its canonical layout and declares
     it independent of the topology.
     """
-    import vllm  # noqa: PLC0415 # its version alone
+    import vllm  # noqa: PLC0415 # for its version
 
     parallel = config.parallel
     groups = [
