@@ -162,7 +162,7 @@ class VllmBench:
                 self._misses(model, tokens, bare, ours)
 
     def shared_prefixes(self, model: str) -> None:
-        """Measure prompts of which the larger part was seen before."""
+        """Measure prompts that share their larger part with an earlier prompt."""
         middle = sorted(self.options.prompts)[len(self.options.prompts) // 2]
         with self._share(model, connectors.embedded()) as ours:
             for tokens in self.options.prompts:
