@@ -201,6 +201,32 @@ fn clear_shows_what_it_removes_and_requires_confirmation() {
     assert_eq!(node.run(&["get", KEY]).status.code(), Some(1));
 }
 
+/// `--json` had no effect: the receipt was always JSON.
+#[test]
+fn the_receipt_of_a_forgotten_tenant_is_text_unless_json_is_requested() {
+    let node = ServedNode::start("files = \"HERE/files\"\nfiles_capacity = \"64MiB\"\n");
+    fs::write(node.path("block"), b"some bytes").unwrap();
+    let file = node.path("block").display().to_string();
+    node.output(&["put", KEY, &file]);
+    node.output(&["flush"]);
+    let text = node.output(&["tenant", "forget", "default", "--yes"]);
+    for part in ["dram     1 blocks (10 B)", "files    1 blocks (10 B)", "default: nothing remains"]
+    {
+        assert!(text.contains(part), "{part:?} is not in: {text}");
+    }
+    let receipt = node.json(&["tenant", "forget", "default", "--yes"]);
+    assert_eq!((&receipt["is_complete"], &receipt["tenant"]), (&true.into(), &"default".into()));
+}
+
+/// The example of the help named a section that does not exist.
+#[test]
+fn config_get_prints_a_setting_and_a_section() {
+    let node = ServedNode::start("");
+    let text = node.output(&["config", "get", "log_filter", "advanced"]);
+    assert!(text.contains("log_filter = ") && text.contains("huge_pages = "), "{text}");
+    assert!(!text.contains("connections_max"), "{text}");
+}
+
 #[test]
 fn an_unknown_tenant_is_refused_with_the_known_names() {
     let node = ServedNode::start("[[tenant]]\nname = \"alice\"\nusers = [4000000001]\n");
