@@ -213,13 +213,11 @@ impl ClientSession {
     }
 
     pub(super) fn release(&self, ranges: &[HoldRange]) {
-        for range in ranges {
-            // The lock ends with this line: returning memory takes the locks of the ledger and the
-            // pool.
-            let released = self.holds().release(*range);
-            self.uncharge(&released);
-            ClientHold::release_all(released);
-        }
+        // The lock ends with this line: returning memory takes the locks of the ledger and the
+        // pool.
+        let released = self.holds().release(ranges);
+        self.uncharge(&released);
+        ClientHold::release_all(released);
     }
 
     /// Removes released holds from the account.
