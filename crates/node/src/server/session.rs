@@ -229,14 +229,21 @@ impl ClientSession {
     }
 
     /// Takes the slabs that the client has written; none for a number that is not a slab of it.
-    pub(super) fn take_slabs(
-        &self,
-        blocks: &[SealedBlock],
-    ) -> Vec<Option<(SlabMut, Option<LedgerGuard>)>> {
+    pub(super) fn take_slabs(&self, blocks: &[SealedBlock]) -> Vec<Option<SlabMut>> {
+        let mut guards = Vec::with_capacity(blocks.len());
         let mut holds = self.holds();
-        let slabs: Vec<_> = blocks.iter().map(|block| holds.take_slab(block.hold)).collect();
+        let mut take_slab = |block: &SealedBlock| {
+            let (slab, guard) = holds.take_slab(block.hold)?;
+            guards.extend(guard);
+            Some(slab)
+        };
+        let slabs: Vec<_> = blocks.iter().map(&mut take_slab).collect();
         drop(holds);
-        let taken = || slabs.iter().flatten().map(|(slab, _)| counted_bytes(slab.len()));
+        // Here, before the store gets the slabs: a block that is refused returns its memory to the
+        // pool at once, and a record must not outlive that. A client no longer writes to a slab
+        // that it has sealed, so the memory needs no record until the block is in the catalog.
+        LedgerGuard::release_all(guards);
+        let taken = || slabs.iter().flatten().map(|slab| counted_bytes(slab.len()));
         self.account.release_bytes(taken().sum());
         self.account.release_holds(taken().count() as u64);
         slabs
