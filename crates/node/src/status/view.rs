@@ -4,8 +4,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::Node;
 use crate::status::{
-    CatalogStatus, ClientsStatus, EvictionStatus, GetStatus, HealthState, HitRate, LookupStatus,
-    MoverStatus, PoolStatus, PutStatus, Status, TenantStatus, TierStatus, WarmRestartStatus,
+    CatalogStatus, ClientsStatus, EvictionStatus, GetStatus, HealthState, HealthStatus, HitRate,
+    LookupStatus, MoverStatus, PoolStatus, PutStatus, Status, TenantStatus, TierStatus,
+    WarmRestartStatus,
 };
 use crate::tenants::{DEFAULT_TENANT, Tenant};
 
@@ -213,29 +214,58 @@ impl TenantStatus {
     }
 
     fn add_tier(&mut self, tier: &TierStatus) {
-        let known = self.tiers.iter().position(|one| one.name == tier.name);
+        // The pattern names all fields, so that a new one is not forgotten in the totals.
+        let TierStatus {
+            name,
+            capacity_bytes,
+            used_bytes,
+            blocks,
+            files,
+            hits,
+            hit_bytes,
+            matched_blocks,
+            damaged_blocks,
+            damaged_structures,
+            health,
+            notes: _,
+        } = tier;
+        let known = self.tiers.iter().position(|one| one.name == *name);
         let at = known.unwrap_or_else(|| {
-            self.tiers.push(TierStatus { name: tier.name.clone(), ..TierStatus::default() });
+            self.tiers.push(TierStatus { name: name.clone(), ..TierStatus::default() });
             self.tiers.len() - 1
         });
         let sum = &mut self.tiers[at];
-        sum.capacity_bytes += tier.capacity_bytes;
-        sum.used_bytes += tier.used_bytes;
-        sum.blocks = add_optional(sum.blocks, tier.blocks);
-        sum.files = add_optional(sum.files, tier.files);
-        sum.hits += tier.hits;
-        sum.hit_bytes += tier.hit_bytes;
-        sum.matched_blocks += tier.matched_blocks;
-        sum.damaged_blocks += tier.damaged_blocks;
-        if let Some(health) = &tier.health {
-            let worst = sum.health.get_or_insert_default();
-            if worst.state == HealthState::Healthy {
-                // The last error is left out: it may contain a tenant's directory.
-                (worst.state, worst.since_s) = (health.state, health.since_s);
-            }
-            worst.opened += health.opened;
-            worst.stuck_calls += health.stuck_calls;
+        sum.capacity_bytes += capacity_bytes;
+        sum.used_bytes += used_bytes;
+        sum.blocks = add_optional(sum.blocks, *blocks);
+        sum.files = add_optional(sum.files, *files);
+        sum.hits += hits;
+        sum.hit_bytes += hit_bytes;
+        sum.matched_blocks += matched_blocks;
+        sum.damaged_blocks += damaged_blocks;
+        sum.damaged_structures += damaged_structures;
+        if let Some(health) = health {
+            sum.health.get_or_insert_default().add(health);
         }
+    }
+}
+
+impl HealthStatus {
+    /// Adds the health of another tenant's tier. A circuit that is open in any tenant is open in
+    /// the totals.
+    fn add(&mut self, other: &Self) {
+        // The last error may contain a tenant's directory.
+        let Self { state, since_s, opened, stuck_calls, last_error: _, reads, writes } = other;
+        if self.state == HealthState::Healthy {
+            (self.state, self.since_s) = (*state, *since_s);
+        }
+        for (sum, state) in [(&mut self.reads, reads), (&mut self.writes, writes)] {
+            if *sum == HealthState::Healthy {
+                *sum = *state;
+            }
+        }
+        self.opened += opened;
+        self.stuck_calls += stuck_calls;
     }
 }
 
@@ -248,6 +278,31 @@ mod tests {
     use super::*;
     use crate::NodeConfig;
     use crate::config::AdminGroup;
+
+    /// The totals, which are all that a scrape without a token gets, showed every circuit as closed
+    /// and no damaged structure.
+    #[test]
+    fn totals_include_damaged_structures_and_open_circuits() {
+        let tenant = |writes, damaged_structures| {
+            let health = HealthStatus { state: writes, writes, opened: 1, ..Default::default() };
+            let tier = TierStatus {
+                name: "files".to_owned(),
+                damaged_structures,
+                health: Some(health),
+                ..TierStatus::default()
+            };
+            TenantStatus { tiers: vec![tier], ..TenantStatus::default() }
+        };
+        let [open, healthy] = [HealthState::Open, HealthState::Healthy];
+        for states in [[open, healthy], [healthy, open]] {
+            let total = TenantStatus::total(&states.map(|state| tenant(state, 2)));
+            let tier = &total.tiers[0];
+            assert_eq!(tier.damaged_structures, 4);
+            let health = tier.health.as_ref().unwrap();
+            assert_eq!((health.state, health.reads, health.writes), (open, healthy, open));
+            assert_eq!(health.opened, 2);
+        }
+    }
 
     /// HTTP counted only users that `/etc/group` lists as members, and showed totals to a user
     /// whose primary group is `admin_group`.
