@@ -1,7 +1,7 @@
 //! A session: one client with all its connections, holds and pins.
 
 use std::cell::Cell;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -341,13 +341,20 @@ impl ClientSession {
         keys.iter().map(&mut unpin_one).collect()
     }
 
+    pub(super) fn has_pins(&self) -> bool {
+        !self.pins().is_empty()
+    }
+
     /// Removes the records of pins of these blocks (of all blocks without a list). Called before
     /// the blocks are deleted, which ends their pins in the store: a block that is put again with
     /// the same key is not pinned.
-    pub(super) fn drop_pins(&self, keys: Option<&[BlockKey]>) {
+    pub(super) fn drop_pins(&self, keys: Option<&HashSet<BlockKey>>) {
         let mut pins = self.pins();
         let dropped: Vec<PinnedBlock> = match keys {
-            Some(keys) => keys.iter().filter_map(|key| pins.remove(key)).collect(),
+            Some(keys) if keys.len() < pins.len() => {
+                keys.iter().filter_map(|key| pins.remove(key)).collect()
+            }
+            Some(keys) => pins.extract_if(|key, _| keys.contains(key)).map(|(_, it)| it).collect(),
             None => pins.drain().map(|(_, pinned)| pinned).collect(),
         };
         let bytes = dropped.iter().map(|pinned| u64::from(pinned.bytes)).sum();

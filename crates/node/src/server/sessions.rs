@@ -120,9 +120,16 @@ impl ClientSessions {
     /// A block that expires is not covered: its record stays, and a later unpin or the end of the
     /// session removes a pin of whatever block has the key then.
     pub(crate) fn drop_pins(&self, tenant: &Tenant, keys: Option<&[BlockKey]>) {
-        let of_tenant = |session: &&Arc<ClientSession>| session.tenant.name() == tenant.name();
-        for session in self.all().iter().filter(of_tenant) {
-            session.drop_pins(keys);
+        let mut all = self.all();
+        all.retain(|session| session.tenant.name() == tenant.name() && session.has_pins());
+        if all.is_empty() {
+            return;
+        }
+        // A set, so that a session is not searched for every key: a client may have thousands of
+        // sessions and send 65,536 keys.
+        let keys = keys.map(|keys| keys.iter().copied().collect());
+        for session in all {
+            session.drop_pins(keys.as_ref());
         }
     }
 

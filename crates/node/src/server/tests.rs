@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use cascade_block::{BlockKey, Manifest, NamespaceId};
 use cascade_store::{CallOptions, Put, PutOutcome, StoreError};
-use cascade_wire::{Access, Answer, Call, Hello, SealedBlock, SessionId};
+use cascade_wire::{Access, Answer, Call, Hello, KeyQuestion, SealedBlock, SessionId};
 use rustix::event::epoll::EventFlags;
 
 use super::connection::{Connection, NextStep, ThreadBuffers};
@@ -191,4 +191,31 @@ fn a_registration_without_a_permit_uses_up_no_namespace() {
     }
     let answer = register(&server.shared.wait_permits);
     assert!(matches!(answer, Some(Answer::Done)), "{answer:?}");
+}
+
+#[test]
+fn the_pins_of_deleted_blocks_no_longer_count() {
+    let server = TestServer::new();
+    let client = server.connect(None);
+    let key = |number: u8| BlockKey::from_bytes([number; 32]);
+    let keys: Vec<BlockKey> = (0..20).map(key).collect();
+    let puts: Vec<_> = keys.iter().map(|key| Put::new(*key, &[0; BLOCK_BYTES])).collect();
+    client.session.tenant.store().put(&puts, NOW);
+    let available = client.session.available_bytes();
+    let pinned_blocks = || (available - client.session.available_bytes()) / BLOCK_BYTES as u64;
+    assert_eq!(client.session.pin(&keys[..5]), [true; 5]);
+    assert_eq!(pinned_blocks(), 5);
+    let delete = |keys: &[BlockKey]| {
+        let question = KeyQuestion::Delete;
+        let call = Call::Ask { question, keys: keys.to_vec() };
+        let answer = server.dispatch(&client.session).answer(call);
+        assert!(matches!(answer, Some(Answer::Flags(_))), "{answer:?}");
+    };
+    // Fewer keys than pins, then more.
+    delete(&keys[..2]);
+    assert_eq!(pinned_blocks(), 3);
+    delete(&keys[3..]);
+    assert_eq!(pinned_blocks(), 1);
+    assert_eq!(client.session.unpin(&keys[1..4]), [false, true, false]);
+    assert_eq!(pinned_blocks(), 0);
 }
