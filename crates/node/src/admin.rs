@@ -5,6 +5,7 @@ mod responses;
 
 use std::time::Duration;
 
+use cascade_block::with_causes;
 use cascade_store::CallOptions;
 use serde::Serialize;
 
@@ -127,7 +128,7 @@ fn forget(node: &Node, caller: &Tenant, name: &str, time: Duration) -> Result<Re
     tracing::info!(tenant = name, requested_by = caller.name(), "erasing a tenant's blocks");
     // The erase removes pinned blocks too: the sessions' records of their pins are void.
     node.sessions().drop_pins(tenant, None);
-    let mut receipt = tenant.forget(time).map_err(|error| error.to_string())?;
+    let mut receipt = tenant.forget(time).map_err(|error| with_causes(&error))?;
     if receipt.memory.held_bytes > 0 {
         let held = |client: &crate::ClientSnapshot| client.leased_bytes + client.reserved_bytes;
         let holders = node.clients().into_iter();

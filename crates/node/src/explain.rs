@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use cascade_block::{BlockKey, Clock, Manifest, Namespace, SystemClock};
+use cascade_block::{BlockKey, Clock, Manifest, Namespace, SystemClock, with_causes};
 use cascade_store::{BlockExplanation, BlockState, CallOptions, Explanation, Store};
 use serde::{Deserialize, Serialize};
 
@@ -143,7 +143,8 @@ pub(crate) fn find_by_prefix(
     let bytes: Vec<u8> = (0..digits.len() / 2)
         .filter_map(|at| u8::from_str_radix(&digits[2 * at..2 * at + 2], 16).ok())
         .collect();
-    let found = store.find_keys(&bytes, 16 * limit, options).map_err(|error| error.to_string())?;
+    let found =
+        store.find_keys(&bytes, 16 * limit, options).map_err(|error| with_causes(&error))?;
     let matches = |key: &BlockKey| key.to_string().starts_with(&digits);
     Ok(found.into_iter().filter(matches).take(limit).collect())
 }
@@ -164,7 +165,7 @@ impl ChainReport {
             Namespace::from_root(BlockKey::from_bytes([0; 32]), manifest)
         });
         let explanation = store.explain(&keys, namespace.as_ref(), options);
-        let explanation = explanation.map_err(|error| error.to_string())?;
+        let explanation = explanation.map_err(|error| with_causes(&error))?;
         Ok(Self::from_explanation(&explanation, SystemClock.unix_ms()))
     }
 

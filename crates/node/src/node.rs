@@ -180,15 +180,38 @@ impl Node {
         &self,
         new: &NodeConfig,
     ) -> Result<ConfigDifference, TelemetryError> {
-        // Held to the end: two concurrent changes must not each compare with the other's old state.
         let mut current = self.0.current.lock().unwrap_or_else(PoisonError::into_inner);
+        self.replace_config(&mut current, new)
+    }
+
+    /// Applies `new` as [`Node::apply_config`] does, if the configuration is still `before`, from
+    /// which `new` was made. Returns whether it was: otherwise `new` would undo another change.
+    pub(crate) fn apply_change(
+        &self,
+        before: &NodeConfig,
+        new: &NodeConfig,
+    ) -> Result<bool, TelemetryError> {
+        let mut current = self.0.current.lock().unwrap_or_else(PoisonError::into_inner);
+        if *current != *before {
+            return Ok(false);
+        }
+        self.replace_config(&mut current, new).map(|_| true)
+    }
+
+    /// `current` is locked by the caller: two concurrent changes must not each compare with the
+    /// other's old state.
+    fn replace_config(
+        &self,
+        current: &mut NodeConfig,
+        new: &NodeConfig,
+    ) -> Result<ConfigDifference, TelemetryError> {
         // The log filter is the only step that can fail, so it goes first.
         if let Some(controls) = self.0.controls.get() {
             controls.log.set(new.log.filter.as_deref().unwrap_or("info"))?;
         }
         // One assignment for all of them: a reader never gets a mixture of old and new settings.
         *self.0.live.write().unwrap_or_else(PoisonError::into_inner) = LiveSettings::of(new);
-        let live = config::difference(&current, new).live;
+        let live = config::difference(current, new).live;
         // After the comparison, which needs the state before this change.
         *current = new.clone();
         // Live settings are compared with the last change, the others with the start: these stay

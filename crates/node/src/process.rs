@@ -31,8 +31,9 @@ enum ProcessEvent {
 /// Time limit at shutdown for HTTP requests in flight, and again for the export of spans.
 const PORT_STOP_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// A stop signal within this time of the first is the same request: `timeout` and shells signal the
-/// process and its group, and the node must not discard pending blocks for that.
+/// A stop signal is a repetition of the first until the node has been closing its stores for this
+/// long: `timeout` and shells signal the process and its group, and the node must not discard
+/// pending blocks for that.
 const SAME_STOP_REQUEST: Duration = Duration::from_secs(1);
 
 /// Poll interval of the log lines about tiers.
@@ -40,7 +41,8 @@ const TIERS_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Serves until the process is stopped.
 ///
-/// SIGTERM and SIGINT shut it down cleanly; another one, a second later or more, stops it at once.
+/// SIGTERM and SIGINT shut it down cleanly. Another one stops it at once, if it comes when the node
+/// has been closing its stores for a second ([`SAME_STOP_REQUEST`]).
 /// SIGHUP reloads the configuration through `reload`. Prints one line with `ready` to standard
 /// output once it serves.
 pub fn run(
@@ -246,7 +248,37 @@ impl ProcessSignals {
     /// Returns when a stop is requested again. A reload and repetitions of the first request are
     /// not requests to stop at once.
     async fn next_stop_request(&mut self) {
+        // From here, not from the first signal: signals that came while the server stopped are all
+        // received now, and their times are unknown.
         let first = tokio::time::Instant::now();
         while self.next().await != ProcessEvent::Stop || first.elapsed() < SAME_STOP_REQUEST {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::time::{Instant, sleep};
+
+    use super::*;
+
+    #[test]
+    fn repetitions_of_a_stop_request_are_ignored_for_a_second() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let mut signals = ProcessSignals::new().unwrap();
+            let stop = Arc::clone(&signals.stop);
+            let began = Instant::now();
+            let repeat = async {
+                loop {
+                    stop.notify_one();
+                    sleep(Duration::from_millis(10)).await;
+                }
+            };
+            tokio::select! {
+                () = repeat => {}
+                () = signals.next_stop_request() => {}
+            }
+            assert!(began.elapsed() >= SAME_STOP_REQUEST, "{:?}", began.elapsed());
+        });
     }
 }

@@ -65,7 +65,7 @@ pub enum TenantError {
     },
     /// The tenant has neither users nor a token.
     #[error("no client can belong to tenant {tenant:?}; give it users or a token_file")]
-    Nobody {
+    NoIdentity {
         /// The tenant.
         tenant: String,
     },
@@ -120,7 +120,7 @@ impl Tenant {
             store.encryption = Some(EncryptionConfig { key_file, scope: name.to_owned() });
         }
         let opened = match Store::open(store.clone()) {
-            // Only for errors of the file: any other error would come again with an anonymous pool.
+            // Only for errors of the file: any other error would also occur with an anonymous pool.
             Err(StoreError::Memory(error)) if is_pool_file_error(&error) => {
                 let error: &dyn std::error::Error = &*error;
                 tracing::warn!(
@@ -200,7 +200,7 @@ impl Tenants {
                 return Err(ambiguous(taken, place, "they have the same name"));
             }
             if tenant.users.is_empty() && tenant.token_file.is_none() {
-                return Err(TenantError::Nobody { tenant: tenant.name.clone() });
+                return Err(TenantError::NoIdentity { tenant: tenant.name.clone() });
             }
             for user in &tenant.users {
                 // A user that one tenant lists twice is not ambiguous.

@@ -194,9 +194,14 @@ pub(super) fn set(
     request: &SetConfig,
 ) -> Result<SettingChange, String> {
     require_administrator(caller)?;
-    let before = node.current_config();
-    let new = config::with_value(&before, &request.key, &request.value)?;
-    node.apply_config(&new).map_err(|error| with_causes(&error))?;
+    let (before, new) = loop {
+        let before = node.current_config();
+        let new = config::with_value(&before, &request.key, &request.value)?;
+        // Each repetition means that another change succeeded.
+        if node.apply_change(&before, &new).map_err(|error| with_causes(&error))? {
+            break (before, new);
+        }
+    };
     let value = |config: &crate::NodeConfig| {
         let shown =
             config::list_settings(config, std::slice::from_ref(&request.key)).unwrap_or_default();
@@ -257,4 +262,35 @@ pub(super) fn drain(
     let clients = sessions.iter().filter(|session| !session.is_administrator()).count();
     let pid = std::process::id();
     Ok(DrainResult { state, pid, is_written, tenants, clients, is_ending })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{ConfigSources, Environment, load, with_value};
+
+    /// Each change is made from a copy of the configuration. The slower of two changes at the same
+    /// time restored the old value of the other setting, and both were reported as done.
+    #[test]
+    fn a_change_does_not_undo_another_that_was_applied_meanwhile() {
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("cascade.sock");
+        let variables = [
+            ("CASCADE_SOCKET", socket.to_str().unwrap()),
+            ("CASCADE_DRAM", "4MiB"),
+            ("CASCADE_HUGE_PAGES", "false"),
+            ("CASCADE_KEEP_POOL", "never"),
+        ];
+        let config = load(&ConfigSources::default(), &Environment::new(variables, 1000)).unwrap();
+        let node = Node::open(config).unwrap();
+        let before = node.current_config();
+        let slower = with_value(&before, "client_share", "10%").unwrap();
+        let caller = node.tenants().by_name(DEFAULT_TENANT).unwrap();
+        let request = |key: &str, value: &str| SetConfig { key: key.into(), value: value.into() };
+        set(&node, caller, &request("connections_max", "100")).unwrap();
+        assert!(!node.apply_change(&before, &slower).unwrap(), "`before` is no longer in force");
+        set(&node, caller, &request("client_share", "10%")).unwrap();
+        let live = node.live_settings();
+        assert_eq!((live.connections_max, live.client_share_percent), (100, 10));
+    }
 }

@@ -1,5 +1,6 @@
 //! Reads and changes single settings of a running node.
 
+use cascade_block::with_causes;
 use serde::{Deserialize, Serialize};
 
 use super::build;
@@ -62,14 +63,14 @@ pub fn with_value(config: &NodeConfig, path: &str, text: &str) -> Result<NodeCon
     }
     let mut settings = config.settings.clone();
     settings.node.set(key, value, SettingSource::Administrator);
-    let message = |error: ConfigError| error.to_string();
+    let message = |error: ConfigError| with_causes(&error);
     let new = build::node_config(settings, &Environment::of_process()).map_err(message)?;
     new.check().map_err(message)?;
     Ok(new)
 }
 
 fn unknown_setting(name: &str) -> String {
-    let sections = KEYS.iter().map(super::key::SettingKey::section);
+    let sections = KEYS.iter().map(SettingKey::section);
     let hint = nearest_name(name, KEYS.iter().map(|key| key.path).chain(sections));
     let hint = hint.map_or_else(
         || "`cascade config get` lists all settings".to_owned(),

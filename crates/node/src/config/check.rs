@@ -262,8 +262,8 @@ fn check_secret(key: &str, path: &Path, readers: SecretReaders) -> Result<(), Co
     }
 }
 
-/// Refuses a key inside the directory that it encrypts: whoever copies the directory would have
-/// the key too. Refuses a key without a file tier.
+/// Refuses a key inside the directory that it encrypts, because a copy of the directory would
+/// contain the key. Refuses a key without a file tier.
 fn check_encryption_key(store: &StoreConfig, key: Option<&Path>) -> Result<(), ConfigError> {
     let files = store.files.as_ref();
     match (files, key) {

@@ -103,10 +103,9 @@ impl Account {
         if !self.namespaces.try_add(1, NAMESPACES_MAX) {
             return Err(StoreError::Limit { limit: NAMESPACES, most: NAMESPACES_MAX });
         }
-        // A concurrent registration may be refused for the namespace that is given back below. It
-        // can be tried again.
         if !self.manifest_bytes.try_add(bytes, MANIFEST_BYTES_MAX) {
-            // The first reservation is undone, as the namespace is not registered.
+            // Until this line, a concurrent registration may find the limit of namespaces reached.
+            // It succeeds when the client repeats it.
             self.namespaces.subtract(1);
             return Err(StoreError::Limit { limit: MANIFEST_BYTES, most: MANIFEST_BYTES_MAX });
         }

@@ -3,7 +3,7 @@
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -68,6 +68,8 @@ pub(super) struct Connection {
     opened: Duration,
     buffers: Mutex<ConnectionBuffers>,
     session: Mutex<Option<Arc<ClientSession>>>,
+    /// The session no longer counts this connection.
+    has_left: AtomicBool,
     /// The holds that the last call may have granted, until further input proves that the client
     /// read its answer.
     unconfirmed_grant: Mutex<Option<HoldRange>>,
@@ -132,6 +134,7 @@ impl Connection {
             opened: SystemClock.monotonic(),
             buffers: Mutex::default(),
             session: Mutex::default(),
+            has_left: AtomicBool::new(false),
             unconfirmed_grant: Mutex::default(),
             buffered: AtomicUsize::new(0),
             buffered_of_all: Arc::clone(buffered_of_all),
@@ -146,13 +149,20 @@ impl Connection {
         lock(&self.session).as_ref().map(Arc::clone)
     }
 
+    /// The session, for the thread that removes this closed connection from it. None for a second
+    /// thread, and without a session.
+    pub(super) fn session_to_leave(&self) -> Option<Arc<ClientSession>> {
+        // The flag is set only if there is a session: a connection that is closed before its hello
+        // opens one leaves it afterwards.
+        self.session().filter(|_| !self.has_left.swap(true, Ordering::AcqRel))
+    }
+
     pub(super) fn age(&self) -> Duration {
         SystemClock.monotonic().saturating_sub(self.opened)
     }
 
-    /// The holds of the last call, if it is unknown whether the client read the answer. The caller
-    /// releases them when the client closed the connection: after reading the answer it would have
-    /// sent another message, or ended its session.
+    /// The holds of the last call, if no further message has followed it. The client may not have
+    /// read the answer, so the caller releases them when the client closes the connection.
     pub(super) fn take_unconfirmed_grant(&self) -> Option<HoldRange> {
         lock(&self.unconfirmed_grant).take()
     }

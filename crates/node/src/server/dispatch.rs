@@ -15,7 +15,7 @@ use cascade_wire::{
 };
 
 use super::call_errors::{administer_only, draining, not_held, read_only, too_many_blocks};
-use super::holds::{HeldMemory, LedgerGuard, counted_bytes};
+use super::holds::{HeldMemory, counted_bytes};
 use super::manifest_limits;
 use super::session::ClientSession;
 use super::wait_permits::{WaitPermit, WaitPermits, WaitPurpose};
@@ -104,16 +104,16 @@ impl Dispatch<'_> {
         })
     }
 
-    /// Executes a call of an administrator. It has no pool and no access to blocks, because it may
-    /// not be a user of the tenant whose memory and keys these are.
+    /// Executes a call of an administrator. It has no pool and no access to blocks, because an
+    /// administrator need not be a user of the tenant.
     fn answer_administrator(&self, call: Call) -> Option<Answer> {
         match call {
             Call::Hello(_) | Call::Ping => Some(Answer::Done),
             Call::Admin { timeout_ms, topic, arguments } => {
                 Some(self.administer(self.bounded_timeout(timeout_ms), &topic, &arguments))
             }
-            // Calls without an answer stay so: the client would take an answer for that of the call
-            // behind it, which has the same number.
+            // These calls never have an answer. The client would take one for the answer of its
+            // next call, which has the same number.
             Call::Release { .. } | Call::Settled { .. } | Call::Forget { .. } => None,
             _ => Some(Answer::Failed(administer_only())),
         }
@@ -166,11 +166,14 @@ impl Dispatch<'_> {
             return Answer::Failed(error);
         }
         let namespace = Namespace::from_root(root, manifest);
-        // Reserved without a way back: manifests stay as long as the blocks of the tenant.
-        if let Err(error) = self.session.reserve_namespace(&namespace) {
-            return Answer::Failed(error);
-        }
-        self.with_permit(|| self.store().register(&namespace, options), |()| Answer::Done)
+        let register = || {
+            // With the permit: a call that gets none must not use up a namespace, which is never
+            // released. The store keeps a manifest even if a tier cannot, so that the next attempt
+            // reserves nothing.
+            self.session.reserve_namespace(&namespace)?;
+            self.store().register(&namespace, options)
+        };
+        self.with_permit(register, |()| Answer::Done)
     }
 
     /// The first phase of a put: for each block a slab to fill, or the outcome.
@@ -223,8 +226,7 @@ impl Dispatch<'_> {
         settle(prepared, &mut answers);
         if let Some(rest) = rest {
             let at = answers.len();
-            // A client that waits while it holds slabs could keep another from the room that it
-            // waits for.
+            // Two clients that hold slabs while they wait for room could wait for each other.
             let has_slabs =
                 answers.iter().any(|answer| matches!(answer, PreparedBlock::Slab { .. }));
             // Slabs behind the first block that has to wait return to the pool before the wait.
@@ -241,8 +243,8 @@ impl Dispatch<'_> {
         for (refused, error) in grants.grant(granted) {
             answers[refused] = PreparedBlock::Settled(PutOutcome::Failed(error));
         }
-        // Sessions without a connection may hold the room that is missing: it is there for the next
-        // call.
+        // Sessions without a connection may hold memory. If they can be closed, the next call finds
+        // more room.
         if answers.iter().any(found_no_room) {
             self.node.sessions().close_unmapped();
         }
@@ -277,7 +279,7 @@ impl Dispatch<'_> {
             Ok(grants) => grants,
             Err(error) => return Answer::Failed(error),
         };
-        // A length that the address space cannot hold is beyond every pool.
+        // A length that does not fit into `usize` is larger than every pool.
         let needed_bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
         // A length beyond the whole pool gets the store's error, as in an embedded store.
         // The share is checked before the pool: a client beyond its share must not evict blocks.
@@ -306,21 +308,19 @@ impl Dispatch<'_> {
 
     /// The second phase of a put: publishes the slabs that the client has filled.
     ///
-    /// The blocks are written already, so they are not given up for lack of a permit: the store
-    /// then stores those that need no waiting.
+    /// The blocks are written already, so a seal without a permit is not refused: the store stores
+    /// the blocks that need no waiting.
     fn seal(&self, options: CallOptions, blocks: &[SealedBlock]) -> Answer {
         if let Some(refused) = self.write_refusal(blocks.len()) {
             return refused;
         }
         let mut outcomes: Vec<Option<PutOutcome>> = Vec::with_capacity(blocks.len());
         let mut puts = Vec::with_capacity(blocks.len());
-        let mut guards = Vec::with_capacity(blocks.len());
         // The slabs leave the holds of the session here. A release of their numbers during the seal
         // has no effect.
         for (block, slab) in blocks.iter().zip(self.session.take_slabs(blocks)) {
-            match slab.filter(|(slab, _)| slab.len() >= block.bytes as usize) {
-                Some((slab, guard)) => {
-                    guards.extend(guard);
+            match slab.filter(|slab| slab.len() >= block.bytes as usize) {
+                Some(slab) => {
                     puts.push(sealed_put(block, slab));
                     outcomes.push(None);
                 }
@@ -338,8 +338,6 @@ impl Dispatch<'_> {
                 Err(_) => self.store().put_slabs(puts, CallOptions { writer, ..NO_WAIT }),
             }
         };
-        // Only now are the blocks in the catalog, and the ledger need not protect their slabs.
-        LedgerGuard::release_all(guards);
         // The store has one outcome for each put; the blocks without a slab have theirs already.
         let mut stored = stored.into_iter();
         let outcome = |known: Option<PutOutcome>| {
@@ -406,7 +404,7 @@ impl Dispatch<'_> {
         purpose: LeasePurpose,
         keys: &[BlockKey],
     ) -> Vec<ViewOutcome> {
-        // `peek` does not count as an access, as nobody uses the bytes of a comparison.
+        // A comparison is not a use of the block, so it does not count as an access: hence `peek`.
         let read = |keys: &[BlockKey], options| match purpose {
             LeasePurpose::Use => self.store().view(keys, options),
             LeasePurpose::Compare => self.store().peek(keys, options),

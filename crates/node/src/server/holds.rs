@@ -5,6 +5,7 @@
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -27,8 +28,8 @@ pub(super) enum HeldMemory {
     Lease(Slab),
 }
 
-/// The record of a hold in the tenant's ledger, because of which the next run of the node does not
-/// reuse the memory. The record is removed on drop.
+/// The record of a hold in the tenant's ledger. While it exists, the next run of the node does not
+/// reuse the memory. It is removed on drop.
 #[derive(Debug)]
 pub(super) struct LedgerGuard {
     tenant: Arc<Tenant>,
@@ -216,27 +217,37 @@ impl Holds {
 
     /// Releases holds, and those that calls in flight may still grant. The caller drops the
     /// returned ones outside the lock.
-    pub(super) fn release(&mut self, range: HoldRange) -> Vec<ClientHold> {
+    ///
+    /// The client chooses number and length of the ranges, and they may overlap. They are merged
+    /// first, so that the work is bounded by the length of the message and the number of holds.
+    pub(super) fn release(&mut self, ranges: &[HoldRange]) -> Vec<ClientHold> {
+        let ranges = merge_ranges(ranges);
         for call in &mut self.pending {
-            let (pending, released) = (hold_numbers(call.range), hold_numbers(range));
-            // Only numbers of the call are kept: the range is chosen by the client and may be far
-            // larger. If the two do not overlap, this range is empty.
-            let both = pending.start.max(released.start)..pending.end.min(released.end);
-            call.released.extend(both);
+            let numbers = hold_numbers(call.range);
+            // Only numbers of the call are kept: a released range may be far longer.
+            let first = ranges.partition_point(|range| range.end <= numbers.start);
+            let overlapping = ranges[first..].iter().take_while(|it| it.start < numbers.end);
+            call.released.extend(
+                overlapping.flat_map(|it| it.start.max(numbers.start)..it.end.min(numbers.end)),
+            );
         }
-        // A client may send a range far larger than what it holds: iterate over the smaller one.
-        let released: Vec<ClientHold> = if self.held.len() < range.count as usize {
-            let numbers = hold_numbers(range);
-            self.held.extract_if(|hold, _| numbers.contains(hold)).map(|(_, it)| it).collect()
+        let count = ranges.iter().map(|range| range.end - range.start).sum::<u64>();
+        // Iterate over the smaller of the two.
+        let released: Vec<ClientHold> = if (self.held.len() as u64) < count {
+            let is_released = |hold: &u64, _: &mut ClientHold| {
+                let at = ranges.partition_point(|range| range.end <= *hold);
+                ranges.get(at).is_some_and(|range| range.contains(hold))
+            };
+            self.held.extract_if(is_released).map(|(_, hold)| hold).collect()
         } else {
-            hold_numbers(range).filter_map(|hold| self.held.remove(&hold)).collect()
+            ranges.into_iter().flatten().filter_map(|hold| self.held.remove(&hold)).collect()
         };
         self.bytes -= released.iter().map(ClientHold::bytes).sum::<u64>();
         released
     }
 
-    /// Takes a slab that the client has written. The caller keeps its ledger record until the block
-    /// is in the catalog.
+    /// Takes a slab that the client has written. The caller releases its ledger record before the
+    /// slab.
     pub(super) fn take_slab(&mut self, hold: u64) -> Option<(SlabMut, Option<LedgerGuard>)> {
         let Entry::Occupied(entry) = self.held.entry(hold) else { return None };
         // A lease stays held: its memory belongs to a block that is stored already.
@@ -287,8 +298,23 @@ fn invalid_number() -> StoreError {
     }
 }
 
-fn hold_numbers(range: HoldRange) -> std::ops::Range<u64> {
+fn hold_numbers(range: HoldRange) -> Range<u64> {
     range.first..range.first.saturating_add(u64::from(range.count))
+}
+
+/// The same numbers in ascending order, each in one range only.
+fn merge_ranges(ranges: &[HoldRange]) -> Vec<Range<u64>> {
+    let mut merged: Vec<Range<u64>> = ranges.iter().copied().map(hold_numbers).collect();
+    merged.sort_unstable_by_key(|range| range.start);
+    // The closure gets the later range first. It removes that one after it extended the earlier.
+    merged.dedup_by(|later, earlier| {
+        let is_adjacent = later.start <= earlier.end;
+        if is_adjacent {
+            earlier.end = earlier.end.max(later.end);
+        }
+        is_adjacent
+    });
+    merged
 }
 
 fn overlap(one: HoldRange, other: HoldRange) -> bool {
@@ -321,7 +347,7 @@ mod tests {
         holds.begin_grants(CALL).expect("the numbers are new");
         assert!(holds.grant(10, slab(&pool)).is_none());
         // The call times out at the client, which releases all its holds on another connection.
-        assert_eq!(holds.release(CALL).len(), 1);
+        assert_eq!(holds.release(&[CALL]).len(), 1);
         assert!(holds.grant(11, slab(&pool)).is_some(), "it was released early");
         holds.finish_grants(CALL);
         assert_eq!((holds.bytes(), holds.totals()), (0, HoldTotals::default()));
@@ -375,10 +401,31 @@ mod tests {
         let (pool, mut holds) = (pool(), Holds::default());
         holds.begin_grants(CALL).expect("the numbers are new");
         for _ in 0..1000 {
-            assert!(holds.release(HoldRange { first: 0, count: 60_000 }).is_empty());
+            assert!(holds.release(&[HoldRange { first: 0, count: 60_000 }]).is_empty());
         }
         assert_eq!(holds.pending[0].released.len(), 4);
         assert!(holds.grant(13, slab(&pool)).is_some(), "it was released early");
+    }
+
+    /// Each range of a message was compared with all holds. With 65,536 wide ranges and 262,144
+    /// holds, one message kept a thread of the node busy for minutes.
+    #[test]
+    fn a_message_of_many_wide_ranges_is_compared_once_with_all_holds() {
+        let (pool, mut holds) = (pool(), Holds::default());
+        holds.begin_grants(HoldRange { first: 100, count: 9000 }).expect("the numbers are new");
+        for number in 100..9100 {
+            let tiny = pool.allocate(1).expect("64 bytes each");
+            let hold = ClientHold::new(HeldMemory::Slab(tiny), None, Duration::ZERO);
+            assert!(holds.grant(number, hold).is_none());
+        }
+        let beyond = HoldRange { first: 9_000, count: u32::MAX };
+        assert_eq!(holds.release(&vec![beyond; 65_536]).len(), 100);
+        let ranges = [(105, 2), (100, 3), (104, 2), (0, 101), (8_999, 0)];
+        let ranges = ranges.map(|(first, count)| HoldRange { first, count });
+        assert_eq!(holds.release(&ranges).len(), 6, "100 to 102 and 104 to 106");
+        assert!(holds.take_slab(103).is_some() && holds.take_slab(106).is_none());
+        assert_eq!(holds.totals().reservations, 9000 - 100 - 6 - 1);
+        assert_eq!(holds.bytes(), (holds.totals().reservations * COUNTED_BYTES_MIN) as u64);
     }
 
     /// A hold of one byte takes 64 bytes of the pool. Counted by length, a client could hold all of

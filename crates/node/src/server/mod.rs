@@ -17,6 +17,9 @@ mod manifest_limits;
 mod mapped;
 mod refusals;
 mod session;
+mod sessions;
+#[cfg(test)]
+mod tests;
 mod wait_permits;
 
 use std::collections::HashMap;
@@ -36,9 +39,9 @@ use buffered_bytes::BufferedBytes;
 use connection::{Connection, NextStep, ThreadBuffers};
 use connections::Connections;
 use refusals::Refusals;
-pub(crate) use session::ClientSessions;
 pub use session::ClientSnapshot;
 use session::{ClientSession, Peer};
+pub(crate) use sessions::ClientSessions;
 use wait_permits::WaitPermits;
 
 use crate::tenants::Refusal;
@@ -74,6 +77,7 @@ pub struct Server {
 #[derive(Debug)]
 pub(crate) struct Shared {
     node: Node,
+    threads_max: usize,
     epoll: OwnedFd,
     wake: OwnedFd,
     listener: UnixListener,
@@ -111,6 +115,7 @@ impl Server {
         let threads_max = node.config().limits.threads_max.max(2 * THREADS_MIN);
         let shared = Shared {
             node,
+            threads_max,
             epoll: epoll::create(epoll::CreateFlags::CLOEXEC)?,
             wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             listener,
@@ -139,7 +144,7 @@ impl Server {
     pub fn stop(&self) {
         let shared = &self.shared;
         shared.is_stopping.store(true, Ordering::Release);
-        // Nobody reads the eventfd, so its event stays and wakes every thread.
+        // No thread reads the eventfd, so it stays readable and wakes all of them.
         if let Err(error) = rustix::io::write(&shared.wake, &1_u64.to_le_bytes()) {
             tracing::error!(%error, "cannot wake the server's threads");
         }
@@ -265,8 +270,8 @@ impl Shared {
         if let Some(broken) = tenants.iter().find(|tenant| tenant.store().is_poisoned()) {
             tracing::error!(
                 tenant = broken.name(),
-                "the node exits: a thread panicked inside the tenant's store, whose state is \
-                 unknown now; restart the node"
+                "the node exits: a thread panicked inside the tenant's store, so its state is \
+                 unknown; restart the node"
             );
             std::process::exit(EXIT_BROKEN);
         }
@@ -288,10 +293,9 @@ impl Shared {
     }
 
     fn add_thread(self: &Arc<Self>) {
-        let threads_max = self.node.config().limits.threads_max.max(2 * THREADS_MIN);
         // `spawn` counts under a lock of its own, so threads that pass this check together can
         // exceed the maximum by a few.
-        if *lock(&self.running_threads) >= threads_max {
+        if *lock(&self.running_threads) >= self.threads_max {
             return;
         }
         if let Err(error) = self.spawn() {
@@ -334,7 +338,7 @@ impl Shared {
     }
 
     fn accept_connections(&self) {
-        // No timer closes expired connections: the next one that arrives does.
+        // There is no timer: expired connections are closed when the next one arrives.
         let expired = lock(&self.connections).unauthenticated_for(HELLO_TIMEOUT);
         for connection in expired {
             self.close_connection(&connection);
@@ -426,7 +430,7 @@ impl Shared {
 
     fn close_connection(&self, connection: &Connection) {
         // Several threads may close a connection at once, for example after a time-out and an
-        // event. The one that removes it leaves the session, so each connection counts down once.
+        // event. Only the one that removes it from the list continues.
         let removed = lock(&self.connections).remove(connection.id);
         if removed.is_some() {
             connection.shut();
@@ -437,7 +441,8 @@ impl Shared {
     /// Removes a closed connection from its session, which ends with its last connection unless its
     /// process can still access its holds.
     fn leave_session(&self, connection: &Connection) {
-        let Some(session) = connection.session() else { return };
+        // A connection that another thread closes during its hello gets here twice.
+        let Some(session) = connection.session_to_leave() else { return };
         // Before `leave`: an unconfirmed hold must not keep the session open.
         if let Some(unconfirmed) = connection.take_unconfirmed_grant() {
             session.release(&[unconfirmed]);

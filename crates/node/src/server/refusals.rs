@@ -59,7 +59,7 @@ impl Refusals {
     /// Whether a user reached the limit of refused hellos in the current window.
     pub(super) fn limit_reached(&self, user: u32) -> bool {
         let now = SystemClock.monotonic();
-        // A count of an earlier window says nothing: `record` resets it only with the next refusal.
+        // A count of an earlier window does not matter. The next refusal resets it, in `record`.
         let is_over = |count: &WindowCount| {
             count.count >= REFUSED_MAX && now.saturating_sub(count.since) < WINDOW
         };

@@ -1,7 +1,7 @@
 //! A session: one client with all its connections, holds and pins.
 
 use std::cell::Cell;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -60,7 +60,9 @@ pub(crate) struct ClientSession {
     started: Duration,
     /// The time of its last call, in milliseconds since `started`.
     last_call_ms: AtomicU64,
-    connections: AtomicUsize,
+    pub(super) connections: AtomicUsize,
+    /// The number of connections that have joined it so far.
+    pub(super) joined: AtomicU64,
     /// The pidfd is watched, so the session can outlive its connections.
     is_watched: AtomicBool,
     holds: Mutex<Holds>,
@@ -139,6 +141,7 @@ impl ClientSession {
             started: SystemClock.monotonic(),
             last_call_ms: AtomicU64::new(0),
             connections: AtomicUsize::new(1),
+            joined: AtomicU64::new(0),
             is_watched: AtomicBool::new(false),
             holds: Mutex::default(),
             pins: Mutex::default(),
@@ -213,13 +216,11 @@ impl ClientSession {
     }
 
     pub(super) fn release(&self, ranges: &[HoldRange]) {
-        for range in ranges {
-            // The lock ends with this line: returning memory takes the locks of the ledger and the
-            // pool.
-            let released = self.holds().release(*range);
-            self.uncharge(&released);
-            ClientHold::release_all(released);
-        }
+        // The lock ends with this line: returning memory takes the locks of the ledger and the
+        // pool.
+        let released = self.holds().release(ranges);
+        self.uncharge(&released);
+        ClientHold::release_all(released);
     }
 
     /// Removes released holds from the account.
@@ -231,14 +232,21 @@ impl ClientSession {
     }
 
     /// Takes the slabs that the client has written; none for a number that is not a slab of it.
-    pub(super) fn take_slabs(
-        &self,
-        blocks: &[SealedBlock],
-    ) -> Vec<Option<(SlabMut, Option<LedgerGuard>)>> {
+    pub(super) fn take_slabs(&self, blocks: &[SealedBlock]) -> Vec<Option<SlabMut>> {
+        let mut guards = Vec::with_capacity(blocks.len());
         let mut holds = self.holds();
-        let slabs: Vec<_> = blocks.iter().map(|block| holds.take_slab(block.hold)).collect();
+        let mut take_slab = |block: &SealedBlock| {
+            let (slab, guard) = holds.take_slab(block.hold)?;
+            guards.extend(guard);
+            Some(slab)
+        };
+        let slabs: Vec<_> = blocks.iter().map(&mut take_slab).collect();
         drop(holds);
-        let taken = || slabs.iter().flatten().map(|(slab, _)| counted_bytes(slab.len()));
+        // Here, before the store gets the slabs: a block that is refused returns its memory to the
+        // pool at once, and a record must not outlive that. A client no longer writes to a slab
+        // that it has sealed, so the memory needs no record until the block is in the catalog.
+        LedgerGuard::release_all(guards);
+        let taken = || slabs.iter().flatten().map(|slab| counted_bytes(slab.len()));
         self.account.release_bytes(taken().sum());
         self.account.release_holds(taken().count() as u64);
         slabs
@@ -249,12 +257,13 @@ impl ClientSession {
         if self.tenant.store().is_namespace_registered(&namespace.id()) {
             return Ok(());
         }
-        // The limit is that of names and values, as for a single manifest.
+        // The bytes of names and values, as in the limit of a single manifest.
         let bytes = namespace.manifest().fields().map(|(name, value)| name.len() + value.len());
         self.account.reserve_namespace(bytes.sum::<usize>() as u64)
     }
 
-    /// Releases the memory that an earlier run of the node granted to the process.
+    /// Releases the memory that all earlier runs of the node granted to the process. The client
+    /// sends the epoch of one of them, after it has unmapped the pools of all.
     pub(super) fn release_earlier_holds(&self, epoch: u64) {
         if let Some(Process { pid, .. }) = self.holder {
             let holds = self.tenant.store().release_process(pid);
@@ -332,13 +341,20 @@ impl ClientSession {
         keys.iter().map(&mut unpin_one).collect()
     }
 
+    pub(super) fn has_pins(&self) -> bool {
+        !self.pins().is_empty()
+    }
+
     /// Removes the records of pins of these blocks (of all blocks without a list). Called before
     /// the blocks are deleted, which ends their pins in the store: a block that is put again with
     /// the same key is not pinned.
-    fn drop_pins(&self, keys: Option<&[BlockKey]>) {
+    pub(super) fn drop_pins(&self, keys: Option<&HashSet<BlockKey>>) {
         let mut pins = self.pins();
         let dropped: Vec<PinnedBlock> = match keys {
-            Some(keys) => keys.iter().filter_map(|key| pins.remove(key)).collect(),
+            Some(keys) if keys.len() < pins.len() => {
+                keys.iter().filter_map(|key| pins.remove(key)).collect()
+            }
+            Some(keys) => pins.extract_if(|key, _| keys.contains(key)).map(|(_, it)| it).collect(),
             None => pins.drain().map(|(_, pinned)| pinned).collect(),
         };
         let bytes = dropped.iter().map(|pinned| u64::from(pinned.bytes)).sum();
@@ -374,7 +390,7 @@ impl ClientSession {
 
     /// Whether the session stays open without a connection: its process runs, holds memory and may
     /// access it through its mapping of the pool. The memory must not be reused then.
-    fn outlives_connections(&self) -> bool {
+    pub(super) fn outlives_connections(&self) -> bool {
         let may_access =
             || mapped::may_access(self.peer.process, self.tenant.store().region().file());
         // The list of mappings is read last: it is the only check that reads a file.
@@ -429,6 +445,9 @@ impl PendingGrants<'_> {
     /// ledger; otherwise those beyond its share of the pool, which a concurrent call of the process
     /// may have used up.
     pub(super) fn grant(&self, all: Vec<(usize, HeldMemory)>) -> Vec<(usize, StoreError)> {
+        if all.is_empty() {
+            return Vec::new();
+        }
         let session = self.session;
         // The ledger first: memory that a client can access is always recorded.
         let guards = match session.record_in_ledger(&all) {
@@ -469,122 +488,5 @@ impl Drop for PendingGrants<'_> {
         // `granted` never exceeds the range: each index of the call is granted once.
         let not_granted = u64::from(self.range.count) - self.granted.get();
         self.session.account.release_holds(not_granted);
-    }
-}
-
-/// The sessions of a node.
-#[derive(Debug, Default)]
-pub(crate) struct ClientSessions {
-    all: Mutex<HashMap<SessionId, Arc<ClientSession>>>,
-    /// Number of sessions that were closed with holds.
-    reaped: AtomicU64,
-    /// Not zero if there may be sessions without a connection whose process can access its holds.
-    unconnected: AtomicUsize,
-    /// When these were last checked, in milliseconds of the monotonic clock.
-    last_check_ms: AtomicU64,
-}
-
-impl ClientSessions {
-    fn lock(&self) -> MutexGuard<'_, HashMap<SessionId, Arc<ClientSession>>> {
-        self.all.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(super) fn add(&self, session: &Arc<ClientSession>) {
-        self.lock().insert(session.id, Arc::clone(session));
-    }
-
-    /// Adds a further connection of the same process to a session.
-    pub(super) fn join(&self, id: &SessionId, peer: Peer) -> Option<Arc<ClientSession>> {
-        let all = self.lock();
-        // The id alone is not enough: the credentials from the kernel have to be the same.
-        let session = all.get(id).filter(|session| session.peer == peer)?;
-        // Under the lock, like the decrement in `leave`: a session is not joined while it closes.
-        session.connections.fetch_add(1, Ordering::AcqRel);
-        Some(Arc::clone(session))
-    }
-
-    /// Removes a connection from a session. With its last connection the session is closed, unless
-    /// its process can still access its holds. True if it was closed.
-    pub(super) fn leave(&self, session: &ClientSession) -> bool {
-        let all = self.lock();
-        let is_last = session.connections.fetch_sub(1, Ordering::AcqRel) == 1;
-        if !is_last {
-            return false;
-        }
-        if session.outlives_connections() {
-            // Relaxed: only a hint whether `close_unmapped` has anything to check.
-            self.unconnected.store(1, Ordering::Relaxed);
-            return false;
-        }
-        self.remove_from(all, session);
-        true
-    }
-
-    /// Closes the sessions without a connection whose processes no longer map the pool. Checks at
-    /// most ten times a second, because it reads `/proc/PID/maps` of each.
-    pub(super) fn close_unmapped(&self) {
-        if self.unconnected.load(Ordering::Relaxed) == 0 {
-            return;
-        }
-        let now = u64::try_from(SystemClock.monotonic().as_millis()).unwrap_or(u64::MAX);
-        let before = self.last_check_ms.load(Ordering::Relaxed);
-        if now.saturating_sub(before) < 100 {
-            return;
-        }
-        self.last_check_ms.store(now, Ordering::Relaxed);
-        // Reset before the checks: a session that loses its last connection meanwhile sets it
-        // again.
-        self.unconnected.store(0, Ordering::Relaxed);
-        for session in self.all() {
-            // The lock keeps new connections from joining between the check and the removal.
-            let all = self.lock();
-            if session.connections.load(Ordering::Acquire) > 0 {
-                continue;
-            }
-            if session.outlives_connections() {
-                self.unconnected.store(1, Ordering::Relaxed);
-            } else {
-                self.remove_from(all, &session);
-            }
-        }
-    }
-
-    pub(super) fn remove(&self, session: &ClientSession) {
-        self.remove_from(self.lock(), session);
-    }
-
-    fn remove_from(
-        &self,
-        mut all: MutexGuard<'_, HashMap<SessionId, Arc<ClientSession>>>,
-        session: &ClientSession,
-    ) {
-        // No connection can join any more, so the session is closed without the lock: that takes
-        // the locks of the ledger and the pool.
-        all.remove(&session.id);
-        drop(all);
-        if session.close() {
-            self.reaped.fetch_add(1, Ordering::Relaxed);
-        }
-    }
-
-    /// Removes the clients' records of pins of these blocks, before the blocks are deleted.
-    ///
-    /// A block that expires is not covered: its record stays, and a later unpin or the end of the
-    /// session removes a pin of whatever block has the key then.
-    pub(crate) fn drop_pins(&self, tenant: &Tenant, keys: Option<&[BlockKey]>) {
-        let of_tenant = |session: &&Arc<ClientSession>| session.tenant.name() == tenant.name();
-        for session in self.all().iter().filter(of_tenant) {
-            session.drop_pins(keys);
-        }
-    }
-
-    /// The number of sessions that were closed with holds.
-    pub(crate) fn reaped(&self) -> u64 {
-        self.reaped.load(Ordering::Relaxed)
-    }
-
-    /// All sessions that have a connection or holds.
-    pub(crate) fn all(&self) -> Vec<Arc<ClientSession>> {
-        self.lock().values().map(Arc::clone).collect()
     }
 }

@@ -214,6 +214,7 @@ impl TenantStatus {
     }
 
     fn add_tier(&mut self, tier: &TierStatus) {
+        // The pattern names all fields, so that a new one is not forgotten in the totals.
         let TierStatus {
             name,
             capacity_bytes,
@@ -304,8 +305,11 @@ mod tests {
             notes: vec![],
         };
         let of = |tier| TenantStatus { tiers: vec![tier], ..TenantStatus::default() };
-        let tenants = [of(tier(1, HealthState::Healthy)), of(tier(20, HealthState::Open))];
-        assert_eq!(TenantStatus::total(&tenants).tiers, [tier(21, HealthState::Open)]);
+        let [healthy, open] = [HealthState::Healthy, HealthState::Open];
+        for (first, second) in [(healthy, open), (open, healthy)] {
+            let tenants = [of(tier(1, first)), of(tier(20, second))];
+            assert_eq!(TenantStatus::total(&tenants).tiers, [tier(21, open)]);
+        }
     }
 
     /// HTTP counted only users that `/etc/group` lists as members, and showed totals to a user
