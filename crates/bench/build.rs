@@ -10,7 +10,7 @@ fn main() {
     println!("cargo::rerun-if-changed=build.rs");
     // All crates: a change in any of them changes this program.
     println!("cargo::rerun-if-changed=..");
-    // The log of HEAD grows with every commit. In a worktree it lies elsewhere, so git is asked.
+    // The log of HEAD grows with every commit. Git knows its path, which differs in a worktree.
     if let Some(log) = git(&["rev-parse", "--git-path", "logs/HEAD"]) {
         println!("cargo::rerun-if-changed={log}");
     }

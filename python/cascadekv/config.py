@@ -1,7 +1,6 @@
 """The settings of a store: checked when created, convertible to and from a dictionary."""
 
 import dataclasses
-import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Literal, Self, TypedDict
 
 from cascadekv._native import check_config
 from cascadekv.errors import ConfigError
+from cascadekv.messages import advice
 
 __all__ = ["StoreConfig", "StoreSettings"]
 
@@ -125,9 +125,8 @@ class StoreConfig:
             if name in _RENAMED:
                 raise ConfigError(f"{name}: is now called {_RENAMED[name]}")
             if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1)
-                advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-                raise ConfigError(f"{str(name)[:60]}: no such setting; {advice}")
+                where = str(name)
+                raise ConfigError(f"{where[:60]}: no such setting; {advice(where, known)}")
         return cls(**settings)  # type: ignore[arg-type] # checked by __post_init__
 
     def to_dict(self) -> dict[str, object]:

@@ -1,9 +1,17 @@
 """Hints of requests are parsed, and invalid hints are ignored."""
 
+import difflib
 import random
 
 import pytest
-from cascadekv.connectors.hints import PARAMETERS, finish_hints, request_hints, session_name
+from cascadekv.connectors.hints import (
+    PARAMETERS,
+    UNKNOWN_MAX,
+    finish_hints,
+    given_hints,
+    request_hints,
+    session_name,
+)
 from cascadekv.hints import Hints, Priority, StopReason
 
 
@@ -63,6 +71,30 @@ def test_an_unknown_parameter_gets_a_suggestion():
     hints, complaints = request_hints({"cascade.sessions": "s", "cascade.workload": 1})
     assert hints.workload == 1
     assert complaints == ["'cascade.sessions': no such parameter; did you mean cascade.session?"]
+
+
+def test_unknown_parameters_cost_little_however_many_they_are(monkeypatch):
+    # Regression: each got a warning and a search for a similar name, in the scheduler's thread.
+    searched = []
+    search = difflib.get_close_matches
+
+    def recorded(name, known, n):
+        searched.append(name)
+        return search(name, known, n)
+
+    monkeypatch.setattr(difflib, "get_close_matches", recorded)
+    unknown = {f"cascade.{number}" + "x" * 100_000: 1 for number in range(200)}
+    hints, complaints = request_hints(unknown | {"cascade.workload": 1})
+    assert hints.workload == 1
+    assert len(complaints) == len(searched) == UNKNOWN_MAX
+    assert all(len(name) <= 60 for name in searched)
+
+
+def test_valid_parameters_are_named():
+    given = {"cascade.stop": "length", "cascade.workload": 999, "cascade.session": None, "other": 1}
+    assert given_hints(given) == ["stop"]
+    for nothing in (None, {}, [], "text"):
+        assert given_hints(nothing) == []
 
 
 def test_arbitrary_parameters_never_raise():

@@ -106,6 +106,34 @@ def test_a_link_connects_to_a_node_that_starts_later(serve, monkeypatch, eventua
     assert link.store() is None
 
 
+def test_a_link_connects_in_a_thread_of_its_own(tmp_path, monkeypatch, eventually):
+    # Regression: the thread that carries out an engine's steps connected, which takes the whole
+    # time-out of a call with a node that accepts and does not answer.
+    options = {"cascade.node": f"unix:{tmp_path}/none"}
+    link = StoreLink(read_settings(options), name="test", retry_s=0.0)
+    held, connecting, closed = threading.Event(), [], []
+
+    class Connected:
+        def close(self):
+            closed.append(self)
+
+    def late(*_arguments, **_named):
+        connecting.append(threading.current_thread())
+        assert held.wait(30)
+        return Connected()
+
+    monkeypatch.setattr(settings, "connect", late)
+    assert [link.store() for _ in range(100)] == [None] * 100
+    eventually(lambda: connecting)
+    assert len(connecting) == 1
+    assert threading.current_thread() not in connecting
+    # A link that is closed meanwhile keeps no store.
+    link.close()
+    held.set()
+    eventually(lambda: closed)
+    assert link.store() is None
+
+
 def test_a_link_retries_at_intervals(tmp_path, monkeypatch):
     attempts = []
     connect = settings.connect

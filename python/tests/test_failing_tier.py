@@ -1,6 +1,7 @@
 """A node whose file tier hangs or fails: its clients continue, and the tier recovers.
 
-Requires root, loop devices and ext4; tests are skipped without them.
+Requires root, loop devices, ext4 and fsfreeze. Where one is missing, the tests are skipped with the
+error of the command. A command that fails later fails the test.
 """
 
 import contextlib
@@ -19,6 +20,8 @@ THAW_S = 120
 """A frozen file system is thawed after this time even if the test fails."""
 CALL_S = 2.0
 """The clients' time-out."""
+LIMIT_S = 60
+"""Time-out of a command and of a request for metrics."""
 HEALTH = {
     "durable": "true",
     "segment_size": "4MiB",
@@ -27,23 +30,36 @@ HEALTH = {
 }
 
 
+class CommandError(Exception):
+    """A command cannot be run, or failed."""
+
+
 def run(*command):
-    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 # fixed
-    if done.returncode:
-        pytest.skip(f"not possible here: {' '.join(command[:2])}: {done.stderr.strip()}")
+    try:
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT_S)  # noqa: S603 # fixed
+    except OSError as error:
+        raise CommandError(f"{command[0]}: {error.strerror}") from error
+    except subprocess.CalledProcessError as error:
+        raise CommandError(f"{' '.join(command[:2])}: {error.stderr.strip()}") from error
 
 
 @pytest.fixture
 def disk(tmp_path):
-    """Mount a new file system."""
+    """Mount a new file system that can be frozen; skips the test if that is not possible here."""
     image, place = tmp_path / "image", tmp_path / "mount"
     place.mkdir()
     with image.open("wb") as file:
         file.truncate(96 << 20)
-    run("mkfs.ext4", "-q", str(image))
-    run("mount", "-o", "loop", str(image), str(place))
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=False)  # noqa: S603, S607 # fixed
+    with contextlib.ExitStack() as mounted:
+        try:
+            run("mkfs.ext4", "-q", str(image))
+            run("mount", "-o", "loop", str(image), str(place))
+            mounted.callback(run, "umount", "-l", str(place))
+            with frozen(place):
+                pass
+        except CommandError as error:
+            pytest.skip(f"a file system cannot be mounted and frozen here: {error}")
+        yield place
 
 
 @contextlib.contextmanager
@@ -55,7 +71,7 @@ def frozen(place):
         try:
             yield
         finally:
-            subprocess.run(["fsfreeze", "-u", str(place)], check=True)  # noqa: S603, S607 # fixed
+            run("fsfreeze", "-u", str(place))
     finally:
         later.kill()
         later.wait()
@@ -84,7 +100,7 @@ def read(store, keys, bytes_of):
 def is_healthy(node):
     """Return whether the file tier is healthy, by the node's metrics."""
     port = node.ready_line.split("127.0.0.1:")[1].split()[0].rstrip("/,")
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=LIMIT_S) as answer:
         lines = answer.read().decode().splitlines()
     states = [line for line in lines if line.startswith("cascade_tier_health{")]
     (line,) = [line for line in states if 'tier="files"' in line and 'state="healthy"' in line]

@@ -191,7 +191,7 @@ def test_a_token_authenticates_a_tenant(serve, tmp_path):
 def test_a_client_in_another_process_namespace_needs_a_pool_that_is_not_kept(serve):
     within = ("unshare", "--pid", "--fork", "--kill-child")
     if subprocess.run([*within, "true"], capture_output=True, check=False).returncode:  # noqa: S603
-        pytest.skip("this user may not make a process namespace")
+        pytest.skip("this user cannot create a process namespace")
     blind = serve("--dram", "8MiB", within=within)
     with pytest.raises(cascadekv.RefusedError, match="share the process namespace"):
         cascadekv.connect(blind.socket)
@@ -211,7 +211,7 @@ def test_a_node_with_too_little_disk_space_warns_and_serves(serve, tmp_path):
 
 
 def test_connecting_without_a_node_says_what_to_do(tmp_path):
-    place = tmp_path / "nobody.sock"
+    place = tmp_path / "missing.sock"
     with pytest.raises(cascadekv.AwayError, match="cascade serve") as caught:
         cascadekv.connect(place)
     assert str(place) in str(caught.value)
@@ -329,6 +329,6 @@ def test_the_doctor_reports_in_json():
 
 
 def test_a_command_without_a_node_says_what_to_do(tmp_path):
-    run = cascade("status", "--json", "--socket", str(tmp_path / "nobody.sock"))
+    run = cascade("status", "--json", "--socket", str(tmp_path / "missing.sock"))
     assert run.returncode != 0
     assert "cascade serve" in run.stderr

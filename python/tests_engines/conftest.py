@@ -41,7 +41,7 @@ class Engines:
 
     def start(self, transfer: Mapping[str, object] | None = None, **options):
         """Return an `LLM` in float32 without prefix caching; `options` are arguments of `LLM`."""
-        from vllm import LLM  # noqa: PLC0415 # seconds, which tests without vLLM do not pay
+        from vllm import LLM  # noqa: PLC0415 # slow, and not needed by all tests
         from vllm.config import KVTransferConfig  # noqa: PLC0415 # likewise
 
         settings = {

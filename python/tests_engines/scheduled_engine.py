@@ -17,6 +17,7 @@ from cascadekv.connectors.vllm import connector as connector_module
 from cascadekv.connectors.vllm.memory import memory_of
 from cascadekv.connectors.vllm.metrics import CascadeStats
 from vllm import SamplingParams
+from vllm.config import KVEventsConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
@@ -119,6 +120,7 @@ class ScheduledEngine:
         pages=64,
         is_async_scheduling=False,
         has_prefix_cache=False,
+        has_events=False,
         policy="recompute",
         step_tokens=64,
     ):
@@ -132,6 +134,7 @@ class ScheduledEngine:
             max_num_seqs=8,
             enforce_eager=True,
             enable_prefix_caching=has_prefix_cache,
+            kv_events_config=KVEventsConfig(enable_kv_cache_events=has_events, publisher="null"),
             kv_transfer_config={
                 "kv_connector": "CascadeConnector",
                 "kv_connector_module_path": "cascadekv.connectors.vllm",
@@ -185,11 +188,12 @@ class ScheduledEngine:
 
     # Calls of tests.
 
-    def add(self, prompt, new=6):
-        """Submit a request; returns its name."""
+    def add(self, prompt, new=6, hints=None):
+        """Submit a request; returns its name. `hints` are its `kv_transfer_params`."""
         self._serial += 1
         name = f"request-{self._serial}"
-        params = SamplingParams(max_tokens=new, ignore_eos=True, temperature=0)
+        extra = {"kv_transfer_params": hints} if hints else None
+        params = SamplingParams(max_tokens=new, ignore_eos=True, temperature=0, extra_args=extra)
         params.update_from_generation_config({}, None)
         request = Request(name, list(prompt), params, None, block_hasher=self._hasher)
         self._requested[name] = (list(prompt), new)
@@ -263,7 +267,7 @@ class ScheduledEngine:
 
     def keys(self, prompt):
         """Return the keys of a prompt's blocks."""
-        (part,) = self.connector._scheduler._parts  # noqa: SLF001 # its only one
+        (part,) = self.connector._scheduler._parts  # noqa: SLF001 # there is one
         keys = self.connector._keys_of([part.name], PLAIN)  # noqa: SLF001
         return keys.keys(part.name, 0, keys.extend(list(prompt)))
 

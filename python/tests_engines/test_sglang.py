@@ -44,7 +44,7 @@ EMBEDDED = {"cascade.dram": "16MiB"}
 
 @pytest.fixture(scope="session", autouse=True)
 def _tested():
-    import sglang  # noqa: PLC0415 # imported by then
+    import sglang  # noqa: PLC0415 # already imported
 
     print(f"\nSGLang {sglang.__version__}: its own class, loader and host pools; no mocks")
 
@@ -175,7 +175,7 @@ def test_an_incomplete_page_is_a_miss(attach):
     backend = attach(pool)
     names = hashes(3)
     assert backend.batch_set_v1(names, fill(pool, names)) == [True] * 3
-    keys = backend._pools["kv"].keys(names)  # noqa: SLF001 # what an eviction does
+    keys = backend._pools["kv"].keys(names)  # noqa: SLF001 # as an eviction
     assert backend._link.store().delete(keys[3:4]) == [True]  # noqa: SLF001
     assert backend.batch_exists(names) == 1
     assert backend.batch_get_v1(names, pool.alloc(12)) == [True, False, True]
@@ -241,7 +241,7 @@ def test_a_block_of_another_length_is_a_miss(attach):
     pool = mha("page_first")
     backend = attach(pool)
     names = hashes(1)
-    keys = backend._pools["kv"].keys(names)  # noqa: SLF001 # a store that lies
+    keys = backend._pools["kv"].keys(names)  # noqa: SLF001 # as a faulty store
     backend._link.store().put(keys, [b"short", b"shorter"])  # noqa: SLF001
     assert backend.batch_get_v1(names, pool.alloc(4)) == [False]
 
@@ -372,7 +372,7 @@ def test_a_killed_node_causes_misses_until_it_restarts(attach, node, eventually)
                 backend.batch_set_v1(names, kept)
                 backend.batch_exists(names)
                 backend.batch_get_v1(names, fresh)
-            except BaseException as error:  # noqa: BLE001 # nothing may reach the engine's threads
+            except BaseException as error:  # noqa: BLE001 # no exception may reach the engine
                 raised.append(error)
                 return
 

@@ -146,7 +146,7 @@ def test_pages_deleted_between_lookup_and_read_are_not_counted(control):
     backend, kept = controller.storage_backend, Queue()
 
     def lose(keys, host_indices, extra_info=None):
-        kv = backend._pools["kv"]  # noqa: SLF001 # what an eviction does
+        kv = backend._pools["kv"]  # noqa: SLF001 # as an eviction
         backend._link.store().delete(kv.keys(keys[7:8])[:1])  # noqa: SLF001
         answer = type(backend).batch_get_v1(backend, keys, host_indices, extra_info)
         kept.put(answer)

@@ -153,6 +153,25 @@ def test_a_picture_changes_the_keys_from_its_first_block_on():
             assert differing(pictured, another) == from_block(offset // BLOCK_TOKENS)
 
 
+def test_the_pictures_of_a_block_are_those_that_overlap_it():
+    chance = random.Random(9)
+    for _ in range(200):
+        pictures = sorted(
+            (chance.randrange(len(TOKENS)), chance.randrange(1, 60), f"picture {number}")
+            for number in range(chance.randrange(6))
+        )
+        keys = RequestKeys(SPACE, PARTS, BLOCK_TOKENS, {}, pictures)
+        for block in range(BLOCKS):
+            start = block * BLOCK_TOKENS
+            span = range(start, start + BLOCK_TOKENS)
+            expected = [
+                (offset - start, length, name)
+                for offset, length, name in pictures
+                if set(span) & set(range(offset, offset + length))
+            ]
+            assert keys._overlapping(block) == expected  # noqa: SLF001
+
+
 def test_position_and_order_of_pictures_change_the_keys():
     at = [(40, 4, "a"), (44, 4, "b")]
     swapped = [(40, 4, "b"), (44, 4, "a")]

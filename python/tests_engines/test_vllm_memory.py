@@ -139,6 +139,6 @@ def test_the_buffer_of_a_failed_copy_is_not_reused(store):
 
     with pytest.raises(RuntimeError, match="raised by a test"):
         memory.load(Broken(), [1])
-    assert memory._free_buffers == []  # noqa: SLF001 # what is lent next
+    assert memory._free_buffers == []  # noqa: SLF001 # the buffers of later copies
     assert load(store, memory, [1], [5]) == [True]
     assert len(memory._free_buffers) == 1  # noqa: SLF001 # likewise

@@ -89,7 +89,7 @@ def failed(request, first, bad):
         (64, "sync", (48, False)),
         (65, "sync", (64, False)),
         (63, "sync", (48, False)),
-        # LoadResult beside others, all may come: the engine computes the last token again.
+        # An asynchronous load may have all blocks: the engine computes the last token again.
         (64, "async", (64, True)),
         (65, "async", (64, True)),
         # Blocks in DRAM are loaded synchronously, unless no token is left to compute.

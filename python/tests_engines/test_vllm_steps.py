@@ -7,6 +7,7 @@ import threading
 
 import pytest
 from cascadekv.bench.models import make_model
+from cascadekv.connectors.vllm import events as events_module
 from cascadekv.connectors.vllm import scheduler as scheduler_module
 from cascadekv.connectors.vllm.memory import DeviceMemory, HostMemory
 from conftest import MODELS
@@ -234,7 +235,7 @@ def test_device_memory_disables_measured_choice_and_layerwise_loads(start, caplo
     for each in (engine, other):
         each.ask(first)
         each.ask(first)
-    assert engine.connector._load_or_compute is None  # noqa: SLF001 # what decides
+    assert engine.connector._load_or_compute is None  # noqa: SLF001 # the choice under test
     assert other.connector._load_or_compute is not None  # noqa: SLF001 # likewise
 
 
@@ -255,7 +256,7 @@ def test_hits_and_loaded_blocks_are_counted_separately(start):
 
 def set_lookup_timeout(engine, seconds):
     """Change the time-out of lookups."""
-    scheduler = engine.connector._scheduler  # noqa: SLF001 # what decides
+    scheduler = engine.connector._scheduler  # noqa: SLF001 # the choice under test
     scheduler._settings = dataclasses.replace(scheduler._settings, lookup_s=seconds)  # noqa: SLF001
 
 
@@ -291,3 +292,34 @@ def test_a_slow_node_does_not_block_steps(start, serve, monkeypatch):
     figures = engine.take_figures()
     assert figures["sums"]["lookup_timeouts"] == 1
     assert "hit_blocks" not in figures["sums"]
+
+
+def test_a_slow_node_does_not_delay_events(start, serve, monkeypatch):
+    # Regression: the scheduler's thread called the node for events in every step.
+    node = serve("--dram", "32MiB")
+    held, callers = threading.Event(), []
+    changes = events_module.DeferredStore.changes
+
+    def late(*arguments, **named):
+        callers.append(threading.current_thread())
+        assert held.wait(LIMIT_S)
+        return changes(*arguments, **named)
+
+    monkeypatch.setattr(events_module.DeferredStore, "changes", late)
+    engine = start({"cascade.node": f"unix:{node.socket}", **WAYS["sync"]}, has_events=True)
+    engine.ask(prompt(4 * BLOCK + 3, "events"))
+    held.set()
+    assert [thread.name for thread in callers] == ["cascade-events_0"]
+
+
+def test_hints_and_dropped_trace_lines_are_counted(start, tmp_path, caplog):
+    # Regression: the two metrics were exported and documented, and always 0.
+    engine = start({**DRAM, "cascade.record": str(tmp_path)})
+    given = {"cascade.priority": "high", "cascade.ends_session": True, "cascade.workload": 999}
+    engine.add(prompt(3 * BLOCK, "hints"), hints=given)
+    engine.run()
+    assert engine.take_figures()["labels"]["hints"] == {"priority": 1, "ends_session": 1}
+    assert "cascade.workload: 999 is not a whole number" in caplog.text
+    engine.connector._recorder._count_dropped(3, "a test")  # noqa: SLF001 # as for a full queue
+    engine.ask(prompt(3 * BLOCK, "dropped"))
+    assert engine.take_figures()["sums"]["trace_drops"] == 3

@@ -1,9 +1,13 @@
 """An engine's private node: connected to once it has started, without blocking anything."""
 
+import subprocess
+import threading
+
 import cascadekv
 import pytest
 from cascadekv.connectors.settings import StoreAddress
 from cascadekv.connectors.vllm import store as module
+from cascadekv.connectors.vllm.registration import ManifestRegistration
 from cascadekv.connectors.vllm.store import EngineStore, PrivateNode
 
 
@@ -47,3 +51,63 @@ def test_a_private_node_that_starts_later_is_found(tmp_path, eventually):
         opened.close()
         node.close()
     assert not socket.parent.exists()
+
+
+class HangingProcess:
+    """A killed process that the kernel keeps, because a call to its disk hangs."""
+
+    pid = 1
+
+    def poll(self):  # noqa: D102
+        return None
+
+    def terminate(self):  # noqa: D102
+        pass
+
+    def kill(self):  # noqa: D102
+        pass
+
+    def wait(self, timeout=None):  # noqa: D102
+        assert timeout is not None, "an engine's end waits without a time-out"
+        raise subprocess.TimeoutExpired("cascade serve", timeout)
+
+
+def test_a_private_node_that_cannot_be_killed_does_not_keep_an_engine_from_ending(tmp_path, caplog):
+    node = PrivateNode.__new__(PrivateNode)
+    node._process, node._directory = HangingProcess(), tmp_path / "private"  # noqa: SLF001
+    node.close()
+    assert "has not ended" in caplog.text
+
+
+class RecordingStore:
+    """A store that records the threads that register a manifest with it, and fails at first."""
+
+    def __init__(self):
+        self.gate, self.callers = threading.Event(), []
+
+    def register(self, _namespace):  # noqa: D102
+        self.callers.append(threading.current_thread())
+        assert self.gate.wait(60)
+        if len(self.callers) < 3:
+            raise cascadekv.AwayError("the node has ended")
+
+
+def test_a_manifest_is_registered_once_and_by_a_thread_of_its_own(eventually):
+    # Regression: with an embedded store, the scheduler's thread wrote the manifest to the disk.
+    store = RecordingStore()
+    stores = [None]
+    registration = ManifestRegistration(lambda: stores[0], lambda: None)
+    registration.start()
+    stores[0] = store
+    for _ in range(5):
+        registration.start()
+    eventually(lambda: store.callers)
+    assert len(store.callers) == 1
+    store.gate.set()
+    # While the node is away, every request tries again.
+    eventually(lambda: registration.start() or len(store.callers) == 3)
+    for _ in range(5):
+        registration.start()
+    registration.close()
+    assert len(store.callers) == 3
+    assert threading.current_thread() not in store.callers

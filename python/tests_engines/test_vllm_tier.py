@@ -6,6 +6,7 @@ tests write and read the chunks of the CPU tier instead.
 
 import dataclasses
 import hashlib
+import threading
 import time
 import uuid
 
@@ -288,6 +289,40 @@ def test_nothing_old_is_loaded_after_a_reset(engine, node):
     one.manager.primary_tier.reset_cache()
     one.begin()
     assert one.lookup(keys) == [True] * 3
+
+
+def test_jobs_that_are_queued_at_a_reset_fail_without_a_call(engine, monkeypatch):
+    # Regression: a reset waited for every queued job, each for as long as its deadline allows.
+    one = engine({"cascade.dram": "16MiB"})
+    gate, calls = threading.Event(), []
+    save = one.tier._save  # noqa: SLF001 # the work of a job
+
+    def late(*arguments):
+        calls.append(threading.current_thread())
+        assert gate.wait(LIMIT_S)
+        return save(*arguments)
+
+    monkeypatch.setattr(one.tier, "_save", late)
+    jobs = []
+    submit = one.tier.submit_store
+    monkeypatch.setattr(one.tier, "submit_store", lambda job: jobs.append(job) or submit(job))
+    for key in keys_of(range(CHUNKS)):
+        one.manager.prepare_store([key], one.request)
+        one.manager.complete_store([key], one.request)
+    assert len(jobs) == CHUNKS > vllm_tier.COPIERS
+    wait = vllm_tier.wait
+    monkeypatch.setattr(vllm_tier, "wait", lambda waiting: gate.set() or wait(waiting))
+    finished, results = one.tier.get_finished_jobs, {}
+
+    def recorded():
+        ended = list(finished())
+        results.update((result.job_id, result.success) for result in ended)
+        return ended
+
+    monkeypatch.setattr(one.tier, "get_finished_jobs", recorded)
+    one.manager.reset_cache()
+    assert set(results) == {job.job_id for job in jobs}
+    assert list(results.values()).count(True) == len(calls) <= vllm_tier.COPIERS
 
 
 def test_a_suspended_node_does_not_block_the_scheduler(engine, node):

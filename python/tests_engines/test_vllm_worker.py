@@ -250,6 +250,54 @@ def test_a_layer_is_loaded_when_its_wait_returns(saved):
     engine.worker.close()
 
 
+class NoRoomViews:
+    """Views of blocks for which the pool has no room."""
+
+    def __enter__(self):
+        """Return the views."""
+        return self
+
+    def __exit__(self, *_):
+        """Release nothing."""
+
+    def __len__(self):
+        """Return the number of blocks."""
+        return len(LOADED)
+
+    def error(self, _):
+        """Return why a block was not read."""
+        return cascadekv.BusyError("no room")
+
+
+def test_a_layerwise_load_in_batches_keeps_the_deadline_of_its_step(saved):
+    # Regression: the batches had another deadline of their own, so a step could take it twice.
+    class NoRoomStore:
+        def view(self, _keys, timeout):
+            assert timeout > 0
+            return NoRoomViews()
+
+    options = {"is_layerwise": True, "load_timeout": 30.0}
+    engine = Engine(saved, is_filled=False, options=options)
+    engine.store = NoRoomStore()
+    deadlines, load = [], engine.worker._load  # noqa: SLF001 # what loads in batches
+
+    def recorded(plan, deadline=None):
+        deadlines.append(deadline)
+        engine.store = saved
+        return load(plan, deadline)
+
+    engine.worker._load = recorded  # noqa: SLF001
+    before = time.monotonic()
+    plan = StepPlan(loads=[engine.load(LOADED)])
+    engine.worker.start_loads(plan)
+    after = time.monotonic()
+    engine.worker.save(plan)
+    engine.assert_loaded(LOADED)
+    (deadline,) = deadlines
+    assert before <= deadline - 30.0 <= after
+    engine.worker.close()
+
+
 @pytest.mark.parametrize("is_ever_run", [False, True])
 def test_a_late_layer_fails_its_blocks(saved, monkeypatch, is_ever_run):
     # Regression: a load waited for busy threads, and the engine computed before its blocks arrived.

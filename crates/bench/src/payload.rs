@@ -2,8 +2,8 @@
 
 use cascade_block::BlockKey;
 
-/// Difference of successive words before mixing: 2^64 over the golden ratio. It is odd, so a block
-/// repeats no word within 2^64 of them.
+/// Increment of the state per word: 2^64 divided by the golden ratio. Because it is odd, 2^64 words
+/// pass before a state returns, so all words of a block differ.
 const STEP: u64 = 0x9E37_79B9_7F4A_7C15;
 
 /// Words that are compared without a branch between them, so that the comparison is vectorised.

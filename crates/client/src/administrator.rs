@@ -1,7 +1,7 @@
 //! An administrator's connection: requests by topic with JSON arguments, without pool or threads.
 
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use cascade_block::{Deadline, SystemClock};
@@ -57,7 +57,8 @@ pub struct Administrator {
     socket: PathBuf,
     token: Option<Vec<u8>>,
     name: String,
-    connection: Mutex<Option<Connection>>,
+    /// The connection between two calls; none after a failure.
+    idle: Mutex<Option<Connection>>,
 }
 
 impl Administrator {
@@ -72,9 +73,9 @@ impl Administrator {
         timeout: Duration,
     ) -> Result<Self, AdminError> {
         let (socket, name) = (socket.into(), name.to_owned());
-        let new = Self { socket, token, name, connection: Mutex::new(None) };
+        let new = Self { socket, token, name, idle: Mutex::new(None) };
         let connection = new.open(Deadline::after(&SystemClock, timeout), timeout)?;
-        *new.connection.lock().unwrap_or_else(PoisonError::into_inner) = Some(connection);
+        *new.idle() = Some(connection);
         Ok(new)
     }
 
@@ -121,9 +122,10 @@ impl Administrator {
 
     fn call(&self, timeout: Duration, call: impl Fn(u32) -> Call) -> Result<Answer, AdminError> {
         let deadline = Deadline::after(&SystemClock, timeout);
-        let mut kept = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
-        // A connection that failed may still carry a late answer: the next call opens another.
-        let mut connection = match kept.take() {
+        // Taken out of the lock: another call does not wait for this one, it opens a connection. A
+        // restarted node has closed the idle connection.
+        let idle = self.idle().take().filter(|connection| !connection.is_closed());
+        let mut connection = match idle {
             Some(connection) => connection,
             None => self.open(deadline, timeout)?,
         };
@@ -131,9 +133,13 @@ impl Administrator {
         let left = deadline.remaining(&SystemClock);
         let answer = connection.call(&[], &call(node_timeout_ms(left)), deadline);
         let answer = answer.map_err(|error| self.failure(error, timeout))?;
-        // Kept only after a complete answer.
-        *kept = Some(connection);
+        // Kept only after a complete answer: a late answer may still arrive on a failed connection.
+        *self.idle() = Some(connection);
         Ok(answer)
+    }
+
+    fn idle(&self) -> MutexGuard<'_, Option<Connection>> {
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn open(&self, deadline: Deadline, timeout: Duration) -> Result<Connection, AdminError> {

@@ -9,7 +9,7 @@ use cascade_wire::Call;
 
 use crate::client::{ClientInner, PROBE_TIMEOUT};
 use crate::live_sessions;
-use crate::session::CallError;
+use crate::session::{CallError, Session};
 
 /// How long releases wait for a call that carries them along.
 const RELEASE_DELAY: Duration = Duration::from_millis(1);
@@ -158,22 +158,10 @@ fn run(client: &Weak<ClientInner>, tasks: &BackgroundTasks) {
     }
 }
 
-/// Sends pending releases to the current run of the node, and forgets earlier runs.
+/// Sends the pending messages to the current run of the node.
 fn send(client: &ClientInner, tasks: &BackgroundTasks) {
     let Some(link) = client.link() else { return };
-    // An earlier run is forgotten only if no session of this process uses it any more; the last
-    // session with it adds its epoch again when it ends.
-    let past = std::mem::take(&mut tasks.lock().past_epochs);
-    let deadline = Deadline::after(&SystemClock, ATTEMPT_TIMEOUT);
-    let session = &link.session;
-    let is_only_run = live_sessions::is_only_run(&link.welcome.tenant, session.epoch);
-    let forget = past.into_iter().filter(|epoch| is_only_run && *epoch != session.epoch);
-    let forget: Vec<Call> = forget.map(|epoch| Call::Forget { epoch }).collect();
-    let mut sent = session.send_releases(deadline);
-    if sent.is_ok() && !forget.is_empty() {
-        sent = session.send(forget, deadline);
-    }
-    match sent {
+    match send_messages(&link.session, &link.welcome.tenant, tasks) {
         Ok(()) => {}
         // The next call carries the releases along, or the next round of this thread sends them.
         Err(CallError::NoFreeConnection) => tasks.schedule_release(),
@@ -183,5 +171,56 @@ fn send(client: &ClientInner, tasks: &BackgroundTasks) {
         Err(CallError::TooLong(reason) | CallError::Broken(reason)) => {
             client.mark_unavailable(&reason, &link, true);
         }
+    }
+}
+
+/// Sends pending releases, and lets the node release the holds of its earlier runs.
+fn send_messages(
+    session: &Session,
+    tenant: &str,
+    tasks: &BackgroundTasks,
+) -> Result<(), CallError> {
+    let deadline = Deadline::after(&SystemClock, ATTEMPT_TIMEOUT);
+    session.send_releases(deadline)?;
+    let mut past = std::mem::take(&mut tasks.lock().past_epochs);
+    // The holds are released only if no session of this process uses an earlier run any more. The
+    // last such session adds its epoch again when it ends.
+    let is_only_run = live_sessions::is_only_run(tenant, session.epoch);
+    past.retain(|epoch| is_only_run && *epoch != session.epoch);
+    if past.is_empty() {
+        return Ok(());
+    }
+    let forget = past.iter().map(|epoch| Call::Forget { epoch: *epoch }).collect();
+    let sent = session.send(forget, deadline);
+    if sent.is_err() {
+        // Another round sends them. Without them, the node would keep the holds until this process
+        // ends.
+        tasks.lock().past_epochs.append(&mut past);
+    }
+    sent
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    /// A failed send dropped them, so the node kept the holds of its earlier run until this process
+    /// ended.
+    #[test]
+    fn earlier_runs_of_the_node_stay_queued_after_a_failed_send() {
+        let tasks = Arc::new(BackgroundTasks::default());
+        let (here, there) = UnixStream::pair().expect("descriptors are left");
+        let session = Session::over(here, 2, &tasks);
+        tasks.session_ended(1);
+        drop(there);
+        let sent = send_messages(&session, "of-this-test", &tasks);
+        assert!(matches!(sent, Err(CallError::Broken(_))), "{sent:?}");
+        assert_eq!(tasks.lock().past_epochs, [1]);
+        let (here, _there) = UnixStream::pair().expect("descriptors are left");
+        let next = Session::over(here, 3, &tasks);
+        send_messages(&next, "of-this-test", &tasks).expect("the socket has room");
+        assert!(tasks.lock().past_epochs.is_empty());
     }
 }

@@ -495,7 +495,7 @@ impl ClientInner {
                 if let (Some(slab), Some(tier)) = (slab, link.tiers.get(usize::from(tier))) {
                     ViewOutcome::Hit { slab, tier }
                 } else {
-                    // No slab exists whose drop would release the hold.
+                    // Without a slab, no drop releases the hold.
                     link.session.release_range(hold, 1);
                     let reason = "the node leased memory outside its pool".to_owned();
                     ViewOutcome::Failed(self.unavailable(reason))

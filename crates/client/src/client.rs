@@ -219,7 +219,7 @@ impl ClientInner {
 
     /// Reconnects, or waits for the call that already does.
     fn reconnect_once(&self, deadline: Deadline) {
-        // A call waits no longer than its own deadline, whichever call reconnects.
+        // The wait ends at this call's deadline, also if another call reconnects.
         let left = deadline.remaining(&SystemClock).min(RECONNECT_TIMEOUT);
         let reconnecting = || self.is_reconnecting.lock().unwrap_or_else(PoisonError::into_inner);
         let mut is_reconnecting = reconnecting();
@@ -277,17 +277,23 @@ impl ClientInner {
                 Link::open(&self.identity, &self.tasks, deadline).map(Arc::new)
             }
         };
-        // The state may have changed meanwhile. Only an unavailable client takes the result.
         let mut state = self.state();
-        match (&mut *state, found) {
-            (LinkState::Unavailable { .. }, Ok(link)) => {
+        // The state may have changed meanwhile. Only an unavailable client takes the result.
+        let LinkState::Unavailable { reason, is_gone, .. } = &mut *state else {
+            // Outside the lock: ending a session sends its releases and unmaps the pool.
+            drop(state);
+            drop(found);
+            return true;
+        };
+        match found {
+            Ok(link) => {
                 let before = std::mem::replace(&mut *state, LinkState::Linked(link));
-                // Outside the lock: ending a session sends its releases.
+                // Outside the lock, as above.
                 drop(state);
                 drop(before);
                 true
             }
-            (LinkState::Unavailable { reason, is_gone, .. }, Err(error)) => {
+            Err(error) => {
                 // Trying to connect is cheap only while no process listens at the socket.
                 *is_gone = matches!(
                     &error,
@@ -301,7 +307,6 @@ impl ClientInner {
                 };
                 false
             }
-            (LinkState::Linked(_) | LinkState::Closed, _) => true,
         }
     }
 
@@ -344,6 +349,8 @@ impl ClientInner {
         time: Duration,
     ) -> Result<Answer, StoreError> {
         let timeout_ms = u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+        // Earlier calls of the same batch may have used most of the time.
+        let left = deadline.remaining(&SystemClock);
         match link.session.call(call, deadline) {
             Ok(Answer::Failed(error)) => Err(error),
             Ok(Answer::Refused { reason }) => {
@@ -355,7 +362,7 @@ impl ClientInner {
             // very short.
             Err(CallError::Timeout) => {
                 // So little time proves nothing; the probe of the background thread has enough.
-                if time < PROBE_TIMEOUT {
+                if left < PROBE_TIMEOUT {
                     self.tasks.mark_node_suspect();
                 } else {
                     self.mark_unavailable(UNRESPONSIVE, link, false);
@@ -373,6 +380,11 @@ impl ClientInner {
                 Err(StoreError::Unavailable { socket, reason })
             }
         }
+    }
+
+    /// Checks the answer to a call without a result.
+    fn check_done(&self, answer: &Answer) -> Result<(), StoreError> {
+        if matches!(answer, Answer::Done) { Ok(()) } else { Err(self.unexpected_answer(answer)) }
     }
 
     /// The error for an answer of the wrong kind.
@@ -537,7 +549,8 @@ impl BlockStore for Client {
             root: namespace.root(),
             manifest: namespace.manifest().clone(),
         };
-        self.inner().call_with_timeout("register a manifest", options, call).map(drop)
+        let answer = self.inner().call_with_timeout("register a manifest", options, call)?;
+        self.inner().check_done(&answer)
     }
 
     fn manifests(&self, options: CallOptions) -> Result<Vec<(NamespaceId, Manifest)>, StoreError> {
@@ -550,7 +563,8 @@ impl BlockStore for Client {
 
     fn flush(&self, options: CallOptions) -> Result<(), StoreError> {
         let call = |timeout_ms| Call::Flush { timeout_ms };
-        self.inner().call_with_timeout("flush", options, call).map(drop)
+        let answer = self.inner().call_with_timeout("flush", options, call)?;
+        self.inner().check_done(&answer)
     }
 
     fn changes(&self, since: Option<ChangeCursor>, max: usize) -> Result<Changes, StoreError> {

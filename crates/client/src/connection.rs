@@ -52,7 +52,7 @@ pub(crate) enum ConnectionError {
     /// The deadline passed after the call was sent. A late answer may still arrive, so the
     /// connection cannot be used again.
     Timeout,
-    /// The node closed the connection, ended, or sent what is not of the protocol.
+    /// The connection cannot be used again: the node ended, closed it, or sent an invalid message.
     Broken(String),
 }
 
@@ -77,18 +77,23 @@ impl Connection {
         let address = SocketAddrUnix::new(path).map_err(io::Error::from)?;
         let flags = SocketFlags::CLOEXEC;
         let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
-        let mut connection = Self {
-            stream: UnixStream::from(socket.map_err(io::Error::from)?),
-            input: Vec::new(),
-            read: 0,
-            output: Vec::new(),
-            timeout: Duration::ZERO,
-            calls: 0,
-        };
-        connection.set_timeouts(deadline)?;
-        // The kernel limits this wait by the socket's send timeout.
-        connect(&connection.stream, &address).map_err(io::Error::from)?;
-        Ok(connection)
+        let mut connection = Self::over(UnixStream::from(socket.map_err(io::Error::from)?));
+        loop {
+            connection.set_timeouts(deadline)?;
+            // The kernel limits this wait by the socket's send timeout.
+            match connect(&connection.stream, &address) {
+                Ok(()) => return Ok(connection),
+                // The socket is not connected, so another attempt is possible.
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(io::Error::from(error).into()),
+            }
+        }
+    }
+
+    /// A connection without a call.
+    pub(crate) fn over(stream: UnixStream) -> Self {
+        let (input, output) = (Vec::new(), Vec::new());
+        Self { stream, input, read: 0, output, timeout: Duration::ZERO, calls: 0 }
     }
 
     /// Sends a call and waits for its answer. The calls in `ahead` are sent before it and have no
@@ -99,11 +104,11 @@ impl Connection {
         call: &Call,
         deadline: Deadline,
     ) -> Result<Answer, ConnectionError> {
-        self.send_call(ahead, call, deadline)?;
+        let sent_bytes = self.send_call(ahead, call, deadline)?;
         // One call is in flight at a time, and a connection with a late answer is not used again.
         // So no input is left from an earlier call.
         self.read = 0;
-        if self.output.len() >= LONG_CALL_BYTES {
+        if sent_bytes >= LONG_CALL_BYTES {
             self.poll_for_answer(deadline)?;
         }
         loop {
@@ -140,16 +145,22 @@ impl Connection {
     ) -> Result<(Answer, Option<OwnedFd>), ConnectionError> {
         match self.send_call(&[], hello, deadline) {
             // The node may have sent the reason before it closed the connection.
-            Ok(()) | Err(ConnectionError::Broken(_)) => {}
+            Ok(_) | Err(ConnectionError::Broken(_)) => {}
             Err(error) => return Err(error),
         }
-        self.set_timeouts(deadline)?;
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         self.input.resize(READ_BYTES, 0);
-        let mut parts = [IoSliceMut::new(&mut self.input)];
-        let received = recvmsg(&self.stream, &mut parts, &mut control, RecvFlags::CMSG_CLOEXEC);
-        let count = received.map_err(io::Error::from)?.bytes;
+        let count = loop {
+            self.set_timeouts(deadline)?;
+            let mut parts = [IoSliceMut::new(&mut self.input)];
+            match recvmsg(&self.stream, &mut parts, &mut control, RecvFlags::CMSG_CLOEXEC) {
+                Ok(received) => break received.bytes,
+                // Nothing was received. The kernel restarts no call of a socket with a timeout.
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(io::Error::from(error).into()),
+            }
+        };
         self.read = count;
         let descriptor = control.drain().find_map(|message| match message {
             RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
@@ -176,7 +187,7 @@ impl Connection {
         for call in calls {
             self.encode(call, None)?;
         }
-        self.write_output(deadline)
+        self.write_output(deadline).map(drop)
     }
 
     fn encode(&mut self, call: &Call, of: Option<TraceContext>) -> Result<(), ConnectionError> {
@@ -184,12 +195,13 @@ impl Connection {
         written.map_err(|error| ConnectionError::TooLong(error.to_string()))
     }
 
+    /// Returns the number of sent bytes.
     fn send_call(
         &mut self,
         ahead: &[Call],
         call: &Call,
         deadline: Deadline,
-    ) -> Result<(), ConnectionError> {
+    ) -> Result<usize, ConnectionError> {
         // Only consecutive calls have to differ: at most one is in flight.
         self.calls = self.calls.wrapping_add(1);
         self.output.clear();
@@ -201,7 +213,8 @@ impl Connection {
         self.write_output(deadline)
     }
 
-    fn write_output(&mut self, deadline: Deadline) -> Result<(), ConnectionError> {
+    /// Sends the output and empties it. Returns its length.
+    fn write_output(&mut self, deadline: Deadline) -> Result<usize, ConnectionError> {
         let mut rest = 0;
         while rest < self.output.len() {
             let is_unsent = |error| match error {
@@ -223,9 +236,11 @@ impl Connection {
                 }
             }
         }
-        // An idle connection keeps no buffer of its longest call.
+        // An idle connection keeps no buffer of its longest call. Cleared first, because a buffer
+        // never shrinks below its contents.
+        self.output.clear();
         self.output.shrink_to(READ_BYTES);
-        Ok(())
+        Ok(rest)
     }
 
     /// Waits until an answer can be read. A blocking read is also woken when the node reads the
@@ -307,9 +322,7 @@ mod tests {
     #[test]
     fn a_connection_stays_usable_after_a_call_that_was_not_sent() {
         let (here, there) = UnixStream::pair().expect("descriptors are left");
-        let (input, output) = (Vec::new(), Vec::new());
-        let timeout = Duration::ZERO;
-        let mut connection = Connection { stream: here, input, read: 0, output, timeout, calls: 0 };
+        let mut connection = Connection::over(here);
         let past = Deadline::after(&SystemClock, Duration::ZERO);
         let answer = connection.call(&[], &Call::Ping, past);
         assert!(matches!(answer, Err(ConnectionError::NotSent)), "{answer:?}");
@@ -323,12 +336,26 @@ mod tests {
         assert_eq!(read.kind(), io::ErrorKind::WouldBlock);
     }
 
+    /// The buffer of the last long call stayed allocated until the next call.
+    #[test]
+    fn an_idle_connection_keeps_no_buffer_of_a_long_call() {
+        let (here, mut there) = UnixStream::pair().expect("descriptors are left");
+        let mut connection = Connection::over(here);
+        let reader = std::thread::spawn(move || io::copy(&mut there, &mut io::sink()));
+        let keys = vec![BlockKey::from_bytes([7; 32]); 60_000];
+        let long = Call::Ask { question: KeyQuestion::Contains, keys };
+        let soon = Deadline::after(&SystemClock, Duration::from_secs(30));
+        connection.send(&[long], soon).expect("the peer reads it");
+        assert!(connection.output.capacity() <= READ_BYTES, "{}", connection.output.capacity());
+        connection.shutdown();
+        let read = reader.join().expect("the reader ends").expect("the socket is readable");
+        assert!(read > 60_000 * 32, "{read}");
+    }
+
     #[test]
     fn a_connection_detects_that_the_peer_closed_it() {
         let (here, there) = UnixStream::pair().expect("descriptors are left");
-        let (input, output) = (Vec::new(), Vec::new());
-        let connection =
-            Connection { stream: here, input, read: 0, output, timeout: Duration::ZERO, calls: 0 };
+        let connection = Connection::over(here);
         assert!(!connection.is_closed());
         drop(there);
         assert!(connection.is_closed());
@@ -337,9 +364,7 @@ mod tests {
     #[test]
     fn a_long_call_without_an_answer_times_out() {
         let (here, _there) = UnixStream::pair().expect("descriptors are left");
-        let (input, output) = (Vec::new(), Vec::new());
-        let timeout = Duration::ZERO;
-        let mut connection = Connection { stream: here, input, read: 0, output, timeout, calls: 0 };
+        let mut connection = Connection::over(here);
         let keys = vec![BlockKey::from_bytes([7; 32]); LONG_CALL_BYTES / 32];
         let long = Call::Ask { question: KeyQuestion::Contains, keys };
         let soon = Deadline::after(&SystemClock, Duration::from_millis(20));

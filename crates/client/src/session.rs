@@ -122,23 +122,7 @@ impl Link {
         };
         let pool = pool
             .ok_or_else(|| unavailable("the node did not send its pool's descriptor".to_owned()))?;
-        let session = Arc::new(Session {
-            id: welcome.session,
-            epoch: welcome.epoch,
-            identity: identity.clone(),
-            connections: Mutex::new(ConnectionPool {
-                idle: vec![connection],
-                open: 1,
-                retired: Vec::new(),
-            }),
-            connection_returned: Condvar::new(),
-            next_hold: AtomicU64::new(1),
-            last_used_ms: AtomicU64::new(0),
-            releases: Mutex::default(),
-            tasks: Arc::clone(tasks),
-            process: std::process::id(),
-            registration: Some(LiveSession::register(&welcome.tenant, welcome.epoch)),
-        });
+        let session = Arc::new(Session::new(identity, connection, &welcome, tasks));
         let bytes = usize::try_from(welcome.pool_bytes).map_err(|_| {
             unavailable("the node's pool does not fit this process's address space".to_owned())
         })?;
@@ -163,6 +147,59 @@ fn hello(identity: &Identity, session: Option<SessionId>) -> Call {
 }
 
 impl Session {
+    /// A session over one connection, without a node.
+    #[cfg(test)]
+    pub(crate) fn over(
+        stream: std::os::unix::net::UnixStream,
+        epoch: u64,
+        tasks: &Arc<BackgroundTasks>,
+    ) -> Self {
+        let identity = Identity {
+            socket: PathBuf::from("/nonexistent"),
+            access: Access::Write,
+            token: None,
+            name: String::new(),
+        };
+        let welcome = Welcome {
+            version: VERSION,
+            epoch,
+            session: SessionId::default(),
+            pool_bytes: 0,
+            hold_bytes_max: 0,
+            timeout_ms: 0,
+            writes_through: false,
+            tiers: Vec::new(),
+            tenant: "of-a-test".to_owned(),
+            node_version: String::new(),
+        };
+        Self::new(&identity, Connection::over(stream), &welcome, tasks)
+    }
+
+    fn new(
+        identity: &Identity,
+        connection: Connection,
+        welcome: &Welcome,
+        tasks: &Arc<BackgroundTasks>,
+    ) -> Self {
+        Self {
+            id: welcome.session,
+            epoch: welcome.epoch,
+            identity: identity.clone(),
+            connections: Mutex::new(ConnectionPool {
+                idle: vec![connection],
+                open: 1,
+                retired: Vec::new(),
+            }),
+            connection_returned: Condvar::new(),
+            next_hold: AtomicU64::new(1),
+            last_used_ms: AtomicU64::new(0),
+            releases: Mutex::default(),
+            tasks: Arc::clone(tasks),
+            process: std::process::id(),
+            registration: Some(LiveSession::register(&welcome.tenant, welcome.epoch)),
+        }
+    }
+
     fn connections(&self) -> MutexGuard<'_, ConnectionPool> {
         self.connections.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -250,6 +287,8 @@ impl Session {
         connections.close_retired();
         connections.open += 1;
         connections.idle.push(connection);
+        drop(connections);
+        self.connection_returned.notify_one();
         Ok(())
     }
 

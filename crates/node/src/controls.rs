@@ -1,12 +1,13 @@
 //! What admin commands need of the process that a node runs in: reload, log filter, stop.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use tokio::sync::Notify;
 
 use crate::NodeConfig;
 use crate::config::ConfigError;
+use crate::http::ReloadableAccess;
 use crate::telemetry::LogFilter;
 
 type LoadConfig = dyn Fn() -> Result<NodeConfig, ConfigError> + Send;
@@ -17,6 +18,8 @@ pub(crate) struct ProcessControls {
     pub(crate) log: LogFilter,
     /// A notification shuts the process down as SIGTERM does.
     pub(crate) stop: Arc<Notify>,
+    /// The access rules of the HTTP port. Empty if the node has no port.
+    pub(crate) http_access: OnceLock<ReloadableAccess>,
 }
 
 impl ProcessControls {
@@ -25,7 +28,12 @@ impl ProcessControls {
         log: LogFilter,
         stop: &Arc<Notify>,
     ) -> Self {
-        Self { load: Mutex::new(Box::new(load)), log, stop: Arc::clone(stop) }
+        Self {
+            load: Mutex::new(Box::new(load)),
+            log,
+            stop: Arc::clone(stop),
+            http_access: OnceLock::new(),
+        }
     }
 
     /// Loads the configuration from its sources as they are now.

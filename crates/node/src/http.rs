@@ -30,6 +30,12 @@ use security::Secrets;
 
 /// Length of the kernel's queue of connections that are not accepted yet.
 const BACKLOG: i32 = 4096;
+/// Default connection limit of the port, and of the Unix socket. Also the number of reserve slots
+/// for health checks while all others are busy. There, a new connection replaces the one that has
+/// been idle longest, whatever its idle time.
+const CONNECTIONS_MAX: usize = 256;
+/// Descriptors that the connections of a server with the default limit can take.
+pub(crate) const DESCRIPTORS_MAX: u64 = 3 * CONNECTIONS_MAX as u64;
 /// How long a response in progress may delay the end of the thread.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -56,7 +62,8 @@ pub struct HttpConfig {
     /// Authentication and TLS of the TCP port.
     pub security: SecurityConfig,
     /// Connection limit of the port, and of the Unix socket. At the limit, a new connection
-    /// replaces the one that has been idle longest, or is limited to health checks. Default: 256.
+    /// replaces the one that has been idle longest, or is limited to health checks. It is lower if
+    /// the process may open few descriptors. Default: 256.
     pub connections_max: usize,
     /// Time limit of a request head, a TLS handshake, and the wait for the next request.
     /// Default: 10 s.
@@ -71,14 +78,14 @@ impl HttpConfig {
         Self {
             listen,
             security,
-            connections_max: 256,
+            connections_max: CONNECTIONS_MAX,
             head_timeout: Duration::from_secs(10),
             connection_timeout: Duration::from_secs(60),
         }
     }
 }
 
-/// Why the HTTP server cannot start, by what the operator can change.
+/// An error of the HTTP server. Each variant names what the operator can change.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum HttpError {
@@ -120,11 +127,40 @@ pub enum HttpError {
     Thread(#[source] std::io::Error),
 }
 
+/// The access rules of a running HTTP server. A reload replaces them. Clones share them.
+#[derive(Debug, Clone)]
+pub(crate) struct ReloadableAccess {
+    address: SocketAddr,
+    current: Arc<RwLock<Arc<HttpAccess>>>,
+}
+
+impl ReloadableAccess {
+    fn new(address: SocketAddr, secrets: Secrets) -> Self {
+        let current = Arc::new(RwLock::new(Arc::new(HttpAccess::new(address, secrets))));
+        Self { address, current }
+    }
+
+    fn current(&self) -> Arc<HttpAccess> {
+        Arc::clone(&self.current.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Reads the token and the certificates again. After an error the old ones stay in use.
+    pub(crate) fn reload(&self, security: &SecurityConfig) -> Result<(), HttpError> {
+        security.check(Some(self.address))?;
+        // Complete before the swap, so that no request gets a part of the new rules.
+        let access = Arc::new(HttpAccess::new(self.address, Secrets::read(security)?));
+        *self.current.write().unwrap_or_else(PoisonError::into_inner) = access;
+        if security.token_file.is_some() || security.certificate.is_some() {
+            tracing::info!(address = %self.address, "token and certificates reloaded");
+        }
+        Ok(())
+    }
+}
+
 /// The running HTTP server. Dropping it stops the server.
 #[derive(Debug)]
 pub struct HttpHandle {
-    address: SocketAddr,
-    access: Arc<RwLock<Arc<HttpAccess>>>,
+    access: ReloadableAccess,
     stop: watch::Sender<Option<Duration>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -144,7 +180,7 @@ pub fn serve(node: &Node, config: HttpConfig) -> Result<HttpHandle, NodeError> {
     rustix::net::listen(&listener, BACKLOG).map_err(|error| bind(error.into()))?;
     let address = listener.local_addr().map_err(bind)?;
     node.set_address(address);
-    let access = Arc::new(RwLock::new(Arc::new(HttpAccess::new(address, secrets))));
+    let access = ReloadableAccess::new(address, secrets);
     let (stop, stopped) = watch::channel(None);
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_io()
@@ -159,7 +195,7 @@ pub fn serve(node: &Node, config: HttpConfig) -> Result<HttpHandle, NodeError> {
     // Before the thread starts, so that an error ends the start and not a running server.
     let (unix, file) = listen_unix(node)?;
     let listeners = Listeners { tcp: listener, unix, file };
-    let shared = (node.clone(), Arc::clone(&access));
+    let shared = (node.clone(), access.clone());
     let thread = std::thread::Builder::new()
         .name("cascade-http".to_owned())
         .spawn(move || {
@@ -169,7 +205,7 @@ pub fn serve(node: &Node, config: HttpConfig) -> Result<HttpHandle, NodeError> {
         })
         .map_err(HttpError::Thread)?;
     tracing::info!(%address, "serving HTTP on a TCP port");
-    Ok(HttpHandle { address, access, stop, thread: Some(thread) })
+    Ok(HttpHandle { access, stop, thread: Some(thread) })
 }
 
 type UnixSocket = (Option<std::os::unix::net::UnixListener>, Option<SocketFile>);
@@ -197,21 +233,21 @@ fn listen_unix(node: &Node) -> Result<UnixSocket, NodeError> {
 impl HttpHandle {
     /// The TCP address.
     pub fn address(&self) -> SocketAddr {
-        self.address
+        self.access.address
     }
 
-    /// Reads the token and the certificates again. Open connections keep their certificate.
+    /// Reads the token and the certificates again. The token applies from the next request on;
+    /// open connections keep their certificate.
     ///
     /// # Errors
     /// If the new ones are invalid. The old ones then stay in use.
     pub fn reload(&self, security: &SecurityConfig) -> Result<(), HttpError> {
-        security.check(Some(self.address))?;
-        // Complete before the swap: after an error the old access stays, never a part of the new
-        // one.
-        let access = Arc::new(HttpAccess::new(self.address, Secrets::read(security)?));
-        *self.access.write().unwrap_or_else(PoisonError::into_inner) = access;
-        tracing::info!(address = %self.address, "token and certificates reloaded");
-        Ok(())
+        self.access.reload(security)
+    }
+
+    /// The access rules, for a reload by a signal or an admin command.
+    pub(crate) fn access(&self) -> ReloadableAccess {
+        self.access.clone()
     }
 
     /// Stops accepting connections, and waits up to `timeout` for requests in progress.

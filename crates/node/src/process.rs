@@ -13,7 +13,7 @@ use crate::admin;
 use crate::config::{ConfigError, Environment};
 use crate::controls::ProcessControls;
 use crate::doctor::{self, CheckState, Finding, Machine, ThisMachine};
-use crate::http::{self, HttpConfig};
+use crate::http::{self, HttpConfig, HttpHandle};
 use crate::notify::ServiceManager;
 use crate::socket::SocketFile;
 use crate::status::NodeState;
@@ -68,9 +68,7 @@ pub fn run(
     if let Some(spans) = &spans {
         node.set_spans(spans.clone());
     }
-    let security = node.config().security.clone();
-    let port = node.config().listen.map(|listen| HttpConfig::new(listen, security));
-    let port = port.map(|port| http::serve(&node, port)).transpose()?;
+    let port = serve_http(&node)?;
     let server = Server::start(node.clone(), listener)?;
     node.set_state(NodeState::Serving);
     let line = ready_line(&node);
@@ -112,6 +110,16 @@ pub fn run(
         spans.close(PORT_STOP_TIMEOUT);
     }
     closed
+}
+
+/// Serves HTTP if `listen` is set.
+fn serve_http(node: &Node) -> Result<Option<HttpHandle>, NodeError> {
+    let Some(listen) = node.config().listen else { return Ok(None) };
+    let port = http::serve(node, HttpConfig::new(listen, node.config().security.clone()))?;
+    if let Some(controls) = node.controls() {
+        controls.http_access.get_or_init(|| port.access());
+    }
+    Ok(Some(port))
 }
 
 /// Closes the stores within `shutdown_timeout`.

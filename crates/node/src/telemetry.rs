@@ -37,7 +37,7 @@ const EXPORT_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a span waits for others of its batch.
 const EXPORT_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Why logs or traces cannot be written, by what the operator can change.
+/// An error of the log or of the traces. Each variant names what the operator can change.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum TelemetryError {

@@ -21,11 +21,13 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// a fixed order.
 #[pyfunction]
 #[pyo3(signature = (*parts))]
-fn weights_fingerprint(parts: Vec<Bound<'_, PyAny>>) -> PyResult<String> {
+fn weights_fingerprint(py: Python<'_>, parts: Vec<Bound<'_, PyAny>>) -> PyResult<String> {
     let sources = parts.iter().map(|part| Sources::whole("parts", part));
     let sources = sources.collect::<PyResult<Vec<_>>>()?;
-    let parts = sources.iter().flat_map(Sources::slices);
-    Ok(WeightsFingerprint::of_parts(parts).as_str().to_owned())
+    // Detached: files of weights have gigabytes.
+    let fingerprint =
+        py.detach(|| WeightsFingerprint::of_parts(sources.iter().flat_map(Sources::slices)));
+    Ok(fingerprint.as_str().to_owned())
 }
 
 /// A compatibility manifest: the names and values of everything that must match before an engine

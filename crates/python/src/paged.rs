@@ -59,6 +59,7 @@ unsafe impl Sync for Region {}
 impl PyPagedMemory {
     #[new]
     fn new(
+        py: Python<'_>,
         regions: &Bound<'_, PyAny>,
         #[pyo3(from_py_with = of::pages)] pages: usize,
     ) -> PyResult<Self> {
@@ -91,9 +92,9 @@ impl PyPagedMemory {
         if checked.is_empty() {
             return Err(PyValueError::new_err("regions: empty; a block has at least one page"));
         }
-        let memory = Self { regions: checked, pages, block_bytes, _held: held };
-        memory.check_disjoint()?;
-        Ok(memory)
+        // Detached: the time grows with the square of the number of regions.
+        py.detach(|| check_disjoint(&checked, pages))?;
+        Ok(Self { regions: checked, pages, block_bytes, _held: held })
     }
 
     /// Bytes of a block: the sum of one page of each region.
@@ -164,26 +165,26 @@ impl Region {
     }
 }
 
-impl PyPagedMemory {
-    /// Refuses pages that share bytes, because a copy to one would damage the other.
-    fn check_disjoint(&self) -> PyResult<()> {
-        let place = |region: &Region| StridedPages {
-            // Two buffers may be views of the same memory, so addresses are compared.
-            start: region.start.addr().get(),
-            stride: region.stride,
-            bytes: region.bytes,
-            count: self.pages,
-        };
-        for (at, region) in self.regions.iter().enumerate() {
-            let shares = |other: &Region| place(region).overlaps(&place(other));
-            if let Some(other) = self.regions[..at].iter().position(shares) {
-                let message = format!("pages of regions[{other}] and regions[{at}] share memory");
-                return Err(PyValueError::new_err(message));
-            }
+/// Refuses pages that share bytes, because a copy to one would damage the other.
+fn check_disjoint(regions: &[Region], pages: usize) -> PyResult<()> {
+    let place = |region: &Region| StridedPages {
+        // Two buffers may be views of the same memory, so addresses are compared.
+        start: region.start.addr().get(),
+        stride: region.stride,
+        bytes: region.bytes,
+        count: pages,
+    };
+    for (at, region) in regions.iter().enumerate() {
+        let shares = |other: &Region| place(region).overlaps(&place(other));
+        if let Some(other) = regions[..at].iter().position(shares) {
+            let message = format!("pages of regions[{other}] and regions[{at}] share memory");
+            return Err(PyValueError::new_err(message));
         }
-        Ok(())
     }
+    Ok(())
+}
 
+impl PyPagedMemory {
     /// The page number of each of `count` blocks, from an array of integers or any iterable.
     pub(crate) fn page_numbers(
         &self,

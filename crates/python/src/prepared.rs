@@ -191,7 +191,7 @@ impl PyPreparedPut {
             let Unsealed { blocks, .. } = unsealed.take().ok_or_else(used_up)?;
             drop(unsealed);
             let mut needed = Vec::with_capacity(self.needed.len());
-            // In the order of the keys; none for blocks whose outcome follows from the put below.
+            // In the order of the keys. None for a needed block: the put below has its outcome.
             let mut settled = Vec::with_capacity(blocks.len());
             for block in blocks {
                 settled.push(match block {

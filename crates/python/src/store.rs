@@ -1,5 +1,6 @@
 //! The store in Python: calls with batches, a result for each block, detached while they wait.
 
+use std::collections::HashSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -52,7 +53,7 @@ pub(crate) struct PyStore {
 }
 
 /// A closed store has no open files and no memory, only its last statistics.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 enum StoreState {
     Open(Arc<dyn BlockStore>),
     Closed(Box<StoreStats>),
@@ -208,9 +209,10 @@ impl PyStore {
         let options = options(timeout);
         let store = self.store()?;
         // All are checked before the first is taken, so that an error changes none of them.
+        let mut seen = HashSet::with_capacity(reservations.len());
         for (at, reservation) in reservations.iter().enumerate() {
             reservation.borrow().check()?;
-            if reservations[..at].iter().any(|earlier| earlier.is(reservation)) {
+            if !seen.insert(reservation.as_ptr()) {
                 let message = format!("reservations[{at}]: the list contains it twice");
                 return Err(PyValueError::new_err(message));
             }
@@ -445,11 +447,13 @@ impl PyStore {
 
     /// Returns the statistics that `Stats` describes. After `close`, returns the last ones.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let store = match &*self.lock()? {
-            StoreState::Open(store) => Arc::clone(store),
-            StoreState::Closed(stats) => return stats::to_dict(py, stats),
-        };
-        stats::to_dict(py, &py.detach(|| store.stats()))
+        // The lock is released first: Python may switch threads while it makes the dictionary, and
+        // another thread would wait for the lock while it holds the interpreter.
+        let state = self.lock()?.clone();
+        match state {
+            StoreState::Open(store) => stats::to_dict(py, &py.detach(|| store.stats())),
+            StoreState::Closed(stats) => stats::to_dict(py, &stats),
+        }
     }
 
     /// Writes pending blocks, stops the store's threads and closes its files. Further calls do

@@ -237,8 +237,7 @@ impl Answer {
             let body = |body: &mut Vec<u8>| answer.write_body(&mut FieldWriter(body));
             Frame::write(into, answer.kind(), call, None, body)
         };
-        // Truncated text is not valid JSON.
-        // `FieldWriter::text` would truncate a longer text without an error.
+        // `FieldWriter::text` would truncate a longer text, which is then not valid JSON.
         let (is_too_long, most) = match self {
             Self::Text(text) => (text.len() > TEXT_BYTES_MAX, TEXT_BYTES_MAX),
             _ => (false, BODY_BYTES_MAX as usize),
@@ -257,43 +256,20 @@ impl Answer {
             Self::Refused { reason } => into.text(reason),
             Self::Done => {}
             Self::Failed(error) => write_error(into, error),
-            Self::Prepared(blocks) => {
-                into.count(blocks.len());
-                for block in blocks {
-                    block.write(into);
-                }
-            }
+            Self::Prepared(blocks) => into.list(blocks, PreparedBlock::write),
             Self::Slab { offset } => into.u64(*offset),
-            Self::Puts(outcomes) => {
-                into.count(outcomes.len());
-                for outcome in outcomes {
-                    write_outcome(into, outcome);
-                }
-            }
-            Self::Leases(leases) => {
-                into.count(leases.len());
-                for lease in leases {
-                    lease.write(into);
-                }
-            }
+            Self::Puts(outcomes) => into.list(outcomes, |it, into| write_outcome(into, it)),
+            Self::Leases(leases) => into.list(leases, Lease::write),
             Self::Matched(tiers) | Self::Places(tiers) => {
                 into.count(tiers.len());
                 into.bytes(tiers);
             }
-            Self::Flags(flags) => {
-                into.count(flags.len());
-                for flag in flags {
-                    into.u8(u8::from(*flag));
-                }
-            }
+            Self::Flags(flags) => into.list(flags, |flag, into| into.u8(u8::from(*flag))),
             Self::Count(count) => into.u64(*count),
-            Self::Manifests(all) => {
-                into.count(all.len());
-                for (namespace, manifest) in all {
-                    into.bytes(namespace.as_bytes());
-                    into.manifest(manifest);
-                }
-            }
+            Self::Manifests(all) => into.list(all, |(namespace, manifest), into| {
+                into.bytes(namespace.as_bytes());
+                into.manifest(manifest);
+            }),
             Self::Text(text) => into.text(text),
             Self::Changes(changes) => write_changes(into, changes),
         }
@@ -333,20 +309,17 @@ fn write_changes(into: &mut FieldWriter<'_>, changes: &Changes) {
     into.bytes(&changes.next.to_bytes());
     into.u8(u8::from(changes.is_lost));
     into.u8(u8::from(changes.is_current));
-    into.count(changes.changes.len());
-    for change in &changes.changes {
-        match change {
-            Change::Stored(key) => {
-                into.u8(0);
-                into.key(key);
-            }
-            Change::Removed(key) => {
-                into.u8(1);
-                into.key(key);
-            }
-            Change::Cleared => into.u8(2),
+    into.list(&changes.changes, |change, into| match change {
+        Change::Stored(key) => {
+            into.u8(0);
+            into.key(key);
         }
-    }
+        Change::Removed(key) => {
+            into.u8(1);
+            into.key(key);
+        }
+        Change::Cleared => into.u8(2),
+    });
 }
 
 fn read_changes(from: &mut FieldReader<'_>) -> Result<Changes, WireError> {

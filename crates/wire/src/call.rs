@@ -346,13 +346,10 @@ impl Call {
                 into.u32(*timeout_ms);
                 into.list(blocks, SealedBlock::write);
             }
-            Self::Release { holds } => {
-                into.count(holds.len());
-                for range in holds {
-                    into.u64(range.first);
-                    into.u32(range.count);
-                }
-            }
+            Self::Release { holds } => into.list(holds, |range, into| {
+                into.u64(range.first);
+                into.u32(range.count);
+            }),
             Self::Settled { present, conflicts, failures } => {
                 into.u32(*present);
                 into.u32(*conflicts);

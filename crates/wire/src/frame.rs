@@ -188,7 +188,7 @@ impl<'a> Frame<'a> {
         Ok(())
     }
 
-    /// Reads a frame of exactly `bytes`, whose length [`frame_length`] has returned.
+    /// Reads the frame in `bytes`, which has the length that [`frame_length`] returned.
     pub fn read(bytes: &'a [u8]) -> Result<Self, WireError> {
         let (head, body) = bytes.split_first_chunk().ok_or(WireError::Field("length"))?;
         let header = FrameHeader::read(head)?;

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import compress
@@ -102,9 +102,18 @@ class VllmBench:
     has_measured: bool = False
     """Whether any part was selected."""
     _started: int = 0
+    _shared: dict[str, EngineProcess] = field(default_factory=dict[str, EngineProcess])
+    """Running engines of a short run, by their configuration."""
 
     def run(self) -> None:
         """Measure everything that the options select; a failure becomes an INVALID figure."""
+        try:
+            self._measure()
+        finally:
+            for engine in self._shared.values():
+                engine.stop()
+
+    def _measure(self) -> None:
         for model in self.options.models:
             for source, measure in (
                 ("dram", self.from_dram),
@@ -134,11 +143,11 @@ class VllmBench:
     def from_dram(self, model: str) -> None:
         """Measure first and second runs of Cascade and of vLLM's own prefix cache, alternating."""
         with ExitStack() as stack:
-            ours = stack.enter_context(self._start(model, connectors.embedded()))
+            ours = stack.enter_context(self._share(model, connectors.embedded()))
             limit = None
             if "none" in self.options.baselines:
                 setup = ConnectorSetup(transfer=None)
-                limit = stack.enter_context(self._start(model, setup, has_prefix_cache=True))
+                limit = stack.enter_context(self._share(model, setup, has_prefix_cache=True))
             for tokens in self.options.lengths:
                 self._first_and_second(model, tokens, ours, limit)
 
@@ -147,15 +156,15 @@ class VllmBench:
         with ExitStack() as stack:
             bare = None
             if "none" in self.options.baselines:
-                bare = stack.enter_context(self._start(model, ConnectorSetup(transfer=None)))
-            ours = stack.enter_context(self._start(model, connectors.embedded()))
+                bare = stack.enter_context(self._share(model, ConnectorSetup(transfer=None)))
+            ours = stack.enter_context(self._share(model, connectors.embedded()))
             for tokens in self.options.prompts:
                 self._misses(model, tokens, bare, ours)
 
     def shared_prefixes(self, model: str) -> None:
-        """Measure prompts of which the larger part was seen before."""
+        """Measure prompts that share their larger part with an earlier prompt."""
         middle = sorted(self.options.prompts)[len(self.options.prompts) // 2]
-        with self._start(model, connectors.embedded()) as ours:
+        with self._share(model, connectors.embedded()) as ours:
             for tokens in self.options.prompts:
                 self._shared_prefix(model, tokens, ours, concurrent=1)
             self._shared_prefix(model, middle, ours, concurrent=CONCURRENT)
@@ -163,8 +172,8 @@ class VllmBench:
     def conversation(self, model: str) -> None:
         """Measure the turns of a conversation, with and without the connector."""
         with (
-            self._start(model, ConnectorSetup(transfer=None)) as bare,
-            self._start(model, connectors.embedded()) as ours,
+            self._share(model, ConnectorSetup(transfer=None)) as bare,
+            self._share(model, connectors.embedded()) as ours,
         ):
             self._conversation(model, bare, ours)
 
@@ -353,7 +362,7 @@ class VllmBench:
             requested_tokens.append(sum(compress(lengths, counted)))
             for case, case_hits in hits.items():
                 params = [HINTS[name](turn) if case == "with" else {} for turn in requests]
-                with self._start("tiny", connectors.small(HINT_DRAM)) as engine:
+                with self._share("tiny", connectors.small(HINT_DRAM)) as engine:
                     hit_tokens = engine.serve([turn.tokens for turn in requests], params)
                 case_hits.append(sum(compress(hit_tokens, counted)))
         which = " of important sessions" if name == "priority" else ""
@@ -409,7 +418,7 @@ class VllmBench:
         blocks = tokens // BLOCK_TOKENS
         spent: dict[str, list[float]] = {"save": [], "load": []}
         faults: list[str] = []
-        with self._start(model, connectors.embedded(), environment=PASSIVE) as engine:
+        with self._share(model, connectors.embedded(), environment=PASSIVE) as engine:
             for number in self._rounds():
                 request = [prompt(tokens, "cpu", model, number)]
                 first, second = (engine.run(request, ANSWER_TOKENS) for _ in range(2))
@@ -447,6 +456,22 @@ class VllmBench:
                     name = f"scheduler/{what}/256-{kind}"
                     self._add(Figure(name, "us", samples, target=limit, faults=faults))
 
+    def _share(
+        self,
+        model: str,
+        setup: ConnectorSetup,
+        **changes: Any,  # noqa: ANN401 # of EngineSpec
+    ) -> AbstractContextManager[EngineProcess]:
+        """Start an engine. A short run takes one that an earlier part started: starts dominate."""
+        if not self.options.is_short:
+            return self._start(model, setup, **changes)
+        # Their environments are equal, too: see `_start`.
+        changes.pop("environment", None)
+        name = f"{model} {setup} {changes}"
+        if name not in self._shared:
+            self._shared[name] = self._start(model, setup, **changes)
+        return nullcontext(self._shared[name])
+
     def _start(self, model: str, setup: ConnectorSetup, **changes: Any) -> EngineProcess:  # noqa: ANN401 # of EngineSpec
         self._started += 1
         connector = (setup.transfer or {}).get("kv_connector", "no connector")
@@ -457,7 +482,8 @@ class VllmBench:
             tokens_max=self.options.tokens_max,
             block_tokens=BLOCK_TOKENS,
             transfer=setup.transfer,
-            environment=setup.environment,
+            # A short run shares the processors with other work, which spinning threads slow down.
+            environment=setup.environment + PASSIVE * self.options.is_short,
         )
         engine = EngineProcess(
             dataclasses.replace(spec, **changes), self.directory, f"engine-{self._started}"

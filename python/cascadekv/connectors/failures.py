@@ -32,8 +32,8 @@ class FailureLog:
                 self._logged[kind] = (now, total)
         if is_due:
             self._logger.warning(
-                "Cascade: %s failed (%d times since the last such message, %d in total); the "
-                "engine computes instead: %s",
+                "Cascade: %s failed (%d times since the last such message, %d in total); requests "
+                "continue without it: %s",
                 kind,
                 total - logged,
                 total,

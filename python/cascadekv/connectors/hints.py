@@ -4,19 +4,21 @@ Hints are optional: an invalid one is ignored with a warning, and the request go
 """
 
 import dataclasses
-import difflib
 import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from cascadekv.hints import Hints, Priority, StopReason
+from cascadekv.messages import advice, shown
 
-__all__ = ["PARAMETERS", "finish_hints", "request_hints", "session_name"]
+__all__ = ["PARAMETERS", "finish_hints", "given_hints", "request_hints", "session_name"]
 
 PREFIX = "cascade."
 SESSION = "cascade.session"
 SESSION_CHARS_MAX = 256
 WORKLOAD_MAX = 255
+UNKNOWN_MAX = 8
+"""Most unknown parameters of a request that get a warning each."""
 EXPECTED_WITHIN_S_MAX = 3600.0
 """Largest value of `cascade.expected_within`."""
 
@@ -40,26 +42,36 @@ def request_hints(
     own, where lower is more urgent; `cascade.priority` takes precedence. Never raises.
     """
     hints = Hints(priority=_from_engine_priority(priority))
-    warnings: list[str] = []
     try:
         given = {name: value for name, value in (params or {}).items() if _is_ours(name)}
     except (AttributeError, TypeError, ValueError):
-        return hints, [f"kv_transfer_params: {_shown(params)} is not a mapping; ignored"]
-    for name, value in given.items():
-        if name not in PARAMETERS:
-            near = difflib.get_close_matches(name, PARAMETERS, n=1)
-            advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(PARAMETERS)}"
-            warnings.append(f"{_shown(name)}: no such parameter; {advice}")
-            continue
+        return hints, [f"kv_transfer_params: {shown(params)} is not a mapping; ignored"]
+    unknown = [name for name in given if name not in PARAMETERS]
+    warnings = [
+        f"{shown(name)}: no such parameter; {advice(name, PARAMETERS)}"
+        for name in unknown[:UNKNOWN_MAX]
+    ]
+    for name in PARAMETERS:
+        value = given.get(name)
         if value is None:
             continue
         parse, expected = _PARSERS[name]
         parsed = parse(value)
         if parsed is None:
-            warnings.append(f"{name}: {_shown(value)} is not {expected}; ignored")
+            warnings.append(f"{name}: {shown(value)} is not {expected}; ignored")
         elif name != SESSION:
             hints = dataclasses.replace(hints, **{name.removeprefix(PREFIX): parsed})
     return hints, warnings
+
+
+def given_hints(params: Mapping[str, object] | None) -> list[str]:
+    """Return the names, without `cascade.`, of the valid parameters of a request."""
+    given: Mapping[str, object] = params if isinstance(params, Mapping) else {}
+    return [
+        name.removeprefix(PREFIX)
+        for name in PARAMETERS
+        if given.get(name) is not None and _PARSERS[name][0](given[name]) is not None
+    ]
 
 
 def session_name(
@@ -151,12 +163,3 @@ _PARSERS: dict[str, tuple[Callable[[object], Any], str]] = {
         f"a number of seconds from 0 to {EXPECTED_WITHIN_S_MAX:g}",
     ),
 }
-
-
-def _shown(value: object) -> str:
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # too many digits, or nested too deeply
-        text = f"a {type(value).__name__}"
-    longest = 60
-    return text if len(text) <= longest else text[:longest] + "..."

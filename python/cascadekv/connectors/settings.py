@@ -1,6 +1,5 @@
 """Parses the store's keys of an engine's configuration strictly, and opens the store."""
 
-import difflib
 import os
 import stat
 import threading
@@ -12,6 +11,7 @@ from pathlib import Path
 from cascadekv._native import Store, connect
 from cascadekv.config import StoreConfig
 from cascadekv.errors import AwayError, CascadeError, ConfigError, PipelineError
+from cascadekv.messages import advice
 
 __all__ = ["KEYS", "StoreAddress", "StoreLink", "open_store", "read_settings"]
 
@@ -57,9 +57,7 @@ def read_settings(options: Mapping[str, object]) -> StoreAddress:
         if not key.startswith(PREFIX):
             continue
         if key not in KEYS:
-            near = difflib.get_close_matches(key.removeprefix(PREFIX), _NAMES, n=1)
-            advice = f"did you mean {PREFIX}{near[0]}?" if near else f"known are {', '.join(KEYS)}"
-            raise ConfigError(f"{key}: no such setting; {advice}")
+            raise ConfigError(f"{key}: no such setting; {advice(key, _NAMES, prefix=PREFIX)}")
         given[key.removeprefix(PREFIX)] = value
     timeout = _seconds(given.pop("timeout", TIMEOUT_S))
     if "node" in given:
@@ -88,8 +86,9 @@ def open_store(address: StoreAddress, *, name: str) -> Store:
 class StoreLink:
     """The store of one engine process; its node may be unavailable when the engine starts.
 
-    Until the first connection, calls of `store` retry it, one thread at a time. After that, the
-    client reconnects by itself.
+    Until the first connection, a thread of its own retries it, so that no call of `store` waits:
+    a node that accepts connections and does not answer takes the whole time-out of a call. After
+    that, the client reconnects by itself.
     """
 
     def __init__(self, address: StoreAddress, *, name: str, retry_s: float = RETRY_S) -> None:
@@ -103,6 +102,7 @@ class StoreLink:
         self._lock = threading.Lock()
         self._retry_at = 0.0
         self._closed = False
+        self._is_connecting = False
         self._store: Store | None = None
         self.last_error: CascadeError | None = None
         """Why there is no store, for the caller's log."""
@@ -112,20 +112,31 @@ class StoreLink:
             self._schedule_retry(error)
 
     def store(self) -> Store | None:
-        """Return the store; `None` before the first connection and after `close`."""
+        """Return the store; `None` before the first connection and after `close`. Never waits."""
         if self._store is not None or self._closed or time.monotonic() < self._retry_at:
             return self._store
-        # Another thread is connecting: this call is a miss instead of a wait.
-        if not self._lock.acquire(blocking=False):
-            return None
+        with self._lock:
+            is_due = self._store is None and not self._closed and not self._is_connecting
+            self._is_connecting = self._is_connecting or is_due
+        if is_due:
+            # A daemon: the interpreter must be able to exit although the node does not answer.
+            threading.Thread(target=self._connect, name="cascade-connect", daemon=True).start()
+        return self._store
+
+    def _connect(self) -> None:
+        """Try to connect once; the store is closed again if the link was closed meanwhile."""
+        store = None
         try:
-            if self._store is None and not self._closed:
-                self._store = open_store(self._address, name=self._name)
+            store = open_store(self._address, name=self._name)
         except CascadeError as error:
             self._schedule_retry(error)
         finally:
-            self._lock.release()
-        return self._store
+            with self._lock:
+                self._is_connecting = False
+                if not self._closed:
+                    self._store, store = store, None
+        if store is not None:
+            store.close()
 
     def close(self) -> None:
         """Close the store; may be called again. Raises what `Store.close` raises."""

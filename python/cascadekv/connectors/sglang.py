@@ -18,6 +18,7 @@ from cascadekv.connectors.failures import FailureLog
 from cascadekv.connectors.host_pages import HostPages, HostPoolError
 from cascadekv.connectors.settings import StoreLink, read_settings
 from cascadekv.connectors.sglang_identity import engine_facts, manifests_of_pool
+from cascadekv.connectors.windows import complete_windows
 from cascadekv.errors import CascadeError, ConfigError
 from cascadekv.results import GetStatus, PutStatus
 
@@ -185,9 +186,8 @@ class CascadeHiCacheStorage(HiCacheStorage):
                 continue  # Other policies do not limit the main pool; their hits are not reported.
             window = leading if policy == "all_pages" else max(1, len(transfer.keys or ()))
             present = self._present(str(transfer.name), keys[:leading])
-            ends = {
-                end for end in range(1, leading + 1) if all(present[max(0, end - window) : end])
-            }
+            complete = complete_windows(present, window)
+            ends = {end for end, is_complete in enumerate(complete, 1) if is_complete}
             if ends:
                 hits[transfer.name] = max(ends)
             restorable &= ends

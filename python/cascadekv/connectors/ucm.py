@@ -5,7 +5,6 @@ effect of each key.
 """
 
 import contextlib
-import difflib
 import importlib
 import os
 from collections.abc import Callable, Mapping
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from cascadekv.errors import ConfigError
+from cascadekv.messages import advice, shown
 
 __all__ = ["UcmSettings", "parse_ucm", "read_ucm", "trace_limits"]
 
@@ -154,11 +154,11 @@ class _Section:
     def __init__(self, value: object, prefix: str) -> None:
         where = prefix.removesuffix(".") or "the file"
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{where}: expected names and values, found {_shown(value)}")
+            raise ConfigError(f"{where}: expected names and values, found {shown(value)}")
         given = cast("Mapping[object, object]", value)
         for name in given:
             if not isinstance(name, str):
-                raise ConfigError(f"{where}: {_shown(name)} is not the name of a setting")
+                raise ConfigError(f"{where}: {shown(name)} is not the name of a setting")
         self._given = cast("Mapping[str, object]", value)
         self._prefix = prefix
         self._known: list[str] = []
@@ -182,7 +182,7 @@ class _Section:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise self.error(name, f"{_shown(value)} is neither true nor false")
+            raise self.error(name, f"{shown(value)} is neither true nor false")
         return value
 
     def integer(self, name: str, default: int, least: int, most: int) -> int:
@@ -191,7 +191,7 @@ class _Section:
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise self.error(name, f"{_shown(value)} is not a whole number from {least} to {most}")
+            raise self.error(name, f"{shown(value)} is not a whole number from {least} to {most}")
         return value
 
     def number(self, name: str) -> float | None:
@@ -204,21 +204,21 @@ class _Section:
             or not isinstance(value, int | float)
             or not 0 <= value <= NUMBER_MAX
         ):
-            raise self.error(name, f"{_shown(value)} is not a number from 0 to {NUMBER_MAX}")
+            raise self.error(name, f"{shown(value)} is not a number from 0 to {NUMBER_MAX}")
         return float(value)
 
     def share(self, name: str) -> float | None:
         """Read a number from 0 to 1."""
         value = self.number(name)
         if value is not None and value > 1:
-            raise self.error(name, f"{_shown(value)} is not a share from 0 to 1")
+            raise self.error(name, f"{shown(value)} is not a share from 0 to 1")
         return value
 
     def text(self, name: str) -> str | None:
         """Read non-empty text."""
         value = self.take(name)
         if value is not None and (not isinstance(value, str) or not value.strip()):
-            raise self.error(name, f"{_shown(value)} is not text")
+            raise self.error(name, f"{shown(value)} is not text")
         return value
 
     def refuse_unknown(self, advice_by_name: Mapping[str, str]) -> None:
@@ -228,9 +228,7 @@ class _Section:
                 continue
             if name in advice_by_name:
                 raise self.error(name, advice_by_name[name])
-            near = difflib.get_close_matches(name, self._known, n=1)
-            advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(self._known)}"
-            raise self.error(name, f"no such setting; {advice}")
+            raise self.error(name, f"no such setting; {advice(name, self._known)}")
 
 
 _MOVE_INTO_CONFIG = "belongs to ucm_connectors, ucm_connector_config; move it there"
@@ -282,7 +280,7 @@ def _store(top: _Section) -> tuple[tuple[str, ...], _Section]:
     name = entry.text("ucm_connector_name")
     if name != STORE_NAME:
         raise entry.error(
-            "ucm_connector_name", f"{_shown(name)} is not supported; write {STORE_NAME}"
+            "ucm_connector_name", f"{shown(name)} is not supported; write {STORE_NAME}"
         )
     given = entry.take("ucm_connector_config")
     if given is None:
@@ -304,14 +302,14 @@ def _store_options(
     if [stage.strip() for stage in pipeline.split("|")] != PIPELINE.split("|"):
         raise config.error(
             "store_pipeline",
-            f"{_shown(pipeline)} is not supported; write {PIPELINE!r}, or use cascade.pipeline "
+            f"{shown(pipeline)} is not supported; write {PIPELINE!r}, or use cascade.pipeline "
             f"instead of a UCM file",
         )
     directory = _directory(config)
     engine = config.text("posix_io_engine")
     if engine is not None and engine not in _ENGINES:
         raise config.error(
-            "posix_io_engine", f"{_shown(engine)} is unknown; known are {', '.join(_ENGINES)}"
+            "posix_io_engine", f"{shown(engine)} is unknown; known are {', '.join(_ENGINES)}"
         )
     if engine == "aio":
         notes.append("posix_io_engine: aio selects io_uring, or psync if the kernel forbids it")
@@ -336,12 +334,12 @@ def _directory(config: _Section) -> str:
     paths: list[str] = []
     for path in listed:
         if not isinstance(path, str) or not path.strip():
-            raise config.error("storage_backends", f"{_shown(path)} is not a directory")
+            raise config.error("storage_backends", f"{shown(path)} is not a directory")
         paths += path.split(":")
     if len(paths) != 1 or not paths[0]:
         raise config.error(
             "storage_backends",
-            f"{_shown(':'.join(paths))} has {len(paths)} directories; the file tier uses one: "
+            f"{shown(':'.join(paths))} has {len(paths)} directories; the file tier uses one: "
             f"remove the others, or combine the disks (RAID, LVM)",
         )
     return paths[0]
@@ -448,12 +446,3 @@ def _file_system_space(directory: str) -> int:
             with contextlib.suppress(OSError):
                 used += (Path(folder) / name).lstat().st_blocks * STAT_BLOCK
     return int((system.f_bavail * system.f_frsize + used) * FILES_SHARE)
-
-
-def _shown(value: object) -> str:
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # too many digits, or nested too deeply
-        text = f"a {type(value).__name__}"
-    longest = 60
-    return text if len(text) <= longest else text[:longest] + "..."

@@ -5,7 +5,6 @@ It runs in the scheduler's process, whose loop must not block: background thread
 copies, and a failed or late operation is a miss.
 """
 
-import difflib
 import functools
 import hashlib
 import json
@@ -43,6 +42,7 @@ from cascadekv.connectors.settings import KEYS as STORE_KEYS
 from cascadekv.connectors.settings import StoreLink, read_settings
 from cascadekv.connectors.weights import fingerprint_of_model
 from cascadekv.errors import ConfigError
+from cascadekv.messages import advice
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
@@ -96,8 +96,9 @@ class CascadeTier(SecondaryTierManager):
         chunks = len(primary_kv_view)
         self._memory: PagedMemory | None = PagedMemory([(primary_kv_view, 0, chunk, chunk)], chunks)
         self._batch = max(1, BATCH_BYTES // chunk)
-        self._current_namespace: Namespace | None = None
         self._generation = ""
+        self._current_namespace: tuple[str, Namespace] | None = None
+        """A generation and its namespace."""
         self._failures = FailureLog(_LOG)
         self._savers = ThreadPoolExecutor(COPIERS, thread_name_prefix="cascade-tier-save")
         self._loaders = ThreadPoolExecutor(COPIERS, thread_name_prefix="cascade-tier-load")
@@ -151,11 +152,11 @@ class CascadeTier(SecondaryTierManager):
         """Wait for all jobs, and stop using all chunks stored so far.
 
         vLLM calls this when its cache is reset, which is the only sign that the weights may have
-        changed. Each job ends by its own deadline.
+        changed. A running job ends by its own deadline. A queued one fails at once, because its
+        chunks are of the generation that ends here.
         """
-        wait(self._jobs)
         self._generation = uuid.uuid4().hex
-        self._current_namespace = None
+        wait(self._jobs)
 
     def shutdown(self) -> None:
         """End the threads, release the CPU tier's memory and close the store."""
@@ -178,24 +179,26 @@ class CascadeTier(SecondaryTierManager):
     ) -> None:
         keys, chunks = list(job.keys), versions.job_chunks(job)
         # The namespace at the time of submission: a job must not write to a later one.
-        self._jobs.add(pool.submit(self._run, copy, job, self._namespace(), keys, chunks))
+        call = functools.partial(copy, self._namespace(), keys, chunks)
+        self._jobs.add(pool.submit(self._run, call, job, keys, self._generation))
 
     def _run(
         self,
-        copy: Callable[[Namespace, list[OffloadKey], list[int]], tuple[list[bool], int]],
+        copy: Callable[[], tuple[list[bool], int]],
         job: TransferJob,
-        space: Namespace,
         keys: list[OffloadKey],
-        chunks: list[int],
+        generation: str,
     ) -> None:
         started = time.perf_counter()
+        done, copied = [False] * len(keys), 0
         try:
-            done, copied = copy(space, keys, chunks)
+            # A reset may have ended the generation while the job was queued.
+            if generation == self._generation:
+                done, copied = copy()
         except Exception as error:  # noqa: BLE001 # a bug here must not fail the engine
             # The result is reported anyway: vLLM holds the chunks of a job until then.
             _LOG.exception("Cascade: a copy failed; the engine computes instead")
             self._failures.count("copying chunks", error)
-            done, copied = [False] * len(keys), 0
         succeeded = [key for key, is_done in zip(keys, done, strict=True) if is_done]
         missing = [key for key, is_done in zip(keys, done, strict=True) if not is_done]
         seconds = time.perf_counter() - started
@@ -296,13 +299,16 @@ class CascadeTier(SecondaryTierManager):
 
     def _namespace(self) -> Namespace:
         """Return the namespace, created late: vLLM sets its hash seed after creating its tiers."""
-        space = self._current_namespace
-        if space is None:
+        # Also called by the lookup thread, which may set a namespace after a reset has ended its
+        # generation; that one is not used.
+        generation, current = self._generation, self._current_namespace
+        if current is None or current[0] != generation:
             fields = self._fields()
-            if self._generation:
-                fields["generation"] = self._generation
-            space = self._current_namespace = Namespace(Manifest(fields), self._secret)
-        return space
+            if generation:
+                fields["generation"] = generation
+            current = generation, Namespace(Manifest(fields), self._secret)
+            self._current_namespace = current
+        return current[1]
 
 
 class _StoreLookups(AsyncLookupManager):
@@ -323,7 +329,7 @@ def manifest_of(config: OffloadingConfig, chunk_bytes: int, weights: str) -> dic
     field. The parallel topology is a field unless the engine uses its canonical layout and declares
     it independent of the topology.
     """
-    import vllm  # noqa: PLC0415 # its version alone
+    import vllm  # noqa: PLC0415 # for its version
 
     parallel = config.parallel
     groups = [
@@ -369,9 +375,7 @@ def _parse(settings: Mapping[str, object]) -> tuple[str, bytes | None, dict[str,
     """Return how weights are identified, the tenant's secret, and the store's keys."""
     for key in settings:
         if key not in _KNOWN:
-            near = difflib.get_close_matches(key, _KNOWN, n=1)
-            advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(_KNOWN)}"
-            raise ConfigError(f"{key}: no such setting of CascadeTier; {advice}")
+            raise ConfigError(f"{key}: no such setting of CascadeTier; {advice(key, _KNOWN)}")
     weights: Any = settings.get(WEIGHTS, "sampled")
     if not isinstance(weights, str) or not weights:
         raise ConfigError(f"{WEIGHTS}: {weights!r} is not sampled, full, or a name for the weights")

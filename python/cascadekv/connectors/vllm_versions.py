@@ -75,7 +75,7 @@ def unsupported_groups(groups: int) -> str | None:
     vLLM 0.29 accepts failed loads as block numbers only. These do not identify a group, and its
     scheduler requires a single one.
     """
-    from vllm.distributed.kv_transfer.kv_connector.v1 import base  # noqa: PLC0415 # once an engine
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base  # noqa: PLC0415 # called once
 
     if groups == 1 or hasattr(base, "KVConnectorTransferResults"):
         return None

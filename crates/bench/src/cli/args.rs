@@ -48,7 +48,7 @@ pub struct ReplayArgs {
     #[arg(long, value_name = "SIZE", default_value = "4GiB", value_parser = parse_bytes)]
     #[arg(help_heading = "Store")]
     pub files_capacity: u64,
-    /// Size of one segment file [default: 256MiB, less for a small tier].
+    /// Size of one segment file [default: a sixteenth of --files-capacity, 1MiB to 256MiB].
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes, help_heading = "Store")]
     pub segment_size: Option<u64>,
     /// Remove all blocks from the directory first.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use cascade_block::{BlockKey, ByteSize, Digest, DigestAlgorithm};
 use cascade_client::Access;
 use cascade_node::admin::{DeleteResult, FoundKeys};
-use cascade_store::{BlockStore as _, CallOptions, Put, PutOutcome, ViewOutcome};
+use cascade_store::{BlockStore as _, CallOptions, DeclineReason, Put, PutOutcome, ViewOutcome};
 use clap::Args;
 use serde_json::json;
 
@@ -150,7 +150,7 @@ pub(super) fn put(args: &PutArgs, screen: &mut Screen) -> Result<i32, Failure> {
         Some(PutOutcome::Conflict) => {
             ("conflict", false, Some("this key is stored with other bytes; they stay".to_owned()))
         }
-        Some(PutOutcome::Declined(reason)) => ("declined", false, Some(format!("{reason:?}"))),
+        Some(PutOutcome::Declined(reason)) => ("declined", false, Some(decline_text(reason))),
         Some(PutOutcome::Failed(error)) => {
             ("failed", false, Some(cascade_block::with_causes(&error)))
         }
@@ -168,6 +168,17 @@ pub(super) fn put(args: &PutArgs, screen: &mut Screen) -> Result<i32, Failure> {
         screen.line(format!("{key} {word} ({size}){reason}"))?;
     }
     Ok(if is_here { EXIT_OK } else { EXIT_FAILED })
+}
+
+fn decline_text(reason: DeclineReason) -> String {
+    let text = match reason {
+        DeclineReason::Partial => "the node does not store partial blocks",
+        DeclineReason::TooLarge => "it is larger than a tier can hold",
+        DeclineReason::Full => "every stored block is pinned or held by a view",
+        DeclineReason::WorthLess => "the eviction policy values every stored block more",
+        DeclineReason::Empty => "the pipeline has no tier that keeps blocks",
+    };
+    text.to_owned()
 }
 
 fn read_block(path: &Path) -> Result<Arc<[u8]>, Failure> {
@@ -202,7 +213,7 @@ Examples:
   cascade delete 4bf5122f344554c5
       Delete a block and print whether it was stored. Views and leases on it stay valid.
   cascade delete --tenant alice KEY KEY --json
-      Delete blocks of another tenant. Requires root or the node's user.")]
+      Delete blocks of another tenant. Requires root, the node's user or a member of admin_group.")]
 pub(super) struct DeleteArgs {
     /// Keys of blocks: 64 hexadecimal digits, or at least the first 8.
     #[arg(value_name = "KEY", required = true)]

@@ -18,7 +18,7 @@ pub(super) enum ConfigVerb {
 Examples:
   cascade config get
       Print all settings. To see those of a node before it starts: cascade serve --print-config.
-  cascade config get log_filter limits
+  cascade config get log_filter advanced
       Print a setting and a section.")]
     Get(GetArgs),
     /// Change a setting of the running node until its next restart or reload.

@@ -123,7 +123,8 @@ fn show(explanation: &ChainReport, screen: &mut Screen) -> Result<(), Failure> {
     let first = explanation.leading.saturating_sub(BLOCKS_SHOWN_MAX / 2);
     let first = first.min(total.saturating_sub(BLOCKS_SHOWN_MAX));
     for (at, block) in explanation.blocks.iter().enumerate().skip(first).take(BLOCKS_SHOWN_MAX) {
-        screen.line(format!("{:>6}  {}  {}", at + 1, &block.key[..16], line(block)))?;
+        let key = block.key.get(..16).unwrap_or(&block.key);
+        screen.line(format!("{:>6}  {key}  {}", at + 1, line(block)))?;
     }
     if total > BLOCKS_SHOWN_MAX {
         screen

@@ -103,8 +103,14 @@ pub fn write_file(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
         }
         let mut temporary = path.as_os_str().to_owned();
         temporary.push(".part");
-        std::fs::write(&temporary, bytes)?;
-        std::fs::rename(&temporary, path)
+        let written =
+            std::fs::write(&temporary, bytes).and_then(|()| std::fs::rename(&temporary, path));
+        if written.is_err() {
+            // A full disk leaves a part of the file, which would keep the space. The first error is
+            // the one to report.
+            drop(std::fs::remove_file(&temporary));
+        }
+        written
     };
     write().map_err(|source| Failure::write(path, source))
 }

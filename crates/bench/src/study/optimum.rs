@@ -9,10 +9,9 @@ const NEVER: u32 = u32::MAX;
 
 /// Replays a trace with knowledge of its future.
 ///
-/// It evicts the block with the latest next use. A block whose next use is later than that of all
-/// resident blocks bypasses the cache. Every request that uses a block also uses its parents, so
-/// the next use of a parent is never later. Of blocks with the same next use, the deeper one is
-/// evicted, so leaves go first.
+/// It evicts the block with the latest next use. A new block bypasses the cache if its own next use
+/// is the latest. A request that uses a block also uses its parents, so the next use of a parent is
+/// never later. Of blocks with the same next use, the deeper one is evicted, so leaves go first.
 ///
 /// # Panics
 /// If the trace has `u32::MAX` requests or more.

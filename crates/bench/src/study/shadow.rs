@@ -132,7 +132,8 @@ fn hit_percent(stats: &StoreStats) -> f64 {
     100.0 * ratio(stats.counters.blocks_matched, stats.counters.blocks_requested)
 }
 
-/// A store whose studied tier has a capacity of `hundredths` of a percent of the trace's blocks.
+/// The store of a replay. The capacity of the studied tier is `hundredths` / 10,000 of the unique
+/// blocks of the trace.
 fn store_config(
     trace: &Trace,
     policy: PolicyKind,

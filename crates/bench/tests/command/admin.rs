@@ -17,7 +17,7 @@ use tempfile::TempDir;
 use crate::{cascade, stderr};
 
 /// Long enough for a busy machine; usually a node is ready within a second.
-const READY_TIMEOUT: Duration = Duration::from_secs(120);
+pub(crate) const READY_TIMEOUT: Duration = Duration::from_secs(120);
 const KEY: &str = "4bf5122f344554c53bde2ebb8cd2b7e3d1600ad631c385a5d7cce23c7785459a";
 const OTHER: &str = "4bf5122f344554c5ffffffff8cd2b7e3d1600ad631c385a5d7cce23c7785459a";
 const ABSENT: &str = "dddddddd344554c5ffffffff8cd2b7e3d1600ad631c385a5d7cce23c7785459a";
@@ -62,7 +62,11 @@ impl ServedNode {
         Self::start_as(toml, &mut cascade(), |_| ())
     }
 
-    fn start_as(toml: &str, command: &mut Command, prepare: impl FnOnce(&TempDir)) -> Self {
+    pub(crate) fn start_as(
+        toml: &str,
+        command: &mut Command,
+        prepare: impl FnOnce(&TempDir),
+    ) -> Self {
         let directory = TempDir::new().unwrap();
         let here = directory.path().display().to_string();
         let base = "dram = \"16MiB\"\nkeep_pool = \"never\"\n";
@@ -101,12 +105,12 @@ impl ServedNode {
         String::from_utf8(output.stdout).unwrap()
     }
 
-    fn json(&self, args: &[&str]) -> Value {
+    pub(crate) fn json(&self, args: &[&str]) -> Value {
         serde_json::from_str(&self.output(&[args, &["--json"]].concat())).unwrap()
     }
 
     /// The error message of a command that fails with this exit code.
-    fn refused(&self, code: i32, args: &[&str]) -> String {
+    pub(crate) fn refused(&self, code: i32, args: &[&str]) -> String {
         let output = self.run(args);
         assert_eq!(output.status.code(), Some(code), "{args:?}: {}", stderr(&output));
         stderr(&output)
@@ -195,6 +199,32 @@ fn clear_shows_what_it_removes_and_requires_confirmation() {
     node.output(&["get", KEY]);
     assert!(node.output(&["clear", "--yes"]).contains("removed 1 blocks"));
     assert_eq!(node.run(&["get", KEY]).status.code(), Some(1));
+}
+
+/// `--json` had no effect: the receipt was always JSON.
+#[test]
+fn the_receipt_of_a_forgotten_tenant_is_text_unless_json_is_requested() {
+    let node = ServedNode::start("files = \"HERE/files\"\nfiles_capacity = \"64MiB\"\n");
+    fs::write(node.path("block"), b"some bytes").unwrap();
+    let file = node.path("block").display().to_string();
+    node.output(&["put", KEY, &file]);
+    node.output(&["flush"]);
+    let text = node.output(&["tenant", "forget", "default", "--yes"]);
+    for part in ["dram     1 blocks (10 B)", "files    1 blocks (10 B)", "default: nothing remains"]
+    {
+        assert!(text.contains(part), "{part:?} is not in: {text}");
+    }
+    let receipt = node.json(&["tenant", "forget", "default", "--yes"]);
+    assert_eq!((&receipt["is_complete"], &receipt["tenant"]), (&true.into(), &"default".into()));
+}
+
+/// The example of the help named a section that does not exist.
+#[test]
+fn config_get_prints_a_setting_and_a_section() {
+    let node = ServedNode::start("");
+    let text = node.output(&["config", "get", "log_filter", "advanced"]);
+    assert!(text.contains("log_filter = ") && text.contains("huge_pages = "), "{text}");
+    assert!(!text.contains("connections_max"), "{text}");
 }
 
 #[test]

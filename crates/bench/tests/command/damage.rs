@@ -43,7 +43,7 @@ impl ServedNode {
         assert!(self.output(&["flush"]).contains("all blocks are written"));
     }
 
-    /// How many blocks the node returns; none with other bytes than it was given.
+    /// Counts the blocks that the node returns, and checks their bytes.
     fn hits(&self, numbers: std::ops::Range<u64>) -> usize {
         let has = |number: &u64| {
             let output = self.run(&["get", &key(*number), "--output", "-"]);

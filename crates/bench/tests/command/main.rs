@@ -6,6 +6,7 @@ mod admin;
 mod damage;
 mod hit_rate;
 mod node;
+mod port;
 mod replay;
 mod serve;
 mod usage;

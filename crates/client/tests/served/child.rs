@@ -7,7 +7,7 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 
 use cascade_client::{Client, ConnectOptions};
 use cascade_node::{Node, NodeConfig, Server};
-use cascade_store::{BlockStore, PutSlab};
+use cascade_store::{BlockStore, PutSlab, StoreError};
 
 use crate::test_node::{bytes_of, hits, keys, pause, put, wait_until, within};
 
@@ -134,6 +134,17 @@ fn node() {
     loop {
         pause(std::time::Duration::from_secs(1));
     }
+}
+
+/// A client that its node refuses.
+#[test]
+#[ignore = "runs as a child"]
+fn refused_client() {
+    let Some(socket) = variable(SOCKET) else { return };
+    let error = Client::connect(ConnectOptions::new(socket)).unwrap_err();
+    assert!(matches!(error, StoreError::Refused { .. }), "{error:?}");
+    report_ready();
+    await_resume();
 }
 
 /// A client that makes all kinds of calls until it is killed.

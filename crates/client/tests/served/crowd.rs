@@ -90,7 +90,7 @@ fn an_empty_token_is_refused() {
     }
 }
 
-/// They were kept until the process ended, although no connection could release them.
+/// Such leases were kept until the process ended, although no connection could release them.
 #[test]
 fn leases_of_a_process_without_connection_or_mapping_are_released() {
     let host = TestNode::start(|_| {});

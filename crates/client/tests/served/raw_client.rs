@@ -9,7 +9,7 @@ use cascade_block::NamespaceId;
 use cascade_store::{BlockStore, PutOutcome, StoreError};
 use cascade_wire::{
     Access, Answer, BlockToPrepare, Call, Frame, Hello, HoldRange, KeyQuestion, Lease,
-    LeasePurpose, PreparedBlock, SealedBlock, Welcome, frame_length,
+    LeasePurpose, PreparedBlock, SealedBlock, SessionId, Welcome, frame_length,
 };
 
 use crate::test_node::{NOW, TestNode, hits, key, keys, put, wait_until};
@@ -34,15 +34,8 @@ impl RawClient {
 
     fn handshake(host: &TestNode, access: Access) -> Self {
         let mut raw = Self::connect(host);
-        let hello = Hello {
-            version_min: 1,
-            version_max: 1,
-            access,
-            session: None,
-            token: None,
-            name: "raw client".to_owned(),
-        };
-        let Answer::Welcome(welcome) = raw.call(&Call::Hello(hello)) else { panic!("no welcome") };
+        let hello = hello_call(access, None);
+        let Answer::Welcome(welcome) = raw.call(&hello) else { panic!("no welcome") };
         raw.welcome = Some(welcome);
         raw
     }
@@ -87,9 +80,12 @@ fn frame(call: &Call) -> Vec<u8> {
 
 /// The first message of a client that only reads.
 pub(crate) fn hello() -> Vec<u8> {
-    let name = "by hand".to_owned();
-    let (version_min, version_max, access, token) = (1, 1, Access::Read, None);
-    frame(&Call::Hello(Hello { version_min, version_max, access, session: None, token, name }))
+    frame(&hello_call(Access::Read, None))
+}
+
+fn hello_call(access: Access, session: Option<SessionId>) -> Call {
+    let name = "raw client".to_owned();
+    Call::Hello(Hello { version_min: 1, version_max: 1, access, session, token: None, name })
 }
 
 pub(crate) fn lease(blocks: std::ops::Range<u64>) -> Vec<u8> {
@@ -101,7 +97,7 @@ pub(crate) fn ping() -> Vec<u8> {
     frame(&Call::Ping)
 }
 
-/// Reads this many answers and ignores them.
+/// Reads this many messages and ignores them.
 pub(crate) fn await_answers(stream: &mut UnixStream, count: usize) {
     for _ in 0..count {
         let mut bytes = vec![0; cascade_wire::HEADER_BYTES];
@@ -360,7 +356,7 @@ fn one_process_takes_at_most_half_of_the_connections() {
     host.assert_nothing_leaks();
 }
 
-/// They blocked new clients for ten seconds, longer than a client waits.
+/// Such connections blocked new clients for ten seconds, longer than a client waits.
 #[test]
 fn unauthenticated_connections_do_not_block_new_clients() {
     let host = TestNode::start(|config| config.limits.connections_max = 1024);
@@ -398,15 +394,12 @@ fn pass_socket_to_child() {
         let stream = UnixStream::connect(&socket).unwrap();
         RawClient { stream, welcome: None, calls: 0 }
     };
-    let hello = |session| {
-        let name = "parent".to_owned();
-        let (version_min, version_max, access, token) = (1, 1, Access::Read, None);
-        Call::Hello(Hello { version_min, version_max, access, session, token, name })
-    };
     let mut first = connect();
-    let Answer::Welcome(welcome) = first.call(&hello(None)) else { panic!("no welcome") };
+    let hello = hello_call(Access::Read, None);
+    let Answer::Welcome(welcome) = first.call(&hello) else { panic!("no welcome") };
     let mut second = connect();
-    assert!(matches!(second.call(&hello(Some(welcome.session))), Answer::Welcome(_)));
+    let hello = hello_call(Access::Read, Some(welcome.session));
+    assert!(matches!(second.call(&hello), Answer::Welcome(_)));
     let purpose = LeasePurpose::Use;
     let lease = Call::Lease { timeout_ms: 1000, first_hold: 1, purpose, keys: keys(0..4) };
     assert!(matches!(second.call(&lease), Answer::Leases(_)));
@@ -423,14 +416,17 @@ fn pass_socket_to_child() {
     sleeper.wait().unwrap();
 }
 
+/// A further connection to the session of a welcome.
+fn join(host: &TestNode, welcome: Option<&Welcome>) -> RawClient {
+    let mut raw = RawClient::connect(host);
+    let hello = hello_call(Access::Write, welcome.map(|welcome| welcome.session));
+    assert!(matches!(raw.call(&hello), Answer::Welcome(_)));
+    raw
+}
+
 /// A second connection of a session, and blocks that were leased through it.
 fn lease_on_second(host: &TestNode, first: &RawClient) -> RawClient {
-    let mut second = RawClient::connect(host);
-    let session = first.welcome.as_ref().map(|welcome| welcome.session);
-    let (version_min, version_max, access, token) = (1, 1, Access::Write, None);
-    let name = "raw client".to_owned();
-    let hello = Hello { version_min, version_max, access, session, token, name };
-    assert!(matches!(second.call(&Call::Hello(hello)), Answer::Welcome(_)));
+    let mut second = join(host, first.welcome.as_ref());
     let purpose = LeasePurpose::Use;
     let lease = Call::Lease { timeout_ms: 1000, first_hold: 1, purpose, keys: keys(0..4) };
     assert!(matches!(second.call(&lease), Answer::Leases(_)));
@@ -476,12 +472,7 @@ fn leases_of_a_running_process_outlive_its_connections() {
     drop((first, second));
     wait_until("both connections close", || host.node.clients()[0].connections == 0);
     assert_eq!(host.node.clients()[0].leases, 4);
-    let mut again = RawClient::connect(&host);
-    let session = welcome.map(|welcome| welcome.session);
-    let (version_min, version_max, access, token) = (1, 1, Access::Write, None);
-    let name = "raw client".to_owned();
-    let hello = Hello { version_min, version_max, access, session, token, name };
-    assert!(matches!(again.call(&Call::Hello(hello)), Answer::Welcome(_)));
+    let mut again = join(&host, welcome.as_ref());
     again.send(&Call::Release { holds: vec![HoldRange { first: 1, count: 4 }] });
     drop(again);
     host.assert_nothing_leaks();

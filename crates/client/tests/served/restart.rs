@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use cascade_client::{Client, ConnectOptions};
+use cascade_client::{Administrator, Client, ConnectOptions};
 use cascade_store::{
     BlockStore, PrepareOutcome, Put, PutOutcome, PutSlab, StoreError, ViewOutcome,
 };
@@ -51,6 +51,22 @@ fn calls_miss_at_once_after_a_kill_and_the_client_reconnects_to_the_successor() 
         8,
         "old holds are not released at the new node"
     );
+}
+
+/// The first request after a restart failed, because it was sent on the closed connection.
+#[test]
+fn the_first_request_of_an_administrator_after_a_restart_is_answered() {
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("cascade.sock");
+    let mut node = Process::start("child::node", &socket);
+    node.await_ready();
+    let timeout = Duration::from_secs(30);
+    let administrator = Administrator::connect(&socket, None, "test", timeout).unwrap();
+    administrator.ping(timeout).unwrap();
+    node.kill();
+    let mut next = Process::start("child::node", &socket);
+    next.await_ready();
+    administrator.ping(timeout).unwrap();
 }
 
 #[test]

@@ -1,12 +1,16 @@
 //! Clients and nodes that are stopped with SIGSTOP and continued later.
 
+use std::io::Write;
+use std::os::unix::net::UnixListener;
 use std::time::Duration;
 
 use cascade_client::{Client, ConnectOptions};
 use cascade_store::{BlockStore, PutOutcome, StoreError, ViewOutcome};
+use cascade_wire::{Answer, UNREAD_CALL};
 use rustix::process::Signal;
 
 use crate::child::Process;
+use crate::raw_client::await_answers;
 use crate::test_node::{NOW, TestNode, hits, keys, pause, put, timed, wait_until, within};
 
 #[test]
@@ -100,6 +104,26 @@ fn connecting_to_a_stopped_node_times_out() {
     }
     pause(Duration::ZERO);
     drop(listener);
+}
+
+/// A signal during the handshake was an error: the kernel restarts no call of a socket with a
+/// timeout.
+#[test]
+fn a_client_that_was_stopped_during_its_handshake_gets_the_answer() {
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("cascade.sock");
+    let listener = UnixListener::bind(&socket).unwrap();
+    let mut client = Process::start("child::refused_client", &socket);
+    let (mut stream, _) = listener.accept().unwrap();
+    await_answers(&mut stream, 1);
+    // By now it waits for the answer, or will soon; only the first case needs the fix.
+    pause(Duration::from_millis(100));
+    client.signal(Signal::STOP);
+    client.signal(Signal::CONT);
+    let mut refusal = Vec::new();
+    Answer::Refused { reason: "the test".to_owned() }.write(&mut refusal, UNREAD_CALL);
+    stream.write_all(&refusal).unwrap();
+    client.await_ready();
 }
 
 /// A stopping node released the holds of its clients, and the store reused their memory until it

@@ -207,10 +207,15 @@ pub(super) fn set(
     Ok(SettingChange { key, before: value(&before), now })
 }
 
-/// Loads the configuration again and applies the settings that a running node can change.
+/// Loads the configuration again and applies the settings that a running node can change. Reads the
+/// token and the certificates of the HTTP port again, from the files that were set at the start.
 pub(crate) fn reload(node: &Node) -> Result<ReloadResult, String> {
     let controls = node.controls().ok_or_else(embedded_node)?;
     let new = controls.load_config().map_err(|error| with_causes(&error))?;
+    // The files first: if one is refused, the settings stay as they are.
+    if let Some(access) = controls.http_access.get() {
+        access.reload(&node.config().security).map_err(|error| with_causes(&error))?;
+    }
     let difference = node.apply_config(&new).map_err(|error| with_causes(&error))?;
     let (live, restart) = (difference.live.join(", "), difference.restart.join(", "));
     tracing::info!(changed = %live, needs_restart = %restart, "the configuration was reloaded");

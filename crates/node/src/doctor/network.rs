@@ -5,9 +5,10 @@ use std::io;
 use cascade_block::with_causes;
 
 use super::{Check, CheckOutcome};
+use crate::http;
 use crate::socket_place::{SocketPathState, SocketPlaceError};
 
-/// Descriptors of a node, in addition to those of clients and segments.
+/// Descriptors of a node, in addition to those of clients, segments and HTTP connections.
 const OWN_DESCRIPTORS: u64 = 256;
 
 /// Descriptors of a client: its connection, and a pidfd that reports the end of its process.
@@ -17,14 +18,15 @@ const NO_PORT: &str = "no TCP port (listen is not set)";
 
 pub(super) const OPEN_FILES: Check = Check {
     id: "open_files",
-    why: "each client needs two descriptors and each segment one; at the limit the node refuses \
-          clients",
+    why: "each client needs two descriptors, each segment and HTTP connection one; at the limit \
+          the node refuses clients",
     run: |config, machine| {
         let clients = config.limits.connections_max as u64 * DESCRIPTORS_PER_CLIENT;
         let tenants = config.tenants.iter().filter_map(|tenant| tenant.store.files.as_ref());
         let files = tenants.chain(&config.store.files);
         let segments = files.map(|files| files.capacity_bytes / files.segment_bytes.max(1));
-        let needed = segments.fold(clients + OWN_DESCRIPTORS, u64::saturating_add);
+        let http = config.listen.map_or(0, |_| http::DESCRIPTORS_MAX);
+        let needed = segments.fold(clients + http + OWN_DESCRIPTORS, u64::saturating_add);
         let Some((soft, hard)) = super::memory::limit(machine, "Max open files") else {
             return CheckOutcome::warning("the limit is unknown: cannot read /proc/self/limits", {
                 "mount /proc in this container"

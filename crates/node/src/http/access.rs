@@ -18,7 +18,10 @@ const AUTHORIZATION_BYTES_MAX: usize = 4096;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Caller {
     /// TCP, without a known user.
-    Tcp,
+    Tcp {
+        /// Whether the client presented a certificate of `tls_client_ca` in the TLS handshake.
+        has_certificate: bool,
+    },
     /// The Unix socket, with the peer that the kernel reports.
     Unix {
         /// UID of the peer.
@@ -51,9 +54,11 @@ impl HttpAccess {
 
     /// The part of the status that a request may see, or the code of the refusal.
     ///
-    /// 1. A token decides, also on the Unix socket. A wrong token is refused, not ignored.
+    /// 1. A token decides, also on the Unix socket. A wrong token is refused, not ignored. So are
+    ///    two tokens: a proxy in front of this port may have checked the other one.
     /// 2. On the Unix socket without a token, the peer's user and group decide.
-    /// 3. On the TCP port, a token or client certificate is required if one is configured.
+    /// 3. On the TCP port, a token or client certificate is required if one is configured. A
+    ///    connection from before a reload that turned on mutual TLS has no certificate.
     /// 4. A port with neither is on loopback, where every local program can connect: it gets
     ///    totals. A browser is such a program, and a web page can make it send requests here under
     ///    the page's own name (DNS rebinding). Such a `Host` is refused.
@@ -64,8 +69,10 @@ impl HttpAccess {
         view_of_token: impl FnOnce(&[u8]) -> Option<StatusView>,
         view_of_peer: impl FnOnce(u32, u32) -> StatusView,
     ) -> Result<StatusView, StatusCode> {
-        if let Some(credentials) = headers.get(AUTHORIZATION).map(HeaderValue::as_bytes) {
-            let token = token_of(credentials).ok_or(StatusCode::UNAUTHORIZED)?;
+        let mut credentials = headers.get_all(AUTHORIZATION).iter();
+        if let Some(first) = credentials.next() {
+            let only = credentials.next().is_none().then_some(first.as_bytes());
+            let token = only.and_then(token_of).ok_or(StatusCode::UNAUTHORIZED)?;
             // Hashes are compared, since all of them have the same length.
             let is_node_token =
                 self.secrets.token.is_some_and(|own| is_equal(&token_hash(&token), &own));
@@ -74,19 +81,26 @@ impl HttpAccess {
         }
         // The kernel reports these credentials; no header can change them. So the `Host` header is
         // not checked here.
-        if let Caller::Unix { user, group } = caller {
-            return Ok(view_of_peer(user, group));
-        }
+        let has_certificate = match caller {
+            Caller::Unix { user, group } => return Ok(view_of_peer(user, group)),
+            Caller::Tcp { has_certificate } => has_certificate,
+        };
         if self.secrets.token.is_some() {
             return Err(StatusCode::UNAUTHORIZED);
         }
         if self.secrets.is_mutual {
-            return Ok(StatusView::All);
+            return if has_certificate {
+                Ok(StatusView::All)
+            } else {
+                Err(StatusCode::UNAUTHORIZED)
+            };
         }
-        match headers.get(HOST).map(|host| host.to_str()) {
-            None => Ok(StatusView::Totals),
-            Some(Ok(host)) if self.is_own_host(host) => Ok(StatusView::Totals),
-            Some(_) => Err(StatusCode::MISDIRECTED_REQUEST),
+        // Without a `Host` header the client is no browser.
+        let is_own = |host: &HeaderValue| host.to_str().is_ok_and(|host| self.is_own_host(host));
+        if headers.get_all(HOST).iter().all(is_own) {
+            Ok(StatusView::Totals)
+        } else {
+            Err(StatusCode::MISDIRECTED_REQUEST)
         }
     }
 
@@ -156,9 +170,14 @@ fn base64(text: &[u8]) -> Option<Vec<u8>> {
 mod tests {
     use super::*;
 
+    const PLAIN: Caller = Caller::Tcp { has_certificate: false };
+
     fn access(token: Option<&str>) -> HttpAccess {
         let token = token.map(|token| token_hash(token.as_bytes()));
-        let secrets = Secrets { token, tls: None, is_mutual: false };
+        access_with(Secrets { token, tls: None, is_mutual: false })
+    }
+
+    fn access_with(secrets: Secrets) -> HttpAccess {
         HttpAccess::new("127.0.0.1:8080".parse().unwrap(), secrets)
     }
 
@@ -171,7 +190,16 @@ mod tests {
         let view_of_token = |token: &[u8]| {
             (token == b"a-token-of-bob's").then(|| StatusView::Tenant("bob".to_owned()))
         };
-        access.check(Caller::Tcp, headers, view_of_token, |_, _| panic!("TCP has no peer user"))
+        access.check(PLAIN, headers, view_of_token, |_, _| panic!("TCP has no peer user"))
+    }
+
+    /// Headers with the same name and these values, in this order.
+    fn repeated(name: &axum::http::HeaderName, values: [&str; 2]) -> HeaderMap {
+        let mut headers = HeaderMap::new();
+        for value in values {
+            headers.append(name.clone(), value.parse().unwrap());
+        }
+        headers
     }
 
     #[test]
@@ -203,6 +231,24 @@ mod tests {
             assert_eq!(refused, Err(StatusCode::UNAUTHORIZED), "{wrong:?}");
         }
         assert_eq!(check(&access, &HeaderMap::new()), Err(StatusCode::UNAUTHORIZED));
+        // Only the first token was checked, so a wrong one after it was ignored.
+        let [right, wrong] = ["Bearer a-token-of-our-own", "Bearer a-token-of-nobody"];
+        for two in [[right, wrong], [wrong, right], [right, right]] {
+            let refused = check(&access, &repeated(&AUTHORIZATION, two));
+            assert_eq!(refused, Err(StatusCode::UNAUTHORIZED), "{two:?}");
+        }
+    }
+
+    /// A connection that was open before a reload turned on mutual TLS saw everything.
+    #[test]
+    fn with_mutual_tls_a_connection_without_a_certificate_is_refused() {
+        let access = access_with(Secrets { token: None, tls: None, is_mutual: true });
+        let check = |has_certificate| {
+            let caller = Caller::Tcp { has_certificate };
+            access.check(caller, &headers(HOST, "localhost"), |_| None, |_, _| StatusView::All)
+        };
+        assert_eq!(check(true), Ok(StatusView::All));
+        assert_eq!(check(false), Err(StatusCode::UNAUTHORIZED));
     }
 
     #[test]
@@ -214,6 +260,10 @@ mod tests {
         for other in ["evil.example", "evil.example:8080", "192.0.2.1", "localhost.evil.example"] {
             let refused = check(&access, &headers(HOST, other));
             assert_eq!(refused, Err(StatusCode::MISDIRECTED_REQUEST), "{other}");
+        }
+        for two in [["localhost", "evil.example"], ["evil.example", "localhost"]] {
+            let refused = check(&access, &repeated(&HOST, two));
+            assert_eq!(refused, Err(StatusCode::MISDIRECTED_REQUEST), "{two:?}");
         }
         let without_host = check(&access, &HeaderMap::new());
         assert_eq!(without_host, Ok(StatusView::Totals), "browsers always send a Host header");

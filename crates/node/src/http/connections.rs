@@ -3,13 +3,14 @@
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use axum::Router;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
+use rustix::process::{Resource, getrlimit};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::sync::watch;
@@ -18,9 +19,9 @@ use tokio::time::{Instant, sleep, timeout};
 use tokio_rustls::TlsAcceptor;
 use tower::ServiceExt as _;
 
-use crate::http::access::{Caller, HttpAccess};
+use crate::http::access::Caller;
 use crate::http::slots::{ConnectionSlot, ConnectionSlots, SlotTaken};
-use crate::http::{HttpConfig, Listeners, routes};
+use crate::http::{CONNECTIONS_MAX, HttpConfig, Listeners, ReloadableAccess, routes};
 use crate::node::Node;
 
 /// Pause after a failed accept, such as when the process has no descriptor left.
@@ -33,40 +34,44 @@ const LAST_RESPONSE_TIMEOUT: Duration = Duration::from_secs(2);
 const BUFFER_BYTES: usize = 16 << 10;
 /// Minimum time between two log lines about refused connections.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
-/// Reserve slots for health checks while all others are busy. A new connection replaces the one
-/// that has been idle longest there, whatever its idle time.
-const HEALTH_SLOTS: usize = 256;
+/// Minimum number of reserve slots. With fewer than [`ACCEPT_MAX`], a flood would replace a health
+/// check before it is served.
+const HEALTH_CONNECTIONS_MIN: usize = 2 * ACCEPT_MAX;
+/// The port, the Unix socket and the reserve slots each take at most one in so many descriptors of
+/// the process, so that the clients and files of the node have the others.
+const DESCRIPTOR_SHARE: u64 = 16;
 /// How long a connection must be idle before a new one may take its slot.
 const IDLE_MIN: Duration = Duration::from_millis(250);
 /// Time limit of a connection in a reserve slot.
 const HEALTH_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// A value that a reload replaces.
-type Current<T> = Arc<RwLock<Arc<T>>>;
 /// `Some` with the time limit once the server stops.
 type Stop = watch::Receiver<Option<Duration>>;
 
 pub(super) async fn run(
     listeners: Listeners,
     node: Node,
-    access: Current<HttpAccess>,
+    access: ReloadableAccess,
     config: HttpConfig,
     mut stop: Stop,
 ) {
     let Listeners { tcp, unix, file } = listeners;
+    let share = descriptor_share();
+    let connections_max = config.connections_max.min(share);
+    let health_connections_max = CONNECTIONS_MAX.min(share).max(HEALTH_CONNECTIONS_MIN);
     let server = Arc::new(Server {
         app: routes::router(&node, &access),
         health: routes::health_router(&node),
         // Separate limits: a flood on the port must not lock out users of the Unix socket.
-        tcp_slots: ConnectionSlots::new(config.connections_max, IDLE_MIN),
-        unix_slots: ConnectionSlots::new(config.connections_max, IDLE_MIN),
-        health_slots: ConnectionSlots::new(HEALTH_SLOTS, Duration::ZERO),
+        tcp_slots: ConnectionSlots::new(connections_max, IDLE_MIN),
+        unix_slots: ConnectionSlots::new(connections_max, IDLE_MIN),
+        health_slots: ConnectionSlots::new(health_connections_max, Duration::ZERO),
         next_id: AtomicU64::new(0),
         node,
         access,
         config,
         stop: stop.clone(),
-        log: ThrottledLog::default(),
+        logs: EventLogs::default(),
     });
     let tcp = async {
         match TcpListener::from_std(tcp) {
@@ -89,6 +94,11 @@ pub(super) async fn run(
     drop(file);
 }
 
+fn descriptor_share() -> usize {
+    let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    usize::try_from(limit / DESCRIPTOR_SHARE).unwrap_or(usize::MAX)
+}
+
 struct Server {
     app: Router,
     health: Router,
@@ -97,10 +107,18 @@ struct Server {
     health_slots: Arc<ConnectionSlots>,
     next_id: AtomicU64,
     node: Node,
-    access: Current<HttpAccess>,
+    access: ReloadableAccess,
     config: HttpConfig,
     stop: Stop,
-    log: ThrottledLog,
+    logs: EventLogs,
+}
+
+/// The log of each kind of event, with its own count and its own time.
+#[derive(Default)]
+struct EventLogs {
+    accept_failures: ThrottledLog,
+    limit_reached: ThrottledLog,
+    handshake_failures: ThrottledLog,
 }
 
 /// A connection's slot and the routes that it may use.
@@ -113,7 +131,9 @@ struct Admission {
 
 impl Server {
     async fn accept_tcp(self: &Arc<Self>, listener: TcpListener) {
-        self.accept(
+        accept(
+            self.stop.clone(),
+            &self.logs.accept_failures,
             async || listener.accept().await,
             |connections, (stream, peer)| {
                 let admission = self.admit(&self.tcp_slots, None);
@@ -125,7 +145,9 @@ impl Server {
     }
 
     async fn accept_unix(self: &Arc<Self>, listener: UnixListener) {
-        self.accept(
+        accept(
+            self.stop.clone(),
+            &self.logs.accept_failures,
             async || listener.accept().await,
             |connections, (stream, _)| {
                 let (user, group) = match stream.peer_cred() {
@@ -147,50 +169,6 @@ impl Server {
         .await;
     }
 
-    /// Accepts connections until the server stops, then waits for open ones up to the time limit.
-    async fn accept<T>(
-        &self,
-        mut next: impl AsyncFnMut() -> std::io::Result<T>,
-        mut start: impl FnMut(&mut JoinSet<()>, T),
-    ) {
-        let mut stopped = self.stop.clone();
-        let mut connections = JoinSet::new();
-        let mut in_a_row = 0;
-        loop {
-            tokio::select! {
-                biased;
-                // First in the biased order: a flood of connections does not delay the stop.
-                _ = stopped.wait_for(Option::is_some) => break,
-                accepted = next() => match accepted {
-                    Ok(accepted) => {
-                        start(&mut connections, accepted);
-                        in_a_row += 1;
-                        // The runtime has one thread: without this yield, a flood would delay the
-                        // open connections.
-                        if in_a_row == ACCEPT_MAX {
-                            in_a_row = 0;
-                            yield_now().await;
-                        }
-                    }
-                    Err(error) => {
-                        self.log.log(|count| {
-                            tracing::warn!(%error, count, "cannot accept a connection");
-                        });
-                        sleep(ACCEPT_PAUSE).await;
-                    }
-                },
-                // Removes tasks of connections that have ended.
-                _ = connections.join_next(), if !connections.is_empty() => {}
-            }
-        }
-        // No limit is set if the handle was lost: then nothing is waited for.
-        let time_limit = self.stop.borrow().unwrap_or_default();
-        let drained = async { while connections.join_next().await.is_some() {} };
-        if timeout(time_limit, drained).await.is_err() {
-            tracing::debug!(count = connections.len(), "connections closed by the shutdown");
-        }
-    }
-
     /// Takes a slot for a connection, or else a reserve slot for health checks.
     fn admit(&self, slots: &Arc<ConnectionSlots>, user: Option<u32>) -> Option<Admission> {
         // Relaxed: the ids only have to differ.
@@ -200,7 +178,7 @@ impl Server {
             return Some(Admission { app, slot, taken, is_health_only: false });
         }
         self.node.traffic().http.turned_away.fetch_add(1, Relaxed);
-        self.log.log(|count| {
+        self.logs.limit_reached.log(|count| {
             tracing::warn!(
                 count,
                 "HTTP connection limit reached: new connections are limited to health checks"
@@ -214,23 +192,33 @@ impl Server {
     async fn serve_tcp(&self, stream: TcpStream, peer: SocketAddr, admission: Option<Admission>) {
         let Some(mut admission) = admission else { return };
         let _counted = CountedConnection::new(&self.node);
-        let tls = self.access.read().unwrap_or_else(PoisonError::into_inner).tls();
-        let Some(tls) = tls else { return self.serve(stream, Caller::Tcp, admission).await };
+        let Some(tls) = self.access.current().tls() else {
+            let caller = Caller::Tcp { has_certificate: false };
+            return self.serve(stream, caller, admission).await;
+        };
         let handshake =
             timeout(self.head_timeout(&admission), TlsAcceptor::from(tls).accept(stream));
+        let mut stop = self.stop.clone();
         let handshake = tokio::select! {
             handshake = handshake => handshake,
+            // There is no response in progress.
+            _ = stop.wait_for(Option::is_some) => return,
             // During the handshake the connection counts as idle since it was accepted, so a new
             // one can take its slot.
             _ = &mut admission.taken => return,
         };
         let reason = match handshake {
-            Ok(Ok(stream)) => return self.serve(stream, Caller::Tcp, admission).await,
+            Ok(Ok(stream)) => {
+                // The server requests a certificate only to verify it.
+                let has_certificate = stream.get_ref().1.peer_certificates().is_some();
+                let caller = Caller::Tcp { has_certificate };
+                return self.serve(stream, caller, admission).await;
+            }
             Ok(Err(error)) => error.to_string(),
             Err(_) => "time-out".to_owned(),
         };
         self.node.traffic().http.handshake_failures.fetch_add(1, Relaxed);
-        self.log.log(|count| {
+        self.logs.handshake_failures.log(|count| {
             tracing::warn!(%peer, count, %reason, "TLS handshake failed");
         });
     }
@@ -301,6 +289,52 @@ impl Server {
     }
 }
 
+/// Accepts connections until the server stops, then waits for open ones up to the time limit.
+async fn accept<T>(
+    mut stop: Stop,
+    log: &ThrottledLog,
+    mut next: impl AsyncFnMut() -> std::io::Result<T>,
+    mut start: impl FnMut(&mut JoinSet<()>, T),
+) {
+    let mut connections = JoinSet::new();
+    let mut in_a_row = 0;
+    loop {
+        tokio::select! {
+            biased;
+            // First in the biased order: a flood of connections does not delay the stop.
+            _ = stop.wait_for(Option::is_some) => break,
+            accepted = next() => match accepted {
+                Ok(accepted) => {
+                    start(&mut connections, accepted);
+                    in_a_row += 1;
+                    // The runtime has one thread: without this yield, a flood would delay the open
+                    // connections. The branch below does not run during a flood, so tasks are
+                    // removed here too.
+                    if in_a_row == ACCEPT_MAX {
+                        in_a_row = 0;
+                        yield_now().await;
+                        while connections.try_join_next().is_some() {}
+                    }
+                }
+                Err(error) => {
+                    log.log(|count| {
+                        tracing::warn!(%error, count, "cannot accept a connection");
+                    });
+                    sleep(ACCEPT_PAUSE).await;
+                }
+            },
+            // Removes tasks of connections that have ended.
+            _ = connections.join_next(), if !connections.is_empty() => {}
+        }
+    }
+    // No limit is set if the handle was lost: then nothing is waited for.
+    let time_limit = stop.borrow().unwrap_or_default();
+    let drained = async { while connections.join_next().await.is_some() {} };
+    if timeout(time_limit, drained).await.is_err() {
+        tracing::debug!(count = connections.len(), "connections closed by the shutdown");
+    }
+}
+
 /// Counts a connection as open until it is dropped.
 struct CountedConnection(Node);
 
@@ -336,5 +370,31 @@ impl ThrottledLog {
             drop(last);
             write(count);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// While connections kept arriving, the tasks of closed ones were kept.
+    #[test]
+    fn a_flood_of_connections_does_not_keep_the_tasks_of_closed_ones() {
+        let (stop, stopped) = watch::channel(None);
+        let (mut accepted, mut tasks_max) = (0, 0);
+        let start = |connections: &mut JoinSet<()>, ()| {
+            connections.spawn(async {});
+            tasks_max = tasks_max.max(connections.len());
+            accepted += 1;
+            if accepted == 1000 * ACCEPT_MAX {
+                stop.send_replace(Some(Duration::from_secs(60)));
+            }
+        };
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build();
+        let log = ThrottledLog::default();
+        // The next connection is always there, as in a flood.
+        let flood = accept(stopped, &log, async || Ok(()), start);
+        runtime.unwrap().block_on(flood);
+        assert!(tasks_max <= 2 * ACCEPT_MAX, "{tasks_max} tasks of {accepted} connections");
     }
 }

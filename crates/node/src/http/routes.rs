@@ -1,7 +1,7 @@
 //! The routes of the HTTP server. All are read-only: commands go through the node's own socket.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, PoisonError, RwLock};
 
 use axum::body::Bytes;
 use axum::extract::{Extension, Request, State};
@@ -16,9 +16,10 @@ use axum::routing::get;
 use axum::{Json, Router};
 use ring::rand::{SecureRandom, SystemRandom};
 use serde_json::json;
-use tracing::Instrument;
+use tracing::{Instrument, Span};
 
-use crate::http::access::{Caller, HttpAccess};
+use crate::http::ReloadableAccess;
+use crate::http::access::Caller;
 use crate::http::responses::{ResponseKind, ResponseQueue};
 use crate::http::runbooks::runbook;
 use crate::metrics::MetricsFormat;
@@ -26,18 +27,16 @@ use crate::node::Node;
 use crate::status::StatusView;
 use crate::telemetry::{TraceContext, request_span};
 
-type Current<T> = Arc<RwLock<Arc<T>>>;
-
 const HTML: &str = "text/html; charset=utf-8";
 
 /// All routes.
-pub(super) fn router(node: &Node, access: &Current<HttpAccess>) -> Router {
+pub(super) fn router(node: &Node, access: &ReloadableAccess) -> Router {
     let guarded = Router::new()
         .route("/", get(status_page))
         .route("/live", get(page_body))
         .route("/status.json", get(status_json))
         .route("/metrics", get(scrape))
-        .layer(from_fn_with_state((node.clone(), Arc::clone(access)), guard))
+        .layer(from_fn_with_state((node.clone(), access.clone()), guard))
         .with_state(ResponseQueue::new(node));
     let runbooks = Router::new().route("/runbooks/{alert}", get(runbook));
     health(node).merge(runbooks).merge(guarded).layer(from_fn_with_state(node.clone(), observe))
@@ -62,16 +61,9 @@ async fn connection_limit_reached() -> Response {
     (StatusCode::SERVICE_UNAVAILABLE, Json(json!({"error": reason}))).into_response()
 }
 
-/// Counts a request, traces it, and sets the headers that all responses have.
+/// Counts a request, and sets the headers that all responses have.
 async fn observe(State(node): State<Node>, request: Request, next: Next) -> Response {
-    let parent = request.headers().get("traceparent").and_then(|header| header.to_str().ok());
-    let operation = match request.uri().path() {
-        "/metrics" => "http metrics",
-        "/healthz" | "/readyz" => "http health",
-        _ => "http status",
-    };
-    let span = request_span(operation, "", parent.and_then(TraceContext::parse));
-    let mut response = next.run(request).instrument(span).await;
+    let mut response = next.run(request).await;
     node.traffic().http.requests.fetch_add(1, Relaxed);
     let headers = response.headers_mut();
     headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
@@ -81,12 +73,13 @@ async fn observe(State(node): State<Node>, request: Request, next: Next) -> Resp
 
 /// Determines what the caller may see, or refuses the request.
 async fn guard(
-    State((node, access)): State<(Node, Current<HttpAccess>)>,
+    State((node, access)): State<(Node, ReloadableAccess)>,
     mut request: Request,
     next: Next,
 ) -> Response {
-    let access = Arc::clone(&access.read().unwrap_or_else(PoisonError::into_inner));
-    let caller = request.extensions().get().copied().unwrap_or(Caller::Tcp);
+    let access = access.current();
+    let caller = request.extensions().get().copied();
+    let caller = caller.unwrap_or(Caller::Tcp { has_certificate: false });
     let view_of_token = |token: &[u8]| {
         // With a token, the user does not matter.
         let tenant = node.tenants().identify(u32::MAX, Some(token)).ok()?;
@@ -96,7 +89,9 @@ async fn guard(
     let status = match access.check(caller, request.headers(), view_of_token, view_of_peer) {
         Ok(view) => {
             request.extensions_mut().insert(view);
-            return next.run(request).await;
+            // Only requests with access have spans: others could fill the queue to the collector.
+            let span = span_of(&request);
+            return next.run(request).instrument(span).await;
         }
         Err(status) => status,
     };
@@ -112,6 +107,12 @@ async fn guard(
     }
     let reason = json!({"error": "wrong Host header: use the IP address or localhost in the URL"});
     (status, Json(reason)).into_response()
+}
+
+fn span_of(request: &Request) -> Span {
+    let parent = request.headers().get("traceparent").and_then(|header| header.to_str().ok());
+    let operation = if request.uri().path() == "/metrics" { "http metrics" } else { "http status" };
+    request_span(operation, "", parent.and_then(TraceContext::parse))
 }
 
 /// Liveness: succeeds while the process responds.

@@ -4,8 +4,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::Node;
 use crate::status::{
-    CatalogStatus, ClientsStatus, EvictionStatus, GetStatus, HealthState, HitRate, LookupStatus,
-    MoverStatus, PoolStatus, PutStatus, Status, TenantStatus, TierStatus, WarmRestartStatus,
+    CatalogStatus, ClientsStatus, EvictionStatus, GetStatus, HealthState, HealthStatus, HitRate,
+    LookupStatus, MoverStatus, PoolStatus, PutStatus, Status, TenantStatus, TierStatus,
+    WarmRestartStatus,
 };
 use crate::tenants::{DEFAULT_TENANT, Tenant};
 
@@ -83,7 +84,7 @@ macro_rules! add_fields {
 
 impl TenantStatus {
     /// The sum of all tenants, without names, keys and paths.
-    fn total(tenants: &[Self]) -> Self {
+    pub(crate) fn total(tenants: &[Self]) -> Self {
         let mut total = Self { name: ALL_TENANTS.to_owned(), ..Self::default() };
         for tenant in tenants {
             total.add(tenant);
@@ -213,29 +214,56 @@ impl TenantStatus {
     }
 
     fn add_tier(&mut self, tier: &TierStatus) {
-        let known = self.tiers.iter().position(|one| one.name == tier.name);
+        let TierStatus {
+            name,
+            capacity_bytes,
+            used_bytes,
+            blocks,
+            files,
+            hits,
+            hit_bytes,
+            matched_blocks,
+            damaged_blocks,
+            damaged_structures,
+            health,
+            notes: _,
+        } = tier;
+        let known = self.tiers.iter().position(|one| one.name == *name);
         let at = known.unwrap_or_else(|| {
-            self.tiers.push(TierStatus { name: tier.name.clone(), ..TierStatus::default() });
+            self.tiers.push(TierStatus { name: name.clone(), ..TierStatus::default() });
             self.tiers.len() - 1
         });
         let sum = &mut self.tiers[at];
-        sum.capacity_bytes += tier.capacity_bytes;
-        sum.used_bytes += tier.used_bytes;
-        sum.blocks = add_optional(sum.blocks, tier.blocks);
-        sum.files = add_optional(sum.files, tier.files);
-        sum.hits += tier.hits;
-        sum.hit_bytes += tier.hit_bytes;
-        sum.matched_blocks += tier.matched_blocks;
-        sum.damaged_blocks += tier.damaged_blocks;
-        if let Some(health) = &tier.health {
-            let worst = sum.health.get_or_insert_default();
-            if worst.state == HealthState::Healthy {
-                // The last error is left out: it may contain a tenant's directory.
-                (worst.state, worst.since_s) = (health.state, health.since_s);
-            }
-            worst.opened += health.opened;
-            worst.stuck_calls += health.stuck_calls;
+        sum.capacity_bytes += capacity_bytes;
+        sum.used_bytes += used_bytes;
+        sum.blocks = add_optional(sum.blocks, *blocks);
+        sum.files = add_optional(sum.files, *files);
+        sum.hits += hits;
+        sum.hit_bytes += hit_bytes;
+        sum.matched_blocks += matched_blocks;
+        sum.damaged_blocks += damaged_blocks;
+        sum.damaged_structures += damaged_structures;
+        if let Some(health) = health {
+            sum.health.get_or_insert_default().add(health);
         }
+    }
+}
+
+impl HealthStatus {
+    /// Adds another tier's health: the sum is healthy only if all are.
+    fn add(&mut self, other: &Self) {
+        // The last error may contain a tenant's directory.
+        let Self { state, since_s, opened, stuck_calls, last_error: _, reads, writes } = other;
+        if self.state == HealthState::Healthy {
+            (self.state, self.since_s) = (*state, *since_s);
+        }
+        for (sum, direction) in [(&mut self.reads, reads), (&mut self.writes, writes)] {
+            if *sum == HealthState::Healthy {
+                *sum = *direction;
+            }
+        }
+        self.opened += opened;
+        self.stuck_calls += stuck_calls;
     }
 }
 
@@ -248,6 +276,37 @@ mod tests {
     use super::*;
     use crate::NodeConfig;
     use crate::config::AdminGroup;
+
+    /// Totals left out damaged structures and the state by direction. So without a token,
+    /// `cascade_tier_damaged_structures_total` and `cascade_tier_circuit_open` were always 0.
+    #[test]
+    fn totals_contain_every_figure_of_a_tier() {
+        let tier = |count, writes| TierStatus {
+            name: "files".to_owned(),
+            capacity_bytes: count,
+            used_bytes: count,
+            blocks: Some(count),
+            files: Some(count),
+            hits: count,
+            hit_bytes: count,
+            matched_blocks: count,
+            damaged_blocks: count,
+            damaged_structures: count,
+            health: Some(HealthStatus {
+                state: writes,
+                since_s: 0.0,
+                opened: count,
+                stuck_calls: count,
+                last_error: None,
+                reads: HealthState::Healthy,
+                writes,
+            }),
+            notes: vec![],
+        };
+        let of = |tier| TenantStatus { tiers: vec![tier], ..TenantStatus::default() };
+        let tenants = [of(tier(1, HealthState::Healthy)), of(tier(20, HealthState::Open))];
+        assert_eq!(TenantStatus::total(&tenants).tiers, [tier(21, HealthState::Open)]);
+    }
 
     /// HTTP counted only users that `/etc/group` lists as members, and showed totals to a user
     /// whose primary group is `admin_group`.

@@ -193,6 +193,26 @@ impl Authority {
     }
 }
 
+/// A connection in its TLS handshake delayed the stop by the whole time limit.
+#[test]
+fn the_port_stops_during_a_tls_handshake() {
+    let authority = Authority::new();
+    authority.issue("node");
+    let hour = Duration::from_secs(3600);
+    let served = Served::start_with(authority.security(), |config| {
+        (config.head_timeout, config.connection_timeout) = (hour, hour);
+    });
+    let _silent = TcpStream::connect(served.address()).unwrap();
+    // The server has accepted the silent connection once a later one was refused.
+    authority.request_metrics(&served, None).unwrap_err();
+    let (stopped, is_stopped) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        served.handle.stop(hour);
+        stopped.send(()).unwrap();
+    });
+    is_stopped.recv_timeout(Duration::from_secs(60)).expect("the port has stopped");
+}
+
 #[test]
 fn with_mutual_tls_only_clients_with_a_certificate_are_served() {
     let ours = Authority::new();

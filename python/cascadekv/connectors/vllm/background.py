@@ -1,5 +1,6 @@
 """A background thread for calls to a node, so that they do not block the scheduler's thread."""
 
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -7,6 +8,7 @@ from typing import TypeVar
 
 __all__ = ["BackgroundThread"]
 
+_LOG = logging.getLogger("vllm.cascade")
 PENDING_MAX = 4096
 """Most calls in the queue or in flight; further calls are dropped.
 
@@ -16,11 +18,11 @@ Result = TypeVar("Result")
 
 
 class BackgroundThread:
-    """One thread that makes the scheduler's calls to a node, in order."""
+    """One thread that makes some of the scheduler's calls to a node, in order."""
 
-    def __init__(self) -> None:
-        """Create the queue; the thread starts with the first call."""
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="cascade-lookup")
+    def __init__(self, name: str) -> None:
+        """Create the queue; the thread `cascade-NAME` starts with the first call."""
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"cascade-{name}")
         self._lock = threading.Lock()
         self._pending = 0
 
@@ -28,6 +30,17 @@ class BackgroundThread:
     def is_idle(self) -> bool:
         """Whether no call is queued or in flight."""
         return self._pending == 0
+
+    def run(self, call: Callable[[], None]) -> None:
+        """Queue a call without a result; it is dropped if the queue is full."""
+
+        def logged() -> None:
+            try:
+                call()
+            except Exception:  # noqa: BLE001 # a bug in the cache must not go unnoticed
+                _LOG.exception("Cascade: a call in the background failed; it is not repeated")
+
+        self.submit(logged)
 
     def submit(self, call: Callable[[], Result]) -> Future[Result] | None:
         """Queue a call; `None` if the queue is full."""

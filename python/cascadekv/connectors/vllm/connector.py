@@ -20,9 +20,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from cascadekv import AwayError, CascadeError, Hints, Manifest, Namespace, Store
+from cascadekv import Hints, Manifest, Namespace
 from cascadekv.connectors import vllm_versions as versions
-from cascadekv.connectors.hints import finish_hints, request_hints
+from cascadekv.connectors.failures import FailureLog
+from cascadekv.connectors.hints import finish_hints, given_hints, request_hints
 from cascadekv.connectors.load_or_compute import LoadOrCompute
 from cascadekv.connectors.record import TraceRecorder
 from cascadekv.connectors.vllm.background import BackgroundThread
@@ -41,8 +42,9 @@ from cascadekv.connectors.vllm.metadata import (
     WorkerReport,
 )
 from cascadekv.connectors.vllm.metrics import CascadePromMetrics, CascadeStats
+from cascadekv.connectors.vllm.registration import ManifestRegistration
 from cascadekv.connectors.vllm.scheduler import Scheduler, SchedulerSettings
-from cascadekv.connectors.vllm.settings import ConnectorSettings, read_connector_settings
+from cascadekv.connectors.vllm.settings import read_connector_settings
 from cascadekv.connectors.vllm.store import (
     EngineStore,
     PrivateNode,
@@ -105,7 +107,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         # The tokens of a block are split between all context parallel ranks.
         self._context_size = vllm_config.parallel_config.decode_context_parallel_size
         self._block_tokens = vllm_config.cache_config.block_size * self._context_size
-        self._secret = _secret(self.settings)
+        self._secret = self.settings.read_secret()
         self._manifest: dict[str, str] | None = None
         self._generation = ""
         self._namespaces: dict[str, Namespace] = {}
@@ -115,12 +117,17 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         self._node: PrivateNode | None = None
         self._facts: WorkerFacts | None = None
         self._recorder: TraceRecorder | None = None
+        self._counted_trace_drops = 0
+        self._failures = FailureLog(_LOG)
         self._load_or_compute: LoadOrCompute | None = None
         self._events: EventSource | None = None
         self._event_parts: Sequence[str] = ()
-        self._registered_with: Store | None = None
         self._background: BackgroundThread | None = None
+        self._events_background: BackgroundThread | None = None
         self._store = self._open()
+        self._registration = ManifestRegistration(
+            self._store.store, lambda: self._namespace(self._generation)
+        )
 
     # Both sides.
 
@@ -135,8 +142,9 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.close()
         if self._recorder is not None:
             self._recorder.close()
-        if self._background is not None:
-            self._background.close()
+        for background in (self._registration, self._background, self._events_background):
+            if background is not None:
+                background.close()
         self._store.close()
         if self._node is not None:
             self._node.close()
@@ -190,6 +198,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         """Return the requests whose asynchronous loads ended."""
         return None, self._arrivals()[0]
 
+    @_guarded(lambda: versions.transfer_results(set(), set()))
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ARG002
         """Return the requests whose asynchronous loads ended, and those that failed completely."""
         return versions.transfer_results(*self._arrivals())
@@ -226,10 +235,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         """Start the lookup and the lookahead of a request that starts to wait."""
         if self._scheduler is None:
             return
-        if self._background is None:
-            self._register_manifest()
-        else:
-            self._background.submit(self._register_manifest)
+        self._registration.start()
         self._scheduler.add_request(request)
 
     @_guarded(lambda: (0, False))
@@ -333,7 +339,13 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
     @_guarded(lambda: None)
     def get_kv_connector_stats(self) -> CascadeStats | None:
         """Return the statistics of the scheduler's side, which include the workers'."""
-        return self._scheduler.take_stats() if self._scheduler is not None else None
+        if self._scheduler is None:
+            return None
+        if self._recorder is not None:
+            dropped = self._recorder.dropped
+            self._scheduler.stats.count("trace_drops", dropped - self._counted_trace_drops)
+            self._counted_trace_drops = dropped
+        return self._scheduler.take_stats()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> CascadeStats | None:
@@ -369,7 +381,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         if is_embedded:
             return EngineStore(address, key=key, name=name)
         if self.role is KVConnectorRole.SCHEDULER:
-            self._background = BackgroundThread()
+            self._background = BackgroundThread("lookup")
         if address.node is not None:
             # A separate client for each side, because their time-outs differ.
             address = type(address)(node=address.node, token=address.token, timeout=wait)
@@ -461,7 +473,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             scheduler_settings,
             block_tokens=self._block_tokens,
             choose=self._choose,
-            hints_of=_hints_of,
+            hints_of=self._hints_of,
             on_saved=self._announce_saved,
             background=self._background,
         )
@@ -482,30 +494,21 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
                 max_files=max_files,
             )
 
-    def _register_manifest(self) -> None:
-        """Register the manifest with the store, so that `cascade explain` can compare manifests.
-
-        Called for every request, because the node may become available after the engine's start.
-        """
-        store = self._store.store()
-        if store is None or store is self._registered_with:
-            return
-        try:
-            store.register(self._namespace(self._generation))
-        except AwayError:
-            return
-        except CascadeError as error:
-            _LOG.warning("Cascade: registering this engine's manifest failed: %s", error)
-        self._registered_with = store
-
     def _follow_changes(self, parts: Sequence[str]) -> None:
         """Follow the store's changes if the engine publishes KV events."""
         events = self._vllm_config.kv_events_config
         if events is None or not events.enable_kv_cache_events:
             return
         self._event_parts = parts
-        store = DeferredStore(self._store.store)
-        self._events = EventSource(store, block_tokens=self._block_tokens, medium=MEDIUM)
+        if self._background is not None:
+            # Not the thread of lookups: a lookup waits for an answer only while that one is idle.
+            self._events_background = BackgroundThread("events")
+        self._events = EventSource(
+            DeferredStore(self._store.store),
+            block_tokens=self._block_tokens,
+            medium=MEDIUM,
+            background=self._events_background,
+        )
 
     def _announce_saved(self, request: "Request", keys: RequestKeys, saved: SaveResult) -> None:
         """Pass the tokens of saved blocks to the event source."""
@@ -530,6 +533,18 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             return len(tiers)
         return self._load_or_compute.choose(tiers, total_tokens=total_tokens)
 
+    def _hints_of(self, request: "Request") -> Hints:
+        """Return a request's hints; counts them, and its invalid parameters as failures."""
+        params = request.kv_transfer_params
+        hints, warnings = request_hints(params, priority=request.priority)
+        for warning in warnings:
+            reason = f"request {request.request_id}: {warning}"
+            self._failures.count("reading the hints of a request", reason)
+        if self._scheduler is not None:
+            for name in given_hints(params):
+                self._scheduler.stats.hint(name)
+        return hints
+
     def _keys_of(self, parts: Sequence[str], request: "Request") -> RequestKeys:
         features = [
             (feature.mm_position.offset, feature.mm_position.length, feature.identifier)
@@ -541,12 +556,15 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _namespace(self, generation: str) -> Namespace:
         """Return the namespace of a generation; each reset of the engine's cache starts one."""
-        if generation not in self._namespaces:
+        # A background thread may ask for a generation while the scheduler starts the next one.
+        space = self._namespaces.get(generation)
+        if space is None:
             fields = dict(self._manifest or {})
             if generation:
                 fields["generation"] = generation
-            self._namespaces = {generation: Namespace(Manifest(fields), self._secret)}
-        return self._namespaces[generation]
+            space = Namespace(Manifest(fields), self._secret)
+            self._namespaces = {generation: space}
+        return space
 
     def _plan(self) -> StepPlan:
         plan = self._get_connector_metadata()
@@ -555,22 +573,8 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         return plan
 
 
-def _hints_of(request: "Request") -> Hints:
-    hints, warnings = request_hints(request.kv_transfer_params, priority=request.priority)
-    for warning in warnings:
-        _LOG.warning("Cascade: request %s: %s", request.request_id, warning)
-    return hints
-
-
 def _canonical(fields: dict[str, str]) -> tuple[tuple[str, str], ...]:
     return tuple(sorted(fields.items()))
-
-
-def _secret(settings: ConnectorSettings) -> bytes | None:
-    if settings.secret_file is None:
-        return None
-    with open(settings.secret_file, "rb") as file:  # noqa: PTH123 # checked by the settings
-        return file.read().strip()
 
 
 # MultiConnector finds the classes of its children by name. A second import raises ValueError.

@@ -5,10 +5,12 @@ its blocks, so only blocks whose tokens this engine knows are announced. Their p
 store's change log, no matter which client stored or removed them.
 """
 
+import functools
 import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +19,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, ExternalBlockHash, maybe_conv
 
 from cascadekv._native import BlockKeys
 from cascadekv.connectors.failures import FailureLog
+from cascadekv.connectors.vllm.background import BackgroundThread
 from cascadekv.errors import AwayError, CascadeError, ConfigError
 
 __all__ = ["DeferredStore", "EventSource", "FollowedStore"]
@@ -25,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 KEY_BYTES = 32
 CHANGES_MAX = 1024
-"""Most changes that one call reads from the store, and most blocks in the events it returns."""
+"""Most changes that one call of the store returns, and most blocks in the events of one `take`."""
 RETRY_S = 1.0
 """Delay before the store is called again after a failure."""
 _STORED, _GONE, _CLEARED = range(3)
@@ -89,18 +92,20 @@ class _KnownBlock:
 class EventSource:
     """Follows one store for one engine. Not thread-safe: call it from the scheduler's thread."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 # each is independent
         self,
         store: FollowedStore,
         *,
         block_tokens: int,
         medium: str,
         max_blocks: int = 1 << 17,
+        background: BackgroundThread | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start without known blocks; beyond `max_blocks`, the oldest ones are forgotten.
 
-        Raises `ConfigError` if the store has no change log, and for sizes below 1.
+        `background` makes the calls to a node; an embedded store is called directly. Raises
+        `ConfigError` if the store has no change log, and for sizes below 1.
         """
         if not hasattr(store, "changes"):
             raise ConfigError("KV events require a store with a change log; update Cascade")
@@ -112,14 +117,21 @@ class EventSource:
         self._block_tokens = block_tokens
         self._medium = medium
         self._max_blocks = max_blocks
+        self._background = background
         self._clock = clock
         self._cursor: bytes | None = None
         self._blocks: OrderedDict[bytes, _KnownBlock] = OrderedDict()
         """Known blocks by the key of their first part, least recently saved first."""
         self._by_part: dict[bytes, tuple[_KnownBlock, int]] = {}
         """The block and the index of each part's key."""
+        self._partly_stored: dict[_KnownBlock, None] = {}
+        """Blocks with a stored part, in the order of their events: a clear visits only these."""
         self._unchecked: deque[_KnownBlock] = deque()
         """New blocks whose presence in the store is not known yet."""
+        self._call: Future[Callable[[], None]] | None = None
+        """The call of the store in flight; its result applies the store's answer."""
+        self._checking: list[_KnownBlock] = []
+        """The blocks that the call in flight checks."""
         self._pending: deque[tuple[bool, _KnownBlock]] = deque()
         """Events to emit: whether the block was stored, and the block."""
         self._is_resyncing = False
@@ -138,7 +150,7 @@ class EventSource:
     @property
     def is_current(self) -> bool:
         """Whether the events up to the last call of `take` include all changes of the store."""
-        return self._is_current and not self._unchecked and not self._pending
+        return self._is_current and not self._unchecked and not self._checking and not self._pending
 
     def saved(  # noqa: PLR0913 # the fields of an event
         self,
@@ -183,21 +195,14 @@ class EventSource:
     def take(self) -> list[Any]:
         """Return the changes since the last call as vLLM's events, oldest first.
 
-        Calls the store at most once, and returns at most `CHANGES_MAX` blocks; the next calls
-        return the rest. Calls alternate between the change log and new blocks.
+        Never waits for a node: the events come from the calls that have ended, and at most one call
+        is in flight. Returns at most `CHANGES_MAX` blocks; the next calls return the rest.
         """
-        if len(self._pending) < CHANGES_MAX and self._may_call():
-            try:
-                if self._is_follow_next or not self._unchecked:
-                    self._follow()
-                    self._is_follow_next = False
-                else:
-                    self._check_new_blocks()
-                    self._is_follow_next = True
-            except CascadeError as error:
-                self._is_current = False
-                self._retry_at = self._clock() + RETRY_S
-                self._failures.count("following the store's changes", error)
+        self._apply_answer()
+        if self._call is None and len(self._pending) < CHANGES_MAX and self._may_call():
+            self._start_call()
+            # An embedded store has answered already.
+            self._apply_answer()
         return list(self._events())
 
     def _may_call(self) -> bool:
@@ -206,41 +211,79 @@ class EventSource:
         self._retry_at = None
         return True
 
-    def _check_new_blocks(self) -> None:
-        """Query the presence of new blocks: the log may have reported them before they were known.
+    def _start_call(self) -> None:
+        """Start the next call of the store. Calls alternate between the log and new blocks."""
+        checking = [] if self._is_follow_next else self._take_unchecked()
+        self._checking, self._is_follow_next = checking, bool(checking)
+        if checking:
+            parts = BlockKeys(b"".join(part for block in checking for part in block.parts))
+            call = functools.partial(self._store.contains, parts)
+            apply = functools.partial(self._apply_presence, checking)
+        else:
+            call = functools.partial(self._store.changes, self._cursor, limit=CHANGES_MAX)
+            apply = self._apply_changes
 
-        The order of this query and the log does not matter. Changes that the log reports later are
-        newer, or repeat a change that this query has seen; repeating it leads to the same state.
-        """
+        def answer() -> Callable[[], None]:
+            return functools.partial(apply, call())
+
+        if self._background is not None:
+            # Its queue is never full: this is its only call.
+            self._call = self._background.submit(answer)
+            return
+        answered: Future[Callable[[], None]] = Future()
+        try:
+            answered.set_result(answer())
+        except CascadeError as error:
+            answered.set_exception(error)
+        self._call = answered
+
+    def _apply_answer(self) -> None:
+        """Apply the answer of the call in flight, if it has ended."""
+        call, checking = self._call, self._checking
+        if call is None or not call.done():
+            return
+        self._call, self._checking = None, []
+        try:
+            call.result()()
+        except CascadeError as error:
+            self._unchecked.extendleft(reversed(checking))
+            self._is_current = False
+            self._retry_at = self._clock() + RETRY_S
+            self._failures.count("following the store's changes", error)
+
+    def _take_unchecked(self) -> list[_KnownBlock]:
+        """Remove the next blocks to check from the queue."""
         blocks: list[_KnownBlock] = []
-        parts: list[bytes] = []
-        while self._unchecked and (not parts or len(parts) < CHANGES_MAX):
+        parts = 0
+        while self._unchecked and parts < CHANGES_MAX:
             block = self._unchecked.popleft()
             # Not if it was forgotten meanwhile.
             if self._blocks.get(block.parts[0]) is block:
                 blocks.append(block)
-                parts += block.parts
-        if not parts:
-            return
-        try:
-            results = iter(self._store.contains(BlockKeys(b"".join(parts))))
-        except CascadeError:
-            self._unchecked.extendleft(reversed(blocks))
-            raise
+                parts += len(block.parts)
+        return blocks
+
+    def _apply_presence(self, blocks: Sequence[_KnownBlock], presence: Sequence[bool]) -> None:
+        """Apply the presence of new blocks: the log may have reported them before they were known.
+
+        The order of this query and the log does not matter. Changes that the log reports later are
+        newer, or repeat a change that this query has seen; repeating it leads to the same state.
+        """
+        results = iter(presence)
         for block in blocks:
             for part in block.parts:
                 self._set_presence(part, is_present=next(results))
 
-    def _follow(self) -> None:
-        """Apply the next changes."""
-        changes = self._store.changes(self._cursor, limit=CHANGES_MAX)
+    def _apply_changes(self, changes: Any) -> None:
+        """Apply the next changes of the log."""
         self._cursor = changes.next
         self._is_current = changes.is_current
         if changes.is_lost:
             # Announced blocks are withdrawn only once all present blocks are listed: otherwise
             # routers would see every block removed and stored again.
-            for block in self._blocks.values():
+            for block in self._partly_stored:
                 block.present = 0
+            self._partly_stored.clear()
             self._is_resyncing = True
         keys = bytes(changes.keys)
         for index, kind in enumerate(changes.kinds):
@@ -251,7 +294,9 @@ class EventSource:
                 self._set_presence(keys[start : start + KEY_BYTES], is_present=kind == _STORED)
         if self._is_resyncing and changes.is_current:
             self._is_resyncing = False
-            self._withdraw_incomplete()
+            for block in self._blocks.values():
+                if not block.is_complete:
+                    self._withdraw(block)
 
     def _set_presence(self, part: bytes, *, is_present: bool) -> None:
         block, bit = self._by_part.get(part, (None, 0))
@@ -259,26 +304,27 @@ class EventSource:
             return
         if is_present:
             block.present |= 1 << bit
+            self._partly_stored[block] = None
             if block.is_complete:
                 self._announce(block)
         else:
             block.present &= ~(1 << bit)
+            if not block.present:
+                self._partly_stored.pop(block, None)
             self._withdraw(block)
 
     def _clear(self) -> None:
-        for block in self._blocks.values():
+        """Apply a clear. A client may clear an empty store often: that visits no block."""
+        for block in self._partly_stored:
             block.present = 0
-        self._withdraw_incomplete()
-
-    def _withdraw_incomplete(self) -> None:
-        for block in self._blocks.values():
-            if not block.is_complete:
-                self._withdraw(block)
+            self._withdraw(block)
+        self._partly_stored.clear()
 
     def _forget(self, block: _KnownBlock) -> None:
         """Stop following a block, and withdraw it: its removal would go unnoticed."""
         for part in block.parts:
             self._by_part.pop(part, None)
+        self._partly_stored.pop(block, None)
         self._withdraw(block)
 
     def _announce(self, block: _KnownBlock) -> None:

@@ -13,6 +13,7 @@ from cascadekv.connectors import vllm_versions as versions
 from cascadekv.connectors.vllm.keys import RequestKeys
 from cascadekv.connectors.vllm.layout import LayoutError, group_specs
 from cascadekv.connectors.vllm.metadata import Part
+from cascadekv.connectors.windows import complete_windows
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -74,16 +75,16 @@ def usable_prefix(
         tiers = _slower(match.tiers, tiers)
         if not tiers:
             return ()
+    most = keys.blocks if tiers is None else len(tiers)
     windows = {group.number: group.window_blocks for group in groups if group.window_blocks}
-    present = [
-        (windows[part.group], store.contains(keys.keys(part.name, 0, keys.blocks)))
+    complete = [
+        complete_windows(store.contains(keys.keys(part.name, 0, most)), windows[part.group])
         for part in parts
         if part.group in windows
     ]
-    most = keys.blocks if tiers is None else len(tiers)
     # The longest prefix first: a window may be complete at a long prefix and not at shorter ones.
     for end in range(most, 0, -1):
-        if all(all(found[max(0, end - window) : end]) for window, found in present):
+        if all(ends[end - 1] for ends in complete):
             return tuple((tiers or [""] * most)[:end])
     return ()
 

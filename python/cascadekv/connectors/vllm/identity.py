@@ -93,9 +93,13 @@ def adapter_fingerprint(request: "LoRARequest") -> str | None:
     place = Path(request.lora_path)
     if not place.is_dir():
         return None
-    facts = [(each.name, each.stat()) for each in sorted(place.iterdir())]
-    changed = tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in facts)
-    return _adapter(request.lora_path, changed)
+    try:
+        facts = [(each.name, each.stat()) for each in sorted(place.iterdir())]
+        changed = tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in facts)
+        return _adapter(request.lora_path, changed)
+    except OSError:
+        # The caller counts it and computes the request.
+        return None
 
 
 @functools.lru_cache(maxsize=1024)

@@ -7,6 +7,7 @@ overlaps an image or audio also covers all of it, and so do all later blocks.
 
 import json
 from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,8 @@ class RequestKeys:
         """Start the chains; `features` are (offset, length, identifier) of multimodal inputs."""
         self._block_tokens = block_tokens
         self._features = sorted(features)
+        self._offsets = [offset for offset, _, _ in self._features]
+        self._longest = max((length for _, length, _ in self._features), default=0)
         self._roots = {
             part: namespace.key_of_id(_canonical({"part": part, "origin": origin}))
             for part in parts
@@ -107,11 +110,13 @@ class RequestKeys:
 
     def _overlapping(self, block: int) -> list[tuple[int, int, str]]:
         start = block * self._block_tokens
-        end = start + self._block_tokens
+        # A request may have thousands of features: only those that can reach the block are read.
+        first = bisect_right(self._offsets, start - self._longest)
+        last = bisect_left(self._offsets, start + self._block_tokens)
         return [
             (offset - start, length, identifier)
-            for offset, length, identifier in self._features
-            if offset < end and offset + length > start
+            for offset, length, identifier in self._features[first:last]
+            if offset + length > start
         ]
 
     def _mix_features(self, block: int) -> None:

@@ -28,16 +28,18 @@ class LayerwiseLoad:
         load: Load,
         memory: PagedMemory,
         pages: Sequence[int],
-        timeout: float,
-        load_all_layers: Callable[[Load], LoadResult],
+        deadline: float,
+        load_all_layers: Callable[[Load, float], LoadResult],
     ) -> None:
-        """Each region of the memory is a layer; `load_all_layers` loads all layers together."""
+        """Each region of the memory is a layer; `load_all_layers` loads all layers together.
+
+        The deadline, by the monotonic clock, includes the time in the queue of the loading threads.
+        """
         self.load = load
         self._memory = memory
         self._pages = pages
         self._load_all_layers = load_all_layers
-        # Includes the time in the queue of the loading threads.
-        self._deadline = time.monotonic() + timeout
+        self._deadline = deadline
         self._is_late = False
         self._ready = [threading.Event() for _ in range(memory.regions)]
         self._future: Future[LoadResult] | None = None
@@ -59,7 +61,11 @@ class LayerwiseLoad:
             self._is_late = True
 
     def result(self) -> LoadResult:
-        """Wait for the end of the load and return its result."""
+        """Wait for the end of the load and return its result.
+
+        The load ends by its deadline. It must not be abandoned before: it writes to the pages,
+        which the engine may reuse after the step.
+        """
         if self._future is None:
             raise RuntimeError("the layerwise load was not started")
         load, count = self.load, len(self._pages)
@@ -88,7 +94,7 @@ class LayerwiseLoad:
                         arrived = self._scatter(views)
                 if failed:
                     # The pool has no room for all blocks at the same time: load them in batches.
-                    return self._load_all_layers(self.load)
+                    return self._load_all_layers(self.load, self._deadline)
         except (CascadeError, ValueError, BufferError) as error:
             failures.count("reading blocks", error)
             arrived = [False] * len(self._pages)

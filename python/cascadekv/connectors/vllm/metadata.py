@@ -147,7 +147,6 @@ class WorkerReport(KVConnectorWorkerMetadata):
     workers: int = 1
     plan: int = 0
     """The number of the latest executed plan."""
-    failures: dict[str, int] = field(default_factory=dict[str, int])
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
         """Merge the reports of two workers on one step."""
@@ -155,14 +154,10 @@ class WorkerReport(KVConnectorWorkerMetadata):
             message = f"expected a {WorkerReport.__name__} from a worker, not a"
             raise TypeError(f"{message} {type(other).__name__}")
         slower = max(filter(None, (self.prefill, other.prefill)), key=lambda p: p[2], default=None)
-        failures = dict(self.failures)
-        for kind, count in other.failures.items():
-            failures[kind] = failures.get(kind, 0) + count
         return WorkerReport(
             [*self.loaded, *other.loaded],
             [*self.saved, *other.saved],
             slower,
             self.workers + other.workers,
             max(self.plan, other.plan),
-            failures,
         )

@@ -5,13 +5,12 @@ are cached for a short time, because the engine asks again in every step while a
 node is queried by a background thread; the engine defers the request until the result is there.
 """
 
-import contextlib
 import functools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -198,7 +197,7 @@ class Scheduler:
         if self._background is None:
             call()
         else:
-            self._background.submit(call)
+            self._background.run(call)
 
     def matched_tokens(self, request: "Request", computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens after the computed ones to load, and whether asynchronously.
@@ -262,13 +261,14 @@ class Scheduler:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.result is None or not external_tokens:
             return {}
-        planned = [load for load in self._loads if load.request == request.request_id]
-        tokens: dict[str, int] = {}
-        for load in planned[-1:]:
-            last = load.first + -(-external_tokens // self._block_tokens)
-            for tier in tracked.result.tiers[load.first : last]:
-                tokens[tier] = tokens.get(tier, 0) + self._block_tokens
-        return tokens
+        # vLLM calls this right after planning the load, so the last load is usually the right one.
+        planned = (load for load in reversed(self._loads) if load.request == request.request_id)
+        load = next(planned, None)
+        if load is None:
+            return {}
+        last = load.first + -(-external_tokens // self._block_tokens)
+        blocks = Counter(tracked.result.tiers[load.first : last])
+        return {tier: count * self._block_tokens for tier, count in blocks.items()}
 
     def plan_step(self, output: "SchedulerOutput", generation: str) -> StepPlan:
         """Return the loads and saves of the current step."""
@@ -412,9 +412,10 @@ class Scheduler:
             pending = self._start_lookup(tracked, self._background)
             if pending is None:
                 return self._count_lookup(tracked, (), 0.0)
-            # A node on this host usually answers at once; this saves the request a step.
+            # A node on this host usually answers at once, which saves the request a step. A late
+            # answer is not a failure: the next steps use it, until the deadline of the lookup.
             if is_idle:
-                _wait(pending.tiers, LOOKUP_WAIT_S)
+                wait([pending.tiers], LOOKUP_WAIT_S)
         seconds = time.perf_counter() - pending.started
         if pending.tiers.done() and not pending.tiers.cancelled():
             tracked.pending = None
@@ -533,7 +534,9 @@ class Scheduler:
         try:
             for part in self._parts:
                 keys = request_keys.keys(part.name, first, last)
-                store.put(keys, bytes(len(keys)), parent=request_keys.parent(part.name, first))
+                parent = request_keys.parent(part.name, first)
+                # An embedded store is called by the scheduler's thread: no longer than a lookup.
+                store.put(keys, bytes(len(keys)), parent=parent, timeout=self._settings.lookup_s)
         except CascadeError as error:
             self._failures.count("storing keys", error)
 
@@ -548,12 +551,6 @@ class Scheduler:
             _select(tables, self._groups, 0, last),
             trace=tracked.trace,
         )
-
-
-def _wait(tiers: Future[tuple[str, ...]], seconds: float) -> None:
-    """Wait for a result, for at most that many seconds."""
-    with contextlib.suppress(FutureTimeoutError):
-        tiers.result(seconds)
 
 
 def _is_fresh(result: LookupResult | None, request: "Request") -> bool:

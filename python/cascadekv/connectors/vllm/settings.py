@@ -1,6 +1,5 @@
 """Parses `kv_connector_extra_config`: the store's keys and the connector's own keys."""
 
-import difflib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from cascadekv.connectors.settings import KEYS as STORE_KEYS
 from cascadekv.connectors.settings import StoreAddress, read_settings
 from cascadekv.connectors.ucm import UcmSettings, read_ucm, trace_limits
 from cascadekv.errors import ConfigError
+from cascadekv.messages import advice
 
 __all__ = ["ConnectorSettings", "read_connector_settings"]
 
@@ -97,6 +97,10 @@ class ConnectorSettings:
     notes: tuple[str, ...] = ()
     """Notes about the settings for the log."""
 
+    def read_secret(self) -> bytes | None:
+        """Read the tenant's secret; `None` without one."""
+        return None if self.secret_file is None else Path(self.secret_file).read_bytes().strip()
+
 
 def read_connector_settings(extra: Mapping[str, object]) -> ConnectorSettings:
     """Parse the connector's extra configuration. Raises `ConfigError` that names the key."""
@@ -109,12 +113,10 @@ def read_connector_settings(extra: Mapping[str, object]) -> ConnectorSettings:
             raise ConfigError(f"{duplicates[0]}: is set here and by {UCM_KEY}; remove one")
         options |= ucm_options
         notes = ucm.notes
-    known = (*STORE_KEYS, *_OWN)
+    known = (*STORE_KEYS, *_OWN, UCM_KEY)
     for key in options:
         if key not in known:
-            near = difflib.get_close_matches(key, (*known, UCM_KEY), n=1)
-            advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-            raise ConfigError(f"{key}: no such setting; {advice}")
+            raise ConfigError(f"{key}: no such setting; {advice(key, known)}")
     store = {key: value for key, value in options.items() if key in STORE_KEYS}
     own = {key.removeprefix("cascade."): v for key, v in options.items() if key in _OWN}
     checked: dict[str, Any] = {name: _check(name, value) for name, value in own.items()}

@@ -31,6 +31,8 @@ SOCKET_PATH_BYTES_MAX = 107
 """Longest path of a Unix socket: 108 bytes of `sockaddr_un` with the final NUL."""
 START_S = 60.0
 """Time-out for the start of a private node; a new pool of many GiB takes seconds."""
+KILL_S = 5.0
+"""How long to wait for the end of a killed private node."""
 POLL_INTERVAL_S = 0.25
 """Interval of attempts to connect to a private node that has not started."""
 MISSING_WARNING_S = 30.0
@@ -154,8 +156,20 @@ class PrivateNode:
                 self._process.wait(START_S)
             except subprocess.TimeoutExpired:
                 self._process.kill()
-                self._process.wait()
+                self._reap()
         shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _reap(self) -> None:
+        """Wait for the killed node. The kernel keeps it while a call to a failed disk hangs."""
+        try:
+            self._process.wait(KILL_S)
+        except subprocess.TimeoutExpired:
+            _LOG.warning(
+                "Cascade: the engine's private node (process %d) has not ended %.0f s after it was "
+                "killed; check the disk of cascade.files",
+                self._process.pid,
+                KILL_S,
+            )
 
 
 def _die_with_parent() -> None:

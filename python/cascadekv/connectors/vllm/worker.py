@@ -92,7 +92,6 @@ class Worker:
         self._is_idle = False
         """Whether the current step computes no tokens."""
         self._report = WorkerReport()
-        self._reported_failures: dict[str, int] = {}
         self._failures = FailureLog(_LOG)
         self._tasks = TaskLog(_LOG)
 
@@ -138,7 +137,7 @@ class Worker:
         if load.is_async:
             self._async_loads[load.request] = (load, self._loaders.submit(self._load, load))
         elif self._layers and load.keys and self._fits_one_batch(load):
-            self._step.layerwise_loads.append(self._load_layerwise(load))
+            self._step.layerwise_loads.append(self._load_layerwise(load, deadline))
         else:
             result = self._result_of(load, functools.partial(self._load, load, deadline))
             self._finish_sync_load(load, result)
@@ -199,11 +198,7 @@ class Worker:
         """Return the outcomes of loads and saves since the last call; `None` without any."""
         report, self._report = self._report, WorkerReport()
         report.plan = self._plan
-        counts = self._failures.counts()
-        new = {kind: total - self._reported_failures.get(kind, 0) for kind, total in counts.items()}
-        report.failures = {kind: count for kind, count in new.items() if count}
-        self._reported_failures = counts
-        has_content = report.loaded or report.saved or report.prefill or report.failures
+        has_content = report.loaded or report.saved or report.prefill
         return report if has_content else None
 
     def close(self) -> None:
@@ -244,11 +239,11 @@ class Worker:
         pages = load.blocks[held.part.group]
         return len(pages) <= memory.batch_blocks and all(pages)
 
-    def _load_layerwise(self, load: Load) -> LayerwiseLoad:
+    def _load_layerwise(self, load: Load, deadline: float) -> LayerwiseLoad:
         held, memory = next(iter(self._parts.values()))
         assert isinstance(memory, HostMemory)  # noqa: S101 # `attach` sets layers for this alone
         pages = load.blocks[held.part.group]
-        layerwise = LayerwiseLoad(load, memory.paged, pages, self._load_timeout, self._load)
+        layerwise = LayerwiseLoad(load, memory.paged, pages, deadline, self._load)
         layerwise.begin(self._loaders, self._store, load.keys[held.part.name], self._failures)
         return layerwise
 
@@ -317,9 +312,13 @@ class Worker:
         except STORE_FAILURES as error:
             self._failures.count("reading blocks", error)
             return batch, []
-        missing = [(at, index) for at, index in enumerate(batch) if not copied[at]]
-        no_room = [index for at, index in missing if failed[at] and any(copied)]
-        return [index for _, index in missing if index not in no_room], no_room
+        missing: list[int] = []
+        no_room: list[int] = []
+        can_retry = any(copied)
+        for index, is_copied, has_failed in zip(batch, copied, failed, strict=True):
+            if not is_copied:
+                (no_room if has_failed and can_retry else missing).append(index)
+        return missing, no_room
 
     def _save(self, save: Save, namespace: Namespace, deadline: float) -> SaveResult:
         started, cpu = time.perf_counter(), time.thread_time()
@@ -407,7 +406,7 @@ class _SaveRun:
 
 
 def _failed_load(load: Load) -> LoadResult:
-    """Return the result of a load of which all blocks failed."""
+    """Return the result of a load in which all blocks failed."""
     count = max(len(pages) for pages in load.blocks.values())
     bad = list(range(load.first, load.first + count))
     return LoadResult(load.request, load.first, load.tier, count, bad, 0, 0.0, 0.0)

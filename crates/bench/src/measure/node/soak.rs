@@ -47,9 +47,15 @@ pub(super) fn run(bench: &mut NodeBench<'_, '_>) -> Result<(), Failure> {
         "none; {blocks} blocks requested or put, {hits} hits, with every byte checked; {kills} \
          workers were killed"
     );
-    let warm = own_mib.len() / 10;
-    let most = own_mib[warm..].iter().copied().fold(0.0, f64::max);
-    let growth = vec![(most - own_mib[warm]).max(0.0)];
+    let settled = &own_mib[own_mib.len() / 10..];
+    let Some(first) = settled.first() else {
+        return Err(Failure::measure(
+            "the soak",
+            "it was too short for a sample; use more seconds",
+        ));
+    };
+    let most = settled.iter().copied().fold(0.0, f64::max);
+    let growth = vec![(most - first).max(0.0)];
     let target = Target::AtMost(GROWTH_MIB_MAX);
     bench.deliver(Figure::cost(name("growth"), "MiB", growth, (Vec::new(), &text), target))?;
     let more = ended.descriptors as f64 - idle.descriptors as f64;

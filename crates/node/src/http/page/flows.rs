@@ -4,7 +4,7 @@ use maud::{Markup, html};
 
 use crate::http::page::format::{bytes, count, current_rate, per_second, percent, tier_class};
 use crate::samples::{Flow, Series};
-use crate::status::{HealthState, Status};
+use crate::status::{HealthState, Status, TenantStatus, TierStatus};
 
 const WIDTH: usize = 1000;
 const HEIGHT: usize = 170;
@@ -12,18 +12,8 @@ const BOX_WIDTH: usize = 210;
 const BOX_TOP: usize = 20;
 const BOX_HEIGHT: usize = 130;
 
-/// The sum of one tier over all tenants.
-#[derive(Debug, Default)]
-struct TierSum {
-    name: String,
-    used_bytes: u64,
-    capacity_bytes: u64,
-    blocks: Option<u64>,
-    is_open: bool,
-}
-
 pub(super) fn drawing(status: &Status, series: &Series) -> Markup {
-    let tiers = tier_sums(status);
+    let tiers = TenantStatus::total(&status.tenants).tiers;
     // The first box is for the clients. The boxes of the tiers share the remaining width.
     let step = (WIDTH - BOX_WIDTH) / tiers.len().max(1);
     let width = BOX_WIDTH.min(step * 2 / 3);
@@ -53,24 +43,6 @@ fn flows_of(at: usize) -> (Flow, Flow) {
     if at == 0 { (Flow::Put, Flow::Read) } else { (Flow::Demoted, Flow::Promoted) }
 }
 
-fn tier_sums(status: &Status) -> Vec<TierSum> {
-    let mut sums: Vec<TierSum> = Vec::new();
-    for tier in status.tenants.iter().flat_map(|tenant| &tenant.tiers) {
-        let existing = sums.iter().position(|sum| sum.name == tier.name);
-        let at = existing.unwrap_or_else(|| {
-            sums.push(TierSum { name: tier.name.clone(), ..TierSum::default() });
-            sums.len() - 1
-        });
-        let sum = &mut sums[at];
-        sum.used_bytes += tier.used_bytes;
-        sum.capacity_bytes += tier.capacity_bytes;
-        sum.blocks = tier.blocks.map(|blocks| sum.blocks.unwrap_or(0) + blocks);
-        let health = tier.health.as_ref().map(|health| health.state);
-        sum.is_open |= health.is_some_and(|state| state != HealthState::Healthy);
-    }
-    sums
-}
-
 fn clients(status: &Status, width: usize) -> Markup {
     let middle = width / 2;
     html! {
@@ -86,11 +58,13 @@ fn clients(status: &Status, width: usize) -> Markup {
 }
 
 #[expect(clippy::cast_precision_loss, reason = "the length of a bar")]
-fn tier_box(tier: &TierSum, left: usize, width: usize) -> Markup {
+fn tier_box(tier: &TierStatus, left: usize, width: usize) -> Markup {
     let share = tier.used_bytes as f64 / tier.capacity_bytes.max(1) as f64;
     let bar_width = width - 32;
     let bar = format!("{:.1}", bar_width as f64 * share.clamp(0.0, 1.0));
-    let class = if tier.is_open { "box bad" } else { "box" };
+    let health = tier.health.as_ref().map(|health| health.state);
+    let is_open = health.is_some_and(|state| state != HealthState::Healthy);
+    let class = if is_open { "box bad" } else { "box" };
     let text = left + 16;
     html! {
         rect class=(class) x=(left) y=(BOX_TOP) width=(width - 1) height=(BOX_HEIGHT) rx="8" {}
@@ -102,7 +76,7 @@ fn tier_box(tier: &TierSum, left: usize, width: usize) -> Markup {
             (bytes(tier.used_bytes)) " of " (bytes(tier.capacity_bytes))
         }
         text.soft x=(text) y="126" {
-            @if tier.is_open { "circuit open" }
+            @if is_open { "circuit open" }
             @else if let Some(blocks) = tier.blocks { (count(blocks)) " blocks" }
         }
     }
