@@ -40,6 +40,9 @@ struct PutBatch<'a> {
     batch: &'a [Put<'a>],
     digests: Vec<Option<Digest>>,
     outcomes: Vec<Option<PutOutcome>>,
+    /// The last block that was declined. Its descendants are declined too, also in later rounds:
+    /// there a child would look like a block without a parent and evict its own ancestors.
+    declined: Option<(BlockKey, DeclineReason)>,
     call: CallContext,
 }
 
@@ -122,7 +125,8 @@ impl StoreCore {
     ) -> Vec<PutOutcome> {
         let outcomes = batch.iter().map(|_| None).collect();
         let digests = vec![None; batch.len()];
-        let mut puts = PutBatch { batch, digests, outcomes, call: self.call(options) };
+        let call = self.call(options);
+        let mut puts = PutBatch { batch, digests, outcomes, declined: None, call };
         self.hash(&mut puts);
         for _ in 0..ATTEMPTS_MAX {
             let undecided = puts.undecided();
@@ -191,7 +195,6 @@ impl StoreCore {
     ) -> (Vec<AllocatedBlock>, usize) {
         let mut allocated: Vec<AllocatedBlock> = Vec::new();
         let mut allocated_bytes = 0;
-        let mut declined: Option<(BlockKey, DeclineReason)> = None;
         // The last block that got a slab in this round, and its nearest resident ancestor.
         let mut previous: Option<(BlockKey, Option<Slot>)> = None;
         let mut state = self.lock();
@@ -209,9 +212,9 @@ impl StoreCore {
                 PutCheck::Settled(outcome) => puts.outcomes[*at] = Some(outcome),
                 PutCheck::Compare => {}
                 // A lookup stops at a missing parent, so that this block could never be matched.
-                PutCheck::New if declined.is_some_and(|(key, _)| put.parent == Some(key)) => {
-                    let (_, reason) = declined.expect("the guard has checked it");
-                    declined = Some((put.key, reason));
+                PutCheck::New if puts.declined.is_some_and(|(key, _)| put.parent == Some(key)) => {
+                    let (_, reason) = puts.declined.expect("the guard has checked it");
+                    puts.declined = Some((put.key, reason));
                     puts.outcomes[*at] = Some(PutOutcome::Declined(reason));
                 }
                 PutCheck::New => {
@@ -237,7 +240,7 @@ impl StoreCore {
                             let outcome =
                                 self.outcome_without_slab(&state, failure, bytes, puts.call);
                             if let PutOutcome::Declined(reason) = outcome {
-                                declined = Some((put.key, reason));
+                                puts.declined = Some((put.key, reason));
                             }
                             puts.outcomes[*at] = Some(outcome);
                         }

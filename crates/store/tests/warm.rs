@@ -272,7 +272,7 @@ fn every_resident_block_is_hit_in_dram_after_a_kill() {
     assert_eq!(store.stats().pool.reserved_bytes, 0);
 }
 
-/// The figure in `docs/warm-restart.md`; prints the time.
+/// Prints the time.
 #[test]
 #[ignore = "takes 4 GiB of memory"]
 fn four_gibibytes_are_recovered_after_a_kill() {
