@@ -239,10 +239,12 @@ impl Eviction {
         self.advance(now);
         self.stats.requests += 1;
         // Recency is updated from the leaf to the root, so that the root is the newest and is
-        // evicted last. The partial tail takes part in neither: it will not be inserted.
-        let (chain, leading) = self.leading(chain);
+        // evicted last. The partial tail is left out of both, because it is not inserted.
         let is_cut = partial_tail && !self.limits.admit_partial;
         let full = chain.len() - usize::from(is_cut && !chain.is_empty());
+        let (chain, leading) = self.leading(chain);
+        // A contradiction may have cut the chain before its partial tail.
+        let full = full.min(chain.len());
         for requested in chain[..leading].iter().rev() {
             let slot = requested.resident.filter(|slot| self.blocks.is_protected(*slot));
             slot.inspect(|slot| self.protected.move_to_newest(&mut self.blocks, *slot));
