@@ -391,15 +391,16 @@ impl Holders {
         process: Process,
         ids: &mut Vec<HeldId>,
     ) -> Result<(), StoreError> {
+        // A batch of misses holds nothing, so it succeeds at the limit, too. In `of_process` it
+        // would leave an entry of zero, which `count_down` never removes.
+        if pieces.is_empty() {
+            return Ok(());
+        }
         let mut state = self.lock();
         let has = state.of_process.get(&process).map_or(0, |count| *count);
         let most = state.most_of(process);
         if has + pieces.len() > most {
             return Err(StoreError::Limit { limit: HELD_PLACES, most: most as u64 });
-        }
-        // `count_down` would never remove an entry of zero.
-        if pieces.is_empty() {
-            return Ok(());
         }
         *state.of_process.entry(process).or_default() += pieces.len();
         // Cannot underflow: within `most`, at least as many places stay free as the process has.
