@@ -176,10 +176,8 @@ fn settle(state: &mut StoreState, one: &CheckedContent) -> bool {
     // Each key has a record of its own. After a restart the block is compared with this checksum
     // before it is served.
     if let (Some(ledger), Some(sum)) = (&state.ledger, one.slab.checksum()) {
-        let mut next = Some(state.catalog.first_key_of(one.place.0));
-        while let Some(key) = next {
+        for key in state.catalog.each_key_of(one.place.0) {
             ledger.note_sum(key, sum);
-            next = state.catalog.next_key_of(key);
         }
     }
     false
