@@ -27,7 +27,7 @@ pub(crate) const LOWER_STAGES_MAX: usize = 2;
 /// stored once per this many keys.
 const KEYS_PER_CONTENT_MAX: u32 = 1024;
 
-/// Stands for "no entry" where an index is stored.
+/// The index of no entry.
 const NONE: u32 = u32::MAX;
 const NO_ADDRESS: u64 = u64::MAX;
 

@@ -15,7 +15,7 @@ use crate::state::StoreState;
 use crate::store_core::StoreCore;
 use crate::{Store, StoreConfig, TierName};
 
-/// Most namespaces whose manifests are kept in memory; stages keep the others.
+/// Maximum number of manifests that are kept in memory; stages keep the others.
 const NAMESPACES_MAX: usize = 1024;
 
 /// A prefix that many requests share.

@@ -112,7 +112,7 @@ pub(crate) struct StoreState {
     pub(crate) dram_bytes: u64,
     /// Slabs of puts and loads in flight.
     pub(crate) slabs_in_flight: u64,
-    /// Blocks whose checksums are being compared.
+    /// Blocks in the current step of the scrubber.
     pub(crate) blocks_in_scrub: u64,
     /// The latest time of a request that has one. The policy uses these instead of the clock.
     pub(crate) policy_time: Option<Duration>,
@@ -306,8 +306,8 @@ impl StoreState {
         self.note_readability(content, was_readable);
     }
 
-    /// Removes a content from DRAM whose bytes changed since the put. Copies in lower tiers stay;
-    /// their checksums are compared when they are read.
+    /// Removes a content from DRAM because its bytes changed since the put. Copies in lower tiers
+    /// stay; their checksums are compared when they are read.
     pub(crate) fn drop_damaged(&mut self, index: ContentIndex) {
         self.counters.damaged_blocks += 1;
         for key in self.catalog.keys_of(index) {
