@@ -257,7 +257,8 @@ mod tests {
         let keys: Vec<_> = (0..=0x30).map(key).collect();
         let batch: Vec<_> = keys.iter().map(|key| Put::new(*key, b"bytes")).collect();
         store.put(&batch, CallOptions::default());
-        let find = |digits: &str| find_by_prefix(&store, digits, 20, CallOptions::default()).unwrap();
+        let find =
+            |digits: &str| find_by_prefix(&store, digits, 20, CallOptions::default()).unwrap();
         assert_eq!(find("abababab3"), [key(0x30)]);
         assert_eq!(find("ABABABAB1"), keys[0x10..0x20]);
         assert_eq!(find(&key(7).to_string()), [key(7)]);
