@@ -183,6 +183,81 @@ fn every_call(layout: FileTierLayout, fault: Fault) {
     }
 }
 
+/// Reclaims a segment twice; the call with this number fails. Every key that was not reported as
+/// dropped is a hit. Returns the calls of the first reclaim, and whether it failed.
+fn reclaim_twice(at_call: u64) -> (std::ops::Range<u64>, bool) {
+    let directory = memory_directory();
+    let pool = small_pool();
+    let plan = FaultPlan::new(Fault::Io, at_call, false);
+    let config = config(directory.path(), FileTierLayout::Segments);
+    let (files, _) = open_with(config, plan.wrap(&file_io()), &pool, deadline()).unwrap();
+    let mut states = ExpectedStates::new();
+    append(files.as_ref(), &pool, 0..40, &mut states);
+    let address = |state: ExpectedState| match state {
+        ExpectedState::Stored(address) => address,
+        other => panic!("{other:?}"),
+    };
+    let mut addresses: BTreeMap<u64, FileAddress> =
+        states.into_iter().map(|(number, state)| (number, address(state))).collect();
+    let second_keys = [2, 3].map(|number| (meta(100 + number, length(number)), addresses[&number]));
+    for (number, alias) in [102, 103].into_iter().zip(files.alias(&second_keys, deadline())) {
+        addresses.insert(number, alias.unwrap());
+    }
+    let first_call = plan.calls();
+    let first = files.reclaim(&mut |_, _| true, deadline());
+    let calls = first_call..plan.calls();
+    let has_failed = first.is_err();
+    for reclaimed in [first, files.reclaim(&mut |_, _| true, deadline())].into_iter().flatten() {
+        addresses.retain(|number, address| {
+            let of_key = |moved: &&(_, _, _)| moved.0 == key(*number);
+            *address = reclaimed.moved.iter().find(of_key).map_or(*address, |moved| moved.2);
+            !reclaimed.dropped.iter().any(|(dropped, _)| *dropped == key(*number))
+        });
+    }
+    for (number, address) in addresses {
+        check(files.as_ref(), &pool, number, address, true);
+    }
+    (calls, has_failed)
+}
+
+/// A reclaim that failed after it had moved a block lost the block's second key.
+#[test]
+fn a_failed_reclaim_loses_no_key() {
+    let (calls, _) = reclaim_twice(u64::MAX);
+    let failed = calls.filter(|at_call| reclaim_twice(*at_call).1).count();
+    assert!(failed > 0, "no fault made the reclaim fail");
+}
+
+/// The checkpoint after a failed reclaim brought back keys that were removed in between.
+#[test]
+fn keys_removed_after_a_failed_reclaim_stay_removed() {
+    let run = |at_call: u64| {
+        let directory = memory_directory();
+        let pool = small_pool();
+        let plan = FaultPlan::new(Fault::Io, at_call, false);
+        let config = config(directory.path(), FileTierLayout::Segments);
+        let (files, _) =
+            open_with(config.clone(), plan.wrap(&file_io()), &pool, deadline()).unwrap();
+        let mut states = ExpectedStates::new();
+        append(files.as_ref(), &pool, 0..40, &mut states);
+        let ExpectedState::Stored(address) = states[&2] else { panic!("{states:?}") };
+        files.alias(&[(meta(102, length(2)), address)], deadline()).remove(0).unwrap();
+        let reclaimed = files.reclaim(&mut |_, _| true, deadline());
+        let calls = plan.calls();
+        let removed = [2, 102].map(|number| (key(number), address));
+        files.remove(&removed, deadline()).unwrap();
+        files.checkpoint(deadline()).unwrap();
+        drop(files);
+        let (_, recovery) = open_with(config, file_io(), &pool, deadline()).unwrap();
+        let is_removed = |key| removed.iter().any(|(removed, _)| *removed == key);
+        assert!(!recovery.live.iter().any(|(meta, _)| is_removed(meta.key)), "{reclaimed:?}");
+        (calls, reclaimed.is_err())
+    };
+    let (calls, _) = run(u64::MAX);
+    // The last call of a reclaim removes the file, after all blocks were moved.
+    assert!(run(calls - 1).1, "the reclaim fails");
+}
+
 macro_rules! faults {
     ($($name:ident: $layout:expr, $fault:expr;)*) => {$(
         #[test]

@@ -138,15 +138,16 @@ pub(crate) fn find_by_prefix(
             digits.chars().take(80).collect::<String>()
         ));
     }
-    // The store searches by whole bytes. Its results are filtered by a last single digit: of 16
-    // keys with equal bytes, one matches on average, so 16 times the limit are requested.
-    let bytes: Vec<u8> = (0..digits.len() / 2)
-        .filter_map(|at| u8::from_str_radix(&digits[2 * at..2 * at + 2], 16).ok())
-        .collect();
-    let found =
-        store.find_keys(&bytes, 16 * limit, options).map_err(|error| with_causes(&error))?;
-    let matches = |key: &BlockKey| key.to_string().starts_with(&digits);
-    Ok(found.into_iter().filter(matches).take(limit).collect())
+    // Bytes, not text, because the store calls this for every key.
+    let digit = |at: usize| u8::from_str_radix(&digits[at..=at], 16).expect("checked above");
+    let whole: Vec<u8> =
+        (0..digits.len() / 2).map(|at| digit(2 * at) << 4 | digit(2 * at + 1)).collect();
+    let half = (digits.len() % 2 == 1).then(|| digit(digits.len() - 1));
+    let is_match = |key: &BlockKey| {
+        let rest = key.as_bytes().strip_prefix(whole.as_slice());
+        rest.is_some_and(|rest| half.is_none_or(|half| rest[0] >> 4 == half))
+    };
+    store.find_keys(is_match, limit, options).map_err(|error| with_causes(&error))
 }
 
 impl ChainReport {
@@ -233,5 +234,34 @@ impl BlockReport {
                 ..Self::default()
             },
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use cascade_store::{Put, StoreConfig};
+
+    use super::*;
+
+    /// With an odd number of digits, only 32 of the keys with the same whole bytes were compared.
+    #[test]
+    fn an_odd_number_of_digits_finds_a_key_among_many_with_the_same_bytes() {
+        let config =
+            StoreConfig { dram_bytes: 4 << 20, huge_pages: false, ..StoreConfig::default() };
+        let store = Store::open(config).unwrap();
+        let key = |fifth: u8| {
+            let mut bytes = [0xAB; 32];
+            bytes[4] = fifth;
+            BlockKey::from_bytes(bytes)
+        };
+        let keys: Vec<_> = (0..=0x30).map(key).collect();
+        let batch: Vec<_> = keys.iter().map(|key| Put::new(*key, b"bytes")).collect();
+        store.put(&batch, CallOptions::default());
+        let find =
+            |digits: &str| find_by_prefix(&store, digits, 20, CallOptions::default()).unwrap();
+        assert_eq!(find("abababab3"), [key(0x30)]);
+        assert_eq!(find("ABABABAB1"), keys[0x10..0x20]);
+        assert_eq!(find(&key(7).to_string()), [key(7)]);
+        assert!(find("abababac").is_empty() && find(&"ab".repeat(31)[..61]).is_empty());
     }
 }

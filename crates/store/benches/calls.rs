@@ -78,7 +78,7 @@ fn lookup_among_many(criterion: &mut Criterion) {
         group.bench_function(format!("among {count}"), |bencher| {
             bencher.iter(|| {
                 at = (at + 7919 * BATCH) % (keys.len() - BATCH);
-                // Keys in an order that no cache line shares: they are hashes.
+                // A stride, so that neighbouring keys share no cache line, as with real keys.
                 black_box(store.contains(&keys[at..at + BATCH]))
             });
         });
@@ -86,7 +86,7 @@ fn lookup_among_many(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// What it costs that the pool outlives its process: a ledger's record written and taken out.
+/// The cost of a pool that outlives its process: writing and clearing a record of the ledger.
 fn ledger(criterion: &mut Criterion) {
     let keys = keys(BATCH as u64);
     let bytes = [7; 64];

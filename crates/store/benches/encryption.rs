@@ -1,4 +1,4 @@
-//! What encryption costs: blocks through an encrypted stage over one that only holds memory.
+//! The cost of encryption: blocks through an encrypted stage over a stage in memory.
 
 use std::collections::HashMap;
 use std::fs;
@@ -16,7 +16,7 @@ use cascade_store::stage::{
 use cascade_store::{EncryptionConfig, StoreConfig};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 
-/// Keeps the last record that it was given: costs nothing itself.
+/// Keeps only the last record, so that its own cost is negligible.
 #[derive(Debug, Default)]
 struct Last(Mutex<HashMap<u64, Slab>>);
 

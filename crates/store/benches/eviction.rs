@@ -1,4 +1,4 @@
-//! What eviction costs at a million resident blocks: a victim, and a request with what it brings.
+//! The cost of eviction at a million resident blocks: one victim, and one request with its puts.
 
 use std::hint::black_box;
 use std::time::Duration;
@@ -12,10 +12,10 @@ use criterion::{BatchSize, Criterion, criterion_group, criterion_main};
 
 const RESIDENT: usize = 1_000_000;
 const CHAIN: u32 = 20;
-/// Numbers that owners have: far more than fit, so that one is free when it comes round.
+/// Range of the owners' numbers. Far more than fit, so that a number is free when it is reused.
 const OWNERS: u32 = 16_000_000;
 
-/// A full tier under a load of conversations, a third of which come back for another turn.
+/// A full tier under a load of conversations. A third of them have another turn.
 struct Load {
     eviction: Eviction,
     /// By block, wrapping round: owners are reused long after their block has gone.

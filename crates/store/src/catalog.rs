@@ -27,7 +27,7 @@ pub(crate) const LOWER_STAGES_MAX: usize = 2;
 /// stored once per this many keys.
 const KEYS_PER_CONTENT_MAX: u32 = 1024;
 
-/// Stands for "no entry" where an index is stored.
+/// The index of no entry.
 const NONE: u32 = u32::MAX;
 const NO_ADDRESS: u64 = u64::MAX;
 
@@ -466,21 +466,18 @@ impl Catalog {
         KeyIndex(self.content(content).first_key)
     }
 
-    /// The next key that names the same content, in no particular order.
-    pub(crate) fn next_key_of(&self, key: KeyIndex) -> Option<KeyIndex> {
-        let next = self.entry(key).next_of_content;
-        (next != NONE).then_some(KeyIndex(next))
+    /// The keys that name a content, in no particular order.
+    pub(crate) fn each_key_of(&self, content: ContentIndex) -> impl Iterator<Item = KeyIndex> + '_ {
+        let next_of = |key: &KeyIndex| {
+            let next = self.entry(*key).next_of_content;
+            (next != NONE).then_some(KeyIndex(next))
+        };
+        std::iter::successors(Some(self.first_key_of(content)), next_of)
     }
 
-    /// The keys that name a content.
+    /// As `each_key_of`, for a caller that changes the catalog meanwhile.
     pub(crate) fn keys_of(&self, content: ContentIndex) -> Vec<KeyIndex> {
-        let mut at = self.content(content).first_key;
-        let mut keys = Vec::new();
-        while at != NONE {
-            keys.push(KeyIndex(at));
-            at = self.keys.get(at).next_of_content;
-        }
-        keys
+        self.each_key_of(content).collect()
     }
 
     /// The keys at these indices, skipping free ones.

@@ -76,7 +76,7 @@ pub struct Changes {
     /// The cursor for the next call.
     pub next: ChangeCursor,
     /// Whether the changes since the cursor are no longer in the log, or the cursor is of another
-    /// run. The changes start anew: empty the set before applying them.
+    /// run. The changes start with all keys again: empty the set before applying them.
     pub is_lost: bool,
     /// Whether the set is exact after these changes: the blocks that the store had at one time
     /// during this call. Otherwise call again at once.
@@ -334,7 +334,7 @@ impl StoreState {
         self.catalog.report(Change::Cleared);
     }
 
-    /// Makes all followers start anew, after too many changes for single entries.
+    /// Makes all followers start again, after too many changes for single entries.
     pub(crate) fn invalidate_change_cursors(&mut self) {
         if let Some(log) = self.catalog.changes_mut() {
             log.invalidate_cursors();
@@ -347,8 +347,8 @@ impl StoreState {
         self.open_read_circuits == 0 || !self.is_unreadable(self.catalog.content(content))
     }
 
-    /// Logs the keys of a content whose readability changed, because a tier gained or lost the
-    /// content while a read circuit is open.
+    /// Logs the keys of a content if its readability changed: a tier gained or lost the content
+    /// while a read circuit is open.
     pub(crate) fn note_readability(&mut self, content: ContentIndex, was_readable: bool) {
         let is_readable = self.is_readable(content);
         if is_readable == was_readable {

@@ -145,7 +145,7 @@ impl StoreCore {
         *bits = *bits & !(1 << stage) | u8::from(is_open) << stage;
         match (direction, is_open) {
             // All blocks that only this stage has become unreadable or readable at once, too many
-            // for single entries in the change log: followers start anew.
+            // for single entries in the change log: followers start again.
             (Direction::Reads, _) => state.invalidate_change_cursors(),
             (Direction::Writes, true) => mover::fail_queue(state, stage, &StageError::CircuitOpen),
             (Direction::Writes, false) => {
@@ -202,7 +202,7 @@ impl StoreState {
         is_below && holders.all(|stage| self.is_read_circuit_open(stage))
     }
 
-    /// The longest queue of key changes among the stages whose write circuit is closed.
+    /// The longest queue of key changes among the stages with a closed write circuit.
     pub(crate) fn key_changes_waiting(&self) -> usize {
         // Puts must not wait for a stage with an open circuit: its queue shrinks only when the
         // circuit closes.

@@ -89,19 +89,21 @@ pub fn all(open: &mut dyn FnMut() -> Subject) {
     every_outcome_is_counted_once(&subject);
 }
 
-fn key(n: u64) -> BlockKey {
+/// Key number `n`.
+pub fn key(n: u64) -> BlockKey {
     let mut bytes = [0x5A; 32];
     bytes[..8].copy_from_slice(&n.wrapping_mul(0x9E37_79B9_7F4A_7C15).to_le_bytes());
     bytes[8..16].copy_from_slice(&n.to_le_bytes());
     BlockKey::from_bytes(bytes)
 }
 
-fn keys(range: std::ops::Range<u64>) -> Vec<BlockKey> {
+/// The keys with these numbers.
+pub fn keys(range: std::ops::Range<u64>) -> Vec<BlockKey> {
     range.map(key).collect()
 }
 
 /// The bytes of a block, a function of its key.
-fn bytes_of(key: &BlockKey, length: usize) -> Vec<u8> {
+pub fn bytes_of(key: &BlockKey, length: usize) -> Vec<u8> {
     let mut state = key.fingerprint() | 1;
     let mut bytes = Vec::with_capacity(length + 8);
     while bytes.len() < length {

@@ -162,7 +162,7 @@ impl StoreCore {
         }
     }
 
-    /// Waits for calls to stages whose callers have timed out: a late store call still writes.
+    /// Waits for calls that outlast their deadlines: a late call to store blocks still writes.
     /// Waits for at most half of the remaining time, so that a call that hangs forever leaves time
     /// for the other steps.
     fn wait_for_stuck_calls(&self, erased: &mut EraseReport, call: CallContext) {

@@ -58,10 +58,10 @@ pub enum EvictionChoice {
     Decline,
 }
 
-/// Most leaves whose ancestors are considered when no leaf is usable.
+/// Maximum number of leaves from which ancestors are searched when no leaf is usable.
 const USED_LEAVES_MAX: usize = 16;
 
-/// Most ancestors that one search visits: it runs under the store's lock.
+/// Maximum number of ancestors that one search visits: it runs under the store's lock.
 const ANCESTORS_MAX: usize = 4096;
 
 /// Whether a block may be evicted: it is a leaf, and neither pinned nor in use.
@@ -239,10 +239,12 @@ impl Eviction {
         self.advance(now);
         self.stats.requests += 1;
         // Recency is updated from the leaf to the root, so that the root is the newest and is
-        // evicted last. The partial tail takes part in neither: it will not be inserted.
-        let (chain, leading) = self.leading(chain);
+        // evicted last. The partial tail is left out of both, because it is not inserted.
         let is_cut = partial_tail && !self.limits.admit_partial;
         let full = chain.len() - usize::from(is_cut && !chain.is_empty());
+        let (chain, leading) = self.leading(chain);
+        // A contradiction may have cut the chain before its partial tail.
+        let full = full.min(chain.len());
         for requested in chain[..leading].iter().rev() {
             let slot = requested.resident.filter(|slot| self.blocks.is_protected(*slot));
             slot.inspect(|slot| self.protected.move_to_newest(&mut self.blocks, *slot));
@@ -308,8 +310,9 @@ impl Eviction {
         }
     }
 
-    /// The first eviction candidate among the leaves for whose owner `usable` returns true: neither
-    /// pinned nor waiting for write-back. It stays until it is removed.
+    /// The first leaf in the order of eviction with an owner that `usable` accepts. The store
+    /// accepts blocks that are neither pinned nor waiting for write-back. The victim stays until
+    /// it is removed.
     pub fn victim(&mut self, now: Duration, usable: &mut dyn FnMut(u32) -> bool) -> Option<Slot> {
         self.advance(now);
         self.choose(None, usable)
@@ -333,10 +336,10 @@ impl Eviction {
         victim.map_or(EvictionChoice::Decline, EvictionChoice::Evict)
     }
 
-    /// The victim when no leaf is usable, as the last search found: the nearest usable ancestor of
-    /// such a leaf. Without it, a lease on the last block of a chain keeps the whole chain in the
-    /// tier. Ancestors of an incoming block are spared where it is put, because it would be
-    /// unreachable without them; protected blocks always are.
+    /// The victim when the last search found no usable leaf: the nearest usable ancestor of an
+    /// unusable leaf. Otherwise a lease on the last block of a chain would keep the whole chain in
+    /// the tier. Never a protected block, and never an ancestor of the incoming block: no lookup
+    /// would reach the incoming block without it.
     pub fn victim_above_used_leaf(
         &self,
         incoming: Option<&Incoming>,
@@ -349,7 +352,7 @@ impl Eviction {
             let mut at = *leaf;
             while let Some(slot) = self.blocks.next_ancestor(at) {
                 steps += 1;
-                // All further ancestors precede that block, too, which is unreachable without them.
+                // All further ancestors are ancestors of this block, too.
                 if Some(slot) == spared || self.blocks.is_protected(slot) {
                     break;
                 }

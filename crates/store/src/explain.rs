@@ -2,6 +2,7 @@
 
 use cascade_block::{BlockKey, ManifestDifference, Namespace, NamespaceId};
 
+use crate::call_context::KEYS_PER_LOCK;
 use crate::catalog::KeyIndex;
 use crate::history::Loss;
 use crate::state::StoreState;
@@ -110,15 +111,14 @@ impl Store {
     ) -> Result<Explanation, StoreError> {
         let core = self.core();
         let now_unix_ms = core.clock.unix_ms();
-        let state = core.lock();
-        let blocks: Vec<_> = keys
-            .iter()
-            .map(|key| BlockExplanation {
+        let mut blocks = Vec::with_capacity(keys.len());
+        for keys in keys.chunks(KEYS_PER_LOCK) {
+            let state = core.lock();
+            blocks.extend(keys.iter().map(|key| BlockExplanation {
                 key: *key,
                 state: core.explain_block(&state, key, now_unix_ms),
-            })
-            .collect();
-        drop(state);
+            }));
+        }
         let is_here = |block: &&BlockExplanation| match &block.state {
             BlockState::Present(here) => !here.tiers.is_empty(),
             BlockState::Absent { .. } | BlockState::Unknown => false,

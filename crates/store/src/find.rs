@@ -1,17 +1,16 @@
 //! Search for keys by their first digits, as pages and logs show them.
 
-use cascade_block::{BlockKey, Deadline};
+use cascade_block::BlockKey;
 
 use crate::{CallOptions, Store, StoreError};
 
 /// Catalog entries scanned while the lock is held once.
 const PIECE_KEYS: u32 = 2048;
-/// Hot prefixes to search: all that are tracked.
-const HOT_PREFIXES: usize = 192;
 
 impl Store {
-    /// Returns up to `most` keys that begin with these bytes, in the order of the keys. Also finds
-    /// keys of hot prefixes whose blocks are no longer in the store.
+    /// Returns up to `most` of the keys for which `is_match` is true, in the order of the keys. If
+    /// more keys match, it is not specified which of them are returned. Also finds keys of hot
+    /// prefixes whose blocks are no longer in the store.
     ///
     /// Scans every key, and releases the lock after every 2,048, so that other calls can proceed.
     ///
@@ -19,16 +18,14 @@ impl Store {
     /// [`StoreError::Timeout`] if the deadline passes before the scan is complete.
     pub fn find_keys(
         &self,
-        beginning: &[u8],
+        is_match: impl Fn(&BlockKey) -> bool,
         most: usize,
         options: CallOptions,
     ) -> Result<Vec<BlockKey>, StoreError> {
         let core = self.core();
-        let timeout = options.timeout.unwrap_or(core.config.timeout);
-        let deadline = Deadline::after(core.clock.as_ref(), timeout);
-        let is_match = |key: &BlockKey| key.as_bytes().starts_with(beginning);
-        let hot = self.hot_prefixes(HOT_PREFIXES).into_iter().map(|prefix| prefix.key);
-        let mut found: Vec<BlockKey> = hot.filter(is_match).collect();
+        let call = core.call(options);
+        let mut found = core.insight().hot_keys();
+        found.retain(&is_match);
         let mut from = 0;
         loop {
             let state = core.lock();
@@ -37,7 +34,7 @@ impl Store {
             // scan finds every key that is in the store throughout.
             let to = from + PIECE_KEYS.min(end.saturating_sub(from));
             let keys = state.catalog.keys_at(from..to).map(|key| state.catalog.entry(key).key);
-            found.extend(keys.filter(is_match));
+            found.extend(keys.filter(&is_match));
             drop(state);
             // A key can be in the catalog and the last of a hot prefix.
             found.sort_unstable();
@@ -46,9 +43,8 @@ impl Store {
             if to >= end || found.len() == most {
                 return Ok(found);
             }
-            if deadline.remaining(core.clock.as_ref()).is_zero() {
-                let timeout_ms = u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX);
-                return Err(StoreError::Timeout { operation: "scan all keys", timeout_ms });
+            if call.deadline.has_passed(core.clock.as_ref()) {
+                return Err(call.timeout_error("scan all keys"));
             }
             from = to;
         }

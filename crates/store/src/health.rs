@@ -111,7 +111,7 @@ pub struct StageHealth {
     pub opened_count: u64,
     /// The last error, if there was one.
     pub last_error: Option<String>,
-    /// Calls in flight whose callers have timed out.
+    /// Calls in flight after their deadline.
     pub stuck_calls: u64,
     /// The circuit for reads. While it is open, reads treat the stage as empty.
     pub reads: CircuitHealth,

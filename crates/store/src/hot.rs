@@ -87,6 +87,11 @@ impl HotPrefixes {
         all
     }
 
+    /// The last blocks of all prefixes with hits.
+    pub(crate) fn keys(&self) -> Vec<BlockKey> {
+        self.watched.iter().filter(|one| one.hits() > 0).map(|one| one.key).collect()
+    }
+
     /// Memory of the watched prefixes.
     pub(crate) fn memory_bytes(&self) -> usize {
         let places = self.places.capacity() * (size_of::<(u64, usize)>() + 1);

@@ -9,13 +9,13 @@ use std::sync::{MutexGuard, PoisonError};
 use cascade_block::{BlockKey, FingerprintSeed, Manifest, Namespace, NamespaceId};
 
 use crate::catalog::KeyIndex;
-use crate::hot::HotPrefixes;
+use crate::hot::{HotPrefixes, WatchedPrefix};
 use crate::shadow::{ChainLookup, ShadowFigure, Shadows};
 use crate::state::StoreState;
 use crate::store_core::StoreCore;
 use crate::{Store, StoreConfig, TierName};
 
-/// Most namespaces whose manifests are kept in memory; stages keep the others.
+/// Maximum number of manifests that are kept in memory; stages keep the others.
 const NAMESPACES_MAX: usize = 1024;
 
 /// A prefix that many requests share.
@@ -87,6 +87,11 @@ impl Insight {
         self.registered.iter().map(|(id, manifest)| (*id, manifest.clone()))
     }
 
+    /// The last blocks of all hot prefixes.
+    pub(crate) fn hot_keys(&self) -> Vec<BlockKey> {
+        self.hot.keys()
+    }
+
     /// The results of the shadows, and the memory of all statistics.
     pub(crate) fn figures(&self) -> (Vec<ShadowFigure>, usize) {
         let bytes = self.shadows.memory_bytes() + self.hot.memory_bytes();
@@ -102,12 +107,12 @@ impl Store {
         let core = self.core();
         // The guard ends with this statement: the two locks are never held together.
         let watched = core.insight().hot.top(count);
-        let state = core.lock();
-        let describe = |watched: crate::hot::WatchedPrefix| HotPrefix {
+        let describe = |watched: WatchedPrefix| HotPrefix {
             key: watched.key,
             depth_blocks: watched.depth,
             hits: watched.hits(),
-            tiers: core.tiers_of_chain(&state, &watched.key, watched.depth),
+            // One hold of the lock for each prefix: its walk is as long as the chain.
+            tiers: core.tiers_of_chain(&core.lock(), &watched.key, watched.depth),
         };
         watched.into_iter().map(describe).collect()
     }

@@ -98,8 +98,8 @@ pub enum HeldKind {
 
 /// Beside the kinds of `HeldKind`: the kernel reads into the piece for this process.
 const LOAD: u32 = 3;
-/// A `LOAD` of the previous run. It cannot be known when the kernel is done, so the piece stays out
-/// of use for this whole run.
+/// A `LOAD` of the previous run. The end of its I/O is unknown, so the piece is not used in this
+/// whole run.
 const EARLIER_LOAD: u32 = 4;
 
 /// A piece of the pool that another process holds.
@@ -274,7 +274,7 @@ impl Ledger {
         self.set_place(key, recovered.place);
     }
 
-    /// Clears a recovered record that is not used, such as an expired block's.
+    /// Clears a recovered record that is not used, for example of an expired block.
     pub(crate) fn discard(&mut self, recovered: &Recovered) {
         self.table.clear_block(recovered.place);
         self.free.push(recovered.place);
@@ -391,15 +391,16 @@ impl Holders {
         process: Process,
         ids: &mut Vec<HeldId>,
     ) -> Result<(), StoreError> {
+        // A batch of misses holds nothing, so it succeeds at the limit, too. In `of_process` it
+        // would leave an entry of zero, which `count_down` never removes.
+        if pieces.is_empty() {
+            return Ok(());
+        }
         let mut state = self.lock();
         let has = state.of_process.get(&process).map_or(0, |count| *count);
         let most = state.most_of(process);
         if has + pieces.len() > most {
             return Err(StoreError::Limit { limit: HELD_PLACES, most: most as u64 });
-        }
-        // `count_down` would never remove an entry of zero.
-        if pieces.is_empty() {
-            return Ok(());
         }
         *state.of_process.entry(process).or_default() += pieces.len();
         // Cannot underflow: within `most`, at least as many places stay free as the process has.

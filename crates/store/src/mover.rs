@@ -101,6 +101,8 @@ pub(crate) fn fail_queue(state: &mut StoreState, stage: usize, why: &StageError)
 pub(crate) fn run_prefetch(core: &StoreCore, hints: &Mutex<Receiver<Vec<BlockKey>>>) {
     let mut rate_limiter = RateLimiter::new(core);
     loop {
+        // An idle thread waits for a hint with the lock held, the others wait for the lock: only
+        // these threads take it. Closing the store drops the sender, which ends every wait.
         let hint = hints.lock().unwrap_or_else(PoisonError::into_inner).recv();
         let Ok(keys) = hint else { return };
         core.prefetch_now(&keys, &mut |bytes| rate_limiter.wait_for(core, bytes));

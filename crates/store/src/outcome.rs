@@ -1,4 +1,4 @@
-//! Results of store calls: one outcome for each block, and errors by what the caller can do.
+//! Results of store calls: one outcome for each block, and errors with what the caller can do.
 
 use std::sync::Arc;
 

@@ -74,7 +74,8 @@ impl Store {
 
     /// Views of blocks for a comparison. Does not count as an access, and promotes nothing.
     pub fn peek(&self, keys: &[BlockKey], options: CallOptions) -> Vec<ViewOutcome> {
-        self.core().peek(keys, options)
+        let core = self.core();
+        core.read_to_compare(keys, core.call(options))
     }
 
     /// Whether [`Store::view`] of these blocks can be served without reading a lower tier.
@@ -268,11 +269,6 @@ impl StoreCore {
             || !self.pipeline.has_dram
             || self.config.digest != DigestMode::Off;
         !waits_for_tiers && self.can_read_without_waiting(keys)
-    }
-
-    /// Views for a comparison: not counted, and nothing is promoted.
-    pub(crate) fn peek(&self, keys: &[BlockKey], options: CallOptions) -> Vec<ViewOutcome> {
-        self.read_to_compare(keys, self.call(options))
     }
 }
 

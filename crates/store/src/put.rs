@@ -115,8 +115,8 @@ impl StoreCore {
         })
     }
 
-    /// Puts blocks. `put_undecided` decides the blocks of the given indices; it leaves those whose
-    /// key is present without an outcome, for the comparison of bytes that follows.
+    /// Puts blocks. `put_undecided` decides the blocks with the given indices. A block with a
+    /// present key gets no outcome there: its bytes are compared afterwards.
     fn put_all(
         &self,
         batch: &[Put<'_>],
@@ -264,8 +264,8 @@ impl StoreCore {
     ) -> (MutexGuard<'a, StoreState>, Result<SlabMut, AllocationFailure>) {
         let PutCandidate { put, bytes, ancestor } = candidate;
         if !self.stages.is_empty() {
-            // Ends the round instead of waiting: the slabs that this call holds may be what others
-            // wait for. Publishing them releases them.
+            // Ends the round instead of waiting: other calls may wait for the slabs that this call
+            // holds. Publishing them releases them.
             if holds_some && self.is_backlogged(&state) {
                 return (state, Err(AllocationFailure::TimedOut));
             }

@@ -56,7 +56,7 @@ impl StoreCore {
         self.check_put_by_length(state, put, put.bytes.len(), digest, now)
     }
 
-    /// As `check_put`, for a block whose bytes may not be at hand yet.
+    /// As `check_put`, also before the bytes of the block are available.
     pub(crate) fn check_put_by_length(
         &self,
         state: &mut StoreState,
@@ -79,8 +79,8 @@ impl StoreCore {
                 .any(|stage| content.address(stage).is_some() && keeps_bytes(stage));
             let is_same = digest.is_some() && digest.as_ref() == state.catalog.digest_of(index);
             // Different digests may come from two algorithms, the catalog's from an earlier run:
-            // only the bytes decide. Where a stage keeps only names, the name is all there is to
-            // compare.
+            // only the bytes decide. If only stages without bytes have the block, there is nothing
+            // to compare.
             return if is_same || (content.slab.is_none() && !has_bytes) {
                 PutCheck::Settled(PutOutcome::Present)
             } else {
@@ -102,7 +102,7 @@ impl StoreCore {
         }
     }
 
-    /// A put of a key whose bytes are only in stages with an open circuit, so they cannot be
+    /// A put of a present key. Its bytes are only in stages with an open circuit, so they cannot be
     /// compared. Bytes with an equal digest are stored in DRAM again. Others are refused: if the
     /// process ended before a stage forgot the old bytes, they would be served under this key after
     /// a restart.
@@ -116,7 +116,7 @@ impl StoreCore {
         let known = state.catalog.digest_of(index);
         let is_same = match digest {
             Some(digest) => known == Some(&digest),
-            // Its bytes are not at hand yet: they are compared once they are.
+            // The bytes are not available yet; they are compared later.
             None => known.is_some() && self.config.digest != DigestMode::Off,
         };
         if is_same {

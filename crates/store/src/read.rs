@@ -74,7 +74,7 @@ impl FetchSource {
     }
 }
 
-/// What remains to do after one lookup in the catalog.
+/// The blocks without an outcome after one lookup in the catalog.
 #[derive(Default)]
 struct ReadPlan {
     fetches: Vec<Fetch>,

@@ -1,5 +1,7 @@
-//! Counters of get and view.
+//! Counters of get and view: blocks requested, hits and misses.
 
+use crate::catalog::KeyIndex;
+use crate::state::StoreState;
 use crate::store_core::StoreCore;
 use crate::{GetOutcome, ViewOutcome};
 
@@ -22,6 +24,46 @@ impl StoreCore {
                 ReadResult::Failed => state.counters.get_failures += 1,
             }
         }
+    }
+}
+
+impl StoreState {
+    /// Counts the blocks of a read that no lookup has counted as requested.
+    ///
+    /// - A block that a lookup matched was counted by the lookup: this read is its load.
+    /// - Another block in the store counts as requested and matched.
+    /// - A block that is not in the store counts as requested, unless the batch has a block that a
+    ///   lookup matched: then the whole batch is the load of a lookup, which has counted it.
+    pub(crate) fn count_direct_requests(
+        &mut self,
+        found: &[Option<KeyIndex>],
+        now_unix_ms: u64,
+        memory_tier: usize,
+    ) {
+        let (mut direct, mut absent, mut is_load) = (0, 0, false);
+        for found in found {
+            let entry = found.map(|key| self.catalog.entry(key));
+            let Some(entry) = entry.filter(|entry| !entry.has_expired(now_unix_ms)) else {
+                absent += 1;
+                continue;
+            };
+            if entry.was_matched() {
+                is_load = true;
+                continue;
+            }
+            let content = self.catalog.content(entry.content);
+            let lower =
+                content.fastest_lower_except(self.open_read_circuits).map(|(stage, _)| 1 + stage);
+            match if content.slab.is_some() { Some(memory_tier) } else { lower } {
+                Some(tier) => {
+                    direct += 1;
+                    self.tier_matches[tier] += 1;
+                }
+                None => absent += 1,
+            }
+        }
+        self.counters.direct_matched += direct;
+        self.counters.direct_requested += direct + if is_load { 0 } else { absent };
     }
 }
 

@@ -36,7 +36,7 @@ pub struct ScrubReport {
     pub blocks: u64,
     /// Bytes of these blocks.
     pub bytes: u64,
-    /// Blocks whose bytes had changed, which were dropped from DRAM.
+    /// Blocks with changed bytes; they were dropped from DRAM.
     pub damaged: u64,
     /// Whether the pass covered all blocks before the deadline.
     pub is_complete: bool,
@@ -139,8 +139,8 @@ impl StoreCore {
     }
 }
 
-/// The contents in DRAM whose first key is among the next entries; each content has one first key,
-/// so that a pass picks it once.
+/// The contents in DRAM with their first key among the next entries. Each content has one first
+/// key, so that a pass picks it once.
 fn contents_to_check(catalog: &Catalog, from: u32) -> (Vec<CheckedContent>, Option<u32>) {
     let end = catalog.key_indices_end();
     let mut to = from.saturating_add(STEP_KEYS).min(end);
@@ -176,10 +176,8 @@ fn settle(state: &mut StoreState, one: &CheckedContent) -> bool {
     // Each key has a record of its own. After a restart the block is compared with this checksum
     // before it is served.
     if let (Some(ledger), Some(sum)) = (&state.ledger, one.slab.checksum()) {
-        let mut next = Some(state.catalog.first_key_of(one.place.0));
-        while let Some(key) = next {
+        for key in state.catalog.each_key_of(one.place.0) {
             ledger.note_sum(key, sum);
-            next = state.catalog.next_key_of(key);
         }
     }
     false

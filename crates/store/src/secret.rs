@@ -5,6 +5,7 @@ use std::io::Read as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
+use rustix::fs::{Mode, OFlags};
 use thiserror::Error;
 
 /// Why a secret file was refused.
@@ -61,7 +62,10 @@ pub fn read_secret(
     let forbidden = if readers == SecretReaders::Owner { 0o077 } else { 0o037 };
     let failed = |source| SecretError::Read { path: path.to_owned(), source };
     let content = |reason: String| SecretError::Content { path: path.to_owned(), reason };
-    let file = File::open(path).map_err(failed)?;
+    // Without `NONBLOCK`, opening a named pipe would wait for its other end without a deadline.
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
+    let file = rustix::fs::open(path, flags, Mode::empty());
+    let file = File::from(file.map_err(|error| failed(error.into()))?);
     let metadata = file.metadata().map_err(failed)?;
     if !metadata.is_file() {
         return Err(content("not a regular file".to_owned()));
@@ -76,4 +80,19 @@ pub fn read_secret(
         return Err(content(format!("the file is longer than {bytes_max} bytes")));
     }
     Ok(secret)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A key file that was a named pipe made the start wait for ever.
+    #[test]
+    fn a_named_pipe_is_refused_without_waiting() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("key");
+        rustix::fs::mkfifoat(rustix::fs::CWD, &path, Mode::RUSR | Mode::WUSR).unwrap();
+        let error = read_secret(&path, 100, SecretReaders::Owner).unwrap_err();
+        assert!(error.to_string().contains("not a regular file"), "{error}");
+    }
 }

@@ -224,7 +224,7 @@ impl Shadows {
     /// A chain was looked up.
     pub(crate) fn request(&mut self, lookup: &ChainLookup<'_>) {
         self.start(lookup.block_bytes);
-        // The file tier first: what it serves depends on what DRAM held before this request.
+        // The file tier first: its hits depend on the content of DRAM before this request.
         self.request_files(lookup);
         self.request_dram(lookup);
     }
@@ -259,8 +259,8 @@ impl Shadows {
             let here = if cache.promotes_hits() { lookup.matched } else { lookup.in_dram };
             for at in leading..self.chain.len() {
                 let parent = at.checked_sub(1).map(|before| self.chain[before]);
-                // The store does not put again what it has, so that is inserted now. The rest is
-                // inserted with its put.
+                // A block that the store has is not put again, so it is inserted now. Other blocks
+                // are inserted when they are put.
                 if self.places[at] < here {
                     cache.insert(
                         lookup.at,
@@ -308,7 +308,7 @@ impl Shadows {
                 }
                 *missed = (self.chain.len() - leading) as u64 * sample.weight();
                 for at in leading..self.chain.len() {
-                    // As for DRAM: no put brings what the store has.
+                    // As for DRAM: a block that the store has is not put again.
                     if self.places[at] < lookup.matched {
                         let bytes = in_pages(lookup.block_bytes);
                         queue.insert(self.chain[at], bytes, false, &is_in_dram);
@@ -426,8 +426,8 @@ impl Shadows {
         }
         let least = self.dram.as_ref().map(|tier| tier.sample);
         let Some(tier) = &mut self.files else { return };
-        // Samples compare by their shift, so a lesser one is larger. The file tier's stays within
-        // DRAM's, whose model it asks.
+        // Samples compare by their shift: the smaller one has more blocks. The sample of the file
+        // tier stays a subset of DRAM's, because its model uses the DRAM model.
         if tier.models[0].len() > most || least.is_some_and(|least| tier.sample < least) {
             tier.sample = tier.sample.halved();
             tier.models.iter_mut().for_each(|queue| queue.thin(tier.sample));

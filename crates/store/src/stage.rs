@@ -74,7 +74,7 @@ pub enum LoadOutcome {
     Failed(StageError),
 }
 
-/// An error of a stage, by what the store does about it.
+/// An error of a stage. The variants differ in how the store reacts.
 #[derive(Debug, Clone, Error)]
 #[non_exhaustive]
 pub enum StageError {

@@ -112,7 +112,7 @@ pub(crate) struct StoreState {
     pub(crate) dram_bytes: u64,
     /// Slabs of puts and loads in flight.
     pub(crate) slabs_in_flight: u64,
-    /// Blocks whose checksums are being compared.
+    /// Blocks in the current step of the scrubber.
     pub(crate) blocks_in_scrub: u64,
     /// The latest time of a request that has one. The policy uses these instead of the clock.
     pub(crate) policy_time: Option<Duration>,
@@ -306,8 +306,8 @@ impl StoreState {
         self.note_readability(content, was_readable);
     }
 
-    /// Removes a content from DRAM whose bytes changed since the put. Copies in lower tiers stay;
-    /// their checksums are compared when they are read.
+    /// Removes a content from DRAM because its bytes changed since the put. Copies in lower tiers
+    /// stay; their checksums are compared when they are read.
     pub(crate) fn drop_damaged(&mut self, index: ContentIndex) {
         self.counters.damaged_blocks += 1;
         for key in self.catalog.keys_of(index) {
@@ -333,12 +333,10 @@ impl StoreState {
             self.dram_bytes += u64::from(content.bytes);
         }
         self.note_readability(index, was_readable);
-        if self.ledger.is_some() {
-            let mut next = Some(self.catalog.first_key_of(index));
-            while let Some(key) = next {
+        if let Some(ledger) = &mut self.ledger {
+            for key in self.catalog.each_key_of(index) {
                 let is_its = |facts: &&BlockFacts| facts.key == self.catalog.entry(key).key;
-                self.record(key, facts.filter(is_its));
-                next = self.catalog.next_key_of(key);
+                record_key(ledger, &self.catalog, key, facts.filter(is_its));
             }
         }
     }
@@ -346,33 +344,17 @@ impl StoreState {
     /// Records a key in the ledger if its content is in DRAM. `facts` describe its put if it is
     /// being put now; otherwise the record is made from the catalog.
     pub(crate) fn record(&mut self, key: KeyIndex, facts: Option<&BlockFacts>) {
-        let Some(ledger) = &mut self.ledger else { return };
-        let entry = self.catalog.entry(key);
-        let content = self.catalog.content(entry.content);
-        let Some(slab) = &content.slab else { return };
-        let known = || BlockFacts {
-            key: entry.key,
-            digest: None,
-            parent: self.catalog.parent_of(key).map(|parent| self.catalog.entry(parent).key),
-            namespace: unknown_namespace(),
-            bytes: content.bytes,
-            is_prefix: entry.is_prefix(),
-            expires_unix_ms: (entry.expires_unix_ms != 0).then_some(entry.expires_unix_ms),
-        };
-        let digest = self.catalog.digest_of(entry.content).copied();
-        let record = BlockFacts { digest, ..facts.copied().unwrap_or_else(known) };
-        let addresses = std::array::from_fn(|stage| content.address(stage));
-        ledger.record(key, &record, facts.is_some(), slab, addresses);
+        if let Some(ledger) = &mut self.ledger {
+            record_key(ledger, &self.catalog, key, facts);
+        }
     }
 
     /// Clears the ledger records of a content. Must come before its slab is dropped: the memory may
     /// then belong to another content, and a record must not describe it.
     fn clear_records(&mut self, content: ContentIndex) {
         let Some(ledger) = &mut self.ledger else { return };
-        let mut next = Some(self.catalog.first_key_of(content));
-        while let Some(key) = next {
+        for key in self.catalog.each_key_of(content) {
             ledger.clear(key);
-            next = self.catalog.next_key_of(key);
         }
     }
 
@@ -380,10 +362,8 @@ impl StoreState {
     pub(crate) fn set_address(&mut self, index: ContentIndex, stage: usize, address: Address) {
         self.catalog.set_address(index, stage, Some(address));
         if let Some(ledger) = &self.ledger {
-            let mut next = Some(self.catalog.first_key_of(index));
-            while let Some(key) = next {
+            for key in self.catalog.each_key_of(index) {
                 ledger.note_stored(key, stage, address);
-                next = self.catalog.next_key_of(key);
             }
         }
     }
@@ -494,44 +474,6 @@ impl StoreState {
         self.block_tickets[stage].pushed += 1;
     }
 
-    /// Counts the blocks of a read that no lookup has counted as requested.
-    ///
-    /// - A block that a lookup matched was counted by the lookup: this read is its load.
-    /// - Another block in the store counts as requested and matched.
-    /// - A block that is not in the store counts as requested, unless the batch has a block that a
-    ///   lookup matched: then the whole batch is the load of a lookup, which has counted it.
-    pub(crate) fn count_direct_requests(
-        &mut self,
-        found: &[Option<KeyIndex>],
-        now_unix_ms: u64,
-        memory_tier: usize,
-    ) {
-        let (mut direct, mut absent, mut is_load) = (0, 0, false);
-        for found in found {
-            let entry = found.map(|key| self.catalog.entry(key));
-            let Some(entry) = entry.filter(|entry| !entry.has_expired(now_unix_ms)) else {
-                absent += 1;
-                continue;
-            };
-            if entry.was_matched() {
-                is_load = true;
-                continue;
-            }
-            let content = self.catalog.content(entry.content);
-            let lower =
-                content.fastest_lower_except(self.open_read_circuits).map(|(stage, _)| 1 + stage);
-            match if content.slab.is_some() { Some(memory_tier) } else { lower } {
-                Some(tier) => {
-                    direct += 1;
-                    self.tier_matches[tier] += 1;
-                }
-                None => absent += 1,
-            }
-        }
-        self.counters.direct_matched += direct;
-        self.counters.direct_requested += direct + if is_load { 0 } else { absent };
-    }
-
     /// Counts the outcome of one block's put, and records the reason if it was not stored.
     pub(crate) fn count_put(&mut self, key: &BlockKey, outcome: &PutOutcome) {
         self.counters.count_put(outcome);
@@ -586,6 +528,26 @@ impl StoreState {
     pub(crate) fn pending_total(&self) -> u64 {
         self.pending_bytes.iter().sum()
     }
+}
+
+/// See [`StoreState::record`].
+fn record_key(ledger: &mut Ledger, catalog: &Catalog, key: KeyIndex, facts: Option<&BlockFacts>) {
+    let entry = catalog.entry(key);
+    let content = catalog.content(entry.content);
+    let Some(slab) = &content.slab else { return };
+    let known = || BlockFacts {
+        key: entry.key,
+        digest: None,
+        parent: catalog.parent_of(key).map(|parent| catalog.entry(parent).key),
+        namespace: unknown_namespace(),
+        bytes: content.bytes,
+        is_prefix: entry.is_prefix(),
+        expires_unix_ms: (entry.expires_unix_ms != 0).then_some(entry.expires_unix_ms),
+    };
+    let digest = catalog.digest_of(entry.content).copied();
+    let record = BlockFacts { digest, ..facts.copied().unwrap_or_else(known) };
+    let addresses = std::array::from_fn(|stage| content.address(stage));
+    ledger.record(key, &record, facts.is_some(), slab, addresses);
 }
 
 /// Whether a block may be evicted from DRAM: not pinned, not prefetched and unused, no reader holds

@@ -20,7 +20,7 @@ pub struct StoreCounters {
     pub blocks_matched: u64,
     /// Blocks requested by get or view without a preceding lookup.
     pub direct_requested: u64,
-    /// Blocks of `direct_requested` that were in a tier whose read circuit is closed.
+    /// Blocks of `direct_requested` that were in a tier with a closed read circuit.
     pub direct_matched: u64,
     /// Blocks requested by get and view.
     pub gets: u64,
@@ -38,9 +38,9 @@ pub struct StoreCounters {
     pub puts: u64,
     /// Puts that stored the block.
     pub stored: u64,
-    /// Puts whose bytes were already present under another key.
+    /// Puts of bytes that were already present under another key.
     pub deduplicated: u64,
-    /// Puts whose key was already present with the same bytes.
+    /// Puts of a key that was already present with the same bytes.
     pub present: u64,
     /// Puts that were refused because the key is present with other bytes.
     pub conflicts: u64,
@@ -141,7 +141,7 @@ pub struct StoreStats {
     pub dram_bytes: u64,
     /// Protected blocks resident in DRAM.
     pub protected_blocks: u64,
-    /// Blocks since the start whose protection was refused because the quota was full.
+    /// Blocks since the start without protection, because the quota was full.
     pub protection_refused: u64,
     /// Memory of the catalog and the eviction policy.
     pub catalog_bytes: u64,

@@ -74,7 +74,7 @@ pub(crate) fn open_pool(
 /// Maximum number of threads that compare checksums; more would only wait for the memory.
 const COMPARE_THREADS_MAX: usize = 16;
 
-/// Separates intact blocks from damaged ones, whose bytes do not match their checksums. If one
+/// Separates intact blocks from those with bytes that do not match their checksums. If one
 /// block of a piece of memory is damaged, all blocks of that piece are.
 fn compare_checksums(recovered: Vec<Recovered>) -> (Vec<Recovered>, Vec<Recovered>) {
     let threads = thread::available_parallelism().map_or(1, usize::from).min(COMPARE_THREADS_MAX);
@@ -260,7 +260,7 @@ fn sort_parents_first(mut recovered: Vec<Recovered>) -> Vec<Recovered> {
     let parent = |one: &Recovered| one.facts().parent.and_then(|parent| at.get(&parent).copied());
     let parents: Vec<Option<usize>> = recovered.iter().map(parent).collect();
     let mut depths: Vec<Option<u32>> = vec![None; recovered.len()];
-    // Walks up to the first ancestor whose depth is known, and assigns depths on the way back.
+    // Walks up to the first ancestor with a known depth, and assigns depths on the way back.
     // Without cycles each block is walked once.
     for start in 0..recovered.len() {
         let mut chain = Vec::new();

@@ -51,6 +51,23 @@ fn partial_blocks_are_declined_unless_admitted() {
     assert!(Eviction::new(policy(PolicyKind::Lru), admitting).admits(true));
 }
 
+/// The chain was cut at the contradiction, and again for the tail: a full block did not count as
+/// used.
+#[test]
+fn a_contradiction_before_a_partial_tail_cuts_off_no_full_block() {
+    let mut tier = Tier::new(PolicyKind::Lru, 10);
+    tier.request(0, &[1, 2, 3], &Hints::default());
+    tier.request(1, &[4], &Hints::default());
+    let asked = [2, 3, 1, 9].map(|block: usize| RequestedBlock {
+        fingerprint: block as u64,
+        resident: tier.slots[block],
+    });
+    let now = Duration::from_secs(2);
+    assert_eq!(tier.eviction.request(now, &asked, true, &Hints::default()), 2);
+    let victim = tier.eviction.victim(now, &mut |_| true);
+    assert_eq!(victim, tier.slots[4], "block 3 was used after it");
+}
+
 /// A simulated tier of a few blocks around the eviction mechanism.
 struct Tier {
     eviction: Eviction,

@@ -299,3 +299,21 @@ fn hot_prefixes_have_depth_hits_and_tiers() {
     assert_eq!(hot[0].tiers, [TierBytes { tier: "dram", blocks: 3, bytes: 3 * 4096 }]);
     assert!(store.hot_prefixes(0).is_empty());
 }
+
+#[test]
+fn keys_are_found_in_order_up_to_the_limit() {
+    let (store, _) = small(64);
+    let chain = keys(0..40);
+    put_chain(&store, &chain, CallOptions::default());
+    let mut expected = chain.clone();
+    expected.sort_unstable();
+    assert_eq!(store.find_keys(|_| true, 100, CallOptions::default()).unwrap(), expected);
+    assert_eq!(store.find_keys(|_| true, 3, CallOptions::default()).unwrap(), expected[..3]);
+    let is_match = |key: &BlockKey| key.as_bytes()[0] < 128;
+    expected.retain(is_match);
+    assert_eq!(store.find_keys(is_match, 100, CallOptions::default()).unwrap(), expected);
+    store.lookup_prefix(&Request::new(&chain));
+    store.clear();
+    let found = store.find_keys(|_| true, 100, CallOptions::default()).unwrap();
+    assert_eq!(found, [chain[39]], "the last block of a hot prefix is found after its removal");
+}

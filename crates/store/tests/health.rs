@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use blocks::{check, dram, key, keys, put};
+use blocks::{check, dram, key, keys, put, wait_until};
 use cascade_block::{Clock, Deadline, DigestAlgorithm, DigestMode, ManualClock, SystemClock};
 use cascade_store::stage::StageRegistry;
 use cascade_store::{
@@ -115,11 +115,7 @@ fn a_stage_whose_writes_fail_is_still_read() {
     assert_eq!((counters.shed_gets, counters.shed_puts), (0, 8));
     stage.fails_writes.store(false, Relaxed);
     pass_until(&store, &clock, true);
-    let limit = Deadline::after(&SystemClock, Duration::from_secs(60));
-    while stage.stored.load(Relaxed) < 136 {
-        assert!(!limit.has_passed(&SystemClock), "{} are stored", stage.stored.load(Relaxed));
-        std::thread::yield_now();
-    }
+    wait_until("136 are stored", || stage.stored.load(Relaxed) >= 136);
 }
 
 #[test]
@@ -167,11 +163,7 @@ fn blocks_put_while_a_circuit_is_open_are_written_when_it_closes() {
     assert!(matches!(error, StoreError::Tier { tier: "map", .. }), "blocks are missing: {error}");
     stage.fails.store(false, Relaxed);
     pass_until(&store, &clock, true);
-    let limit = Deadline::after(&SystemClock, Duration::from_secs(60));
-    while stage.stored.load(Relaxed) < 20 {
-        assert!(!limit.has_passed(&SystemClock), "{} are stored", stage.stored.load(Relaxed));
-        std::thread::yield_now();
-    }
+    wait_until("20 are stored", || stage.stored.load(Relaxed) >= 20);
     flush(&store);
     for key in keys(0..20) {
         assert_eq!(store.locate(&[key]), [vec!["dram", "map"]]);
@@ -416,11 +408,7 @@ fn slabs_of_a_hung_call_are_not_reused_until_it_ends() {
     }
     drop(released);
     wait_for(&store, 0, true);
-    let limit = Deadline::after(&SystemClock, Duration::from_secs(60));
-    while store.stats().health[0].1.stuck_calls > 0 {
-        assert!(!limit.has_passed(&SystemClock));
-        std::thread::yield_now();
-    }
+    wait_until("no call is stuck", || store.stats().health[0].1.stuck_calls == 0);
     let found = check(&store, &keys(1000..1800));
     assert!(found.iter().any(Option::is_some), "and every byte of them matches");
 }

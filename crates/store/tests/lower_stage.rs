@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use blocks::{MIB, bytes_of, check, dram, key, keys, put};
+use blocks::{MIB, bytes_of, check, dram, key, keys, put, wait_until};
 use cascade_block::{DigestAlgorithm, DigestMode, SystemClock};
 use cascade_store::{
     CallOptions, Put, PutOutcome, PutSlab, Store, StoreConfig, StoreError, ViewOutcome, WritePolicy,
@@ -236,9 +236,7 @@ fn a_prefetched_block_is_a_hit_in_dram() {
     flush(&store);
     assert_eq!(store.prefetch(&keys(0..16)), 16);
     assert_eq!(store.prefetch(&keys(250..256)), 0, "they are in DRAM already");
-    while store.stats().counters.prefetched_blocks < 16 {
-        std::thread::yield_now();
-    }
+    wait_until("16 are prefetched", || store.stats().counters.prefetched_blocks >= 16);
     assert_eq!(check(&store, &keys(0..16)), [Some("dram"); 16]);
     assert_eq!(store.stats().counters.prefetched_used, 16);
     assert_eq!(stage.loads.load(Relaxed), 16);
@@ -250,9 +248,7 @@ fn unread_prefetched_blocks_are_evicted() {
     put(&store, &keys(0..256), BLOCK);
     flush(&store);
     store.prefetch(&keys(0..128));
-    while store.stats().counters.prefetched_blocks < 128 {
-        std::thread::yield_now();
-    }
+    wait_until("128 are prefetched", || store.stats().counters.prefetched_blocks >= 128);
     let outcomes = put(&store, &keys(300..428), BLOCK);
     assert!(outcomes.iter().all(|o| matches!(o, PutOutcome::Stored)));
     let in_dram = |keys| store.locate(keys).iter().filter(|t| t.first() == Some(&"dram")).count();

@@ -25,6 +25,8 @@ struct MapRecords {
     fails: AtomicBool,
     /// Actual capacity, whatever the stage was configured with; 0 for no limit.
     device_bytes: AtomicU64,
+    /// Every name is listed twice.
+    lists_twice: AtomicBool,
 }
 
 impl MapRecords {
@@ -63,7 +65,11 @@ impl MapRecords {
             RecordCall::Names => {
                 let length =
                     |(name, record): (&String, &Vec<u8>)| (name.clone(), record.len() as u64);
-                Ok(RecordAnswer::Names(self.map().iter().map(length).collect()))
+                let mut names: Vec<_> = self.map().iter().map(length).collect();
+                if self.lists_twice.load(Ordering::Relaxed) {
+                    names.extend(names.clone());
+                }
+                Ok(RecordAnswer::Names(names))
             }
             RecordCall::Flush => Ok(RecordAnswer::Done),
             RecordCall::Probe => Ok(RecordAnswer::Missing),
@@ -342,4 +348,17 @@ fn manifests_survive_a_restart_and_can_be_erased() {
     assert_eq!(stage.manifests(deadline()).unwrap(), []);
     assert_eq!(stage.stats().used_bytes, 0);
     assert_eq!(fixture.open(None).recover(), []);
+}
+
+/// A listing that returned a name twice made the opening panic.
+#[test]
+fn a_name_that_is_listed_twice_counts_once() {
+    let fixture = Fixture::new();
+    let stage = fixture.open(None);
+    let address = fixture.store(&*stage, 1, 5000).unwrap();
+    fixture.records.lists_twice.store(true, Ordering::Relaxed);
+    let again = fixture.open(None);
+    assert_eq!(again.stats().used_bytes, stage.stats().used_bytes);
+    assert_eq!(again.recover().len(), 1);
+    fixture.assert_hit(&*again, 1, address, 1, 5000);
 }

@@ -11,7 +11,7 @@ mod named_pool;
 use std::num::NonZeroU64;
 use std::os::unix::fs::FileExt;
 
-use blocks::{MIB, check, dram, keys, put};
+use blocks::{MIB, check, dram, keys, put, wait_until};
 use cascade_block::BlockKey;
 use cascade_store::{CallOptions, FilesConfig, Loss, ScrubReport, Store, StoreConfig, ViewOutcome};
 use named_pool::{config, directory, pool, warm};
@@ -79,9 +79,7 @@ fn a_damaged_block_in_dram_is_not_demoted() {
     };
     let store = Store::open(config.clone()).unwrap();
     put(&store, &keys(0..1), 5 << 20);
-    while store.stats().counters.demoted_blocks == 0 {
-        std::thread::yield_now();
-    }
+    wait_until("it is demoted", || store.stats().counters.demoted_blocks > 0);
     put(&store, &keys(1..21), BLOCK);
     assert_eq!(store.scrub(options()).blocks, 21);
     flip(&store, &keys(5..6)[0], 1000);

@@ -482,6 +482,22 @@ fn a_process_leaves_half_of_the_free_ledger_places_to_others() {
     store.close().unwrap();
 }
 
+/// A client at its limit got an error for a batch without a single hit.
+#[test]
+fn a_batch_without_pieces_succeeds_at_the_limit() {
+    let directory = directory();
+    let store = Store::open(config(directory.path(), 4)).unwrap();
+    let slab = store.reserve(BLOCK, CallOptions::default()).unwrap();
+    let piece = HeldPiece::reservation(&slab);
+    let [one, other] = [1, 2].map(|pid| Process { pid, start_time: 1 });
+    let mut ids = Vec::new();
+    while store.record_held(&[piece], one, &mut ids).is_ok() {}
+    store.record_held(&[piece; 100], other, &mut ids).unwrap();
+    store.record_held(&[], one, &mut ids).unwrap();
+    store.release_held(ids);
+    store.close().unwrap();
+}
+
 #[test]
 fn blocks_beyond_the_ledgers_capacity_are_counted_and_not_recovered() {
     let directory = directory();

@@ -7,6 +7,7 @@ use std::time::Duration;
 use cascade_block::{BlockKey, Clock, Deadline, SystemClock};
 use cascade_client::{Client, ConnectOptions};
 use cascade_node::{Node, NodeConfig, Server};
+pub(crate) use cascade_store::conformance::{bytes_of, key, keys};
 use cascade_store::{BlockStore, CallOptions, Put, PutOutcome, Store, StoreStats, ViewOutcome};
 
 pub(crate) const NOW: CallOptions = CallOptions { timeout: None, writer: None };
@@ -97,29 +98,6 @@ pub(crate) fn timed<T>(call: impl FnOnce() -> T) -> (T, Duration) {
 
 pub(crate) fn within(milliseconds: u64) -> CallOptions {
     CallOptions { timeout: Some(Duration::from_millis(milliseconds)), writer: None }
-}
-
-pub(crate) fn key(n: u64) -> BlockKey {
-    let mut bytes = [0xC5; 32];
-    bytes[..8].copy_from_slice(&n.wrapping_mul(0x9E37_79B9_7F4A_7C15).to_le_bytes());
-    bytes[8..16].copy_from_slice(&n.to_le_bytes());
-    BlockKey::from_bytes(bytes)
-}
-
-pub(crate) fn keys(range: std::ops::Range<u64>) -> Vec<BlockKey> {
-    range.map(key).collect()
-}
-
-/// The expected bytes of a block.
-pub(crate) fn bytes_of(key: &BlockKey, length: usize) -> Vec<u8> {
-    let mut state = key.fingerprint() | 1;
-    let mut bytes = Vec::with_capacity(length + 8);
-    while bytes.len() < length {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-        bytes.extend_from_slice(&(state ^ (state >> 29)).to_le_bytes());
-    }
-    bytes.truncate(length);
-    bytes
 }
 
 pub(crate) fn put(

@@ -3,12 +3,14 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, mpsc};
 use std::thread;
 
 use cascade_block::{Clock, Deadline};
 
+/// A job must not panic: its thread would end and never be replaced.
 type Job = Box<dyn FnOnce() + Send>;
 
 /// Threads that start when there is work and end when this value is dropped.
@@ -102,11 +104,14 @@ impl WorkerThreads {
             if started.is_err() {
                 return;
             }
-            let result = work();
+            let result = catch_unwind(AssertUnwindSafe(work));
             if job_progress.swap(DONE, Ordering::AcqRel) == ABANDONED {
                 shared.stuck.fetch_sub(1, Ordering::Relaxed);
             }
-            if sender.send(result).is_err() {
+            // After a panic nothing is sent: the caller then finds the channel closed.
+            if let Ok(result) = result
+                && sender.send(result).is_err()
+            {
                 // The caller's deadline passed and nothing waits for the result.
             }
         }))?;
@@ -175,6 +180,16 @@ mod tests {
     use cascade_block::SystemClock;
 
     use super::*;
+
+    /// A panic ended the thread but kept its place: with no place left, all later calls timed out.
+    #[test]
+    fn a_call_that_panics_fails_and_its_thread_serves_the_next_call() {
+        let workers = WorkerThreads::new(1);
+        let later = Deadline::after(&SystemClock, Duration::from_secs(60));
+        let panicked = workers.call(|| panic!("injected"), later, &SystemClock);
+        assert_eq!(panicked.map(|(): ()| ()).unwrap_err().kind(), io::ErrorKind::Other);
+        workers.call(|| (), later, &SystemClock).unwrap();
+    }
 
     /// An erase that had timed out removed files that were written later.
     #[test]

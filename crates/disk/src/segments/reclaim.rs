@@ -195,9 +195,9 @@ impl SegmentFiles {
                 Err(error) => return Err(error),
             };
             // Before the old address is redirected: a read that finds the new address must find its
-            // aliases.
+            // aliases. Those of the old address stay until the victim is removed: reads that began
+            // before, and the next reclaim if this one fails, still need them.
             self.rewrite_aliases(&mut writer, &keys[1..], to, sum, deadline)?;
-            self.aliases().remove(&from);
             reclaimed.moved.extend(keys.iter().map(|meta| (meta.key, from, to)));
             self.moved_addresses.write().unwrap_or_else(PoisonError::into_inner).insert(from, to);
         }

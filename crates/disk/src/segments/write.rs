@@ -222,7 +222,14 @@ impl SegmentFiles {
         let mut writer = self.lock(&self.writer, deadline)?;
         let tombstones: Vec<_> = keys
             .iter()
-            .map(|(key, address)| (key, self.resolve(*address)))
+            .map(|(key, address)| {
+                let current = self.resolve(*address);
+                if current != *address {
+                    // After a failed reclaim the block is at its old address as well.
+                    self.remove_from_memory(key, *address);
+                }
+                (key, current)
+            })
             // First in memory, so that reads return `Gone` even if the tombstone is not written.
             .filter(|(key, address)| self.remove_from_memory(key, *address))
             .map(|(key, address)| tombstone(key, address))

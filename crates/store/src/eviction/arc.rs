@@ -13,8 +13,8 @@ use super::{
 /// of the request that used it last.
 const OFTEN: u32 = 1 << 31;
 
-/// Blocks searched in the list to shrink before the other list is searched: a list may consist of
-/// blocks whose children are in the other.
+/// Blocks searched in the list to shrink before the other list is searched: if all blocks of a list
+/// have children in the other list, none of them can be evicted.
 const SEARCH_BLOCKS: usize = 64;
 
 /// The policy.
@@ -104,8 +104,8 @@ impl Policy for Arc {
         self.capacity = self.capacity.max(blocks.len());
         let often = if self.adapt(blocks.fingerprint(slot)) { OFTEN } else { 0 };
         blocks.set_state(slot, self.requests | often);
-        // A parent in the other list is no place to insert before. Equal `OFTEN` bits cancel in the
-        // difference of request numbers that `place` takes.
+        // A block can only be inserted before a parent in the same list. `place` subtracts their
+        // states; their `OFTEN` bits are equal and cancel out.
         let parent_in_list = blocks.parent(slot).filter(|parent| {
             !blocks.is_protected(*parent) && blocks.state(*parent) & OFTEN == often
         });

@@ -1,7 +1,7 @@
 //! Conformance checks of eviction policies: one list, which every policy passes.
 //!
-//! The checks drive [`Eviction`] with chain requests, compare it with a naive model of what is
-//! resident, and panic with a sentence where they differ.
+//! The checks drive [`Eviction`] with chain requests and compare the resident blocks with those of
+//! a naive model. A difference is a panic with a message.
 
 use std::collections::HashMap;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! Hints: what a caller may know about the future use of its blocks. Every hint is optional.
+//! Hints of a caller about the future use of its blocks. Every hint is optional.
 
 use std::time::Duration;
 
@@ -27,7 +27,7 @@ pub enum Priority {
     High,
 }
 
-/// What a caller knows about one chain besides its blocks.
+/// The hints for one chain.
 ///
 /// Hints come with a request, or later through [`super::Eviction::hint`]: an engine learns only
 /// after the request how it ended or that its session is over.

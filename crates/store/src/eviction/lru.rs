@@ -6,12 +6,12 @@ use super::{
     BlockList, BlockTable, EvictionFilter, Hints, Policy, RemovalReason, RequestedBlock, Slot,
 };
 
-/// A parent that was used at most this many requests ago counts as used by the same request: puts
-/// come after their request, and other requests may come in between.
+/// A parent that was used at most this many requests ago counts as used by the same request: other
+/// requests may come between a request and its puts.
 const SAME_USE_REQUESTS: u32 = 8;
 
-/// Puts a block into a list whose blocks hold the number of their last request as state: right
-/// before its parent if the same request used both, else as the newest.
+/// Inserts a block into a list: right before its parent if the same request used both, otherwise as
+/// the newest. The state of each block in the list is the number of its last request.
 pub(super) fn place(
     list: &mut BlockList,
     blocks: &mut BlockTable,
@@ -19,7 +19,7 @@ pub(super) fn place(
     parent: Option<Slot>,
 ) {
     let request = blocks.state(slot);
-    // A parent that a later request used gives a difference near 2^32: not the same use.
+    // If a later request used the parent, the difference wraps to almost 2^32: not the same use.
     let same_use = |parent: &Slot| request.wrapping_sub(blocks.state(*parent)) <= SAME_USE_REQUESTS;
     match parent.filter(same_use) {
         Some(parent) => list.push_before(blocks, slot, parent),

@@ -1,13 +1,15 @@
-//! Prefix-cost: keeps the blocks that are likely to be requested again soon, per second of holding
-//! them, and learns online how likely that is. `docs/eviction.md` has the idea and the results.
+//! Prefix-cost: keeps the blocks with the most expected hits per second of holding them, and learns
+//! from the requests how many to expect. `docs/eviction.md` has the idea and the results.
 //!
-//! Blocks last used by one request form a unit (`units.rs`). Units with equal features form a cell
-//! (`cells.rs`), which counts reuse and exposure by age. The counts give hazard rates per class
-//! (`hazard.rs`), and these give a worth per age (`index.rs`). The deepest block of the unit with
-//! the lowest worth is evicted first; an incoming block of lower worth than all others is declined.
+//! Blocks last used by one request form a unit (`units.rs`). Units with equal features
+//! (`features.rs`) form a cell (`cells.rs`), which counts reuse and exposure by age. The counts
+//! give hazard rates per class (`hazard.rs`), and these give a worth per age (`index.rs`). The
+//! deepest block of the unit with the lowest worth is evicted first; an incoming block of lower
+//! worth than all others is declined.
 
 mod age;
 mod cells;
+mod features;
 mod hazard;
 mod index;
 mod mark;
@@ -15,15 +17,16 @@ mod units;
 
 use std::time::Duration;
 
-use cells::{Cells, Features, UnitKind};
+use cells::Cells;
+use features::{Features, RequestShape, UnitKind, apply_hints, boost, fan_bucket, features};
 use hazard::Hazard;
 use index::WorthTables;
 use mark::{FAN_MAX, Mark};
 use units::Units;
 
 use super::{
-    BlockTable, EvictionFilter, Ghosts, Hints, Incoming, Policy, Priority, RemovalReason,
-    RequestedBlock, Slot,
+    BlockTable, EvictionFilter, Ghosts, Hints, Incoming, Policy, RemovalReason, RequestedBlock,
+    Slot,
 };
 
 /// Most requests between two refreshes of the rates.
@@ -57,18 +60,6 @@ pub struct PrefixCost {
     known: Vec<Mark>,
     /// Units skipped in a search; kept to save allocations.
     skipped: Vec<u32>,
-}
-
-/// Properties of a request that become features of its units.
-#[derive(Debug, Clone, Copy)]
-struct RequestShape {
-    turn: u8,
-    gap_seconds: Option<f64>,
-    /// Whether the chain diverges from a known one.
-    diverges: bool,
-    blocks: usize,
-    known: usize,
-    hints: Hints,
 }
 
 impl PrefixCost {
@@ -162,8 +153,8 @@ impl PrefixCost {
         shape
     }
 
-    /// Removes the known blocks from their units and counts that as reuse. The rest of such a unit
-    /// is superseded: the conversation took another path.
+    /// Removes the known blocks from their units and counts that as reuse. The remaining blocks of
+    /// such a unit are superseded: the conversation took another path.
     fn leave_units(&mut self, blocks: &mut BlockTable, chain: &[RequestedBlock]) {
         let known = std::mem::take(&mut self.known);
         for (requested, mark) in chain.iter().zip(&known) {
@@ -529,72 +520,7 @@ impl Policy for PrefixCost {
     }
 }
 
-/// Whether a block joins a unit of the request: all but resident blocks after a gap in the chain.
+/// Whether a block joins a unit of the request. Resident blocks after a gap in the chain do not.
 fn joins_unit(chain: &[RequestedBlock], at: usize, known: usize) -> bool {
     at < known || chain[at].resident.is_none()
-}
-
-fn boost(priority: Priority) -> f64 {
-    match priority {
-        Priority::Low => 0.25,
-        Priority::Normal => 1.0,
-        Priority::High => 4.0,
-    }
-}
-
-fn features(shape: &RequestShape, fan: u8) -> Features {
-    let Hints { stop, workload, priority, .. } = shape.hints;
-    let added = shape.blocks - shape.known;
-    let kind = if fan > 0 {
-        UnitKind::Shared { fan: fan_bucket(fan) }
-    } else if shape.hints.ends_session {
-        UnitKind::Ended
-    } else {
-        UnitKind::Private {
-            turn: bucket(&[1, 2, 3, 4, 6, 9], usize::from(shape.turn)),
-            added: bucket(&[5, 11, 21, 41], added),
-            gap_octave: shape.gap_seconds.map_or(0, |gap| octave(gap + 1.0)),
-            length_octave: octave_of(shape.blocks),
-            added_octave: octave_of(added),
-        }
-    };
-    Features { kind, stop, workload, priority }
-}
-
-/// The features after a later hint; none if the hint changes nothing.
-fn apply_hints(before: Features, hints: &Hints) -> Option<Features> {
-    let mut after = before;
-    if matches!(before.kind, UnitKind::Private { .. }) {
-        if hints.ends_session {
-            after.kind = UnitKind::Ended;
-        }
-        after.stop = hints.stop.or(before.stop);
-    }
-    after.workload = hints.workload.or(before.workload);
-    if hints.priority != Priority::Normal {
-        after.priority = hints.priority;
-    }
-    let after = after.normal();
-    (after != before).then_some(after)
-}
-
-fn fan_bucket(fan: u8) -> u8 {
-    bucket(&[1, 2, 4, 11, FAN_MAX.into()], fan.into())
-}
-
-/// The number of ascending `edges` that a number reaches.
-fn bucket(edges: &[usize], number: usize) -> u8 {
-    let reached = edges.iter().take_while(|edge| number >= **edge).count();
-    u8::try_from(reached).expect("a few edges")
-}
-
-/// One more than the binary logarithm of a number that is at least one, rounded down.
-fn octave(number: f64) -> u8 {
-    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "clamped before")]
-    let octave = number.log2().floor().clamp(0.0, 20.0) as u8;
-    octave + 1
-}
-
-fn octave_of(count: usize) -> u8 {
-    u8::try_from(usize::BITS - count.leading_zeros()).expect("at most 64").min(21)
 }

@@ -8,14 +8,14 @@ use super::{
     Slot,
 };
 
-/// Share of the blocks that the small queue may hold before its own blocks are evicted.
+/// Share of all blocks up to which blocks are evicted from the main queue first.
 const SMALL_PERCENT: usize = 10;
 const USES_MAX: u32 = 3;
 /// Blocks inserted at most this many requests apart count as put together.
 const SAME_PUT_REQUESTS: u32 = 8;
 
-/// Blocks searched in one queue before the other queue is searched: a queue may consist of blocks
-/// whose children are in the other.
+/// Blocks searched in one queue before the other queue is searched: if all blocks of a queue have
+/// children in the other queue, none of them can be evicted.
 const SEARCH_BLOCKS: usize = 256;
 
 /// A block's state: bit 0 is its queue, bits 1 and 2 its uses, the others the number of the request
@@ -155,8 +155,8 @@ impl Policy for S3Fifo {
         let state = S3FifoState::new(is_main, self.requests);
         blocks.set_state(slot, state.0);
         let list = if is_main { &mut self.main } else { &mut self.small };
-        // Before its parent, so that blocks that were put together are evicted from the end of
-        // their chain; a parent in the other queue has no place in this one.
+        // Before its parent, if that is in this queue: blocks that were put together are evicted
+        // from the end of their chain.
         let parent_in_list = blocks.parent(slot).filter(|parent| {
             let other = S3FifoState(blocks.state(*parent));
             !blocks.is_protected(*parent)
@@ -192,8 +192,8 @@ impl Policy for S3Fifo {
         _: Duration,
         may_go: &mut EvictionFilter<'_>,
     ) -> Option<Slot> {
-        // The first search is bounded: the queue may hold only blocks whose children are in the
-        // other. The last one is not, so that a block that may go is always found.
+        // The first search is bounded by `SEARCH_BLOCKS`. The last one is not, so that an evictable
+        // block is always found.
         let small_is_full = self.small.len() * 100 >= blocks.len() * SMALL_PERCENT;
         if small_is_full {
             self.victim_of_small(blocks, may_go, SEARCH_BLOCKS)

@@ -63,7 +63,7 @@ pub(crate) fn remove_unused(directory: &Path, own: &Path) -> Vec<String> {
 
 fn remove(path: &Path) -> Option<String> {
     let files = IdlePoolFiles::lock(path).ok()??;
-    // Files whose header cannot be read may hold blocks, so they stay.
+    // If the header cannot be read, the files may hold blocks, so they stay.
     if has_blocks(&files).unwrap_or(true) {
         return None;
     }
@@ -81,8 +81,8 @@ fn remove(path: &Path) -> Option<String> {
     })
 }
 
-/// Whether a store can recover blocks from these files. Files of another version may be of use to
-/// another version of the program.
+/// Whether a store can recover blocks from these files. Another version of the program may recover
+/// blocks from files of another version.
 fn has_blocks(files: &IdlePoolFiles) -> Result<bool, cascade_memory::MemoryError> {
     let words: [u64; WORDS] = files.first_words()?;
     // No version is zero: such a header was never completed.

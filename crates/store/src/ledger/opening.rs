@@ -99,7 +99,7 @@ fn write_header(files: &PoolFiles, header: [u64; HEADER_FIELDS]) {
     }
     words[RUNS_WORD].store(0, Ordering::Relaxed);
     words[USED_WORD].store(0, Ordering::Relaxed);
-    // The checksum comes last: a header whose writer was killed is not accepted by the next start.
+    // The checksum comes last: the next start does not accept a header that was not completed.
     words[HEADER_FIELDS].store(header_sum(&header), Ordering::Release);
 }
 

@@ -31,8 +31,8 @@ impl Process {
     }
 }
 
-/// When the process of that number started; none if it does not exist or is a zombie, whose memory
-/// is already released.
+/// When the process of that number started. `None` if it does not exist, or is a zombie: the memory
+/// of a zombie is already released.
 fn start_time_of(pid: u32) -> io::Result<Option<u64>> {
     let text = match fs::read_to_string(format!("/proc/{pid}/stat")) {
         Ok(text) => text,

@@ -36,7 +36,7 @@ pub(super) struct Piece {
     pub(super) bytes: u64,
 }
 
-/// A key whose content lies in DRAM.
+/// A key with its content in DRAM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct BlockRecord {
     pub(super) piece: Piece,
@@ -185,7 +185,7 @@ pub(super) fn note_stored(place: &[AtomicU64], stage: usize, stored: u64) {
 }
 
 impl HeldRecord {
-    /// The process in a record of this run, whose checksum needs no check.
+    /// The process in a record of this run. Its checksum needs no check.
     pub(super) fn process_of(place: &[AtomicU64]) -> Process {
         // The words that `write` publishes third and fourth, after the state word.
         let [who, start_time] = [3, 4].map(|at: usize| place[at].load(Ordering::Relaxed));

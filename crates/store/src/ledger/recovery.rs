@@ -83,7 +83,8 @@ fn read_held(
     for place in 0..table.held_count {
         match HeldRecord::read(table.held(place)) {
             PlaceContent::Free => continue,
-            // It was out of use for a whole run, which is the limit: the record is cleared below.
+            // Its memory stayed unused for one whole run, which is enough: the record is cleared
+            // below.
             PlaceContent::Record(record) if record.kind == EARLIER_LOAD => {}
             PlaceContent::Record(record) if !is_inside(pool, record.piece) => {
                 recovered.rejected += 1;
@@ -145,8 +146,8 @@ fn read_groups(
     for (place, record) in found {
         let is_named_twice = names[&record.facts.key] > 1;
         match groups.last_mut() {
-            // Equal pieces are adjacent after the sort. They are keys of one content, whose length
-            // and digest agree.
+            // Equal pieces are adjacent after the sort. They are keys of one content, so lengths
+            // and digests must agree.
             Some(last) if last.piece == record.piece => {
                 let first = &last.members[0].1.facts;
                 let is_same =
@@ -179,7 +180,7 @@ fn read_groups(
 ///
 /// A held piece that is exactly a block's piece is a lease: the block is valid. Any other held
 /// memory may be written by its holder, so the blocks that it overlaps are rejected. A rejected
-/// block's lease then becomes such memory in turn: repeats until nothing changes.
+/// block's lease then counts as such memory, too: repeats until nothing changes.
 fn reject_touched(groups: &mut [PieceGroup], held: &[(u32, HeldRecord)]) -> Vec<Piece> {
     let mut strays: Vec<Piece> = Vec::new();
     let mut left: Vec<Piece> = held.iter().map(|(_, record)| record.piece).collect();
@@ -300,7 +301,7 @@ mod tests {
         HeldRecord { piece, process, kind: HeldKind::Lease as u32 }
     }
 
-    /// Opens a pool whose ledger holds these records. Returns the names of the recovered blocks,
+    /// Opens a pool with these records in its ledger. Returns the names of the recovered blocks,
     /// the number of rejected records, the free units, and the pool.
     fn reopen_with(
         blocks: &[BlockRecord],

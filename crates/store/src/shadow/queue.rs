@@ -34,7 +34,7 @@ pub(super) struct FilesShadow {
 }
 
 impl FilesShadow {
-    /// A shadow of a tier of `capacity_bytes`, of which one segment is kept free.
+    /// A shadow of a tier of `capacity_bytes`. As the tier does, it keeps one segment free.
     pub(super) fn new(capacity_bytes: u64, segment_bytes: u64) -> Self {
         Self {
             entries: VecDeque::new(),
@@ -110,8 +110,7 @@ impl FilesShadow {
         {
             taken += u64::from(entry.bytes);
             let block = self.blocks.get_mut(&entry.fingerprint);
-            // A block that was deleted, and perhaps put again, has no entry of this stamp: only
-            // space.
+            // The block was deleted since, and perhaps put again: this entry only takes space.
             let Some(block) = block.filter(|block| block.stamp == entry.stamp) else {
                 continue;
             };
@@ -134,7 +133,7 @@ impl FilesShadow {
     pub(super) fn thin(&mut self, sample: Sample) {
         self.entries.retain(|entry| sample.holds(entry.fingerprint));
         self.blocks.retain(|fingerprint, _| sample.holds(*fingerprint));
-        // Counted anew, because entries of deleted blocks hold bytes, too.
+        // Counted again, because entries of deleted blocks hold bytes, too.
         self.used_bytes = self.entries.iter().map(|entry| u64::from(entry.bytes)).sum();
         self.capacity_bytes = (self.capacity_bytes / 2).max(1);
         self.segment_bytes = (self.segment_bytes / 2).max(1);

@@ -65,7 +65,7 @@ struct EncryptionCounters {
     other_name: AtomicU64,
 }
 
-/// What the store said of an alias, by which a record under another key is accepted.
+/// What the store reported about an alias. Decides whether a record with another key is accepted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum TrustedName {
     /// Its bytes have this digest.
@@ -97,8 +97,11 @@ pub(crate) fn protect(
 }
 
 impl EncryptedStage {
-    /// Wraps a stage. Refuses a key file that others may read or that lies in the directory that it
-    /// protects, and a stage with unencrypted blocks.
+    /// Wraps a stage.
+    ///
+    /// # Errors
+    /// Other users can read the key file, the key file is in the directory that it encrypts, or the
+    /// stage has unencrypted blocks.
     pub fn open(
         inner: Arc<dyn Stage>,
         config: &EncryptionConfig,
@@ -194,8 +197,8 @@ impl EncryptedStage {
         deadline: Deadline,
     ) -> Result<Option<SlabMut>, StageError> {
         if bytes > self.bounce.region().bytes() / BATCH_SHARE {
-            // A separate pool. There are never more of these than blocks of their length in DRAM,
-            // because each stands beside one.
+            // A pool for this record alone. Its block is in DRAM meanwhile, so the size of DRAM
+            // limits the number of such pools.
             let pool = bounce_pool(bytes).map_err(|error| StageError::Failed(Arc::new(error)))?;
             return Ok(pool.allocate_direct(bytes));
         }
@@ -235,7 +238,7 @@ impl EncryptedStage {
         Ok((sealed_facts(facts), buffer.seal()))
     }
 
-    /// Decrypts a record of the inner stage, or returns why it is no hit.
+    /// Decrypts a record of the inner stage. Returns another outcome if that fails.
     fn unseal(&self, key: &BlockKey, mut buffer: SlabMut, mut slab: SlabMut) -> LoadOutcome {
         let Some(trailer) = Trailer::read(&buffer) else { return self.damaged() };
         if !self.keys.knows(trailer.key_id) {
@@ -335,7 +338,8 @@ fn is_known(keys: &KeyRing, id: &str) -> bool {
     keys.knows(KeyId(bytes))
 }
 
-/// A key beside its blocks would be stolen, and thrown away, together with them.
+/// Checks that the key file is not in the directory that it encrypts: a copy of the directory would
+/// contain the key, and removing the directory would remove the key.
 fn refuse_key_beside_blocks(
     config: &EncryptionConfig,
     store: &StoreConfig,
@@ -346,7 +350,8 @@ fn refuse_key_beside_blocks(
         return Ok(());
     }
     let reason = format!(
-        "{} lies in the directory {} that it protects; move it elsewhere",
+        "{} is inside the directory {} of the encrypted tier: a copy of the directory would have \
+         the key; move it elsewhere",
         config.key_file.display(),
         files.directory.display()
     );

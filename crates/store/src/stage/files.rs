@@ -30,7 +30,7 @@ pub struct FilesStage {
     alias_locations: Mutex<HashMap<BlockKey, AliasLocation>>,
 }
 
-/// An alias whose bytes are not at the content's address: a block file has one name.
+/// An alias with its bytes at another address than the content's: a block file has one name.
 #[derive(Debug, Clone, Copy)]
 struct AliasLocation {
     /// The address that the store has for the content.

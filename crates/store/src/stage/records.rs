@@ -99,7 +99,7 @@ pub enum RecordAnswer {
     Names(Vec<(String, u64)>),
 }
 
-/// A record whose memory is allocated when it is sealed.
+/// A record without memory until it is sealed.
 #[derive(Debug)]
 pub struct UnsealedRecord {
     header: PendingHeader,
@@ -544,7 +544,7 @@ impl Stage for RecordStage {
 }
 
 impl RecordStage {
-    /// Writes a record about a block's name, whose room is reserved, and applies it.
+    /// Writes a record about a block's name and applies it. The room for it is already reserved.
     fn put_name_record(
         &self,
         kind: RecordKind,

@@ -10,7 +10,7 @@ use cascade_memory::Pool;
 use super::{FakeStage, FilesStage, Stage};
 use crate::{FileLayout, StoreConfig, StoreError};
 
-/// What a factory gets to make its stage.
+/// The arguments of a factory.
 #[derive(Debug, Clone, Copy)]
 pub struct StageContext<'a> {
     /// The store's settings.

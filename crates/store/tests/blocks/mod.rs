@@ -2,7 +2,10 @@
 
 #![allow(dead_code, reason = "each test file uses its own part of these")]
 
-use cascade_block::{BlockKey, Manifest, Namespace, TenantSecret};
+use std::time::Duration;
+
+use cascade_block::{BlockKey, Deadline, Manifest, Namespace, SystemClock, TenantSecret};
+pub(crate) use cascade_store::conformance::bytes_of;
 use cascade_store::{CallOptions, Put, PutOutcome, Store, StoreConfig, ViewOutcome};
 
 pub(crate) const MIB: u64 = 1 << 20;
@@ -18,19 +21,6 @@ pub(crate) fn key(n: u64) -> BlockKey {
 pub(crate) fn keys(range: std::ops::Range<u64>) -> Vec<BlockKey> {
     let namespace = namespace();
     range.map(|n| namespace.key_of_id(&n.to_le_bytes())).collect()
-}
-
-/// The expected bytes of a block.
-pub(crate) fn bytes_of(key: &BlockKey, length: usize) -> Vec<u8> {
-    let mut state = key.fingerprint() | 1;
-    let mut bytes = Vec::with_capacity(length + 8);
-    while bytes.len() < length {
-        state =
-            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        bytes.extend_from_slice(&(state ^ (state >> 29)).to_le_bytes());
-    }
-    bytes.truncate(length);
-    bytes
 }
 
 pub(crate) fn put(store: &Store, keys: &[BlockKey], length: usize) -> Vec<PutOutcome> {
@@ -52,6 +42,15 @@ pub(crate) fn check(store: &Store, keys: &[BlockKey]) -> Vec<Option<&'static str
     // A few at a time, because views hold memory.
     let views = keys.chunks(4).flat_map(|some| store.view(some, CallOptions::default()));
     keys.iter().zip(views).map(check_one).collect()
+}
+
+/// Waits for another thread until a condition holds.
+pub(crate) fn wait_until(what: &str, condition: impl Fn() -> bool) {
+    let limit = Deadline::after(&SystemClock, Duration::from_secs(60));
+    while !condition() {
+        assert!(!limit.has_passed(&SystemClock), "timed out waiting until {what}");
+        std::thread::yield_now();
+    }
 }
 
 pub(crate) fn dram(mib: u64) -> StoreConfig {

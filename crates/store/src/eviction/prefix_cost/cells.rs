@@ -9,68 +9,11 @@ use std::collections::HashMap;
 use foldhash::fast::RandomState;
 
 use super::age::{BINS, PerBin, width};
+use super::features::Features;
 use super::units::NONE;
-use crate::eviction::{Priority, StopReason};
 
 /// Default number of cells beyond which new ones use coarser features.
 const CELLS_MAX: usize = 4096;
-/// Stands for an octave that a coarse cell does not distinguish; real ones are smaller.
-const UNKNOWN_OCTAVE: u8 = 23;
-/// Distinct workload labels.
-const WORKLOADS_MAX: u8 = 16;
-
-/// The kind of the request that used a unit last.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) enum UnitKind {
-    /// Only one conversation uses these blocks.
-    Private {
-        /// Turns before it, in buckets.
-        turn: u8,
-        /// Blocks that it added, in coarse buckets.
-        added: u8,
-        /// Octave of the time since the previous turn, 0 for none.
-        gap_octave: u8,
-        /// Octave of its length in blocks.
-        length_octave: u8,
-        /// Octave of the blocks that it added.
-        added_octave: u8,
-    },
-    /// Conversations diverge below these blocks; how often, in buckets.
-    Shared { fan: u8 },
-    /// The rest of a unit after its conversation took another path.
-    Superseded,
-    /// The caller said that the session is over.
-    Ended,
-}
-
-/// Features of a unit; units with equal features share a cell.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) struct Features {
-    pub(super) kind: UnitKind,
-    pub(super) stop: Option<StopReason>,
-    pub(super) workload: Option<u8>,
-    pub(super) priority: Priority,
-}
-
-impl Features {
-    /// Drops hints without effect and bounds the number of labels.
-    pub(super) fn normal(mut self) -> Self {
-        if !matches!(self.kind, UnitKind::Private { .. }) {
-            self.stop = None;
-        }
-        self.workload = self.workload.map(|label| label % WORKLOADS_MAX);
-        self
-    }
-
-    /// Without the octaves, which only the factors use.
-    fn coarse(mut self) -> Self {
-        if let UnitKind::Private { gap_octave, length_octave, added_octave, .. } = &mut self.kind {
-            (*gap_octave, *length_octave, *added_octave) =
-                (UNKNOWN_OCTAVE, UNKNOWN_OCTAVE, UNKNOWN_OCTAVE);
-        }
-        self
-    }
-}
 
 /// Units with equal features, and their counts.
 #[derive(Debug)]
@@ -88,7 +31,7 @@ pub(super) struct Cell {
     counted_until: PerBin,
     /// Ends of the lists of units with an eviction candidate: oldest, newest.
     pub(super) lists: [(u32, u32); BINS],
-    /// Bit per bin whose list is not empty.
+    /// Bit per bin: its list is not empty.
     pub(super) occupied: u32,
 }
 
@@ -115,7 +58,7 @@ impl Cell {
 
     /// Changes the weight in a bin, effective from `since`, which is not after `now`.
     pub(super) fn weigh(&mut self, bin: usize, change: f64, since: f64, now: f64) {
-        // Up to now the old weight counts; the change then adds its own part since `since`.
+        // First the old weight until now, then the change for the time since `since`.
         self.count_until(bin, now);
         self.at_risk[bin] += change;
         self.exposure[bin] += change * (now - since) / width(bin);

@@ -7,7 +7,8 @@
 //! rate.
 
 use super::age::{BINS, EDGES, PerBin, width};
-use super::cells::{Cell, Cells, Features, UnitKind};
+use super::cells::{Cell, Cells};
+use super::features::{Features, UnitKind};
 use crate::eviction::StopReason;
 
 /// Weight of the parent's rate, as exposure: `K`.
@@ -53,7 +54,7 @@ impl ClassName {
     }
 
     fn parent(self) -> Option<Self> {
-        // A level whose hint is absent is left out.
+        // A level is left out if the request does not have its hint.
         Some(match self {
             Self::Root => return None,
             Self::Added(work, stop, turn, _) => Self::Turn(work, stop, turn),
@@ -90,7 +91,7 @@ impl Default for Hazard {
     fn default() -> Self {
         let mut kernel = [0.0; SMOOTH_BINS + 1];
         for (distance, weight) in (0_u32..).zip(&mut kernel) {
-            // A Gaussian whose standard deviation is the root of 8, about 2.8 bins.
+            // A Gaussian with a standard deviation of the root of 8, about 2.8 bins.
             *weight = (-f64::from(distance * distance) / 16.0).exp();
         }
         let mut hazard = Self { classes: Vec::new(), factors: [[1.0; OCTAVES]; FACTORS], kernel };
@@ -128,7 +129,7 @@ impl Hazard {
             class.reused = [0.0; BINS];
             class.exposure = [0.0; BINS];
         }
-        // Counts are summed anew from the cells, because a cell's exposure grows with time alone.
+        // Counts are summed again from the cells, because a cell's exposure grows with time alone.
         for cell in &mut cells.cells {
             let factor = self.factor(&cell.features);
             self.collect(cell, factor, now);

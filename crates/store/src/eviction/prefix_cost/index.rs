@@ -92,7 +92,7 @@ fn worth(rates: &PerBin, factor: f64) -> [f32; BINS + 1] {
         }
         *worth = best;
     }
-    // The last bin is unbounded: a constant hazard for ever, whose ratio is the rate itself.
+    // The last bin is unbounded, with a constant hazard: the ratio is the rate itself.
     worth[BINS] = rates[BINS - 1] * factor / width(BINS - 1);
     #[expect(clippy::cast_possible_truncation, reason = "tables are compared, not summed")]
     worth.map(|worth| worth as f32)

@@ -109,7 +109,7 @@ impl Units {
         });
         self[index] = unit;
         self.push_bin(index);
-        // A unit weighs one, whatever its number of blocks; each block is an equal share of it.
+        // The weight of a unit is one; each of its blocks has an equal share of it.
         cells.cells[usize::from(cell)].weigh(0, 1.0, at, at);
         index
     }
@@ -224,7 +224,7 @@ impl Units {
             NONE => ends.1 = older,
             newer => self.table[newer as usize].in_cell.older = older,
         }
-        // The search for the lowest worth visits only bins whose bit is set.
+        // The search for the lowest worth skips bins without this bit.
         if ends.0 == NONE {
             cell.occupied &= !(1 << bin);
         }

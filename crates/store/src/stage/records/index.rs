@@ -32,7 +32,7 @@ struct BlockName {
     record: Option<u64>,
 }
 
-/// What has to be written and deleted to remove names.
+/// The writes and deletions that remove names.
 #[derive(Debug, Default)]
 pub(super) struct RemovalPlan {
     /// Records to delete.
@@ -186,7 +186,7 @@ impl RecordIndex {
         }
     }
 
-    /// Forgets a block whose record is missing or about to be deleted, and returns it.
+    /// Forgets a block and returns it: its record is missing or about to be deleted.
     pub(super) fn drop_block(&mut self, address: u64) -> Option<IndexedBlock> {
         let entry = self.entries.remove(&address)?;
         self.used_bytes -= entry.room();

@@ -49,8 +49,10 @@ pub(super) fn read_all(
     let count = names.len();
     let mut ours: Vec<_> =
         names.into_iter().filter_map(|(name, bytes)| Some((address_of(&name)?, bytes))).collect();
-    ours.sort_unstable();
     let unknown = count - ours.len();
+    ours.sort_unstable();
+    // A listing in pages may return a name twice.
+    ours.dedup_by_key(|(address, _)| *address);
     let mut found = OpenedRecords::default();
     let first = clock.unix_ms().saturating_mul(ADDRESSES_PER_MS);
     // Above every address found, too: the clock may have been set back.

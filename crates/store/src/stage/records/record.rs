@@ -1,7 +1,7 @@
 //! The format of a record: a header, then the payload.
 //!
 //! Version 1, little endian, 160 bytes: magic 8, version 2, kind 1, flags 1, length of the payload
-//! 4, own address 8, address that it speaks of 8, expiry 8, key 32, digest 32, parent 32,
+//! 4, own address 8, address of its block 8, expiry 8, key 32, digest 32, parent 32,
 //! namespace 16, CRC-32C of the payload 4, CRC-32C of all before 4. `docs/python.md` has the table.
 
 use cascade_block::{BlockKey, Digest, Manifest, NamespaceId, checksum};
