@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, mpsc};
 use std::thread;
@@ -23,7 +24,7 @@ pub struct WorkerThreads {
 struct SharedJobs {
     queue: Mutex<JobQueue>,
     wake: Condvar,
-    /// Running calls whose caller's deadline has passed.
+    /// Calls that still run after the deadline of their caller.
     stuck: AtomicU64,
 }
 
@@ -32,6 +33,20 @@ const QUEUED: u8 = 0;
 const RUNNING: u8 = 1;
 const ABANDONED: u8 = 2;
 const DONE: u8 = 3;
+
+/// A running call. Its drop marks the call as complete, also after a panic.
+struct RunningCall {
+    shared: Arc<SharedJobs>,
+    progress: Arc<AtomicU8>,
+}
+
+impl Drop for RunningCall {
+    fn drop(&mut self) {
+        if self.progress.swap(DONE, Ordering::AcqRel) == ABANDONED {
+            self.shared.stuck.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+}
 
 #[derive(Default)]
 struct JobQueue {
@@ -52,7 +67,7 @@ impl WorkerThreads {
         self.threads_max
     }
 
-    /// Running calls whose caller's deadline has passed.
+    /// Calls that still run after the deadline of their caller.
     pub(super) fn stuck_jobs(&self) -> u64 {
         self.shared.stuck.load(Ordering::Relaxed)
     }
@@ -102,10 +117,9 @@ impl WorkerThreads {
             if started.is_err() {
                 return;
             }
+            let running = RunningCall { shared, progress: job_progress };
             let result = work();
-            if job_progress.swap(DONE, Ordering::AcqRel) == ABANDONED {
-                shared.stuck.fetch_sub(1, Ordering::Relaxed);
-            }
+            drop(running);
             if sender.send(result).is_err() {
                 // The caller's deadline passed and nothing waits for the result.
             }
@@ -138,7 +152,10 @@ impl SharedJobs {
             // Before `is_closed`: jobs that were queued before the drop are still executed.
             if let Some(job) = queue.jobs.pop_front() {
                 drop(queue);
-                job();
+                // A thread that ended here would never be replaced: after `threads_max` panics no
+                // job would be executed. The panic hook has printed the message, and `call` returns
+                // an error because the job's sender is dropped.
+                drop(catch_unwind(AssertUnwindSafe(job)));
                 queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
             } else if queue.is_closed {
                 queue.threads -= 1;
@@ -175,6 +192,20 @@ mod tests {
     use cascade_block::SystemClock;
 
     use super::*;
+
+    /// Each panic ended a thread that was not replaced, so all later calls timed out.
+    #[test]
+    fn a_panic_fails_its_call_and_costs_no_thread() {
+        let workers = WorkerThreads::new(1);
+        let later = || Deadline::after(&SystemClock, Duration::from_secs(10));
+        for _ in 0..3 {
+            let work = || -> u8 { panic!("on purpose") };
+            let failed = workers.call(work, later(), &SystemClock).unwrap_err();
+            assert_eq!(failed.kind(), io::ErrorKind::Other, "{failed}");
+            assert_eq!(workers.call(|| 7, later(), &SystemClock).unwrap(), 7);
+        }
+        assert_eq!(workers.stuck_jobs(), 0);
+    }
 
     /// An erase that had timed out removed files that were written later.
     #[test]
