@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use cascade_block::SystemClock;
-use cascade_disk::conformance::{content, deadline, key, meta};
+use cascade_disk::conformance::{self, content, deadline, key, meta};
 use cascade_disk::io::FileIo;
 use cascade_disk::io::fault::{Fault, FaultPlan};
 use cascade_disk::{
@@ -163,11 +163,11 @@ fn run(layout: FileTierLayout, fault: Fault, at_call: u64, is_permanent: bool) -
     let plan = FaultPlan::new(fault, at_call, is_permanent);
     let mut states = ExpectedStates::new();
     let config = config(directory.path(), layout);
-    if let Ok((files, _)) = open_with(config.clone(), plan.wrap(&file_io()), &pool, deadline()) {
+    if let Ok((files, _)) = open_with(config.clone(), plan.wrap(&file_io()), deadline()) {
         run_every_operation(files.as_ref(), &pool, &mut states);
     }
     for _ in 0..2 {
-        let (files, recovery) = open_with(config.clone(), file_io(), &pool, deadline()).unwrap();
+        let (files, recovery) = open_with(config.clone(), file_io(), deadline()).unwrap();
         verify(files.as_ref(), &recovery, &pool, &states);
     }
     assert_eq!(pool.stats().requested_bytes, 0, "every slab was released");
@@ -203,4 +203,31 @@ faults! {
     block_files_survive_short_transfers: FileTierLayout::FilePerBlock, Fault::Short;
     block_files_survive_torn_writes: FileTierLayout::FilePerBlock, Fault::Torn;
     block_files_survive_hangs: FileTierLayout::FilePerBlock, Fault::Hang;
+}
+
+/// The sync of a block file bypassed `FileOperations`, so no test could make it fail.
+#[test]
+fn each_failed_step_of_a_sync_of_block_files_is_reported() {
+    let sync = |at_call| {
+        let directory = memory_directory();
+        let pool = small_pool();
+        let plan = FaultPlan::new(Fault::Io, at_call, false);
+        let config = FileTierConfig {
+            durable: false,
+            ..config(directory.path(), FileTierLayout::FilePerBlock)
+        };
+        let (files, _) = open_with(config, plan.wrap(&file_io()), deadline()).unwrap();
+        conformance::append(files.as_ref(), &pool, &[(1, 5000)]);
+        let first = plan.calls();
+        let synced = files.sync(deadline());
+        let last = plan.calls();
+        files.sync(deadline()).unwrap();
+        (first, last, synced)
+    };
+    let (first, last, synced) = sync(u64::MAX);
+    synced.unwrap();
+    assert_eq!(last - first, 3, "open, sync, sync of the directory");
+    for at_call in first..last {
+        sync(at_call).2.unwrap_err();
+    }
 }

@@ -23,6 +23,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use cascade_block::{BlockKey, Deadline, Namespace};
 use cascade_memory::Slab;
 
+pub(crate) use self::recovery::checkpoint_bytes_max;
 pub(crate) use self::replay::replay;
 use self::segment::Segment;
 use self::write::WriterState;
