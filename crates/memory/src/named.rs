@@ -232,8 +232,8 @@ pub struct IdlePoolFiles {
 }
 
 impl IdlePoolFiles {
-    /// Paths of the pools in a directory that have names with this prefix and suffix. Only the names
-    /// of their tables are read.
+    /// Paths of the pools in a directory that have names with this prefix and suffix. Only the
+    /// names of their tables are read.
     ///
     /// # Errors
     /// If the directory cannot be read.

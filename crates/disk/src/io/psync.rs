@@ -143,7 +143,7 @@ impl Completions {
         self.is_added.notify_one();
     }
 
-    /// Closes the list. Of the `started` transfers it adds those that have not completed to `stuck`.
+    /// Closes the list. Adds to `stuck` those of the `started` transfers that have not completed.
     fn close(&self, started: usize, stuck: &AtomicU64) {
         let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
         list.is_closed = true;

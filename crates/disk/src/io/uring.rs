@@ -114,8 +114,8 @@ impl UringEngine {
         }
     }
 
-    /// Submits and waits until all transfers are complete or the deadline passes. Afterwards `ended`
-    /// has transfers that ended but were not reported to the queue, because of an error.
+    /// Submits and waits until all transfers are complete or the deadline passes. After an error
+    /// `ended` has the transfers that ended but were not reported to the queue.
     fn drive(
         &self,
         ring: &mut Ring,
