@@ -161,7 +161,9 @@ pub trait BlockFiles: Send + Sync + fmt::Debug {
     /// for every live key in it; blocks to keep are moved first, as far as the capacity allows.
     /// `keep` may read, but not write or reclaim.
     ///
-    /// Reads do not wait: those in flight complete on the old file.
+    /// Reads do not wait: those in flight complete on the old file. After an error the old
+    /// addresses of blocks that were moved before it stay valid, until the next reclaim that
+    /// succeeds reports the new ones.
     fn reclaim(
         &self,
         keep: &mut dyn FnMut(&RecordMeta, FileAddress) -> bool,

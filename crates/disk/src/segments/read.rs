@@ -79,11 +79,11 @@ impl SegmentFiles {
     /// Finds a block and checks everything that can be checked before its bytes are read.
     fn start_read(&self, request: ReadRequest) -> Result<(PendingRead, Transfer), ReadOutcome> {
         let ReadRequest { address, key, slab } = request;
-        // The slot is looked up at the current address, which is also where the bytes are read.
         // A reclaim that removes the segment meanwhile does not affect this read: it keeps the
         // file open.
-        let address = self.resolve(address);
-        let (segment, slot) = self.find_block(&key, address).ok_or(ReadOutcome::Gone)?;
+        let found =
+            self.find_moved(address, |at| self.find_block(&key, at).map(|block| (at, block)));
+        let (address, (segment, slot)) = found.ok_or(ReadOutcome::Gone)?;
         let payload_bytes = slot.payload_bytes as usize;
         if slab.len() != payload_bytes {
             return Err(ReadOutcome::Failed(DiskError::LengthMismatch {

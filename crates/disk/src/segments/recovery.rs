@@ -81,7 +81,7 @@ impl SegmentFiles {
             aliases: Mutex::new(aliases),
             moved_addresses: RwLock::default(),
             writer: TimedMutex::new(state),
-            reclaim_lock: TimedMutex::new(()),
+            reclaim_lock: TimedMutex::default(),
             counters: SegmentCounters::default(),
             problems,
             directory_lock: lock,
@@ -435,6 +435,7 @@ fn next_state(
         store_id: known_id.map_or_else(random_bytes, Ok)?,
         active: None,
         unsynced: Vec::new(),
+        failed_copies: HashMap::new(),
         // After every number that a file, the checkpoint or an entry contains: an address in an
         // old alias or tombstone must not refer to a new block.
         next_number: number_end.max(of_checkpoint).max(replay.number_end),
