@@ -73,7 +73,7 @@ impl Namespace {
         Self::from_root(BlockKey::from_bytes(mac.finalize().into_bytes().into()), manifest)
     }
 
-    /// A namespace whose root was derived elsewhere, by [`Namespace::new`] in another process.
+    /// A namespace with a root that [`Namespace::new`] derived in another process.
     pub fn from_root(root: BlockKey, manifest: Manifest) -> Self {
         let hash: [u8; 32] = Sha256::new()
             .chain_update(b"cascade namespace id 1\0")

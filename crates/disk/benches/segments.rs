@@ -140,7 +140,7 @@ fn registered(root: &Path) {
                     queue_depth: 8,
                     ..FileTierConfig::new(&directory)
                 };
-                let (files, recovery) = open_with(config, io, pool, deadline()).unwrap();
+                let (files, recovery) = open_with(config, io, deadline()).unwrap();
                 assert!(given.is_some() || !files.stats().is_registered);
                 let live = recovery.live.iter().map(|(meta, at)| (meta.key, *at)).collect();
                 let blocks = shuffled(live);

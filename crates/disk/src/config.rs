@@ -96,7 +96,7 @@ impl FileTierConfig {
             return refuse("shard_digits", "must be 0 to 4");
         }
         let page = PAGE_BYTES as u64;
-        // At least four segments fit, one of which is the reserve.
+        // At least four segments fit into the capacity. One of them is the reserve.
         self.segment_bytes = self.segment_bytes.min(self.capacity_bytes / 4) / page * page;
         Ok(self)
     }

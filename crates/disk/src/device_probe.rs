@@ -1,7 +1,8 @@
-//! The probe of a file tier's device: writes a page and reads it back as blocks are.
+//! Probes of a file tier's device: whether it supports direct I/O, and whether it answers.
 
 use std::fs::File;
 use std::io;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use cascade_block::Deadline;
@@ -16,6 +17,37 @@ use crate::{DiskError, FileTierConfig};
 /// hang too and occupy a thread.
 const STUCK_CALLS_MAX: u64 = 8;
 
+fn probe_path(config: &FileTierConfig) -> PathBuf {
+    config.directory.join(format!("{}.probe", config.writer))
+}
+
+/// Whether the file system supports `O_DIRECT`.
+pub(crate) fn probe_direct(
+    io: &FileIo,
+    config: &FileTierConfig,
+    deadline: Deadline,
+) -> Result<bool, DiskError> {
+    let path = probe_path(config);
+    let probe = path.clone();
+    io.call("create", &path, deadline, move |files| {
+        match files.remove(&probe) {
+            Err(error) if error.kind() == io::ErrorKind::IsADirectory => {
+                files.set_aside(&probe)?;
+            }
+            // If it could not be removed, the `open` below returns the error.
+            Ok(()) | Err(_) => {}
+        }
+        // A file system without `O_DIRECT` rejects it when a file is opened.
+        let opened = files.open(&probe, OpenMode::Create { allocate_bytes: 0 }, true);
+        let removed = files.remove(&probe);
+        match opened {
+            Ok(_file) => removed.map(|()| true),
+            Err(error) if error.kind() == io::ErrorKind::InvalidInput => Ok(false),
+            Err(error) => Err(error),
+        }
+    })
+}
+
 /// Writes a page to the probe file beside the blocks, syncs it and reads it back, with the I/O
 /// engine that transfers blocks. It takes no lock of the tier, so that it does not wait for block
 /// writes.
@@ -26,7 +58,7 @@ pub(crate) fn probe(
     direct: bool,
     deadline: Deadline,
 ) -> Result<(), DiskError> {
-    let path = config.directory.join(format!("{}.probe", config.writer));
+    let path = probe_path(config);
     if io.stuck_calls() >= STUCK_CALLS_MAX {
         // The device has not completed earlier calls.
         return Err(DiskError::Timeout { operation: "probe", path });
@@ -34,7 +66,7 @@ pub(crate) fn probe(
     let (target, lock) = (path.clone(), Arc::clone(lock));
     let file = io.call("open", &path, deadline, move |files| {
         // Before anything is written: the path may lead to another directory by now.
-        lock.check_or_relock()?;
+        lock.check_or_relock(files)?;
         match files.open(&target, OpenMode::Write, direct) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 files.open(&target, OpenMode::Create { allocate_bytes: 0 }, direct)
@@ -86,7 +118,9 @@ pub(crate) fn probe_reads(
     deadline: Deadline,
 ) -> Result<(), DiskError> {
     let lock = Arc::clone(lock);
-    io.call_reading("check", &config.directory, deadline, move |_| lock.check_directory())?;
+    io.call_reading("check", &config.directory, deadline, move |files| {
+        lock.check_directory(files)
+    })?;
     let Some(file) = blocks else { return Ok(()) };
     let page = Buffer::Pages(PageBuffer::zeroed(PAGE_BYTES));
     let transfer = Transfer::new(TransferKind::Read, file, 0, vec![page]);

@@ -33,7 +33,7 @@ impl FileEraseReport {
     /// Erases files one by one and returns those that still exist. A file that cannot be
     /// overwritten is removed all the same, so that no later opening recovers it.
     ///
-    /// A file whose overwrite timed out is not removed: the write may still be in progress, and
+    /// A file is not removed if its overwrite timed out: the write may still be in progress, and
     /// after a removal nothing would show whether it completed. No step starts after the deadline,
     /// because another file may have the name by then.
     pub(crate) fn erase(

@@ -8,13 +8,13 @@ use std::path::{Path, PathBuf};
 use cascade_block::{BlockKey, Clock as _, Deadline, SystemClock};
 
 use crate::format::{Checkpoint, EntryKind, PAGE_BYTES, RecordEntry, page_aligned};
-use crate::io::{FileIo, FileOperations as _, OpenMode, SystemFiles};
+use crate::io::{FileIo, FileOperations as _, OpenMode, SystemFiles, read_whole};
 use crate::per_block::{address_of, key_of, read_header};
 use crate::scan::{
     FileSource, ScanError, ScanOptions, SegmentContent, SegmentSource, payload_is_intact,
     read_frames, read_segment, segment_name,
 };
-use crate::segments::replay;
+use crate::segments::{checkpoint_bytes_max, replay};
 use crate::{DiskError, FileAddress, RecordMeta, StoredManifest, TransferEngineKind, manifests};
 
 /// The state of a record.
@@ -103,18 +103,23 @@ pub fn inspect(
 ) -> Result<InspectReport, DiskError> {
     let failed = |source| DiskError::from_io("list", directory, source);
     let mut report = InspectReport::default();
+    let mut checkpoints = Vec::new();
     let mut writers: BTreeMap<String, Vec<(u32, PathBuf)>> = BTreeMap::new();
     for path in SystemFiles.list(directory).map_err(failed)? {
         if let Some((writer, number)) = segment_name(&path) {
             writers.entry(writer.to_owned()).or_default().push((number, path));
         } else if path.extension().is_some_and(|extension| extension == "checkpoint") {
-            report.problems.extend(checkpoint_problem(&path));
+            checkpoints.push(path);
         }
     }
     for segments in writers.values_mut() {
         segments.sort_unstable();
         inspect_writer(segments, verify_payload, visitor, &mut report);
     }
+    let bytes_max = checkpoint_bytes_max(report.files.iter().map(|file| file.file_bytes).sum());
+    report
+        .problems
+        .extend(checkpoints.iter().filter_map(|path| checkpoint_problem(path, bytes_max)));
     let blocks = directory.join("blocks");
     if blocks.is_dir() {
         report.files.push(inspect_block_files(&blocks, verify_payload, visitor));
@@ -126,22 +131,14 @@ pub fn inspect(
     Ok(report)
 }
 
-fn checkpoint_problem(path: &Path) -> Option<String> {
-    let problem = |what: String| Some(format!("{}: {what}", path.display()));
-    let read = || -> io::Result<Vec<u8>> {
-        let file = SystemFiles.open(path, OpenMode::Read, false)?;
-        let length = usize::try_from(SystemFiles.length(&file)?).map_err(io::Error::other)?;
-        let mut bytes = vec![0; length];
-        let read = SystemFiles.read(&file, 0, &mut bytes)?;
-        bytes.truncate(read);
-        Ok(bytes)
-    };
-    match read() {
-        Ok(bytes) => problem(Checkpoint::decode(&bytes).err()?.to_string()),
+fn checkpoint_problem(path: &Path, bytes_max: u64) -> Option<String> {
+    let problem = match read_whole(&SystemFiles, path, bytes_max) {
+        Ok(Some(bytes)) => Checkpoint::decode(&bytes).err()?.to_string(),
         // The directory may be in use: the file was removed after it was listed.
-        Err(error) if error.kind() == io::ErrorKind::NotFound => None,
-        Err(error) => problem(error.to_string()),
-    }
+        Ok(None) => return None,
+        Err(error) => error.to_string(),
+    };
+    Some(format!("{}: {problem}", path.display()))
 }
 
 /// Inspects all segments of one writer together: an entry in one segment may replace or remove a
@@ -180,7 +177,7 @@ fn inspect_writer(
     let replayed = replay(&all, SystemClock.unix_ms());
     let live: HashSet<(BlockKey, FileAddress)> =
         replayed.live.iter().map(|entry| (entry.meta.key, entry.address)).collect();
-    // A block whose first key was removed may still have an alias.
+    // A block without its first key may still have an alias.
     let held: HashSet<FileAddress> = replayed.live.iter().map(|entry| entry.address).collect();
     for (mut file_report, content) in found {
         if let Some((file, entries)) = content {

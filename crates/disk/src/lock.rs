@@ -1,17 +1,16 @@
 //! The lock of a writer's name in a directory: exclusive, and released when its process ends.
 
-use std::fs::{File, Metadata, OpenOptions};
-use std::io::{self, Read as _, Seek as _, Write as _};
-use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
+use std::fs::{File, Metadata};
+use std::io;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use cascade_block::Deadline;
-use rustix::fs::{FlockOperation, flock};
 use rustix::process::{Pid, test_kill_process};
 
-use crate::io::{FileIo, FileOperations as _, OpenMode, SystemFiles};
+use crate::io::{FileIo, FileOperations, OpenMode};
 use crate::{DiskError, FileTierConfig, WriterName};
 
 /// After a `kill -9` the kernel may release the lock only after the process is gone, because it
@@ -22,6 +21,8 @@ const DEAD_OWNER_RETRIES: u32 = 1000;
 /// was just released may therefore be held for a moment under the ID of a living process.
 const LIVING_OWNER_RETRIES: u32 = 50;
 const RETRY_PAUSE: Duration = Duration::from_millis(10);
+/// Maximum length of a process ID as text, with the end of its line.
+const PID_BYTES_MAX: usize = 16;
 
 /// A writer's lock, held as long as this value lives. The kernel releases it when the process dies.
 #[derive(Debug)]
@@ -66,8 +67,8 @@ impl DirectoryLock {
         let (directory, writer) = (config.directory.clone(), config.writer.clone());
         io.call("lock", &config.directory, deadline, move |files| {
             files.make_directory(&directory)?;
-            let found = std::fs::metadata(&directory)?;
-            Ok(lock_writer(&directory, &writer).map(|lock_file| {
+            let found = files.metadata(&directory)?;
+            Ok(lock_writer(files, &directory, &writer).map(|lock_file| {
                 let (opened, mode) = (FileIdentity::of(&found), found.mode());
                 Arc::new(Self { directory, writer, opened, mode, lock_file: Mutex::new(lock_file) })
             }))
@@ -82,8 +83,8 @@ impl DirectoryLock {
     }
 
     /// Returns an error if the path no longer leads to the directory that was opened. May hang.
-    pub(crate) fn check_directory(&self) -> io::Result<()> {
-        if FileIdentity::of(&std::fs::metadata(&self.directory)?) == self.opened {
+    pub(crate) fn check_directory(&self, files: &dyn FileOperations) -> io::Result<()> {
+        if FileIdentity::of(&files.metadata(&self.directory)?) == self.opened {
             return Ok(());
         }
         Err(io::Error::other(
@@ -93,30 +94,26 @@ impl DirectoryLock {
 
     /// [`Self::check_directory`], and a check that the lock is still held. A removed lock file is
     /// created and locked again: without it another process could take the writer's name.
-    pub(crate) fn check_or_relock(&self) -> io::Result<()> {
-        self.check_directory()?;
+    pub(crate) fn check_or_relock(&self, files: &dyn FileOperations) -> io::Result<()> {
+        self.check_directory(files)?;
         let path = lock_path(&self.directory, &self.writer);
         let mut lock_file = self.lock_file.lock().unwrap_or_else(PoisonError::into_inner);
-        match std::fs::symlink_metadata(&path) {
-            Ok(found) if FileIdentity::of(&found) == lock_file.identity => Ok(()),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                *lock_file =
-                    lock_writer(&self.directory, &self.writer).map_err(io::Error::other)?;
-                Ok(())
-            }
+        match files.metadata(&path) {
+            Ok(found) if FileIdentity::of(&found) == lock_file.identity => return Ok(()),
             // `lock_writer` sets the directory aside.
-            Ok(found) if found.is_dir() => {
-                *lock_file =
-                    lock_writer(&self.directory, &self.writer).map_err(io::Error::other)?;
-                Ok(())
+            Ok(found) if found.is_dir() => {}
+            Ok(_) => {
+                return Err(io::Error::other(format!(
+                    "{} was replaced, so this process no longer holds the lock; another process \
+                     may write to the directory",
+                    path.display()
+                )));
             }
-            Ok(_) => Err(io::Error::other(format!(
-                "{} was replaced, so this process no longer holds the lock; another process may \
-                 write to the directory",
-                path.display()
-            ))),
-            Err(error) => Err(error),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(error),
         }
+        *lock_file = lock_writer(files, &self.directory, &self.writer).map_err(io::Error::other)?;
+        Ok(())
     }
 }
 
@@ -125,26 +122,29 @@ fn lock_path(directory: &Path, writer: &WriterName) -> PathBuf {
 }
 
 /// Takes the lock of a writer. The error names the process that holds it.
-fn lock_writer(directory: &Path, writer: &WriterName) -> Result<LockFile, DiskError> {
+fn lock_writer(
+    files: &dyn FileOperations,
+    directory: &Path,
+    writer: &WriterName,
+) -> Result<LockFile, DiskError> {
     let path = lock_path(directory, writer);
     let failed = |source| DiskError::from_io("lock", &path, source);
-    let mut options = OpenOptions::new();
     // Not truncated before it is locked: the file names the process that holds the lock.
-    options.read(true).write(true).create(true).truncate(false).mode(0o600);
-    let opened = match options.open(&path) {
+    let open = || files.open(&path, OpenMode::WriteOrCreate, false);
+    let opened = match open() {
         Err(error) if error.kind() == io::ErrorKind::IsADirectory => {
-            SystemFiles.set_aside(&path).and_then(|_| options.open(&path))
+            files.set_aside(&path).and_then(|_| open())
         }
         opened => opened,
     };
-    let mut file = opened.map_err(failed)?;
+    let file = opened.map_err(failed)?;
     let mut retries = 0;
     loop {
-        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        match files.try_lock(&file) {
             Ok(()) => break,
-            Err(rustix::io::Errno::WOULDBLOCK) => {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                 // Read in each round, because another process may have taken the lock meanwhile.
-                let pid = lock_owner_pid(&mut file);
+                let pid = lock_owner_pid(files, &file);
                 let is_living = pid.is_none_or(is_alive);
                 let limit = if is_living { LIVING_OWNER_RETRIES } else { DEAD_OWNER_RETRIES };
                 if retries >= limit {
@@ -153,55 +153,28 @@ fn lock_writer(directory: &Path, writer: &WriterName) -> Result<LockFile, DiskEr
                 retries += 1;
                 std::thread::park_timeout(RETRY_PAUSE);
             }
-            Err(error) => return Err(failed(error.into())),
+            Err(error) => return Err(failed(error)),
         }
     }
     // Only the holder of the lock gets here, so the file names the holder.
-    file.set_len(0)
-        .and_then(|()| file.rewind())
-        .and_then(|()| writeln!(file, "{}", std::process::id()))
+    let pid = format!("{}\n", std::process::id());
+    files
+        .truncate(&file, 0)
+        .and_then(|()| files.write(&file, 0, pid.as_bytes()))
         .map_err(failed)?;
-    let identity = FileIdentity::of(&file.metadata().map_err(failed)?);
+    let identity = FileIdentity::of(&files.file_metadata(&file).map_err(failed)?);
     Ok(LockFile { _file: file, identity })
 }
 
-/// The process whose ID is in the lock file.
-fn lock_owner_pid(file: &mut File) -> Option<u32> {
-    let mut text = String::new();
-    file.rewind().ok()?;
-    file.read_to_string(&mut text).ok()?;
-    text.trim().parse().ok()
+/// The process that the lock file names, if the file can be read.
+fn lock_owner_pid(files: &dyn FileOperations, file: &File) -> Option<u32> {
+    let mut text = [0; PID_BYTES_MAX];
+    let read = files.read(file, 0, &mut text).ok()?;
+    std::str::from_utf8(&text[..read]).ok()?.trim().parse().ok()
 }
 
 fn is_alive(pid: u32) -> bool {
     let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
     // Every other error, such as `EPERM`, means that the process exists.
     pid.is_none_or(|pid| test_kill_process(pid) != Err(rustix::io::Errno::SRCH))
-}
-
-/// Whether the file system supports `O_DIRECT`.
-pub(crate) fn probe_direct(
-    io: &FileIo,
-    config: &FileTierConfig,
-    deadline: Deadline,
-) -> Result<bool, DiskError> {
-    let path = config.directory.join(format!("{}.probe", config.writer));
-    let probe = path.clone();
-    io.call("create", &path, deadline, move |files| {
-        match files.remove(&probe) {
-            Err(error) if error.kind() == io::ErrorKind::IsADirectory => {
-                files.set_aside(&probe)?;
-            }
-            // If it could not be removed, the `open` below returns the error.
-            Ok(()) | Err(_) => {}
-        }
-        // A file system without `O_DIRECT` rejects it when a file is opened.
-        let opened = files.open(&probe, OpenMode::Create { allocate_bytes: 0 }, true);
-        let removed = files.remove(&probe);
-        match opened {
-            Ok(_file) => removed.map(|()| true),
-            Err(error) if error.kind() == io::ErrorKind::InvalidInput => Ok(false),
-            Err(error) => Err(error),
-        }
-    })
 }

@@ -7,7 +7,8 @@ use cascade_block::{Deadline, Manifest, Namespace, NamespaceId};
 
 use crate::DiskError;
 use crate::erase::has_extension;
-use crate::io::{FileIo, OpenMode, make_tier_directory};
+use crate::io::{FileIo, make_tier_directory, read_whole};
+use crate::problem_log::ProblemLog;
 
 /// A manifest file: its content, or why it is invalid.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -98,6 +99,22 @@ pub(crate) fn load_all(
     loaded.filter_map(Result::transpose).collect()
 }
 
+/// The invalid manifests of a directory. Each is added to the problems.
+pub(crate) fn report_invalid(
+    io: &FileIo,
+    directory: &Path,
+    problems: &ProblemLog,
+    deadline: Deadline,
+) -> Result<Vec<StoredManifest>, DiskError> {
+    let mut found = load_all(io, directory, deadline)?;
+    found.retain(|each| {
+        let StoredManifest::Invalid { path, reason } = each else { return false };
+        problems.add(format!("{}: {reason}", path.display()));
+        true
+    });
+    Ok(found)
+}
+
 /// The paths of the manifest files of a directory, in the order of their names.
 pub(crate) fn files(
     io: &FileIo,
@@ -118,21 +135,8 @@ pub(crate) fn files(
 
 fn load(io: &FileIo, path: &Path, deadline: Deadline) -> Result<Option<StoredManifest>, DiskError> {
     let source = path.to_owned();
-    let bytes = io.call("read", path, deadline, move |files| {
-        let file = match files.open(&source, OpenMode::Read, false) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            other => other?,
-        };
-        let length = files.length(&file)?;
-        // Checked before memory of this length is allocated.
-        if length > MANIFEST_BYTES_MAX {
-            return Err(io::Error::other("the file is longer than a manifest can be"));
-        }
-        let mut bytes = vec![0; usize::try_from(length).map_err(io::Error::other)?];
-        let read = files.read(&file, 0, &mut bytes)?;
-        bytes.truncate(read);
-        Ok(Some(bytes))
-    });
+    let bytes = io
+        .call("read", path, deadline, move |files| read_whole(files, &source, MANIFEST_BYTES_MAX));
     let bytes = match bytes {
         Err(DiskError::Io { source, .. }) => {
             let reason = source.to_string();

@@ -154,7 +154,7 @@ pub fn read_segment(
     Ok(content)
 }
 
-/// Scans the frames of a segment whose footer is damaged, up to the page where they end.
+/// Scans the frames of a segment with a damaged footer, up to the page where they end.
 pub(crate) fn read_frames(
     source: &dyn SegmentSource,
     number: u32,
@@ -173,12 +173,20 @@ fn first_frame_id(
     source: &dyn SegmentSource,
     content: &mut SegmentContent,
     options: ScanOptions<'_>,
-) -> io::Result<Option<RandomId>> {
+) -> Result<Option<RandomId>, ScanError> {
     let mut page = PageBuffer::zeroed(PAGE_BYTES);
     let read = content.read(source, PAGE_BYTES as u64, page.bytes_mut())?;
-    let first = SegmentFrame::decode_first(&page.bytes()[..read], options.number).ok();
-    let of_frame = first.map(|frame| frame.segment_id);
-    Ok(of_frame.or(options.covered.map(|covered| covered.segment_id)))
+    let bytes = &page.bytes()[..read];
+    match SegmentFrame::decode_first(bytes, options.number) {
+        Ok(frame) => return Ok(Some(frame.segment_id)),
+        // The page is never payload, so this is a segment of that version and not damage.
+        Err(FormatError::Version { found }) => return Err(ScanError::Version(found)),
+        Err(_) if bytes.iter().all(|byte| *byte == 0) => {}
+        // With the ID of the checkpoint, `scan` reads the frame again and counts its damage.
+        Err(_) if options.covered.is_some() => {}
+        Err(_) => content.damaged_structures += 1,
+    }
+    Ok(options.covered.map(|covered| covered.segment_id))
 }
 
 fn read_trailer(
@@ -426,9 +434,25 @@ impl SegmentSource for ReadAhead<'_> {
 /// The writer and the segment number in the name of a segment file.
 pub(crate) fn segment_name(path: &Path) -> Option<(&str, u32)> {
     let name = path.file_name()?.to_str()?;
-    let (writer, number) = name.strip_suffix(".segment")?.rsplit_once('-')?;
-    if number.len() != 8 {
-        return None;
+    let (writer, digits) = name.strip_suffix(".segment")?.rsplit_once('-')?;
+    let number = u32::from_str_radix(digits, 16).ok()?;
+    // Other spellings of a number, such as upper case, are not written here: two files of one
+    // number would be taken for one segment. `u32::MAX` is reserved.
+    (format!("{number:08x}") == digits && number < u32::MAX).then_some((writer, number))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Files with two spellings of a number were opened as one segment.
+    #[test]
+    fn a_segment_number_has_one_spelling() {
+        let parsed = |name: &str| segment_name(Path::new(name)).map(|(_, number)| number);
+        assert_eq!(parsed("w0-0000001a.segment"), Some(26));
+        assert_eq!(parsed("w0-fffffffe.segment"), Some(u32::MAX - 1));
+        for other in ["w0-0000001A", "w0-+000001a", "w0-1a", "w0-00000001a", "w0-ffffffff"] {
+            assert_eq!(parsed(&format!("{other}.segment")), None, "{other}");
+        }
     }
-    Some((writer, u32::from_str_radix(number, 16).ok()?))
 }

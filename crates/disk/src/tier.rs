@@ -66,7 +66,7 @@ pub struct ReclaimOutcome {
 pub struct Recovery {
     /// All live blocks and aliases, oldest first.
     pub live: Vec<(RecordMeta, FileAddress)>,
-    /// Blocks whose write was incomplete.
+    /// Blocks that were not written completely.
     pub torn_records: u64,
     /// Headers and footers that do not match their checksum.
     pub damaged_structures: u64,
@@ -107,7 +107,7 @@ pub struct DiskStats {
     pub records_written: u64,
     /// Payload bytes written.
     pub bytes_written: u64,
-    /// Blocks read whose checksum matched.
+    /// Blocks that were read and match their checksum.
     pub records_read: u64,
     /// Their payload bytes.
     pub bytes_read: u64,
@@ -161,7 +161,9 @@ pub trait BlockFiles: Send + Sync + fmt::Debug {
     /// for every live key in it; blocks to keep are moved first, as far as the capacity allows.
     /// `keep` may read, but not write or reclaim.
     ///
-    /// Reads do not wait: those in flight complete on the old file.
+    /// Reads do not wait: those in flight complete on the old file. After an error the old
+    /// addresses of blocks that were moved before it stay valid, until the next reclaim that
+    /// succeeds reports the new ones.
     fn reclaim(
         &self,
         keep: &mut dyn FnMut(&RecordMeta, FileAddress) -> bool,
@@ -221,14 +223,13 @@ pub fn open(
     deadline: Deadline,
 ) -> Result<(Arc<dyn BlockFiles>, Recovery), DiskError> {
     let io = FileIo::system(config.engine, config.direct, config.queue_depth, Some(pool), clock)?;
-    open_with(config, io, pool, deadline)
+    open_with(config, io, deadline)
 }
 
 /// Opens a file tier with the caller's I/O, such as one that injects faults.
 pub fn open_with(
     config: FileTierConfig,
     io: FileIo,
-    _pool: &Pool,
     deadline: Deadline,
 ) -> Result<(Arc<dyn BlockFiles>, Recovery), DiskError> {
     let config = config.checked()?;

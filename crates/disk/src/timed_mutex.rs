@@ -1,4 +1,4 @@
-//! A mutex whose `lock` waits no longer than a deadline.
+//! A mutex with a `lock` that waits until a deadline at most.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -20,6 +20,12 @@ pub(crate) struct TimedMutex<T> {
 pub(crate) struct TimedMutexGuard<'a, T> {
     mutex: &'a TimedMutex<T>,
     value: MutexGuard<'a, T>,
+}
+
+impl<T: Default> Default for TimedMutex<T> {
+    fn default() -> Self {
+        Self::new(T::default())
+    }
 }
 
 impl<T> TimedMutex<T> {

@@ -147,10 +147,10 @@ fn a_failed_removal_hides_the_block() {
     let file_io =
         FileIo::system(TransferEngineKind::Psync, false, 4, None, Arc::new(SystemClock)).unwrap();
     let counting = FaultPlan::new(Fault::Io, u64::MAX, false);
-    let opened = open_with(config(directory.path()), counting.wrap(&file_io), &pool, deadline());
+    let opened = open_with(config(directory.path()), counting.wrap(&file_io), deadline());
     drop(opened.unwrap());
     let plan = FaultPlan::new(Fault::Io, counting.calls(), true);
-    let opened = open_with(config(directory.path()), plan.wrap(&file_io), &pool, deadline());
+    let opened = open_with(config(directory.path()), plan.wrap(&file_io), deadline());
     let (files, _) = opened.unwrap();
     files.remove(&[(key(1), stored[0].address)], deadline()).unwrap_err();
     assert_gone(files.as_ref(), &pool, &stored[..1]);

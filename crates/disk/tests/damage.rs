@@ -64,6 +64,13 @@ fn read_back(directory: &Path, pool: &Pool) -> usize {
     hits
 }
 
+/// Changes a page to that of a later version, which ends with the checksum that all versions have.
+fn set_version(page: &mut [u8], version: u16) {
+    page[8..10].copy_from_slice(&version.to_le_bytes());
+    let sum = page_checksum(&page[..PAGE_BYTES]);
+    page[PAGE_BYTES - 4..PAGE_BYTES].copy_from_slice(&sum.to_le_bytes());
+}
+
 #[test]
 fn a_flipped_bit_in_any_structure_is_detected() {
     let pool = pool();
@@ -140,10 +147,7 @@ fn another_format_version_is_refused_with_the_file_name() {
     let pool = pool();
     let (directory, segment) = sealed_segment(&pool);
     let mut bytes = fs::read(&segment).unwrap();
-    // As a later version writes it: its version number, and the checksum that all versions have.
-    bytes[8..10].copy_from_slice(&(FORMAT_VERSION + 1).to_le_bytes());
-    let sum = page_checksum(&bytes[..PAGE_BYTES]);
-    bytes[PAGE_BYTES - 4..PAGE_BYTES].copy_from_slice(&sum.to_le_bytes());
+    set_version(&mut bytes, FORMAT_VERSION + 1);
     fs::write(&segment, &bytes).unwrap();
     let error = open(config(directory.path()), Arc::new(SystemClock), &pool, deadline())
         .expect_err("a newer format");
@@ -176,4 +180,39 @@ fn an_inspection_finds_a_damaged_block() {
     assert!(!report.is_clean());
     assert_eq!((report.files[0].damaged_records, report.files[0].live_records), (1, 5));
     assert_eq!(damaged, [key(4)]);
+}
+
+/// Damage of the first frame was not counted if the header was damaged too, and a frame of another
+/// version was taken for damage.
+#[test]
+fn a_damaged_first_frame_behind_a_damaged_header_is_counted() {
+    let pool = pool();
+    let (directory, segment) = sealed_segment(&pool);
+    let mut bytes = fs::read(&segment).unwrap();
+    // Without its footer, the segment's ID is in the header and in the frames only.
+    let entries_page = scan(&bytes).unwrap().trailer.unwrap().entries_page as usize;
+    bytes.truncate(entries_page * PAGE_BYTES);
+    bytes.resize(bytes.len() + PAGE_BYTES, 0);
+    bytes[20] ^= 1;
+    let header_only = scan(&bytes).unwrap();
+    assert_eq!((header_only.damaged_structures, header_only.entries.len()), (1, BLOCKS.len()));
+    let good_frame = bytes[PAGE_BYTES..2 * PAGE_BYTES].to_vec();
+    bytes[PAGE_BYTES + 20] ^= 1;
+    let both = scan(&bytes).unwrap();
+    assert_eq!((both.damaged_structures, both.entries.len()), (2, 0));
+    fs::write(&segment, &bytes).unwrap();
+    let opened = open(config(directory.path()), Arc::new(SystemClock), &pool, deadline());
+    let (files, recovery) = opened.unwrap();
+    assert_eq!((recovery.live.len(), recovery.damaged_structures), (0, 2));
+    let problems = files.problems();
+    assert!(problems.iter().any(|each| each.contains("none of its blocks")), "{problems:?}");
+    drop(files);
+
+    bytes[PAGE_BYTES..2 * PAGE_BYTES].copy_from_slice(&good_frame);
+    set_version(&mut bytes[PAGE_BYTES..], FORMAT_VERSION + 1);
+    fs::write(&segment, &bytes).unwrap();
+    let opened = open(config(directory.path()), Arc::new(SystemClock), &pool, deadline());
+    let error = opened.expect_err("a newer format");
+    assert!(matches!(error, DiskError::UnknownVersion { found: 2, .. }), "{error}");
+    assert_eq!(fs::read(&segment).unwrap(), bytes, "the file is unchanged");
 }

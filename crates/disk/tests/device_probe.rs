@@ -22,7 +22,7 @@ fn file_io() -> FileIo {
 }
 
 fn opened(directory: &Path, layout: FileTierLayout, io: FileIo) -> Arc<dyn BlockFiles> {
-    open_with(config(directory, layout), io, &pool(), deadline()).unwrap().0
+    open_with(config(directory, layout), io, deadline()).unwrap().0
 }
 
 #[test]
@@ -92,4 +92,22 @@ fn a_probe_fails_if_the_directory_was_replaced() {
     };
     assert!(source.to_string().contains("mounted"), "{source}");
     other.probe_device(deadline()).unwrap();
+}
+
+/// The lock and the identity of the directory bypassed `FileOperations`, so no test could make them
+/// fail.
+#[test]
+fn an_opening_returns_the_error_of_each_step_of_the_lock() {
+    for layout in [FileTierLayout::Segments, FileTierLayout::FilePerBlock] {
+        // Directory created, its identity, lock file opened, locked, truncated, written, its
+        // identity.
+        for at in 0..7 {
+            let directory = tempfile::tempdir().unwrap();
+            let plan = FaultPlan::new(Fault::Io, at, false);
+            let config = config(directory.path(), layout);
+            let failed = open_with(config.clone(), plan.wrap(&file_io()), deadline()).map(drop);
+            assert!(matches!(failed, Err(DiskError::Io { .. })), "call {at}: {failed:?}");
+            drop(open_with(config, file_io(), deadline()).unwrap());
+        }
+    }
 }

@@ -96,7 +96,7 @@ fn an_erase_reports_files_that_it_could_not_erase() {
             .unwrap();
         let counting = FaultPlan::new(Fault::Io, u64::MAX, false);
         let open_and_fill = |plan: &Arc<FaultPlan>| {
-            let (files, _) = open_with(config.clone(), plan.wrap(&io), &pool, deadline()).unwrap();
+            let (files, _) = open_with(config.clone(), plan.wrap(&io), deadline()).unwrap();
             append(&*files, &pool, &[(1, LENGTH)]);
             files
         };
@@ -134,7 +134,7 @@ fn a_file_whose_erase_hangs_is_kept_reported_and_counted() {
         let clock = Arc::new(SystemClock);
         let io = FileIo::system(TransferEngineKind::Psync, false, 8, Some(&pool), clock).unwrap();
         let open_and_fill = |plan: &Arc<FaultPlan>| {
-            let (files, _) = open_with(config.clone(), plan.wrap(&io), &pool, deadline()).unwrap();
+            let (files, _) = open_with(config.clone(), plan.wrap(&io), deadline()).unwrap();
             let stored = append(&*files, &pool, &[(1, LENGTH)]);
             let namespace = Namespace::new(Manifest::new().with("a", "b"), &TenantSecret::new("s"));
             files.register_manifest(&namespace, deadline()).unwrap();

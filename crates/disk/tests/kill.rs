@@ -97,8 +97,8 @@ fn write_batch(files: &dyn BlockFiles, pool: &Pool, start: u64) {
     }
 }
 
-/// The events that the parent received: blocks stored whose removal has not begun, and blocks
-/// removed.
+/// The events that the parent received: stored blocks, until their removal begins, and removed
+/// blocks.
 #[derive(Default)]
 struct ReceivedEvents {
     stored: BTreeSet<u64>,

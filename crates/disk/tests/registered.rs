@@ -30,7 +30,7 @@ fn blocks_are_read_back_through_registered_memory() {
         let open = |registered: Option<&Pool>| {
             let clock = Arc::new(SystemClock);
             let io = FileIo::system(TransferEngineKind::Uring, true, 4, registered, clock).unwrap();
-            open_with(config.clone(), io, &pool, deadline()).unwrap().0
+            open_with(config.clone(), io, deadline()).unwrap().0
         };
         let plain = open(None);
         assert!(!plain.stats().is_registered);

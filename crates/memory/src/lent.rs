@@ -31,7 +31,7 @@ pub struct Attachment {
 }
 
 impl Attachment {
-    /// Maps a pool whose descriptor a node sent. The node has populated its pages already.
+    /// Maps a pool from the descriptor that a node sent. The node has populated its pages already.
     pub fn map(
         file: OwnedFd,
         bytes: usize,

@@ -16,8 +16,8 @@ use std::thread;
 use std::time::Duration;
 
 use rustix::fs::{
-    FallocateFlags, FlockOperation, Mode, OFlags, fallocate, flock, fstatvfs, ftruncate, open,
-    statfs, statvfs,
+    FallocateFlags, FlockOperation, Mode, OFlags, StatVfs, fallocate, flock, fstatvfs, ftruncate,
+    open, statfs, statvfs,
 };
 use rustix::process::geteuid;
 
@@ -232,8 +232,8 @@ pub struct IdlePoolFiles {
 }
 
 impl IdlePoolFiles {
-    /// Paths of the pools in a directory whose names have this prefix and suffix. Only the names of
-    /// their tables are read.
+    /// Paths of the pools in a directory that have names with this prefix and suffix. Only the
+    /// names of their tables are read.
     ///
     /// # Errors
     /// If the directory cannot be read.
@@ -351,8 +351,17 @@ fn check_room(
         let available_bytes = usize::try_from(available).unwrap_or(usize::MAX);
         return Err(MemoryError::NotEnough { bytes, available_bytes });
     }
-    let room = statvfs(directory).map_err(failed)?;
-    let free = room.f_bavail.saturating_mul(room.f_frsize).saturating_add(own);
+    check_free(&statvfs(directory).map_err(failed)?, own, path, bytes)
+}
+
+/// Refuses a file that is larger than the free space of its file system and `reusable_bytes`.
+fn check_free(
+    room: &StatVfs,
+    reusable_bytes: u64,
+    path: &Path,
+    bytes: usize,
+) -> Result<(), MemoryError> {
+    let free = room.f_bavail.saturating_mul(room.f_frsize).saturating_add(reusable_bytes);
     // A file system without a limit reports zero blocks.
     if room.f_blocks > 0 && free < bytes as u64 {
         let source = rustix::io::Errno::NOSPC.into();
@@ -462,12 +471,7 @@ fn create_pool(path: &Path, bytes: usize, guard: &RemoveOnDrop) -> Result<File, 
 /// collapsing pages that are already populated is three times slower.
 fn set_size(file: &File, path: &Path, bytes: usize) -> Result<(), MemoryError> {
     let room = fstatvfs(file).map_err(|error| named("read the metadata of", path, error.into()))?;
-    let free = room.f_bavail.saturating_mul(room.f_frsize);
-    // A file system without a limit reports zero blocks.
-    if room.f_blocks > 0 && free < bytes as u64 {
-        let source = rustix::io::Errno::NOSPC.into();
-        return Err(MemoryError::NotReserved { path: path.to_owned(), bytes, source });
-    }
+    check_free(&room, 0, path, bytes)?;
     ftruncate(file, bytes as u64).map_err(|error| named("set the size of", path, error.into()))
 }
 

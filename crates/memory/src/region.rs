@@ -33,7 +33,7 @@ pub struct Region {
     mapping: Mapping,
     file: File,
     pages: PageReport,
-    /// For a named pool, whose file other processes may truncate.
+    /// Only for a named pool: other processes may truncate its file.
     _watch: Option<Watch>,
     /// Keeps a named pool locked for as long as a slab of it is held.
     _lock: Option<Arc<LockedFile>>,

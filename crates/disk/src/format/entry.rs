@@ -70,7 +70,7 @@ impl RecordEntry {
             .bytes(&[0; 6]);
     }
 
-    /// Decodes an entry from bytes whose checksum was verified.
+    /// Decodes an entry. The caller has verified the checksum of the bytes.
     pub fn decode(source: &[u8]) -> Result<Self, FormatError> {
         let source = source.get(..ENTRY_BYTES).ok_or(FormatError::Truncated)?;
         let mut reader = FieldReader::new(source);

@@ -68,8 +68,8 @@ impl SegmentFrame {
         Ok(frame)
     }
 
-    /// Decodes the header page of a segment's first frame, for a segment whose other structures do
-    /// not give its ID.
+    /// Decodes the header page of a segment's first frame if no other structure gives the segment's
+    /// ID.
     pub fn decode_first(page: &[u8], number: u32) -> Result<Self, FormatError> {
         let segment_id: RandomId = open_page(page, MAGIC)?.array();
         Self::decode(page, &segment_id, number, 1)
@@ -88,9 +88,7 @@ impl SegmentFrame {
             next = next.and_then(|page| page.checked_add(pages));
         }
         if next != self.page.checked_add(self.page_count) {
-            return Err(FormatError::Invalid(
-                "a frame whose length differs from that of its payloads",
-            ));
+            return Err(FormatError::Invalid("a frame with another length than its payloads"));
         }
         Ok(())
     }

@@ -1,6 +1,6 @@
 //! Fault injection: a disk that fails at the k-th call, for tests of everything that uses files.
 
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -13,6 +13,9 @@ use super::{
     TransferOutcome, TransferQueue,
 };
 use crate::format::PAGE_BYTES;
+
+/// The content of memory that a short read did not reach.
+const UNREAD_BYTE: u8 = 0xa5;
 
 /// The kind of a fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -118,6 +121,22 @@ impl FaultyEngine {
         self.run_single(part, deadline).result
     }
 
+    /// Executes a read and reports only its first page. The memory after that page is overwritten,
+    /// so that a caller that takes it for read bytes gets wrong ones. A sync has no bytes.
+    fn read_first_page(&self, transfer: Transfer, deadline: Deadline) -> TransferOutcome {
+        let mut outcome = self.run_single(transfer, deadline);
+        if let (Some(transfer), Ok(bytes)) = (&mut outcome.transfer, &mut outcome.result) {
+            *bytes = (*bytes).min(PAGE_BYTES);
+            let mut skip = PAGE_BYTES;
+            for mut slice in transfer.slices_mut() {
+                let skipped = skip.min(slice.len());
+                skip -= skipped;
+                slice[skipped..].fill(UNREAD_BYTE);
+            }
+        }
+        outcome
+    }
+
     fn fail(&self, transfer: Transfer, fault: Fault, deadline: Deadline) -> TransferOutcome {
         let bytes: usize = transfer.slices().iter().map(|slice| slice.len()).sum();
         let result = match fault {
@@ -126,7 +145,7 @@ impl FaultyEngine {
             Fault::Short if transfer.kind == TransferKind::Write => {
                 self.run_partial(&transfer, PAGE_BYTES.min(bytes), deadline)
             }
-            Fault::Short => return self.run_single(transfer, deadline),
+            Fault::Short => return self.read_first_page(transfer, deadline),
             Fault::Torn => self
                 .run_partial(&transfer, bytes / 2 / PAGE_BYTES * PAGE_BYTES, deadline)
                 .and_then(|_| Err(io_error())),
@@ -179,14 +198,34 @@ impl FileOperations for FaultyFiles {
         self.inner.truncate(file, bytes)
     }
 
-    fn length(&self, file: &File) -> io::Result<u64> {
+    fn metadata(&self, path: &Path) -> io::Result<Metadata> {
         self.plan.check_operation()?;
-        self.inner.length(file)
+        self.inner.metadata(path)
+    }
+
+    fn file_metadata(&self, file: &File) -> io::Result<Metadata> {
+        self.plan.check_operation()?;
+        self.inner.file_metadata(file)
+    }
+
+    fn try_lock(&self, file: &File) -> io::Result<()> {
+        self.plan.check_operation()?;
+        self.inner.try_lock(file)
     }
 
     fn read(&self, file: &File, offset: u64, buffer: &mut [u8]) -> io::Result<usize> {
         self.plan.check_operation()?;
         self.inner.read(file, offset, buffer)
+    }
+
+    fn write(&self, file: &File, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        self.plan.check_operation()?;
+        self.inner.write(file, offset, bytes)
+    }
+
+    fn sync(&self, file: &File) -> io::Result<()> {
+        self.plan.check_operation()?;
+        self.inner.sync(file)
     }
 
     fn next_data(&self, file: &File, offset: u64) -> io::Result<Option<u64>> {
@@ -232,5 +271,49 @@ impl FileOperations for FaultyFiles {
     fn list(&self, path: &Path) -> io::Result<Vec<PathBuf>> {
         self.plan.check_operation()?;
         self.inner.list(path)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt as _;
+
+    use cascade_block::SystemClock;
+
+    use super::*;
+    use crate::TransferEngineKind;
+    use crate::conformance::deadline;
+    use crate::io::{Buffer, PageBuffer};
+
+    /// A short read executed and reported the whole transfer, so no test covered the continuation.
+    #[test]
+    fn a_short_read_moves_one_page_and_is_continued() {
+        let content = crate::conformance::content(1, 3 * PAGE_BYTES);
+        let file = tempfile::tempfile().unwrap();
+        file.write_all_at(&content, 0).unwrap();
+        let file = Arc::new(file);
+        let read = || {
+            let buffers = vec![Buffer::Pages(PageBuffer::zeroed(content.len()))];
+            Transfer::new(TransferKind::Read, Arc::clone(&file), 0, buffers)
+        };
+        let clock = Arc::new(SystemClock);
+        let io = FileIo::system(TransferEngineKind::Psync, false, 2, None, clock).unwrap();
+
+        let mut batch = TransferBatch::new(vec![read()]);
+        FaultPlan::new(Fault::Short, 0, false).wrap(&io).engine.run(&mut batch, deadline());
+        let outcome = batch.outcomes.pop().flatten().unwrap();
+        assert_eq!(outcome.result.unwrap(), PAGE_BYTES);
+        let buffers = outcome.transfer.unwrap().buffers;
+        assert_eq!(buffers[0].bytes()[..PAGE_BYTES], content[..PAGE_BYTES]);
+        assert!(buffers[0].bytes()[PAGE_BYTES..].iter().all(|byte| *byte == UNREAD_BYTE));
+
+        for is_permanent in [false, true] {
+            let plan = FaultPlan::new(Fault::Short, 0, is_permanent);
+            let (transfer, result) =
+                plan.wrap(&io).transfer_all(vec![read()], deadline()).remove(0);
+            result.unwrap();
+            assert_eq!(transfer.unwrap().buffers[0].bytes(), content);
+            assert_eq!(plan.calls(), if is_permanent { 3 } else { 2 });
+        }
     }
 }

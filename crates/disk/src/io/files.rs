@@ -1,12 +1,12 @@
 //! File operations that are not transfers: creating, listing, renaming, removing.
 
 use std::fmt;
-use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::fs::{self, DirBuilder, File, Metadata, OpenOptions};
 use std::io::{self, Write as _};
 use std::os::unix::fs::{DirBuilderExt as _, FileExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{FallocateFlags, OFlags, SeekFrom, fallocate, seek};
+use rustix::fs::{FallocateFlags, FlockOperation, OFlags, SeekFrom, fallocate, flock, seek};
 
 use crate::format::PAGE_BYTES;
 
@@ -27,6 +27,8 @@ pub enum OpenMode {
     },
     /// An existing file, for reading and writing.
     Write,
+    /// An existing or a new file, for reading and writing. Existing content is kept.
+    WriteOrCreate,
 }
 
 /// The file operations that the file tier needs beside transfers. [`super::fault`] replaces them to
@@ -39,11 +41,29 @@ pub trait FileOperations: Send + Sync + fmt::Debug {
     /// Sets the length of a file; an extension reads as zeroes.
     fn truncate(&self, file: &File, bytes: u64) -> io::Result<()>;
 
+    /// Returns the metadata of the file that a path leads to.
+    fn metadata(&self, path: &Path) -> io::Result<Metadata>;
+
+    /// Returns the metadata of an open file.
+    fn file_metadata(&self, file: &File) -> io::Result<Metadata>;
+
     /// Returns the length of a file.
-    fn length(&self, file: &File) -> io::Result<u64>;
+    fn length(&self, file: &File) -> io::Result<u64> {
+        Ok(self.file_metadata(file)?.len())
+    }
+
+    /// Takes the exclusive lock of a file, which the kernel releases when the file is closed.
+    /// Returns `WouldBlock` if another process holds it.
+    fn try_lock(&self, file: &File) -> io::Result<()>;
 
     /// Reads up to the end of the buffer or of the file. Returns the number of bytes read.
     fn read(&self, file: &File, offset: u64, buffer: &mut [u8]) -> io::Result<usize>;
+
+    /// Writes all bytes to a file.
+    fn write(&self, file: &File, offset: u64, bytes: &[u8]) -> io::Result<()>;
+
+    /// Syncs the data of a file to stable storage.
+    fn sync(&self, file: &File) -> io::Result<()>;
 
     /// Returns the first offset at or after `offset` that may contain data, or `None` if only a
     /// hole follows.
@@ -88,6 +108,7 @@ impl FileOperations for SystemFiles {
             OpenMode::Read => {}
             OpenMode::Create { .. } => drop(options.write(true).create_new(true)),
             OpenMode::Write => drop(options.write(true)),
+            OpenMode::WriteOrCreate => drop(options.write(true).create(true).truncate(false)),
         }
         if direct {
             options.custom_flags(OFlags::DIRECT.bits().cast_signed());
@@ -100,7 +121,7 @@ impl FileOperations for SystemFiles {
             opened => opened?,
         };
         // Opening a directory for reading succeeds.
-        if file.metadata()?.is_dir() {
+        if self.file_metadata(&file)?.is_dir() {
             return Err(io::ErrorKind::IsADirectory.into());
         }
         if let OpenMode::Create { allocate_bytes } = mode {
@@ -113,8 +134,16 @@ impl FileOperations for SystemFiles {
         file.set_len(bytes)
     }
 
-    fn length(&self, file: &File) -> io::Result<u64> {
-        Ok(file.metadata()?.len())
+    fn metadata(&self, path: &Path) -> io::Result<Metadata> {
+        fs::metadata(path)
+    }
+
+    fn file_metadata(&self, file: &File) -> io::Result<Metadata> {
+        file.metadata()
+    }
+
+    fn try_lock(&self, file: &File) -> io::Result<()> {
+        Ok(flock(file, FlockOperation::NonBlockingLockExclusive)?)
     }
 
     fn read(&self, file: &File, offset: u64, buffer: &mut [u8]) -> io::Result<usize> {
@@ -128,6 +157,14 @@ impl FileOperations for SystemFiles {
             }
         }
         Ok(filled)
+    }
+
+    fn write(&self, file: &File, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        file.write_all_at(bytes, offset)
+    }
+
+    fn sync(&self, file: &File) -> io::Result<()> {
+        file.sync_data()
     }
 
     fn next_data(&self, file: &File, offset: u64) -> io::Result<Option<u64>> {
@@ -182,10 +219,13 @@ impl FileOperations for SystemFiles {
 
     fn overwrite(&self, path: &Path) -> io::Result<u64> {
         let file = OpenOptions::new().write(true).open(path)?;
-        let length = file.metadata()?.len();
+        let length = self.length(&file)?;
         let zeroes = vec![0; OVERWRITE_BYTES];
         let (mut at, mut overwritten) = (0, 0);
-        while let Some(start) = self.next_data(&file, at)?.filter(|start| *start < length) {
+        // Always forward: `next_data` rounds down to a page, and a file system with smaller blocks
+        // has holes inside a page.
+        let next = |at| Ok::<_, io::Error>(self.next_data(&file, at)?.map(|start| start.max(at)));
+        while let Some(start) = next(at)?.filter(|start| *start < length) {
             let end = match seek(&file, SeekFrom::Hole(start)) {
                 Ok(hole) if hole > start => hole.min(length),
                 // The file system does not report holes: everything up to the end is data.
@@ -220,6 +260,29 @@ impl FileOperations for SystemFiles {
     fn list(&self, path: &Path) -> io::Result<Vec<PathBuf>> {
         fs::read_dir(path)?.map(|entry| Ok(entry?.path())).collect()
     }
+}
+
+/// Reads a whole file. Returns `None` if it does not exist, and an error if it is longer than
+/// `bytes_max`.
+pub(crate) fn read_whole(
+    files: &dyn FileOperations,
+    path: &Path,
+    bytes_max: u64,
+) -> io::Result<Option<Vec<u8>>> {
+    let file = match files.open(path, OpenMode::Read, false) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        opened => opened?,
+    };
+    let length = files.length(&file)?;
+    // Checked before memory of this length is allocated.
+    if length > bytes_max {
+        let why = format!("the file has {length} bytes; a valid one has at most {bytes_max}");
+        return Err(io::Error::other(why));
+    }
+    let mut bytes = vec![0; usize::try_from(length).map_err(io::Error::other)?];
+    let read = files.read(&file, 0, &mut bytes)?;
+    bytes.truncate(read);
+    Ok(Some(bytes))
 }
 
 /// Retries an operation that failed because a directory has the file's name, after setting the

@@ -19,8 +19,8 @@ use cascade_memory::Pool;
 
 use crate::{DiskError, TransferEngineKind};
 
-pub(crate) use files::make_tier_directory;
 pub use files::{FileOperations, OpenMode, SystemFiles};
+pub(crate) use files::{make_tier_directory, read_whole};
 pub use psync::PsyncEngine;
 pub use transfer::{Buffer, PageBuffer, Transfer, TransferKind};
 pub use uring::UringEngine;

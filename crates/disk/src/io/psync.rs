@@ -24,7 +24,7 @@ pub struct PsyncEngine {
     stuck: Arc<AtomicU64>,
 }
 
-/// The completions of one call. A late completion is dropped together with this value.
+/// The completions of one call.
 #[derive(Debug, Default)]
 struct Completions {
     list: Mutex<CompletionList>,
@@ -71,9 +71,8 @@ impl PsyncEngine {
             let taken = queued.lock().unwrap_or_else(PoisonError::into_inner).take();
             if let Some(mut transfer) = taken {
                 let result = execute(&mut transfer);
-                if !completions.add(number, TransferOutcome { transfer: Some(transfer), result }) {
-                    stuck.fetch_sub(1, Ordering::Relaxed);
-                }
+                let outcome = TransferOutcome { transfer: Some(transfer), result };
+                completions.add(number, outcome, &stuck);
             }
         }))
     }
@@ -111,14 +110,15 @@ impl TransferEngine for PsyncEngine {
                 queue.complete(number, outcome);
             }
         }
-        // From here on each completion subtracts one from `stuck`. Below, one is added for each
-        // transfer that had not completed by now.
-        let completed = completions.close();
-        for (number, queued) in in_flight {
-            let outcome = cancel(&queued, io::ErrorKind::TimedOut.into());
-            if outcome.transfer.is_none() && !completed.contains(&number) {
-                self.stuck.fetch_add(1, Ordering::Relaxed);
-            }
+        // Cancelled before the list is closed: no other transfer starts from here on, so the number
+        // of started ones is final.
+        let cancelled: Vec<_> = in_flight
+            .into_iter()
+            .map(|(number, queued)| (number, cancel(&queued, io::ErrorKind::TimedOut.into())))
+            .collect();
+        let started = cancelled.iter().filter(|(_, outcome)| outcome.transfer.is_none()).count();
+        completions.close(started, &self.stuck);
+        for (number, outcome) in cancelled {
             queue.complete(number, outcome);
         }
     }
@@ -131,20 +131,27 @@ fn cancel(queued: &QueuedTransfer, error: io::Error) -> TransferOutcome {
 }
 
 impl Completions {
-    /// Adds a completion. Returns false if the call has already returned.
-    fn add(&self, number: usize, outcome: TransferOutcome) -> bool {
+    /// Adds a completion. After `close` it subtracts one from `stuck` instead and drops the
+    /// transfer with its buffers.
+    fn add(&self, number: usize, outcome: TransferOutcome, stuck: &AtomicU64) {
         let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+        if list.is_closed {
+            stuck.fetch_sub(1, Ordering::Relaxed);
+            return;
+        }
         list.outcomes.push((number, outcome));
         self.is_added.notify_one();
-        // Read under the lock that `close` takes, so each completion is counted exactly once.
-        !list.is_closed
     }
 
-    /// Closes the list. Returns the numbers of the transfers completed since the last `wait`.
-    fn close(&self) -> Vec<usize> {
+    /// Closes the list. Adds to `stuck` those of the `started` transfers that have not completed.
+    fn close(&self, started: usize, stuck: &AtomicU64) {
         let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
         list.is_closed = true;
-        std::mem::take(&mut list.outcomes).into_iter().map(|(number, _)| number).collect()
+        // Each outcome in the list belongs to a started transfer: the caller of `wait` has taken
+        // all others out.
+        let completed = std::mem::take(&mut list.outcomes).len();
+        // Under the lock: a later completion subtracts only what was added here.
+        stuck.fetch_add((started - completed) as u64, Ordering::Relaxed);
     }
 
     /// Waits for completions. Returns `None` if there is none before the deadline.
@@ -169,5 +176,31 @@ fn execute(transfer: &mut Transfer) -> io::Result<usize> {
         TransferKind::Read => Ok(preadv(&file, &mut transfer.slices_mut(), offset)?),
         TransferKind::Write => Ok(pwritev(&file, &transfer.slices(), offset)?),
         TransferKind::Sync => file.sync_data().map(|()| 0),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn outcome() -> TransferOutcome {
+        TransferOutcome { transfer: None, result: Ok(0) }
+    }
+
+    /// A late completion was subtracted before it was added, and the count wrapped to 2^64 - 1.
+    #[test]
+    fn a_transfer_is_stuck_from_the_end_of_its_call_to_its_completion() {
+        let (completions, stuck) = (Completions::default(), AtomicU64::new(0));
+        let stuck_count = || stuck.load(Ordering::Relaxed);
+        completions.add(0, outcome(), &stuck);
+        assert_eq!(stuck_count(), 0, "it completed in time");
+        completions.close(3, &stuck);
+        assert_eq!(stuck_count(), 2, "one of three completed before the call ended");
+        completions.add(1, outcome(), &stuck);
+        assert_eq!(stuck_count(), 1);
+        completions.add(2, outcome(), &stuck);
+        assert_eq!(stuck_count(), 0);
+        let list = completions.list.lock().unwrap();
+        assert!(list.outcomes.is_empty(), "late completions release their buffers");
     }
 }

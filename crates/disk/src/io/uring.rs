@@ -80,7 +80,7 @@ impl UringEngine {
         let depth = queue_depth.max(1);
         let fixed = pool.and_then(FixedBuffers::register).map(Arc::new);
         let first = Ring::new(depth, fixed.as_ref())?;
-        // `None` if this ring cannot share the registration (before Linux 6.12): no other could.
+        // `None` if this ring cannot share the registration (before Linux 6.12). Then no other can.
         let fixed = first.fixed.clone();
         let idle = Arc::new(Mutex::new(vec![first]));
         Ok(Self { depth, clock, fixed, idle, stuck: Arc::default() })
@@ -114,14 +114,15 @@ impl UringEngine {
         }
     }
 
-    /// Submits and waits until all transfers are complete or the deadline passes.
+    /// Submits and waits until all transfers are complete or the deadline passes. After an error
+    /// `ended` has the transfers that ended but were not reported to the queue.
     fn drive(
         &self,
         ring: &mut Ring,
         queue: &mut dyn TransferQueue,
+        ended: &mut Vec<(usize, TransferOutcome)>,
         deadline: Deadline,
     ) -> io::Result<()> {
-        let mut ended = Vec::new();
         loop {
             while ring.in_flight_count < self.depth as usize {
                 let Some((number, transfer)) = queue.next_transfer() else { break };
@@ -178,7 +179,11 @@ impl TransferEngine for UringEngine {
             Ok(ring) => ring,
             Err(error) => return fail_remaining(queue, &error),
         };
-        let driven = self.drive(&mut ring, queue, deadline);
+        let mut ended = Vec::new();
+        let driven = self.drive(&mut ring, queue, &mut ended, deadline);
+        for (number, outcome) in ended {
+            queue.complete(number, outcome);
+        }
         let unfinished: Vec<_> =
             ring.transfers.iter().flatten().map(|in_flight| in_flight.number).collect();
         self.return_ring(ring);

@@ -10,7 +10,6 @@ use std::thread;
 
 use cascade_block::{Clock, Deadline};
 
-/// A job must not panic: its thread would end and never be replaced.
 type Job = Box<dyn FnOnce() + Send>;
 
 /// Threads that start when there is work and end when this value is dropped.
@@ -25,7 +24,7 @@ pub struct WorkerThreads {
 struct SharedJobs {
     queue: Mutex<JobQueue>,
     wake: Condvar,
-    /// Running calls whose caller's deadline has passed.
+    /// Calls that still run after the deadline of their caller.
     stuck: AtomicU64,
 }
 
@@ -34,6 +33,20 @@ const QUEUED: u8 = 0;
 const RUNNING: u8 = 1;
 const ABANDONED: u8 = 2;
 const DONE: u8 = 3;
+
+/// A running call. Its drop marks the call as complete, also after a panic.
+struct RunningCall {
+    shared: Arc<SharedJobs>,
+    progress: Arc<AtomicU8>,
+}
+
+impl Drop for RunningCall {
+    fn drop(&mut self) {
+        if self.progress.swap(DONE, Ordering::AcqRel) == ABANDONED {
+            self.shared.stuck.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+}
 
 #[derive(Default)]
 struct JobQueue {
@@ -54,7 +67,7 @@ impl WorkerThreads {
         self.threads_max
     }
 
-    /// Running calls whose caller's deadline has passed.
+    /// Calls that still run after the deadline of their caller.
     pub(super) fn stuck_jobs(&self) -> u64 {
         self.shared.stuck.load(Ordering::Relaxed)
     }
@@ -104,14 +117,10 @@ impl WorkerThreads {
             if started.is_err() {
                 return;
             }
-            let result = catch_unwind(AssertUnwindSafe(work));
-            if job_progress.swap(DONE, Ordering::AcqRel) == ABANDONED {
-                shared.stuck.fetch_sub(1, Ordering::Relaxed);
-            }
-            // After a panic nothing is sent: the caller then finds the channel closed.
-            if let Ok(result) = result
-                && sender.send(result).is_err()
-            {
+            let running = RunningCall { shared, progress: job_progress };
+            let result = work();
+            drop(running);
+            if sender.send(result).is_err() {
                 // The caller's deadline passed and nothing waits for the result.
             }
         }))?;
@@ -143,7 +152,10 @@ impl SharedJobs {
             // Before `is_closed`: jobs that were queued before the drop are still executed.
             if let Some(job) = queue.jobs.pop_front() {
                 drop(queue);
-                job();
+                // A thread that ended here would never be replaced: after `threads_max` panics no
+                // job would be executed. The panic hook has printed the message, and `call` returns
+                // an error because the job's sender is dropped.
+                drop(catch_unwind(AssertUnwindSafe(job)));
                 queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
             } else if queue.is_closed {
                 queue.threads -= 1;
@@ -181,14 +193,18 @@ mod tests {
 
     use super::*;
 
-    /// A panic ended the thread but kept its place: with no place left, all later calls timed out.
+    /// Each panic ended a thread that was not replaced, so all later calls timed out.
     #[test]
-    fn a_call_that_panics_fails_and_its_thread_serves_the_next_call() {
+    fn a_panic_fails_its_call_and_costs_no_thread() {
         let workers = WorkerThreads::new(1);
-        let later = Deadline::after(&SystemClock, Duration::from_secs(60));
-        let panicked = workers.call(|| panic!("injected"), later, &SystemClock);
-        assert_eq!(panicked.map(|(): ()| ()).unwrap_err().kind(), io::ErrorKind::Other);
-        workers.call(|| (), later, &SystemClock).unwrap();
+        let later = || Deadline::after(&SystemClock, Duration::from_secs(10));
+        for _ in 0..3 {
+            let work = || -> u8 { panic!("on purpose") };
+            let failed = workers.call(work, later(), &SystemClock).unwrap_err();
+            assert_eq!(failed.kind(), io::ErrorKind::Other, "{failed}");
+            assert_eq!(workers.call(|| 7, later(), &SystemClock).unwrap(), 7);
+        }
+        assert_eq!(workers.stuck_jobs(), 0);
     }
 
     /// An erase that had timed out removed files that were written later.

@@ -21,7 +21,7 @@ use crate::tier::ReadRequest;
 use crate::{DamageKind, DiskError, FileAddress, ReadOutcome, ReclaimOutcome, RecordMeta};
 
 /// The header page is encoded as the first frame of a segment without ID and number.
-const NO_SEGMENT: RandomId = [0; 16];
+pub(super) const NO_SEGMENT: RandomId = [0; 16];
 
 /// A block to write to a file.
 #[derive(Debug)]
@@ -226,7 +226,9 @@ impl PerBlockFiles {
     ) -> Result<Option<RecordEntry>, DiskError> {
         let (path, key) = (self.path(key), *key);
         let source = path.clone();
-        self.io.call("read", &path, deadline, move |files| read_header(files, &source, &key))
+        // A lookup only reads, so hung writes must not block it.
+        self.io
+            .call_reading("read", &path, deadline, move |files| read_header(files, &source, &key))
     }
 
     /// Reads and verifies the file of one write. Returns `None` if it is damaged or belongs to
@@ -361,7 +363,7 @@ impl PerBlockFiles {
                 paths.iter().filter_map(|path| path.parent().map(Path::to_owned)).collect();
             for path in &paths {
                 match files.open(path, OpenMode::Read, false) {
-                    Ok(file) => file.sync_data()?,
+                    Ok(file) => files.sync(&file)?,
                     // Another process removed it: there is nothing to sync.
                     Err(error) if is_misplaced(&error) => {}
                     Err(error) => return Err(error),

@@ -7,16 +7,17 @@ use std::sync::{Arc, Mutex};
 
 use cascade_block::{BlockKey, Deadline};
 
-use super::block_file::{address_of, key_of, read_header};
+use super::block_file::{NO_SEGMENT, address_of, key_of, read_header};
 use super::table::{BlockFileTable, DamagedFile};
 use super::{BlockFileCounters, PerBlockFiles};
+use crate::device_probe::probe_direct;
 use crate::format::{FormatError, PAGE_BYTES, RecordEntry, SegmentFrame};
 use crate::io::{FileIo, FileOperations, OpenMode, PageBuffer, make_tier_directory};
-use crate::lock::{DirectoryLock, probe_direct};
+use crate::lock::DirectoryLock;
 use crate::problem_log::ProblemLog;
 use crate::random::random_bytes;
 use crate::timed_mutex::TimedMutex;
-use crate::{DiskError, FileTierConfig, Recovery, StoredManifest, manifests};
+use crate::{DiskError, FileTierConfig, Recovery, manifests};
 
 /// Maximum number of problems of an opening that are described.
 const PROBLEMS_MAX: usize = 8;
@@ -54,15 +55,8 @@ impl PerBlockFiles {
         entries.retain(|entry| !entry.meta.has_expired(now));
         recovery.expired_records = (found - entries.len()) as u64;
         recovery.live = entries.iter().map(|entry| (entry.meta, address_of(entry))).collect();
-        recovery.invalid_manifests = manifests::load_all(&io, &directory, deadline)?
-            .into_iter()
-            .filter(|each| matches!(each, StoredManifest::Invalid { .. }))
-            .collect();
-        for each in &recovery.invalid_manifests {
-            if let StoredManifest::Invalid { path, reason } = each {
-                problems.add(format!("{}: {reason}", path.display()));
-            }
-        }
+        recovery.invalid_manifests =
+            manifests::report_invalid(&io, &directory, &problems, deadline)?;
         let first_nonce = random_bytes()
             .map_err(|source| DiskError::from_io("choose write numbers for", &blocks, source))?;
         let files = Self {
@@ -70,8 +64,8 @@ impl PerBlockFiles {
             io,
             is_direct,
             table: Mutex::new(table),
-            reclaim_lock: TimedMutex::new(()),
-            rename_lock: Arc::new(TimedMutex::new(())),
+            reclaim_lock: TimedMutex::default(),
+            rename_lock: Arc::default(),
             next_nonce: AtomicU64::new(u64::from_le_bytes(first_nonce)),
             counters: BlockFileCounters::default(),
             problems,
@@ -143,7 +137,8 @@ impl BlockFileScan {
             Ok(read) => read,
             Err(error) => return self.report_unreadable(path, error),
         };
-        if let Err(FormatError::Version { found }) = SegmentFrame::decode(&page, &[0; 16], 0, 0) {
+        if let Err(FormatError::Version { found }) = SegmentFrame::decode(&page, &NO_SEGMENT, 0, 0)
+        {
             return Err(DiskError::UnknownVersion { path: path.to_owned(), found });
         }
         self.recovery.damaged_structures += 1;

@@ -62,7 +62,7 @@ impl SegmentFiles {
         written.inspect_err(|_| self.close_failed(writer, &segment)).map(|()| segment)
     }
 
-    /// Creates the file with the next number whose name is free.
+    /// Creates the segment's file. Skips a number if another file has its name.
     fn create_segment_file(
         &self,
         writer: &mut WriterState,
@@ -74,8 +74,12 @@ impl SegmentFiles {
             // Each attempt uses up a number. A creation that timed out may still happen later, and
             // an address must never refer to two files.
             let number = writer.next_number;
-            writer.next_number += 1;
             let path = self.segment_path(number);
+            // `u32::MAX` is reserved, and an earlier number may be in use.
+            writer.next_number = number.checked_add(1).ok_or_else(|| {
+                let why = "all segment numbers are used; choose an empty directory";
+                DiskError::from_io("create", &path, io::Error::other(why))
+            })?;
             let (create, direct) = (path.clone(), self.is_direct);
             let created = self.io.call("create", &path, deadline, move |files| {
                 files.open(&create, OpenMode::Create { allocate_bytes }, direct)

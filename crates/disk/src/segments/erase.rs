@@ -14,16 +14,18 @@ use crate::scan::segment_name;
 impl SegmentFiles {
     pub(super) fn erase_all(&self, deadline: Deadline) -> Result<FileEraseReport, DiskError> {
         // With both locks no segment is created after the files are listed.
-        let _reclaims = self.lock(&self.reclaim_lock, deadline)?;
+        let mut unreported = self.lock(&self.reclaim_lock, deadline)?;
         let mut writer = self.lock(&self.writer, deadline)?;
         let directory = &self.config.directory;
         let found = self.files_beside(deadline)?;
         // From here on reads return `Gone`, and failures are reported per file.
         writer.active = None;
         writer.unsynced.clear();
+        writer.failed_copies.clear();
         let segments =
             std::mem::take(&mut *self.segments.write().unwrap_or_else(PoisonError::into_inner));
         self.moved_addresses.write().unwrap_or_else(PoisonError::into_inner).clear();
+        unreported.clear();
         self.aliases().clear();
         let mut erased = FileEraseReport::default();
         let (own, others): (Vec<_>, Vec<_>) = found.into_iter().partition(|path| self.owns(path));

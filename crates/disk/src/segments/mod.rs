@@ -4,6 +4,7 @@
 //! failed. A slot appears in memory only after its whole frame was written. An address refers to
 //! the same bytes for as long as it is valid.
 
+mod alias;
 mod create;
 mod erase;
 mod read;
@@ -23,6 +24,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use cascade_block::{BlockKey, Deadline, Namespace};
 use cascade_memory::Slab;
 
+pub(crate) use self::recovery::checkpoint_bytes_max;
 pub(crate) use self::replay::replay;
 use self::segment::Segment;
 use self::write::WriterState;
@@ -46,17 +48,22 @@ pub struct SegmentFiles {
     segments: RwLock<BTreeMap<u32, Arc<Segment>>>,
     /// Locked before the state of a segment where both are locked.
     aliases: Mutex<Aliases>,
-    /// New addresses of blocks that the last reclaim moved, by their old address.
+    /// New addresses of blocks by their old address: of those that the last reclaim moved, and of
+    /// `UnreportedMoves`.
     moved_addresses: RwLock<HashMap<FileAddress, FileAddress>>,
     /// Locked during the I/O of writes. Reads never lock it.
     writer: TimedMutex<WriterState>,
     /// Locked before `writer` where both are locked. Only its holder moves blocks or removes
     /// segments.
-    reclaim_lock: TimedMutex<()>,
+    reclaim_lock: TimedMutex<UnreportedMoves>,
     counters: SegmentCounters,
     problems: ProblemLog,
     directory_lock: Arc<DirectoryLock>,
 }
+
+/// Blocks that failed reclaims moved: key, old address, new address. The caller still has the old
+/// addresses, and the next reclaim that succeeds reports the new ones.
+pub(super) type UnreportedMoves = Vec<(BlockKey, FileAddress, FileAddress)>;
 
 /// The aliases of each block, by its address.
 pub(super) type Aliases = HashMap<FileAddress, Vec<Alias>>;
@@ -101,11 +108,34 @@ impl SegmentFiles {
     }
 
     /// The current address of a block that may have moved.
-    fn resolve(&self, address: FileAddress) -> FileAddress {
+    fn resolve(&self, mut address: FileAddress) -> FileAddress {
+        // More than one step if a block moved again after a failed reclaim. The loop ends because
+        // an address is never used twice.
+        while let Some(moved) = self.moved_address(address) {
+            address = moved;
+        }
+        address
+    }
+
+    fn moved_address(&self, address: FileAddress) -> Option<FileAddress> {
         let moved_addresses = self.moved_addresses.read().unwrap_or_else(PoisonError::into_inner);
-        // One look-up suffices: a reclaim clears the map before it moves blocks, and it never moves
-        // them into its own victim. So no new address is an old one too.
-        moved_addresses.get(&address).copied().unwrap_or(address)
+        moved_addresses.get(&address).copied()
+    }
+
+    /// Calls `find` for an address and then for the addresses that its block was moved to, until it
+    /// returns something.
+    fn find_moved<T>(
+        &self,
+        mut address: FileAddress,
+        mut find: impl FnMut(FileAddress) -> Option<T>,
+    ) -> Option<T> {
+        loop {
+            if let Some(found) = find(address) {
+                return Some(found);
+            }
+            // Only now: a reclaim redirects an address before it removes keys from the old block.
+            address = self.moved_address(address)?;
+        }
     }
 
     fn lock<'a, T>(

@@ -79,17 +79,11 @@ impl SegmentFiles {
     /// Finds a block and checks everything that can be checked before its bytes are read.
     fn start_read(&self, request: ReadRequest) -> Result<(PendingRead, Transfer), ReadOutcome> {
         let ReadRequest { address, key, slab } = request;
-        // The slot is looked up at the current address, which is also where the bytes are read.
         // A reclaim that removes the segment meanwhile does not affect this read: it keeps the
         // file open.
-        let mut current = self.resolve(address);
-        let mut found = self.find_block(&key, current);
-        if found.is_none() {
-            // A reclaim may have moved the block since and removed its former segment.
-            current = self.resolve(address);
-            found = self.find_block(&key, current);
-        }
-        let (segment, slot) = found.ok_or(ReadOutcome::Gone)?;
+        let found =
+            self.find_moved(address, |at| self.find_block(&key, at).map(|block| (at, block)));
+        let (address, (segment, slot)) = found.ok_or(ReadOutcome::Gone)?;
         let payload_bytes = slot.payload_bytes as usize;
         if slab.len() != payload_bytes {
             return Err(ReadOutcome::Failed(DiskError::LengthMismatch {
@@ -99,7 +93,7 @@ impl SegmentFiles {
         }
         let file = Arc::clone(&segment.file);
         let buffers = read_buffers(slab);
-        let transfer = Transfer::new(TransferKind::Read, file, current.byte_offset(), buffers);
+        let transfer = Transfer::new(TransferKind::Read, file, address.byte_offset(), buffers);
         Ok((PendingRead { segment, payload_bytes, checksum: slot.checksum }, transfer))
     }
 

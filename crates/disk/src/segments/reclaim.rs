@@ -3,12 +3,12 @@
 use std::collections::HashSet;
 use std::sync::{Arc, PoisonError};
 
-use cascade_block::{Deadline, checksum};
+use cascade_block::{BlockKey, Deadline, checksum};
 
 use super::segment::{BlockSlot, Segment};
 use super::write::{SpaceClass, WriterState};
-use super::write_run::{PendingEntry, PendingPayload};
-use super::{Alias, SegmentFiles, count};
+use super::write_run::{PendingEntry, PendingPayload, tombstone};
+use super::{SegmentFiles, UnreportedMoves, count};
 use crate::error::is_misplaced;
 use crate::format::{EntryKind, PAGE_BYTES, RecordEntry, pages_of};
 use crate::io::{Buffer, PageBuffer, Transfer, TransferKind};
@@ -31,31 +31,89 @@ impl SegmentFiles {
         deadline: Deadline,
     ) -> Result<ReclaimOutcome, DiskError> {
         use crate::BlockFiles as _;
-        let _reclaims = self.lock(&self.reclaim_lock, deadline)?;
+        let mut unreported = self.lock(&self.reclaim_lock, deadline)?;
         let before = self.used_bytes();
-        let Some(victim) = self.choose_victim(deadline)? else {
-            return Ok(ReclaimOutcome::default());
-        };
-        let entries = self.entries_of(&victim, deadline)?;
         let mut reclaimed = ReclaimOutcome::default();
-        self.drop_undescribed(&victim, &entries, &mut reclaimed);
-        let moves = self.select_moves(&victim, &entries, keep, &mut reclaimed);
-        // Addresses that the previous reclaim moved are valid until here.
-        self.moved_addresses.write().unwrap_or_else(PoisonError::into_inner).clear();
+        if let Err(error) = self.reclaim_victim(keep, &unreported, &mut reclaimed, deadline) {
+            unreported.append(&mut reclaimed.moved);
+            return Err(error);
+        }
+        let mut moved = std::mem::take(&mut *unreported);
+        for (_, _, to) in &mut moved {
+            // This reclaim may have moved the block again.
+            *to = self.resolve(*to);
+        }
+        moved.append(&mut reclaimed.moved);
+        reclaimed.moved = moved;
+        reclaimed.bytes_freed = before.saturating_sub(self.used_bytes());
+        Ok(reclaimed)
+    }
+
+    /// Chooses a segment, moves the blocks to keep and removes it. After an error `reclaimed` has
+    /// the blocks that were moved before it.
+    fn reclaim_victim(
+        &self,
+        keep: &mut dyn FnMut(&RecordMeta, FileAddress) -> bool,
+        unreported: &UnreportedMoves,
+        reclaimed: &mut ReclaimOutcome,
+        deadline: Deadline,
+    ) -> Result<(), DiskError> {
+        let Some(victim) = self.choose_victim(deadline)? else { return Ok(()) };
+        let entries = self.entries_of(&victim, deadline)?;
+        self.drop_undescribed(&victim, &entries, reclaimed);
+        let moves = self.select_moves(&victim, &entries, keep, reclaimed);
+        self.forget_reported_moves(unreported);
         // In batches, which bound the memory and unlock the writer in between, so that appends
         // continue.
         for batch in batches(moves) {
-            self.move_blocks(&victim, batch, &mut reclaimed, deadline)?;
+            self.move_blocks(&victim, batch, reclaimed, deadline)?;
         }
         let mut writer = self.lock(&self.writer, deadline)?;
         // The order matters: the victim is removed only after its moved blocks and rewritten
         // entries are on stable storage. A crash before the removal leaves both copies, which
         // recovery resolves by their sequence numbers.
         self.rewrite_foreign_entries(&mut writer, &victim, &entries, deadline)?;
+        self.write_tombstones_of_other_copies(
+            &mut writer,
+            &victim,
+            unreported,
+            &reclaimed.dropped,
+            deadline,
+        )?;
         self.sync_active(&mut writer, deadline)?;
-        self.remove_segment(&mut writer, &victim, deadline)?;
-        reclaimed.bytes_freed = before.saturating_sub(self.used_bytes());
-        Ok(reclaimed)
+        self.remove_segment(&mut writer, &victim, deadline)
+    }
+
+    /// Ends the validity of old addresses that an earlier reclaim has reported as moved.
+    fn forget_reported_moves(&self, unreported: &UnreportedMoves) {
+        let kept: HashSet<FileAddress> = unreported.iter().map(|(_, from, _)| *from).collect();
+        let mut moved = self.moved_addresses.write().unwrap_or_else(PoisonError::into_inner);
+        moved.retain(|from, _| kept.contains(from));
+    }
+
+    /// Writes tombstones for copies that failed writes and reclaims left in other segments than the
+    /// victim: the old blocks of unreported moves, and all blocks of dropped keys. A restart would
+    /// bring such a key back after its current block was removed or reclaimed.
+    fn write_tombstones_of_other_copies(
+        &self,
+        writer: &mut WriterState,
+        victim: &Segment,
+        unreported: &UnreportedMoves,
+        dropped: &[(BlockKey, FileAddress)],
+        deadline: Deadline,
+    ) -> Result<(), DiskError> {
+        let is_left =
+            |at: FileAddress| at.segment() != victim.number && self.segment(at.segment()).is_some();
+        for copies in writer.failed_copies.values_mut() {
+            copies.retain(|at| is_left(*at));
+        }
+        writer.failed_copies.retain(|_, copies| !copies.is_empty());
+        let old_copies = unreported.iter().filter(|(_, from, _)| is_left(*from));
+        let mut pending: Vec<_> = old_copies.map(|(key, from, _)| tombstone(key, *from)).collect();
+        for (key, _) in dropped {
+            pending.extend(writer.tombstones_of_failed_copies(key));
+        }
+        self.write_all(writer, pending, SpaceClass::Overcommit, deadline)
     }
 
     /// Selects the segment with the smallest live share if that is below 50 %, otherwise the
@@ -160,7 +218,7 @@ impl SegmentFiles {
         let mut pending = Vec::new();
         let mut placed = Vec::new();
         for (each, payload) in moves.into_iter().zip(payloads) {
-            let Some((payload, sum)) = payload else {
+            let Some((payload, checksum)) = payload else {
                 count(&self.counters.records_damaged, 1);
                 let dropped = each.keys.iter().map(|meta| (meta.key, each.from));
                 reclaimed.dropped.extend(dropped);
@@ -176,35 +234,65 @@ impl SegmentFiles {
                 kind: EntryKind::Block,
                 meta: first,
                 target: each.from,
-                checksum: sum,
+                checksum,
                 sequence: None,
                 payload: Some(PendingPayload::Pages(payload)),
             });
-            placed.push((each.from, sum, keys));
+            placed.push(BlockMove { from: each.from, keys });
         }
         let written = self.write(&mut writer, pending, SpaceClass::Reserve, deadline);
-        for ((from, sum, keys), to) in placed.into_iter().zip(written) {
-            let to = match to {
-                Ok(to) => to,
+        let mut outcome = Ok(());
+        for (moved, to) in placed.iter().zip(written) {
+            match to {
+                Ok(to) => {
+                    let redirected = self.redirect(&mut writer, moved, to, reclaimed, deadline);
+                    outcome = outcome.and(redirected);
+                }
                 // A reclaim must finish even without space: blocks that do not fit are dropped.
                 Err(DiskError::Full { .. }) => {
-                    reclaimed.dropped.extend(keys.iter().map(|meta| (meta.key, from)));
-                    continue;
+                    reclaimed.dropped.extend(moved.keys.iter().map(|meta| (meta.key, moved.from)));
                 }
-                // The victim stays: the caller does not remove it after an error.
-                Err(error) => return Err(error),
-            };
-            // Before the old address is redirected: a read that finds the new address must find its
-            // aliases. Those of the old address stay until the victim is removed: reads that began
-            // before, and the next reclaim if this one fails, still need them.
-            self.rewrite_aliases(&mut writer, &keys[1..], to, sum, deadline)?;
-            reclaimed.moved.extend(keys.iter().map(|meta| (meta.key, from, to)));
-            self.moved_addresses.write().unwrap_or_else(PoisonError::into_inner).insert(from, to);
+                // The victim stays: it is not removed after an error. The loop continues, because
+                // later blocks may have been written at the same time.
+                Err(error) => outcome = outcome.and(Err(error)),
+            }
         }
-        Ok(())
+        outcome
     }
 
-    fn has_key(&self, key: &cascade_block::BlockKey, address: FileAddress) -> bool {
+    /// Redirects the keys of a moved block to its new address. The first key was written with it.
+    fn redirect(
+        &self,
+        writer: &mut WriterState,
+        moved: &BlockMove,
+        to: FileAddress,
+        reclaimed: &mut ReclaimOutcome,
+        deadline: Deadline,
+    ) -> Result<(), DiskError> {
+        let from = moved.from;
+        let aliases: Vec<_> = moved.keys[1..]
+            .iter()
+            .map(|meta| self.alias_entry(meta, to))
+            .collect::<Result<_, _>>()?;
+        let written = self.write_aliases(writer, aliases, SpaceClass::Reserve, deadline);
+        // Before a key is removed from the old block: `find_moved` relies on this order.
+        self.moved_addresses.write().unwrap_or_else(PoisonError::into_inner).insert(from, to);
+        let mut outcome = Ok(());
+        for (meta, result) in moved.keys.iter().zip(std::iter::once(Ok(to)).chain(written)) {
+            match result {
+                // If the reclaim fails later, the next one does not move the key again.
+                Ok(_) => {
+                    self.remove_from_memory(&meta.key, from);
+                    reclaimed.moved.push((meta.key, from, to));
+                }
+                Err(DiskError::Full { .. }) => reclaimed.dropped.push((meta.key, from)),
+                Err(error) => outcome = outcome.and(Err(error)),
+            }
+        }
+        outcome
+    }
+
+    fn has_key(&self, key: &BlockKey, address: FileAddress) -> bool {
         let Some(segment) = self.segment(address.segment()) else { return false };
         let slot = segment.state().slot(address.page());
         // The state is unlocked again by now: aliases are locked before it, never after.
@@ -212,32 +300,6 @@ impl SegmentFiles {
         let mut others = aliases.get(&address).into_iter().flatten();
         slot.is_some_and(|slot| slot.is_first_key(key))
             || others.any(|alias| alias.meta.key == *key)
-    }
-
-    fn rewrite_aliases(
-        &self,
-        writer: &mut WriterState,
-        metas: &[RecordMeta],
-        to: FileAddress,
-        sum: u32,
-        deadline: Deadline,
-    ) -> Result<(), DiskError> {
-        let sequence = writer.next_sequence;
-        let pending = metas.iter().map(|&meta| PendingEntry {
-            kind: EntryKind::Alias,
-            meta,
-            target: to,
-            checksum: sum,
-            sequence: None,
-            payload: None,
-        });
-        let pending = pending.collect();
-        let written = self.write(writer, pending, SpaceClass::Reserve, deadline);
-        for ((&meta, result), sequence) in metas.iter().zip(written).zip(sequence..) {
-            result?;
-            self.aliases().entry(to).or_default().push(Alias { meta, sequence });
-        }
-        Ok(())
     }
 
     /// Reads the payloads of blocks to move, with their checksums; `None` for damaged ones.
@@ -302,10 +364,7 @@ impl SegmentFiles {
                 payload: None,
             })
             .collect();
-        self.write(writer, pending, SpaceClass::Overcommit, deadline)
-            .into_iter()
-            .collect::<Result<Vec<_>, _>>()
-            .map(drop)
+        self.write_all(writer, pending, SpaceClass::Overcommit, deadline)
     }
 
     fn is_current(&self, entry: &RecordEntry) -> bool {

@@ -13,17 +13,18 @@ use super::segment::{BlockSlot, EntryLocation, Segment, SegmentState};
 use super::write::{SpaceClass, WriterState};
 use super::write_run::tombstone;
 use super::{Alias, Aliases, SegmentCounters, SegmentFiles};
+use crate::device_probe::probe_direct;
 use crate::format::{
     Checkpoint, CoveredSegment, EntryKind, FormatError, PAGE_BYTES, RandomId, RecordEntry,
     encode_entries,
 };
-use crate::io::{FileIo, OpenMode};
-use crate::lock::{DirectoryLock, probe_direct};
+use crate::io::{FileIo, OpenMode, read_whole};
+use crate::lock::DirectoryLock;
 use crate::problem_log::ProblemLog;
 use crate::random::random_bytes;
 use crate::scan::{FileSource, ScanError, ScanOptions, SegmentContent, read_segment, segment_name};
 use crate::timed_mutex::TimedMutex;
-use crate::{DiskError, FileAddress, FileTierConfig, Recovery, StoredManifest, manifests};
+use crate::{DiskError, FileAddress, FileTierConfig, Recovery, manifests};
 
 /// A segment found at opening, with its content.
 #[derive(Debug)]
@@ -70,10 +71,8 @@ impl SegmentFiles {
             .collect();
         let (segments, aliases) = build_segments(found, &replay);
         recovery.live = replay.live.iter().map(|entry| (entry.meta, entry.address)).collect();
-        recovery.invalid_manifests = manifests::load_all(&io, &directory, deadline)?
-            .into_iter()
-            .filter(|each| matches!(each, StoredManifest::Invalid { .. }))
-            .collect();
+        recovery.invalid_manifests =
+            manifests::report_invalid(&io, &directory, &problems, deadline)?;
         let files = Self {
             config,
             io,
@@ -82,12 +81,11 @@ impl SegmentFiles {
             aliases: Mutex::new(aliases),
             moved_addresses: RwLock::default(),
             writer: TimedMutex::new(state),
-            reclaim_lock: TimedMutex::new(()),
+            reclaim_lock: TimedMutex::default(),
             counters: SegmentCounters::default(),
             problems,
             directory_lock: lock,
         };
-        files.report_invalid_manifests(&recovery.invalid_manifests);
         files.finish_recovery(&replay.superseded, &unreadable, deadline)?;
         Ok((files, recovery))
     }
@@ -205,14 +203,6 @@ impl SegmentFiles {
             }
         }
     }
-
-    fn report_invalid_manifests(&self, bad: &[StoredManifest]) {
-        for each in bad {
-            if let StoredManifest::Invalid { path, reason } = each {
-                self.problems.add(format!("{}: {reason}", path.display()));
-            }
-        }
-    }
 }
 
 fn checkpoint_path(config: &FileTierConfig) -> PathBuf {
@@ -269,9 +259,14 @@ impl OpenContext<'_> {
             if content.damaged_structures > 0 || content.unreadable_pages > 0 {
                 let (damaged, unread) = (content.damaged_structures, content.unreadable_pages);
                 let path = path.display();
+                let lost = if content.segment_id().is_some() {
+                    ""
+                } else {
+                    "; no page has its segment ID, so none of its blocks can be read"
+                };
                 self.problems.add(format!(
                     "{path}: {damaged} damaged headers, frames or footers, {unread} unreadable \
-                     pages"
+                     pages{lost}"
                 ));
             }
             if let (Some(checkpoint), Some(covered)) = (checkpoint, covered) {
@@ -356,23 +351,9 @@ pub(super) fn load_checkpoint(
 ) -> Result<Result<Option<Checkpoint>, String>, DiskError> {
     let path = checkpoint_path(config);
     let source = path.clone();
-    let bytes_max = config.capacity_bytes.max(CHECKPOINT_BYTES_LIMIT_MIN);
-    let bytes = io.call("read", &path, deadline, move |files| {
-        let file = match files.open(&source, OpenMode::Read, false) {
-            Ok(file) => file,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            Err(error) => return Err(error),
-        };
-        let length = files.length(&file)?;
-        // Checked before memory of this length is allocated.
-        if length > bytes_max {
-            return Err(io::Error::other("the file is longer than a checkpoint can be"));
-        }
-        let mut bytes = vec![0; usize::try_from(length).map_err(io::Error::other)?];
-        let read = files.read(&file, 0, &mut bytes)?;
-        bytes.truncate(read);
-        Ok(Some(bytes))
-    });
+    let bytes_max = checkpoint_bytes_max(config.capacity_bytes);
+    let bytes =
+        io.call("read", &path, deadline, move |files| read_whole(files, &source, bytes_max));
     let bytes = match bytes {
         Ok(bytes) => bytes,
         // Without a checkpoint the segments are read, which contain the same entries.
@@ -388,8 +369,12 @@ pub(super) fn load_checkpoint(
     }
 }
 
-/// Lower bound of the size above which a checkpoint is rejected.
-const CHECKPOINT_BYTES_LIMIT_MIN: u64 = 1 << 30;
+/// Maximum length of a checkpoint of segments of this total size.
+pub(crate) fn checkpoint_bytes_max(segments_bytes: u64) -> u64 {
+    // An entry is shorter than its block's pages. Aliases have no pages of their own.
+    const MIN: u64 = 1 << 30;
+    segments_bytes.max(MIN)
+}
 
 /// Replays all entries in the order of writing.
 ///
@@ -450,6 +435,7 @@ fn next_state(
         store_id: known_id.map_or_else(random_bytes, Ok)?,
         active: None,
         unsynced: Vec::new(),
+        failed_copies: HashMap::new(),
         // After every number that a file, the checkpoint or an entry contains: an address in an
         // old alias or tombstone must not refer to a new block.
         next_number: number_end.max(of_checkpoint).max(replay.number_end),
@@ -476,7 +462,7 @@ fn build_segments(
             }
         }
     }
-    // A block whose first key was removed still needs a slot for its aliases.
+    // A block without its first key still needs a slot for its aliases.
     for body in &replay.bodies {
         slots.entry(body.address).or_insert((*body, false));
     }

@@ -57,8 +57,8 @@ impl SegmentFiles {
         Ok(content.entries)
     }
 
-    /// Adds entries of the last checkpoint for live blocks whose frames are damaged too. Returns
-    /// the number of live blocks without any entry.
+    /// Adds entries of the last checkpoint for live blocks with damaged frames. Returns the number
+    /// of live blocks without any entry.
     fn add_from_checkpoint(
         &self,
         segment: &Segment,

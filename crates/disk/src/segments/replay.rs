@@ -24,8 +24,13 @@ pub(crate) struct ReplayResult {
 /// Replays entries, oldest first. The last entry of each key is valid.
 pub(crate) fn replay(entries: &[RecordEntry], now_unix_ms: u64) -> ReplayResult {
     let mut outcome = ReplayResult {
-        sequence_end: entries.last().map_or(0, |last| last.sequence + 1),
-        number_end: entries.iter().map(|each| each.address.segment() + 1).max().unwrap_or(0),
+        // The numbers come from files, so the sums may overflow.
+        sequence_end: entries.last().map_or(0, |last| last.sequence.saturating_add(1)),
+        number_end: entries
+            .iter()
+            .map(|each| each.address.segment().saturating_add(1))
+            .max()
+            .unwrap_or(0),
         ..ReplayResult::default()
     };
     let mut blocks: HashMap<FileAddress, usize> = HashMap::with_capacity(entries.len());

@@ -1,6 +1,6 @@
 //! Writes frames to the end of the active segment, seals it and creates the next.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::sync::Arc;
 
@@ -9,10 +9,8 @@ use cascade_memory::Slab;
 
 use super::segment::{EntryLocation, Segment};
 use super::write_run::{PendingEntry, PendingPayload, WriteRun, payload_pages, tombstone};
-use super::{Alias, SegmentFiles, count};
-use crate::format::{
-    ENTRIES_PER_FRAME, EntryKind, PAGE_BYTES, RandomId, SegmentFrame, encode_footer, footer_bytes,
-};
+use super::{SegmentFiles, count};
+use crate::format::{EntryKind, PAGE_BYTES, RandomId, SegmentFrame, encode_footer, footer_bytes};
 use crate::io::{Buffer, PageBuffer, Transfer, TransferKind, TransferOutcome, TransferQueue};
 use crate::{DiskError, FileAddress, RecordMeta};
 
@@ -26,8 +24,19 @@ pub(super) struct WriterState {
     pub(super) active: Option<Arc<Segment>>,
     /// Segments that were closed by an error with data that is not synced yet.
     pub(super) unsynced: Vec<Arc<Segment>>,
+    /// Blocks of failed writes, which may be on the device all the same. When a key is removed,
+    /// they get tombstones too: otherwise a restart could bring the key back.
+    pub(super) failed_copies: HashMap<BlockKey, Vec<FileAddress>>,
     pub(super) next_number: u32,
     pub(super) next_sequence: u64,
+}
+
+impl WriterState {
+    /// Tombstones for the blocks of failed writes of a key, which is now removed.
+    pub(super) fn tombstones_of_failed_copies(&mut self, key: &BlockKey) -> Vec<PendingEntry> {
+        let copies = self.failed_copies.remove(key).unwrap_or_default();
+        copies.into_iter().map(|at| tombstone(key, at)).collect()
+    }
 }
 
 /// The space that a write may use.
@@ -50,8 +59,11 @@ struct WriteQueue<'a> {
     entries: usize,
     pending: &'a mut VecDeque<PendingEntry>,
     next_sequence: &'a mut u64,
-    runs: Vec<(Vec<SegmentFrame>, Result<(), DiskError>)>,
+    runs: Vec<FinishedRun>,
 }
+
+/// The frames of a run and the result of its write.
+type FinishedRun = (Vec<SegmentFrame>, Result<(), DiskError>);
 
 impl WriteQueue<'_> {
     /// Takes as many entries as fit into one write and into the segment.
@@ -155,90 +167,23 @@ impl SegmentFiles {
             .then_some(DiskError::LengthMismatch { payload_bytes, slab_bytes })
     }
 
-    pub(super) fn alias_blocks(
-        &self,
-        batch: &[(RecordMeta, FileAddress)],
-        deadline: Deadline,
-    ) -> Vec<Result<FileAddress, DiskError>> {
-        // Locked before the addresses are resolved: a reclaim moves blocks and removes segments
-        // under this lock. The targets thus stay valid until their aliases are written.
-        let mut writer = match self.lock(&self.writer, deadline) {
-            Ok(writer) => writer,
-            Err(error) => return batch.iter().map(|_| Err(error.clone())).collect(),
-        };
-        batch
-            .chunks(ENTRIES_PER_FRAME)
-            .flat_map(|chunk| {
-                let pending: Vec<_> =
-                    chunk.iter().map(|(meta, address)| self.alias_entry(meta, *address)).collect();
-                let (good, mut results) = split(pending);
-                let metas: Vec<_> = good.iter().map(|pending| pending.meta).collect();
-                // `write` assigns ascending numbers from here on, and no other thread writes
-                // meanwhile.
-                let sequence = writer.next_sequence;
-                let written = self.write(&mut writer, good, SpaceClass::Ordinary, deadline);
-                for ((meta, result), sequence) in metas.into_iter().zip(&written).zip(sequence..) {
-                    if let Ok(address) = result {
-                        let alias = Alias { meta, sequence };
-                        self.aliases().entry(*address).or_default().push(alias);
-                    }
-                }
-                fill(&mut results, written);
-                results.into_iter().flatten().collect::<Vec<_>>()
-            })
-            .collect()
-    }
-
-    fn alias_entry(
-        &self,
-        meta: &RecordMeta,
-        address: FileAddress,
-    ) -> Result<PendingEntry, DiskError> {
-        let target = self.resolve(address);
-        let segment = self.segment(target.segment()).ok_or(DiskError::NoTarget)?;
-        let slot = segment.state().slot(target.page()).filter(super::segment::BlockSlot::is_live);
-        let slot = slot.ok_or(DiskError::NoTarget)?;
-        if slot.payload_bytes != meta.payload_bytes {
-            return Err(DiskError::LengthMismatch {
-                payload_bytes: u64::from(meta.payload_bytes),
-                slab_bytes: u64::from(slot.payload_bytes),
-            });
-        }
-        Ok(PendingEntry {
-            kind: EntryKind::Alias,
-            meta: *meta,
-            target,
-            checksum: slot.checksum,
-            sequence: None,
-            payload: None,
-        })
-    }
-
     pub(super) fn remove_keys(
         &self,
         keys: &[(BlockKey, FileAddress)],
         deadline: Deadline,
     ) -> Result<(), DiskError> {
         let mut writer = self.lock(&self.writer, deadline)?;
-        let tombstones: Vec<_> = keys
-            .iter()
-            .map(|(key, address)| {
-                let current = self.resolve(*address);
-                if current != *address {
-                    // After a failed reclaim the block is at its old address as well.
-                    self.remove_from_memory(key, *address);
-                }
-                (key, current)
-            })
+        let mut tombstones = Vec::with_capacity(keys.len());
+        for (key, address) in keys {
             // First in memory, so that reads return `Gone` even if the tombstone is not written.
-            .filter(|(key, address)| self.remove_from_memory(key, *address))
-            .map(|(key, address)| tombstone(key, address))
-            .collect();
+            let has_key = |at| self.remove_from_memory(key, at).then_some(at);
+            if let Some(at) = self.find_moved(*address, has_key) {
+                tombstones.push(tombstone(key, at));
+                tombstones.extend(writer.tombstones_of_failed_copies(key));
+            }
+        }
         // A removal may use the reserve, because it must work in a full tier.
-        self.write(&mut writer, tombstones, SpaceClass::Reserve, deadline)
-            .into_iter()
-            .collect::<Result<Vec<_>, _>>()
-            .map(drop)
+        self.write_all(&mut writer, tombstones, SpaceClass::Reserve, deadline)
     }
 
     /// Removes a key from its block in memory. Returns whether the block had it.
@@ -288,6 +233,9 @@ impl SegmentFiles {
             };
             let runs = self.write_runs(writer, &segment, &mut pending, deadline);
             let failed = runs.iter().find_map(|(_, result)| result.clone().err());
+            for (key, address) in failed_blocks(&runs) {
+                writer.failed_copies.entry(key).or_default().push(address);
+            }
             results.extend(self.commit(&segment, runs));
             if failed.is_some() {
                 // After a write error the content of the device is unknown, so nothing more is
@@ -303,6 +251,17 @@ impl SegmentFiles {
         results
     }
 
+    /// As [`Self::write`], but returns the first error instead of one result for each entry.
+    pub(super) fn write_all(
+        &self,
+        writer: &mut WriterState,
+        pending: Vec<PendingEntry>,
+        space: SpaceClass,
+        deadline: Deadline,
+    ) -> Result<(), DiskError> {
+        self.write(writer, pending, space, deadline).into_iter().try_for_each(|each| each.map(drop))
+    }
+
     /// Writes as many runs as fit into the segment, several at once.
     fn write_runs(
         &self,
@@ -310,12 +269,17 @@ impl SegmentFiles {
         segment: &Arc<Segment>,
         pending: &mut VecDeque<PendingEntry>,
         deadline: Deadline,
-    ) -> Vec<(Vec<SegmentFrame>, Result<(), DiskError>)> {
+    ) -> Vec<FinishedRun> {
+        // One guard: a thread that locks a state twice for reading can deadlock with a writer.
+        let (limit_bytes, next_page, entries) = {
+            let state = segment.state();
+            (state.file_bytes, state.end_page, state.entry_count())
+        };
         let mut queue = WriteQueue {
             segment,
-            limit_bytes: segment.state().file_bytes,
-            next_page: segment.state().end_page,
-            entries: segment.state().entry_count(),
+            limit_bytes,
+            next_page,
+            entries,
             pending,
             next_sequence: &mut writer.next_sequence,
             runs: Vec::new(),
@@ -341,7 +305,7 @@ impl SegmentFiles {
     fn commit(
         &self,
         segment: &Segment,
-        runs: Vec<(Vec<SegmentFrame>, Result<(), DiskError>)>,
+        runs: Vec<FinishedRun>,
     ) -> Vec<Result<FileAddress, DiskError>> {
         let mut state = segment.state_mut();
         let mut results = Vec::new();
@@ -474,7 +438,7 @@ impl SegmentFiles {
         }
     }
 
-    /// Writes the footer of a segment whose entries are in memory.
+    /// Writes the footer of a segment, if its entries are in memory.
     pub(super) fn try_seal(&self, segment: &Segment, deadline: Deadline) -> Result<(), DiskError> {
         let (end_page, footer) = {
             let state = segment.state();
@@ -539,6 +503,15 @@ impl SegmentFiles {
     }
 }
 
+/// The blocks of failed runs.
+fn failed_blocks(runs: &[FinishedRun]) -> impl Iterator<Item = (BlockKey, FileAddress)> {
+    let failed = runs.iter().filter(|(_, result)| result.is_err());
+    failed
+        .flat_map(|(frames, _)| frames.iter().flat_map(|frame| &frame.entries))
+        .filter(|entry| entry.kind == EntryKind::Block)
+        .map(|entry| (entry.meta.key, entry.address))
+}
+
 /// Whether a segment of `limit_bytes` has room for the pages and for a footer with the entries.
 fn fits(limit_bytes: u64, end_page: u32, entry_count: usize) -> bool {
     u64::from(end_page) * PAGE_BYTES as u64 + footer_bytes(entry_count) <= limit_bytes
@@ -552,31 +525,4 @@ fn bytes_freed_by_sealing(writer: &WriterState) -> u64 {
             u64::from(state.end_page) * PAGE_BYTES as u64 + footer_bytes(state.entry_count());
         state.file_bytes.saturating_sub(sealed)
     })
-}
-
-type AppendResults = Vec<Option<Result<FileAddress, DiskError>>>;
-
-/// Separates valid entries from rejected ones. The results of the valid ones are left open.
-fn split(pending: Vec<Result<PendingEntry, DiskError>>) -> (Vec<PendingEntry>, AppendResults) {
-    // Rejected entries keep their places, so that results stay in the order of the batch.
-    let mut good = Vec::with_capacity(pending.len());
-    let results = pending
-        .into_iter()
-        .map(|each| match each {
-            Ok(pending) => {
-                good.push(pending);
-                None
-            }
-            Err(error) => Some(Err(error)),
-        })
-        .collect();
-    (good, results)
-}
-
-/// Fills the open results, in order.
-fn fill(results: &mut AppendResults, written: Vec<Result<FileAddress, DiskError>>) {
-    let open = results.iter_mut().filter(|result| result.is_none());
-    for (place, result) in open.zip(written) {
-        *place = Some(result);
-    }
 }
