@@ -25,6 +25,7 @@ pub struct FilesStage {
     capacity_bytes: u64,
     name: TierName,
     wants_direct: bool,
+    wants_uring: bool,
     recovery: Mutex<Recovery>,
     opening_damage: OpeningDamage,
     alias_locations: Mutex<HashMap<BlockKey, AliasLocation>>,
@@ -76,6 +77,7 @@ impl FilesStage {
             capacity_bytes: config.capacity_bytes,
             name: "files",
             wants_direct: config.direct,
+            wants_uring: config.engine != IoEngine::Psync,
             recovery: Mutex::new(recovery),
             opening_damage,
             alias_locations: Mutex::default(),
@@ -391,7 +393,10 @@ impl Stage for FilesStage {
             return StageStats { capacity_bytes: self.capacity_bytes, notes, ..Default::default() };
         };
         let stats = files.stats();
-        let mut notes = vec![format!("engine {}", stats.engine)];
+        let mut notes = Vec::new();
+        if self.wants_uring && stats.engine != "io_uring" {
+            notes.push(format!("the kernel forbids io_uring: the engine is {}", stats.engine));
+        }
         if self.wants_direct && !stats.is_direct {
             notes.push("the file system has no O_DIRECT: the page cache is used".to_owned());
         }
