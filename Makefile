@@ -74,15 +74,17 @@ run: build
 		--fresh --json reports/conversation.json --report reports/conversation.html
 	@echo "Report: reports/conversation.html (figures: reports/conversation.json)"
 
-# Rust and Python tests run in parallel, because many wait for a process or a deadline. The output
-# of each is printed as a whole.
+# Rust and Python tests run in parallel, and Rust's test programs beside each other, because many
+# wait for a process or a deadline. The output of each is printed as a whole.
 .PHONY: test ## Run all Rust and Python tests except the slow ones
 test: $(STAMPS)/dev $(STAMPS)/test
 	$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-rust test-python
 
 .PHONY: test-rust ## Run the Rust tests
 test-rust: $(STAMPS)/python
-	$(CARGO_TEST) --quiet --no-fail-fast
+	$(CARGO_TEST) --quiet --no-run --message-format=json-render-diagnostics \
+		| $(BIN)/python .ci/test-programs
+	$(CARGO_TEST) --quiet --doc
 
 .PHONY: test-python ## Run the Python tests against a build with debug assertions
 test-python: $(STAMPS)/dev $(STAMPS)/test

@@ -30,9 +30,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from typing import Protocol, Self, TypeAlias, TypedDict, TypeVar, Unpack
-
-from typing_extensions import Buffer
+from typing import TYPE_CHECKING, Protocol, Self, TypeAlias, TypedDict, TypeVar, Unpack
 
 from cascadekv._native import (
     BlockKey,
@@ -58,6 +56,9 @@ from cascadekv.hints import Hints
 from cascadekv.stats import Stats
 from cascadekv.traces import current_trace, part_of_trace
 
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
 __all__ = ["AsyncPreparedPut", "AsyncStore", "AsyncViews", "PutKeywords", "connect", "open_store"]
 
 THREADS = 8
@@ -65,7 +66,7 @@ THREADS = 8
 THREADS_MAX = 256
 
 Key: TypeAlias = BlockKey | bytes
-Keys: TypeAlias = BlockKeys | BlockKey | Buffer | Iterable[BlockKey | bytes]
+Keys: TypeAlias = "BlockKeys | BlockKey | Buffer | Iterable[BlockKey | bytes]"
 Duration: TypeAlias = float | str | timedelta
 Size: TypeAlias = int | str
 T = TypeVar("T")
@@ -158,7 +159,7 @@ class AsyncPreparedPut(_ReleasedOnExit):
     async def gather(
         self,
         memory: PagedMemory,
-        pages: Buffer | Iterable[int],
+        pages: "Buffer | Iterable[int]",
         *,
         first: int = 0,
         count: int | None = None,
@@ -204,7 +205,7 @@ class AsyncStore:
     async def put(
         self,
         keys: Keys,
-        blocks: Buffer | Iterable[Buffer],
+        blocks: "Buffer | Iterable[Buffer]",
         **keywords: Unpack[PutKeywords],
     ) -> list[PutResult]:
         """Store blocks. Do not modify the buffers until this returns or raises."""
@@ -246,7 +247,7 @@ class AsyncStore:
         return AsyncPreparedPut(prepared, self._call)
 
     async def get(
-        self, keys: Keys, buffers: Buffer | Iterable[Buffer], *, timeout: Duration | None = None
+        self, keys: Keys, buffers: "Buffer | Iterable[Buffer]", *, timeout: Duration | None = None
     ) -> list[GetResult]:
         """Copy blocks into buffers. Do not use the buffers until this returns or raises."""
         return await self._call(
