@@ -42,7 +42,7 @@ const TIERS_INTERVAL: Duration = Duration::from_secs(5);
 /// Serves until the process is stopped.
 ///
 /// SIGTERM and SIGINT shut it down cleanly. Another one stops it at once, if it comes when the node
-/// has been closing its stores for a second ([`SAME_STOP_REQUEST`]).
+/// has been closing its stores for a second (`SAME_STOP_REQUEST`).
 /// SIGHUP reloads the configuration through `reload`. Prints one line with `ready` to standard
 /// output once it serves.
 pub fn run(
