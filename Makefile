@@ -83,9 +83,9 @@ test: $(STAMPS)/dev $(STAMPS)/test
 .PHONY: test-rust ## Run the Rust tests
 test-rust: $(STAMPS)/python
 	@# Without make's flags cargo does not look for make's job server, which it has no access to.
-	unset MAKEFLAGS; $(CARGO_TEST) --quiet --no-run --message-format=json-render-diagnostics \
+	unset MAKEFLAGS MFLAGS; $(CARGO_TEST) --quiet --no-run --message-format=json-render-diagnostics \
 		| $(BIN)/python .ci/test-programs
-	unset MAKEFLAGS; $(CARGO_TEST) --quiet --doc
+	unset MAKEFLAGS MFLAGS; $(CARGO_TEST) --quiet --doc
 
 .PHONY: test-python ## Run the Python tests against a build with debug assertions
 test-python: $(STAMPS)/dev $(STAMPS)/test
