@@ -213,7 +213,7 @@ fn calls_of_a_closed_store_fail_with_closed() {
 fn a_long_chain_keeps_its_beginning(blocks: u64) {
     for policy in [PolicyKind::Lru, PolicyKind::S3Fifo, PolicyKind::PrefixCost] {
         let config = StoreConfig { dram_blocks: Some(100), policy, ..dram(4) };
-        let store = Store::open(config).unwrap();
+        let store = Store::open(config).expect("the store opens");
         let keys = keys(0..blocks);
         store.lookup_prefix(&Request::new(&keys));
         let put = |at: usize| Put {
