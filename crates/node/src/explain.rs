@@ -243,7 +243,7 @@ mod tests {
 
     use super::*;
 
-    /// With an odd number of digits, only 32 of the keys with the same whole bytes were compared.
+    /// The search stopped after 32 keys with the same whole bytes, and so missed the right one.
     #[test]
     fn an_odd_number_of_digits_finds_a_key_among_many_with_the_same_bytes() {
         let config =
