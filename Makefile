@@ -67,7 +67,7 @@ help:
 .PHONY: build ## Build the release wheel and install it: .venv/bin/cascade, .venv/bin/python
 build: $(STAMPS)/build
 
-.PHONY: run ## Build, then replay a real conversation trace and write a report (under 3 minutes)
+.PHONY: run ## Build, then replay a real conversation trace and write a report (3 minutes)
 run: build
 	mkdir -p reports
 	$(BIN)/cascade replay $(TRACE) --dram 512MiB --files .cache/replay --files-capacity 4GiB \
