@@ -22,7 +22,10 @@ use crate::state::{KeyChange, PendingWrite, StoreState};
 use crate::store_core::StoreCore;
 
 /// Maximum bytes of one batch.
-const BATCH_BYTES: usize = 16 << 20;
+const BATCH_BYTES: u64 = 16 << 20;
+/// The part of a stage's capacity that one batch may have. In a stage that is too small for its
+/// batch, room for some blocks would be made by dropping others of the batch.
+const BATCH_SHARE: u64 = 8;
 /// Maximum number of blocks in one batch.
 const BATCH_BLOCKS: usize = 256;
 /// Maximum number of key changes in one call.
@@ -37,6 +40,8 @@ const INEFFECTIVE_ROUNDS_MAX: u32 = 3;
 /// Rounds of making room for one batch that may keep blocks; later rounds keep none, to make sure
 /// of room.
 const KEEPING_ROUNDS_MAX: u32 = 4;
+/// Rounds of making room for one call with key changes.
+const CHANGES_ROUNDS_MAX: u32 = KEEPING_ROUNDS_MAX + INEFFECTIVE_ROUNDS_MAX;
 
 /// One batch for a stage.
 struct WriteBatch {
@@ -50,13 +55,18 @@ struct WriteBatch {
 /// Runs until the store closes and its queue is empty.
 pub(crate) fn run(core: &Arc<StoreCore>, stage: usize) {
     let mut rate_limiter = RateLimiter::new(core);
-    while let Some(mut batch) = next_batch(core, stage) {
+    let batch_bytes = match core.stages[stage].stats().capacity_bytes {
+        0 => BATCH_BYTES,
+        capacity_bytes => BATCH_BYTES.min(capacity_bytes / BATCH_SHARE),
+    };
+    while let Some(mut batch) = next_batch(core, stage, batch_bytes) {
         rate_limiter.wait_for(core, batch.blocks.iter().map(|(_, slab)| slab.len() as u64).sum());
         // Compares checksums first: bytes that changed in memory since the put must not be written
         // with a new, valid checksum.
         batch.deleted += core.remove_damaged(stage, &mut batch.pending, &mut batch.blocks);
         let deadline = Deadline::after(&*core.clock, core.config.timeout);
-        if let Some(why) = send_key_changes(core, stage, &batch.key_changes, deadline) {
+        let key_changes = std::mem::take(&mut batch.key_changes);
+        if let Err(why) = send_key_changes(core, stage, key_changes, deadline) {
             requeue_batch(core, stage, batch, &why);
             continue;
         }
@@ -111,10 +121,10 @@ pub(crate) fn run_prefetch(core: &StoreCore, hints: &Mutex<Receiver<Vec<BlockKey
 
 /// Waits for the next batch of a stage: all queued key changes, and blocks up to the limits. `None`
 /// once the store is closed and the queues are empty.
-fn next_batch(core: &StoreCore, stage: usize) -> Option<WriteBatch> {
+fn next_batch(core: &StoreCore, stage: usize, batch_bytes: u64) -> Option<WriteBatch> {
     let mut state = core.lock();
     // At most a quarter of the backlog limit, so that retries do not make puts wait.
-    let retry_bytes = (BATCH_BYTES as u64).min(core.dirty_bytes_max / 4).max(1);
+    let retry_bytes = batch_bytes.min(core.dirty_bytes_max / 4).max(1);
     loop {
         // Not once the store is closed: nothing wakes this thread after the close.
         if state.is_write_circuit_open(stage) && !state.is_closed {
@@ -129,7 +139,8 @@ fn next_batch(core: &StoreCore, stage: usize) -> Option<WriteBatch> {
         let mut batch =
             WriteBatch { pending: Vec::new(), blocks: Vec::new(), key_changes, deleted: 0 };
         let mut bytes = 0;
-        while bytes < BATCH_BYTES && batch.blocks.len() < BATCH_BLOCKS {
+        while (bytes < batch_bytes || batch.blocks.is_empty()) && batch.blocks.len() < BATCH_BLOCKS
+        {
             let Some(pending) = state.queues[stage].pop_front() else { break };
             let place = (pending.content, pending.generation);
             let slab = state.catalog.live_content(place).and_then(|content| content.slab.clone());
@@ -141,7 +152,7 @@ fn next_batch(core: &StoreCore, stage: usize) -> Option<WriteBatch> {
                 batch.deleted += 1;
                 continue;
             };
-            bytes += slab.len();
+            bytes += slab.len() as u64;
             batch.blocks.push((pending.facts, slab));
             batch.pending.push(pending);
         }
@@ -185,45 +196,78 @@ fn requeue_batch(core: &StoreCore, stage: usize, batch: WriteBatch, why: &StageE
 fn send_key_changes(
     core: &Arc<StoreCore>,
     stage: usize,
-    changes: &[KeyChange],
+    mut changes: Vec<KeyChange>,
     deadline: Deadline,
-) -> Option<StageError> {
-    let mut sent = 0;
-    let is_add = |change: &KeyChange| matches!(change, KeyChange::Add(..));
-    let runs = changes.chunk_by(|one, next| is_add(one) == is_add(next));
-    for run in runs.flat_map(|run| run.chunks(KEY_CHANGES_PER_CALL)) {
-        let (mut adds, mut removes) = (Vec::new(), Vec::new());
-        for change in run {
-            match *change {
-                KeyChange::Add(facts, address) => adds.push((facts, address)),
-                KeyChange::Remove(key, address) => removes.push((key, address)),
+) -> Result<(), StageError> {
+    let mut settled = 0;
+    let (mut run_max, mut rounds) = (KEY_CHANGES_PER_CALL, 0);
+    while !changes.is_empty() {
+        let count = run_length(&changes, run_max);
+        let mut result = send_run(core, stage, &changes[..count], deadline);
+        if matches!(result, Err(StageError::Full)) && rounds < CHANGES_ROUNDS_MAX {
+            match make_room(core, stage, rounds < KEEPING_ROUNDS_MAX, deadline) {
+                Ok(room) => {
+                    apply_room(core, stage, &room);
+                    settled += apply_room_to_changes(&mut changes, &room);
+                    // The stage may have recorded a part of the run, which takes room each time.
+                    (run_max, rounds) = ((count / 2).max(1), rounds + 1);
+                    continue;
+                }
+                Err(error) => result = Err(error),
             }
         }
-        let result = if adds.is_empty() {
-            core.stages[stage].remove(removes, deadline)
-        } else {
-            core.stages[stage].alias(adds, deadline)
-        };
         if let Err(error) = result {
             let mut state = core.lock();
-            let signal = HealthSignal::of([Some(&error)].into_iter(), false);
+            // Also `Full`: a stage that stays full whatever is dropped does not work.
+            let signal = match error {
+                StageError::Full => HealthSignal::Failure(StageError::Full),
+                _ => HealthSignal::of([Some(&error)].into_iter(), false),
+            };
             core.record_health(&mut state, stage, Direction::Writes, signal);
             state.note_error(stage, error.clone());
             if !state.is_closed {
                 // Stop at the first failure: later changes of a key must not overtake earlier ones.
-                state.key_tickets[stage].settled += sent as u64;
-                state.requeue_key_changes(stage, &changes[sent..]);
-                return Some(error);
+                state.key_tickets[stage].settled += settled;
+                state.requeue_key_changes(stage, &changes);
+                return Err(error);
             }
-            state.counters.name_failures += run.len() as u64;
-            state.write_failures.count(stage, run.len() as u64);
+            state.counters.name_failures += count as u64;
+            state.write_failures.count(stage, count as u64);
         }
-        sent += run.len();
+        changes.drain(..count);
+        settled += count as u64;
+        rounds = 0;
     }
-    if sent > 0 {
-        core.lock().key_tickets[stage].settled += sent as u64;
+    core.lock().key_tickets[stage].settled += settled;
+    Ok(())
+}
+
+/// The number of changes of the same kind at the front, at most `run_max`.
+fn run_length(changes: &[KeyChange], run_max: usize) -> usize {
+    let is_add = |change: &KeyChange| matches!(change, KeyChange::Add(..));
+    let first = changes.first().map(is_add);
+    changes.iter().take(run_max).take_while(|change| Some(is_add(change)) == first).count()
+}
+
+/// Sends key changes of one kind to a stage.
+fn send_run(
+    core: &StoreCore,
+    stage: usize,
+    run: &[KeyChange],
+    deadline: Deadline,
+) -> Result<(), StageError> {
+    let (mut adds, mut removes) = (Vec::new(), Vec::new());
+    for change in run {
+        match *change {
+            KeyChange::Add(facts, address) => adds.push((facts, address)),
+            KeyChange::Remove(key, address) => removes.push((key, address)),
+        }
     }
-    None
+    if adds.is_empty() {
+        core.stages[stage].remove(removes, deadline)
+    } else {
+        core.stages[stage].alias(adds, deadline)
+    }
 }
 
 /// Stores a batch, and makes room for blocks that do not fit. Each round tries the blocks that
@@ -348,16 +392,30 @@ fn should_keep(
     })
 }
 
+/// Gives key changes the new addresses of their blocks, and removes the keys to be added to dropped
+/// blocks. Returns their number.
+fn apply_room_to_changes(changes: &mut Vec<KeyChange>, room: &MakeRoomOutcome) -> u64 {
+    let before = changes.len();
+    let moved: HashMap<_, _> = room.moved.iter().map(|(_, old, new)| (*old, *new)).collect();
+    let dropped: HashSet<_> = room.dropped.iter().map(|(_, address)| *address).collect();
+    changes.retain_mut(|change| {
+        let (KeyChange::Add(_, address) | KeyChange::Remove(_, address)) = change;
+        // First: if only some keys of a block did not fit, the block has moved all the same.
+        if let Some(new) = moved.get(address) {
+            *address = *new;
+            return true;
+        }
+        !dropped.contains(address) || matches!(change, KeyChange::Remove(..))
+    });
+    (before - changes.len()) as u64
+}
+
 /// Applies moves and drops of a stage to the catalog and the queued key changes.
 fn apply_room(core: &StoreCore, stage: usize, room: &MakeRoomOutcome) {
     let mut state = core.lock();
     state.history.set_time(core.clock.unix_ms());
-    // Queued key changes still have the old addresses.
-    let places: HashMap<_, _> = room.moved.iter().map(|(_, old, new)| (*old, *new)).collect();
-    for change in &mut state.key_changes[stage] {
-        let (KeyChange::Add(_, address) | KeyChange::Remove(_, address)) = change;
-        *address = places.get(address).copied().unwrap_or(*address);
-    }
+    let settled = apply_room_to_changes(&mut state.key_changes[stage], room);
+    state.key_tickets[stage].settled += settled;
     for (key, old, new) in &room.moved {
         if let Some(content) = content_at(&mut state, stage, key, *old) {
             state.set_address(content, stage, *new);

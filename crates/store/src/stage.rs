@@ -180,7 +180,8 @@ pub trait Stage: Send + Sync + fmt::Debug {
     /// Loads blocks; one result for each, in order.
     fn load(&self, batch: Vec<Load>, deadline: Deadline) -> Vec<LoadOutcome>;
 
-    /// Adds another name for stored bytes, kept over restarts if the stage is persistent.
+    /// Adds another name for stored bytes, kept over restarts if the stage is persistent. A name for
+    /// an address without bytes is ignored.
     fn alias(
         &self,
         batch: Vec<(BlockFacts, Address)>,

@@ -4,7 +4,9 @@
 
 mod blocks;
 
+use std::collections::VecDeque;
 use std::path::Path;
+use std::time::Duration;
 
 use blocks::{MIB, bytes_of, check, dram, key, keys, put};
 use cascade_block::{
@@ -245,4 +247,42 @@ fn the_file_stage_conforms() {
             FilesStage::open(&context, None).unwrap()
         });
     });
+}
+
+/// The mover retried the key changes of a full tier without making room: no block was written any
+/// more, and every flush timed out.
+#[test]
+fn keys_are_added_and_removed_in_a_full_tier() {
+    for layout in [FileLayout::Segments, FileLayout::FilePerBlock] {
+        let directory = tempfile::tempdir().unwrap();
+        let files = FilesConfig {
+            capacity_bytes: 4 * MIB,
+            segment_bytes: MIB,
+            layout,
+            ..FilesConfig::new(directory.path())
+        };
+        let digest = DigestMode::On(DigestAlgorithm::Blake3);
+        let timeout = Duration::from_secs(20);
+        let config = config(directory.path());
+        let store =
+            Store::open(StoreConfig { digest, timeout, files: Some(files), ..config }).unwrap();
+        put(&store, &keys(0..100), BLOCK);
+        store.flush(CallOptions::default()).unwrap();
+        let bytes = bytes_of(&key(99), BLOCK);
+        let mut names = VecDeque::new();
+        for at in 0..1500 {
+            let name = key(1000 + at);
+            store.put(&[Put::new(name, &bytes)], CallOptions::default());
+            names.push_back(name);
+            if names.len() > 20 {
+                store.delete(&[names.pop_front().unwrap()]);
+            }
+            let flushed = store.flush(CallOptions::default());
+            assert!(flushed.is_ok(), "{layout:?}: {at}: {flushed:?}");
+        }
+        put(&store, &keys(200..300), BLOCK);
+        store.flush(CallOptions::default()).unwrap();
+        assert_eq!(check(&store, &keys(299..300)), [Some("dram")]);
+        assert_eq!(store.stats().counters.name_failures, 0, "{layout:?}");
+    }
 }

@@ -254,7 +254,8 @@ impl Stage for FilesStage {
                     self.alias_locations()
                         .insert(meta.key, AliasLocation { shared: *shared, place });
                 }
-                Ok(_) => {}
+                // Without bytes there is nothing to name: reads of the key miss.
+                Ok(_) | Err(DiskError::NoTarget) => {}
                 // The loop continues: one failed alias says nothing about the others.
                 Err(error) => failure = Err(stage_error(error)),
             }
@@ -264,16 +265,21 @@ impl Stage for FilesStage {
 
     fn remove(&self, batch: &[(BlockKey, Address)], deadline: Deadline) -> Result<(), StageError> {
         let places: Vec<_> = {
-            let mut alias_locations = self.alias_locations();
-            let mut place = |key: &BlockKey, address| {
-                (
-                    *key,
-                    alias_locations.remove(key).map_or(file_address(address), |other| other.place),
-                )
+            let alias_locations = self.alias_locations();
+            let place = |key: &BlockKey, address: Address| {
+                alias_locations.get(key).map_or(file_address(address), |other| other.place)
             };
-            batch.iter().map(|(key, address)| place(key, *address)).collect()
+            batch.iter().map(|(key, address)| (*key, place(key, *address))).collect()
         };
-        self.files()?.remove(&places, deadline).map_err(stage_error)
+        self.files()?.remove(&places, deadline).map_err(stage_error)?;
+        // Only now: a removal that failed is tried again.
+        let mut alias_locations = self.alias_locations();
+        for (key, place) in &places {
+            if alias_locations.get(key).is_some_and(|other| other.place == *place) {
+                alias_locations.remove(key);
+            }
+        }
+        Ok(())
     }
 
     fn make_room(
