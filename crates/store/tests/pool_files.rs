@@ -194,9 +194,10 @@ fn an_erased_ledger_contains_no_key() {
     let directory = directory();
     let store = Store::open(config(directory.path(), 4)).unwrap();
     put(&store, &keys(0..20), 4096);
+    let name = keys(7..8)[0];
     let is_named = || {
         let ledger = std::fs::read(ledger(directory.path())).unwrap();
-        ledger.windows(32).any(|window| window == keys(7..8)[0].as_bytes())
+        ledger.windows(32).any(|window| window == name.as_bytes())
     };
     assert!(is_named());
     let erased = store.erase(cascade_store::CallOptions::default()).unwrap();
