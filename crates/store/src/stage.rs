@@ -180,8 +180,8 @@ pub trait Stage: Send + Sync + fmt::Debug {
     /// Loads blocks; one result for each, in order.
     fn load(&self, batch: Vec<Load>, deadline: Deadline) -> Vec<LoadOutcome>;
 
-    /// Adds another name for stored bytes, kept over restarts if the stage is persistent. A name for
-    /// an address without bytes is ignored.
+    /// Adds another name for stored bytes, kept over restarts if the stage is persistent. Ignores a
+    /// name for an address without bytes.
     fn alias(
         &self,
         batch: Vec<(BlockFacts, Address)>,

@@ -270,7 +270,7 @@ fn keys_are_added_and_removed_in_a_full_tier() {
         store.flush(CallOptions::default()).unwrap();
         let bytes = bytes_of(&key(99), BLOCK);
         let mut names = VecDeque::new();
-        for at in 0..1500 {
+        for at in 0..400 {
             let name = key(1000 + at);
             store.put(&[Put::new(name, &bytes)], CallOptions::default());
             names.push_back(name);
