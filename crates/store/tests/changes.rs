@@ -18,8 +18,8 @@ use cascade_block::{
     BlockKey, Clock, Deadline, DigestAlgorithm, DigestMode, ManualClock, SystemClock,
 };
 use cascade_store::{
-    CallOptions, Change, ChangeCursor, Changes, FilesConfig, Put, Store, StoreConfig, StoreError,
-    WritePolicy,
+    CallOptions, Change, ChangeCursor, Changes, CircuitHealth, FilesConfig, HealthState, Put,
+    Store, StoreConfig, StoreError, WritePolicy,
 };
 use proptest::prelude::*;
 use third_party::{MapStage, flush, wait_for};
@@ -425,12 +425,16 @@ fn blocks_behind_an_open_circuit_are_removed_for_followers() {
     follower.compare(&store, &all, 50);
 }
 
-/// Advances the clock until a stage's circuit is closed or open.
+/// Advances the clock until both circuits of a stage are closed or open.
 #[expect(clippy::disallowed_methods, reason = "lets the prober run")]
 fn pass_until(store: &Store, clock: &ManualClock, is_healthy: bool) {
-    let is_healthy_now = || store.stats().health[0].1.state == cascade_store::HealthState::Healthy;
+    let are_both = || {
+        let health = store.stats().health.remove(0).1;
+        let is_closed = |circuit: CircuitHealth| circuit.state == HealthState::Healthy;
+        [health.reads, health.writes].map(is_closed) == [is_healthy; 2]
+    };
     let limit = Deadline::after(&SystemClock, Duration::from_secs(120));
-    while is_healthy_now() != is_healthy {
+    while !are_both() {
         assert!(!limit.has_passed(&SystemClock), "{:?}", store.stats().health);
         clock.advance(Duration::from_millis(250));
         std::thread::sleep(Duration::from_millis(2));

@@ -324,7 +324,7 @@ fn the_second_stage_serves_while_the_first_fails() {
 fn check_hung_stage(write: WritePolicy) {
     let stage = MapStage::new();
     let health = cascade_store::HealthConfig {
-        probe_timeout: Duration::from_millis(50),
+        probe_timeout: Duration::from_millis(400),
         ..frequent_probes()
     };
     let config = StoreConfig {
@@ -387,7 +387,7 @@ fn a_stage_that_ignores_deadlines_blocks_neither_write_through_puts_nor_close() 
 fn slabs_of_a_hung_call_are_not_reused_until_it_ends() {
     let stage = MapStage::new();
     let health = cascade_store::HealthConfig {
-        probe_timeout: Duration::from_millis(50),
+        probe_timeout: Duration::from_millis(400),
         ..frequent_probes()
     };
     let pipeline = "Dram|Map".to_owned();
