@@ -20,8 +20,8 @@ const NO_NODE: &str = "start a node with `cascade serve`, or give its socket wit
 /// The flags that select a node.
 #[derive(Debug, Clone, Args)]
 pub(super) struct ConnectionArgs {
-    /// Unix socket of the node [default: the value of `CASCADE_NODE`, else the default of
-    /// `cascade serve`].
+    /// Unix socket of the node [default: the value of `CASCADE_NODE` or `CASCADE_SOCKET`, else the
+    /// default of `cascade serve`].
     #[arg(long, value_name = "PATH", help_heading = "Node")]
     socket: Option<PathBuf>,
     /// Time-out of each request.

@@ -16,7 +16,7 @@ const BUNDLED: &str = "data/traces";
 #[command(after_help = "\
 Examples:
   cascade bench eviction
-      Print the tables of docs/eviction.md: the traces below data/traces and a generated one.
+      Compare all policies on the traces below data/traces and on a generated one.
   cascade bench eviction trace.jsonl sessions/ --sizes 1,10 --json study.json
       Use two other traces; the second one consists of all files of a directory.
 
