@@ -23,9 +23,9 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// Connects to the node on this host. Returns a `Store` with the same methods as an embedded one.
 ///
 /// `socket` is the path of the node's Unix socket, or `unix:PATH`. Its default is the value of
-/// `CASCADE_NODE` or `CASCADE_SOCKET`, else the default of `cascade serve` for this user. `token` is
-/// the token of a tenant. `access` is "write" or "read". `name` is shown in the node's status. `timeout` is the
-/// default time-out of calls.
+/// `CASCADE_NODE` or `CASCADE_SOCKET`, else the default of `cascade serve` for this user. `token`
+/// is the token of a tenant. `access` is "write" or "read". `name` is shown in the node's status.
+/// `timeout` is the default time-out of calls.
 ///
 /// Raises `AwayError` if no node answers, and `RefusedError` if the node refuses this client. After
 /// that, calls return at once while the node is unavailable: reads miss and puts return `failed`.
