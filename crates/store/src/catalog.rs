@@ -11,14 +11,11 @@ use cascade_block::{BlockKey, Digest, FingerprintSeed};
 use cascade_memory::Slab;
 
 use crate::Change;
-use crate::changes::ChangeLog;
+use crate::address::Address;
+use crate::change_log::ChangeLog;
 use crate::eviction::Slot;
 use arena::Arena;
 pub(crate) use table::KeyTable;
-
-/// Where a stage below DRAM keeps a block; only that stage understands it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Address(pub u64);
 
 /// Most stages below DRAM in one pipeline.
 pub(crate) const LOWER_STAGES_MAX: usize = 2;

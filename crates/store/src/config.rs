@@ -1,34 +1,18 @@
 //! Configuration of a store: one typed struct, checked before anything starts.
 
-use std::num::{NonZeroU32, NonZeroU64};
+use std::num::NonZeroU64;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use cascade_block::DigestMode;
 use cascade_memory::{HugePages, PoolConfig};
-use thiserror::Error;
 
+use crate::policy_kind::PolicyKind;
 use crate::{HealthConfig, StoreError};
 
 const MIB: u64 = 1 << 20;
 /// Maximum length of the change log: 8.25 GiB.
 const CHANGES_MAX: usize = 1 << 28;
-
-/// Eviction policy of DRAM.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum PolicyKind {
-    /// Least recently used.
-    Lru,
-    /// Two FIFO queues and a ghost queue.
-    S3Fifo,
-    /// Adaptive replacement.
-    Arc,
-    /// Least recently used; new data always in the fastest tier, as in the `MLPerf` document.
-    Waterfall,
-    /// Learns online which conversations continue (`docs/eviction.md`).
-    #[default]
-    PrefixCost,
-}
 
 /// When a put writes to the lower tiers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -256,41 +240,4 @@ impl StoreConfig {
             populate: true,
         }
     }
-}
-
-/// Options of one call.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct CallOptions {
-    /// Timeout of the call. Default: the timeout of the store.
-    pub timeout: Option<Duration>,
-    /// Identifier of the caller, kept with the blocks that it puts, for [`crate::Store::explain`].
-    pub writer: Option<WriterId>,
-}
-
-/// Identifier of the writer of a block, chosen by the caller, such as a process or session number.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct WriterId(pub NonZeroU32);
-
-/// What is wrong with a pipeline.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[non_exhaustive]
-pub enum PipelineError {
-    /// The registry does not have a stage of this name.
-    #[error("pipeline {pipeline:?}: unknown stage {stage:?}; known are {known}")]
-    UnknownStage {
-        /// The whole pipeline.
-        pipeline: String,
-        /// The unknown stage.
-        stage: String,
-        /// The known stages.
-        known: String,
-    },
-    /// The order of the stages is not valid, or a stage is missing.
-    #[error("pipeline {pipeline:?}: {reason}")]
-    BadOrder {
-        /// The whole pipeline.
-        pipeline: String,
-        /// What is wrong, and with which stage.
-        reason: String,
-    },
 }

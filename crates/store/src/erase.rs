@@ -8,6 +8,7 @@ use cascade_memory::WipeReport;
 use crate::call_context::CallContext;
 use crate::catalog::LOWER_STAGES_MAX;
 use crate::history::{History, Loss};
+use crate::not_erased::NotErased;
 use crate::stage::StageEraseReport;
 use crate::state::{KeyChange, StoreState};
 use crate::store_core::StoreCore;
@@ -37,15 +38,6 @@ pub struct TierEraseReport {
     pub files_removed: u64,
     /// Bytes that were overwritten in these files.
     pub overwritten_bytes: u64,
-}
-
-/// Something that was not erased.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct NotErased {
-    /// A file, a tier, or memory.
-    pub what: String,
-    /// The reason.
-    pub why: String,
 }
 
 impl EraseReport {

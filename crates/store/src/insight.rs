@@ -3,20 +3,16 @@
 //! It has its own lock, taken after the state's lock is released, so that statistics never hold the
 //! state's lock. Two requests may arrive here in the other order; the statistics tolerate that.
 
-use std::collections::BTreeMap;
 use std::sync::{MutexGuard, PoisonError};
 
-use cascade_block::{BlockKey, FingerprintSeed, Manifest, Namespace, NamespaceId};
+use cascade_block::BlockKey;
 
 use crate::catalog::KeyIndex;
-use crate::hot::{HotPrefixes, WatchedPrefix};
-use crate::shadow::{ChainLookup, ShadowFigure, Shadows};
+use crate::hot::WatchedPrefix;
 use crate::state::StoreState;
 use crate::store_core::StoreCore;
-use crate::{Store, StoreConfig, TierName};
-
-/// Maximum number of manifests that are kept in memory; stages keep the others.
-const NAMESPACES_MAX: usize = 1024;
+use crate::traffic::Insight;
+use crate::{Store, TierName};
 
 /// A prefix that many requests share.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -40,63 +36,6 @@ pub struct TierBytes {
     pub blocks: u64,
     /// Their bytes.
     pub bytes: u64,
-}
-
-/// All traffic statistics.
-#[derive(Debug)]
-pub(crate) struct Insight {
-    pub(crate) shadows: Shadows,
-    hot: HotPrefixes,
-    registered: BTreeMap<NamespaceId, Manifest>,
-}
-
-impl Insight {
-    pub(crate) fn new(
-        config: &StoreConfig,
-        has_dram: bool,
-        lower: &[TierName],
-        seed: FingerprintSeed,
-    ) -> Self {
-        Self {
-            shadows: Shadows::new(config, has_dram, lower, seed),
-            hot: HotPrefixes::new(seed),
-            registered: BTreeMap::new(),
-        }
-    }
-
-    /// A chain was looked up.
-    pub(crate) fn request(&mut self, lookup: &ChainLookup<'_>) {
-        self.shadows.request(lookup);
-        self.hot.request(lookup.at, lookup.keys, lookup.matched);
-    }
-
-    /// Registers a namespace before its first use.
-    pub(crate) fn register(&mut self, namespace: &Namespace) {
-        if self.registered.len() < NAMESPACES_MAX {
-            self.registered.insert(namespace.id(), namespace.manifest().clone());
-        }
-    }
-
-    /// Whether a namespace was registered since the start.
-    pub(crate) fn is_registered(&self, namespace: &NamespaceId) -> bool {
-        self.registered.contains_key(namespace)
-    }
-
-    /// The namespaces that were registered since the start.
-    pub(crate) fn manifests(&self) -> impl Iterator<Item = (NamespaceId, Manifest)> {
-        self.registered.iter().map(|(id, manifest)| (*id, manifest.clone()))
-    }
-
-    /// The last blocks of all hot prefixes.
-    pub(crate) fn hot_keys(&self) -> Vec<BlockKey> {
-        self.hot.keys()
-    }
-
-    /// The results of the shadows, and the memory of all statistics.
-    pub(crate) fn figures(&self) -> (Vec<ShadowFigure>, usize) {
-        let bytes = self.shadows.memory_bytes() + self.hot.memory_bytes();
-        (self.shadows.figures(), bytes)
-    }
 }
 
 impl Store {

@@ -5,15 +5,15 @@
 //! is roughly the order in which eviction needs them written.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::Arc;
 use std::sync::mpsc::Receiver;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use cascade_block::{BlockKey, Deadline};
 use cascade_memory::Slab;
 
-use crate::catalog::{Address, ContentIndex};
+use crate::address::Address;
+use crate::catalog::ContentIndex;
 use crate::circuits::HealthSignal;
 use crate::health::Direction;
 use crate::history::Loss;

@@ -5,8 +5,9 @@ use std::sync::MutexGuard;
 use cascade_block::{BlockKey, Clock};
 use cascade_memory::{Slab, SlabMut};
 
+use crate::address::Address;
 use crate::call_context::{CallContext, KEYS_PER_LOCK};
-use crate::catalog::{Address, ContentIndex, ExpectedAccess, KeyIndex};
+use crate::catalog::{ContentIndex, ExpectedAccess, KeyIndex};
 use crate::circuits::HealthSignal;
 use crate::health::Direction;
 use crate::history::Loss;

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use cascade_block::BlockKey;
 
-pub use crate::eviction::Hints;
+use crate::eviction::Hints;
 
 /// One lookup of a whole chain.
 #[derive(Debug, Clone, Copy)]

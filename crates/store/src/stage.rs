@@ -13,18 +13,18 @@ pub(crate) mod guarded;
 mod records;
 mod registry;
 
-use serde::{Deserialize, Serialize};
 use std::error::Error;
 use std::fmt;
 use std::sync::Arc;
 
 use cascade_block::{BlockKey, Deadline, Digest, Manifest, Namespace, NamespaceId};
 use cascade_memory::{Slab, SlabMut};
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::TierName;
-pub use crate::catalog::Address;
-pub use crate::erase::NotErased;
+pub use crate::address::Address;
+pub use crate::not_erased::NotErased;
 pub use encrypted::EncryptedStage;
 pub use fake::FakeStage;
 pub use files::FilesStage;

@@ -14,9 +14,10 @@ use std::time::Duration;
 use cascade_block::{BlockKey, Clock, FingerprintSeed};
 
 use crate::HealthConfig;
-use crate::catalog::{Address, Catalog, ContentIndex, ExpectedAccess, KeyIndex, LOWER_STAGES_MAX};
+use crate::address::Address;
+use crate::catalog::{Catalog, ContentIndex, ExpectedAccess, KeyIndex, LOWER_STAGES_MAX};
 use crate::eviction::{Eviction, EvictionChoice, Incoming, RemovalReason};
-use crate::flush::FlushMark;
+use crate::flush_mark::FlushMark;
 use crate::health::Breaker;
 use crate::history::{History, Loss};
 use crate::ledger::{Ledger, unknown_namespace};

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::names::{by_tier, tier_name};
 use crate::outcome::PutOutcome;
-use crate::shadow::ShadowFigure;
+use crate::shadow_figure::ShadowFigure;
 use crate::stage::StageStats;
 use crate::{StageHealth, TierName, WarmStats};
 

@@ -5,20 +5,19 @@ use std::time::Duration;
 
 use cascade_block::{Clock, FingerprintSeed};
 use cascade_memory::{Pool, SlabMut};
-
 use ring::rand::{SecureRandom as _, SystemRandom};
 
 use crate::call_context::CallContext;
 use crate::catalog::{LOWER_STAGES_MAX, NewKey};
 use crate::eviction::{self, Eviction, EvictionLimits, Incoming};
 use crate::history::History;
-use crate::insight::Insight;
 use crate::ledger::Recovered;
+use crate::named_pool::{NamedPool, OpenedPool, open_pool};
 use crate::pipeline::Pipeline;
 use crate::stage::guarded::Guarded;
 use crate::stage::{BlockFacts, StageContext, StageError, StageRegistry, encrypted};
 use crate::state::{EvictionResult, KeyChange, StoreState};
-use crate::warm::{NamedPool, OpenedPool, open_pool};
+use crate::traffic::Insight;
 use crate::{CallOptions, StoreConfig, StoreError, TierName};
 
 /// Poll interval of waits, for events without a notification, such as the drop of a view.
@@ -415,7 +414,7 @@ fn insert_recovered(
     state: &mut StoreState,
     stage: usize,
     facts: &BlockFacts,
-    address: crate::stage::Address,
+    address: crate::address::Address,
 ) {
     debug_assert!(stage < LOWER_STAGES_MAX, "the pipeline limits the number of stages");
     let new = NewKey {

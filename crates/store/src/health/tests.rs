@@ -2,8 +2,9 @@
 
 use std::time::Duration;
 
-use super::{Circuit, CircuitChange, HealthConfig, HealthState};
+use super::{Circuit, CircuitChange, HealthConfig};
 use crate::stage::StageError;
+use crate::stage_health::HealthState;
 
 fn at(seconds: u64) -> Duration {
     Duration::from_secs(seconds)

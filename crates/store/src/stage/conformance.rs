@@ -9,7 +9,8 @@ use std::time::Duration;
 use cascade_block::{BlockKey, Deadline, NamespaceId, SystemClock};
 use cascade_memory::{HugePages, Pool, PoolConfig, Slab};
 
-use super::{Address, BlockFacts, Load, LoadOutcome, Stage};
+use super::{BlockFacts, Load, LoadOutcome, Stage};
+use crate::address::Address;
 
 /// The stage and the pool of one check.
 #[derive(Debug)]

@@ -13,16 +13,18 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use cascade_block::TenantSecret;
-use cascade_block::{BlockKey, Clock, Deadline, Digest, Manifest, Namespace, NamespaceId};
+use cascade_block::{
+    BlockKey, Clock, Deadline, Digest, Manifest, Namespace, NamespaceId, TenantSecret,
+};
 use cascade_memory::{HugePages, Pool, PoolConfig, Slab, SlabMut, copy_out};
 
 use self::keys::{KeyId, KeyRing};
 use self::record::{OVERHEAD, Trailer};
 use super::{
-    Address, BlockFacts, Load, LoadOutcome, MakeRoomOutcome, Stage, StageContext, StageEraseReport,
+    BlockFacts, Load, LoadOutcome, MakeRoomOutcome, Stage, StageContext, StageEraseReport,
     StageError, StageStats,
 };
+use crate::address::Address;
 use crate::{EncryptionConfig, StoreConfig, StoreError, TierName};
 
 /// Memory for records in flight: a share of DRAM within these bounds.

@@ -7,10 +7,10 @@ use cascade_block::{BlockKey, Deadline};
 use cascade_memory::Slab;
 
 use super::{
-    Address, BlockFacts, Load, LoadOutcome, MakeRoomOutcome, Stage, StageEraseReport, StageError,
-    StageStats,
+    BlockFacts, Load, LoadOutcome, MakeRoomOutcome, Stage, StageEraseReport, StageError, StageStats,
 };
 use crate::TierName;
+use crate::address::Address;
 
 /// Counts the blocks that it would have. A load finds nothing, because it stores no bytes.
 #[derive(Debug, Default)]

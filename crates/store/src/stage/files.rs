@@ -11,9 +11,11 @@ use cascade_disk::{
 use cascade_memory::Slab;
 
 use super::{
-    Address, BlockFacts, Load, LoadOutcome, MakeRoomOutcome, NotErased, Stage, StageContext,
-    StageEraseReport, StageError, StageStats,
+    BlockFacts, Load, LoadOutcome, MakeRoomOutcome, Stage, StageContext, StageEraseReport,
+    StageError, StageStats,
 };
+use crate::address::Address;
+use crate::not_erased::NotErased;
 use crate::{FileLayout, FilesConfig, IoEngine, StoreError, TierName};
 
 /// Stores blocks in files.

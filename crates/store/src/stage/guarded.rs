@@ -14,10 +14,10 @@ use cascade_memory::Slab;
 
 use super::call_threads::{CallThreads, WaitLimit};
 use super::{
-    Address, BlockFacts, Load, LoadOutcome, MakeRoomOutcome, Stage, StageEraseReport, StageError,
-    StageStats,
+    BlockFacts, Load, LoadOutcome, MakeRoomOutcome, Stage, StageEraseReport, StageError, StageStats,
 };
 use crate::TierName;
+use crate::address::Address;
 use crate::health::Direction;
 
 /// Most concurrent loads of a stage that may exceed its deadlines.

@@ -19,9 +19,10 @@ use self::buffers::RecordBuffers;
 use self::index::RecordIndex;
 use self::record::{HEADER_BYTES, RecordHeader, RecordKind, name_of};
 use super::{
-    Address, BlockFacts, Load, LoadOutcome, MakeRoomOutcome, Stage, StageContext, StageEraseReport,
+    BlockFacts, Load, LoadOutcome, MakeRoomOutcome, Stage, StageContext, StageEraseReport,
     StageError, StageStats,
 };
+use crate::address::Address;
 use crate::{StoreError, TierName};
 
 /// Making room frees at least this share of the capacity, so that it is rare.

@@ -9,7 +9,8 @@ use super::buffers::RecordBuffers;
 use super::index::RecordIndex;
 use super::record::{HEADER_BYTES, RecordHeader, RecordKind, address_of, manifest_of, name_of};
 use super::{RecordAnswer, RecordBuffer, RecordCall, Records};
-use crate::stage::{Address, BlockFacts, StageError};
+use crate::address::Address;
+use crate::stage::{BlockFacts, StageError};
 
 /// Headers requested at once.
 const BATCH: usize = 256;
