@@ -8,9 +8,8 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use cascade_block::SystemClock;
 use cascade_memory::SlabMut;
-use cascade_store::stage::{
-    RecordAnswer, RecordStage, Records, Stage, StageContext, StageError, StageRegistry, conformance,
-};
+use cascade_store::stage::{Stage, StageError, conformance};
+use cascade_store::stages::{RecordAnswer, RecordStage, Records, StageContext, StageRegistry};
 use cascade_store::{BlockStore, Pipeline, StoreConfig, intern};
 use pyo3::exceptions::{PyAssertionError, PyBufferError, PyRuntimeError, PyTypeError};
 use pyo3::prelude::*;

@@ -10,9 +10,9 @@ use std::time::Duration;
 use cascade_block::{BlockKey, Clock, Deadline, NamespaceId, SystemClock};
 use cascade_memory::{HugePages, Pool, PoolConfig, Slab};
 use cascade_store::stage::{
-    Address, BlockFacts, EncryptedStage, Load, LoadOutcome, MakeRoomOutcome, Stage, StageContext,
-    StageError, StageStats,
+    Address, BlockFacts, Load, LoadOutcome, MakeRoomOutcome, Stage, StageError, StageStats,
 };
+use cascade_store::stages::{EncryptedStage, StageContext};
 use cascade_store::{EncryptionConfig, StoreConfig};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 use cascade_block::DigestMode;
 use cascade_memory::{HugePages, PoolConfig};
 
-use crate::policy_kind::PolicyKind;
+use crate::core::eviction::policy_kind::PolicyKind;
 use crate::{HealthConfig, StoreError};
 
 const MIB: u64 = 1 << 20;

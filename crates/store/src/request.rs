@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use cascade_block::BlockKey;
 
-use crate::eviction::Hints;
+use crate::core::eviction::Hints;
 
 /// One lookup of a whole chain.
 #[derive(Debug, Clone, Copy)]

@@ -2,16 +2,9 @@
 //!
 //! A stage keeps bytes at its own addresses and answers in batches. The store decides which blocks
 //! are stored, kept and removed. To add a stage: implement [`Stage`], run [`conformance`] over it,
-//! register it in a [`StageRegistry`].
+//! register it in a [`crate::stages::StageRegistry`].
 
-mod call_threads;
 pub mod conformance;
-pub(crate) mod encrypted;
-mod fake;
-mod files;
-pub(crate) mod guarded;
-mod records;
-mod registry;
 
 use std::error::Error;
 use std::fmt;
@@ -25,11 +18,6 @@ use thiserror::Error;
 use crate::TierName;
 pub use crate::address::Address;
 pub use crate::not_erased::NotErased;
-pub use encrypted::EncryptedStage;
-pub use fake::FakeStage;
-pub use files::FilesStage;
-pub use records::{RecordAnswer, RecordBuffer, RecordCall, RecordStage, Records, UnsealedRecord};
-pub use registry::{StageContext, StageFactory, StageRegistry};
 
 /// A block's properties besides its bytes; a persistent stage returns them after a restart.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

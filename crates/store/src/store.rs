@@ -7,19 +7,22 @@ use std::thread::JoinHandle;
 use cascade_block::{BlockKey, Clock, Deadline, Manifest, Namespace, NamespaceId, SystemClock};
 use cascade_memory::SlabMut;
 
-use crate::call_context::KEYS_PER_LOCK;
-use crate::catalog::{Content, KeyIndex};
-use crate::eviction::RequestedBlock;
-use crate::history::Loss;
+use crate::calls::prefetch;
+use crate::core::catalog::{Content, KeyIndex};
+use crate::core::eviction::RequestedBlock;
+use crate::core::history::Loss;
+use crate::core::state::StoreState;
+use crate::drive::{mover, prober, scrub};
+use crate::insight::shadow::ChainLookup;
 use crate::outcome::PutSlab;
-use crate::shadow::ChainLookup;
-use crate::stage::{StageError, StageRegistry};
-use crate::state::StoreState;
+use crate::shared::call::KEYS_PER_LOCK;
+use crate::shared::{StoreCore, tier_error};
+use crate::stage::StageError;
+use crate::stages::StageRegistry;
 use crate::stats::{StoreStats, TierHits};
-use crate::store_core::{StoreCore, tier_error};
 use crate::{
     CallOptions, EraseReport, GetOutcome, PrefixMatch, Put, PutOutcome, Request, StoreConfig,
-    StoreError, TierName, ViewOutcome, mover, prober, scrub,
+    StoreError, TierName, ViewOutcome,
 };
 
 /// Maximum length of the queue of prefetch hints; further hints are declined.
@@ -579,7 +582,7 @@ fn start_threads(
         let (core, hints) = (Arc::clone(core), Arc::clone(&hints));
         let thread = std::thread::Builder::new()
             .name("cascade-prefetch".to_owned())
-            .spawn(move || mover::run_prefetch(&core, &hints))?;
+            .spawn(move || prefetch::run_prefetch(&core, &hints))?;
         threads.push(thread);
     }
     Ok(threads)

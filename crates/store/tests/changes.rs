@@ -13,7 +13,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-use blocks::{MIB, bytes_of, check, dram, key, keys, put};
 use cascade_block::{
     BlockKey, Clock, Deadline, DigestAlgorithm, DigestMode, ManualClock, SystemClock,
 };
@@ -23,6 +22,8 @@ use cascade_store::{
 };
 use proptest::prelude::*;
 use third_party::{MapStage, flush, wait_for};
+
+use blocks::{MIB, bytes_of, check, dram, key, keys, put};
 
 const KEYS: u64 = 40;
 
@@ -322,7 +323,7 @@ fn changes_are_reported_in_order() {
 #[test]
 fn expired_blocks_are_reported_to_followers() {
     let clock = Arc::new(ManualClock::default());
-    let registry = cascade_store::stage::StageRegistry::default();
+    let registry = cascade_store::stages::StageRegistry::default();
     let store = Store::open_with(dram(8), &registry, Arc::clone(&clock) as Arc<dyn Clock>);
     let store = store.unwrap();
     let mut follower = Follower::default();

@@ -10,13 +10,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use blocks::dram;
 use cascade_block::{BlockKey, Clock};
-use cascade_store::stage::StageRegistry;
+use cascade_store::stages::StageRegistry;
 use cascade_store::{
     CallOptions, GetOutcome, PrepareOutcome, Put, PutOutcome, PutSlab, Store, StoreConfig,
     StoreError, ViewOutcome,
 };
+
+use blocks::dram;
 
 const BLOCKS: usize = 40_000;
 

@@ -4,12 +4,13 @@ mod blocks;
 
 use std::time::Duration;
 
-use blocks::{bytes_of, check, dram, key, keys, put};
 use cascade_block::{DigestAlgorithm, DigestMode};
 use cascade_store::{
     CallOptions, DeclineReason, GetOutcome, PolicyKind, Put, PutOutcome, PutSlab, Request, Store,
     StoreConfig, StoreError, ViewOutcome,
 };
+
+use blocks::{bytes_of, check, dram, key, keys, put};
 
 const NOW: CallOptions = CallOptions { timeout: Some(Duration::from_secs(5)), writer: None };
 
@@ -135,7 +136,7 @@ fn a_store_full_of_pins_declines_at_once() {
 fn an_expired_block_is_a_miss_and_frees_its_memory() {
     use std::sync::Arc;
     let clock = Arc::new(cascade_block::ManualClock::default());
-    let registry = cascade_store::stage::StageRegistry::default();
+    let registry = cascade_store::stages::StageRegistry::default();
     let store = Store::open_with(dram(8), &registry, clock.clone()).unwrap();
     let bytes = bytes_of(&key(0), 4096);
     store.put(&[Put { ttl_ms: Some(1000), ..Put::new(key(0), &bytes) }], NOW);

@@ -11,14 +11,16 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use blocks::{MIB, bytes_of, check, dram, key, keys, put};
 use cascade_block::{Clock, DigestAlgorithm, DigestMode, SystemClock};
-use cascade_store::stage::{EncryptedStage, FilesStage, StageContext, conformance};
+use cascade_store::stage::conformance;
+use cascade_store::stages::{EncryptedStage, FilesStage, StageContext};
 use cascade_store::{
     CallOptions, EncryptionConfig, FileLayout, FilesConfig, IoEngine, Put, PutOutcome, Store,
     StoreConfig,
 };
 use third_party::MapStage;
+
+use blocks::{MIB, bytes_of, check, dram, key, keys, put};
 
 const BLOCK: usize = 64 << 10;
 const LAYOUTS: [FileLayout; 2] = [FileLayout::Segments, FileLayout::FilePerBlock];

@@ -10,14 +10,15 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use blocks::{bytes_of, check, dram, key, keys};
 use cascade_block::{BlockKey, Manifest, ManualClock, Namespace, TenantSecret};
-use cascade_store::stage::StageRegistry;
+use cascade_store::stages::StageRegistry;
 use cascade_store::{
     BlockExplanation, BlockState, CallOptions, Explanation, Loss, PolicyKind, PresentBlock, Put,
     PutOutcome, Request, Store, StoreConfig, TierBytes, WriterId,
 };
 use third_party::MapStage;
+
+use blocks::{bytes_of, check, dram, key, keys};
 
 const BLOCK: usize = 4096;
 

@@ -8,7 +8,6 @@ use std::collections::VecDeque;
 use std::path::Path;
 use std::time::Duration;
 
-use blocks::{MIB, bytes_of, check, dram, key, keys, put};
 use cascade_block::{
     ChainTail, DigestAlgorithm, DigestMode, Manifest, Namespace, TenantSecret, chain_keys,
 };
@@ -16,6 +15,8 @@ use cascade_store::{
     CallOptions, FileLayout, FilesConfig, IoEngine, Put, PutOutcome, Store, StoreConfig,
     StoreError, ViewOutcome,
 };
+
+use blocks::{MIB, bytes_of, check, dram, key, keys, put};
 
 const BLOCK: usize = 64 << 10;
 
@@ -230,7 +231,8 @@ fn a_pipeline_with_files_needs_a_directory() {
 #[test]
 fn the_file_stage_conforms() {
     use cascade_block::{Clock, SystemClock};
-    use cascade_store::stage::{FilesStage, StageContext, conformance};
+    use cascade_store::stage::conformance;
+    use cascade_store::stages::{FilesStage, StageContext};
     use std::sync::Arc;
 
     let directory = tempfile::tempdir().unwrap();

@@ -11,14 +11,15 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use blocks::{check, dram, key, keys, put, wait_until};
 use cascade_block::{Clock, Deadline, DigestAlgorithm, DigestMode, ManualClock, SystemClock};
-use cascade_store::stage::StageRegistry;
+use cascade_store::stages::StageRegistry;
 use cascade_store::{
     CallOptions, HealthState, Put, PutOutcome, Request, Store, StoreConfig, StoreError,
     ViewOutcome, WritePolicy,
 };
 use third_party::{MapStage, flush, frequent_probes, wait_for};
+
+use blocks::{check, dram, key, keys, put, wait_until};
 
 const BLOCK: usize = 64 << 10;
 const SECOND: Duration = Duration::from_secs(1);

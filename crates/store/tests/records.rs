@@ -12,9 +12,9 @@ use cascade_block::{
 use cascade_memory::Pool;
 use cascade_store::StoreConfig;
 use cascade_store::stage::{
-    Address, BlockFacts, Load, LoadOutcome, RecordAnswer, RecordCall, RecordStage, Records, Stage,
-    StageContext, StageError, conformance,
+    Address, BlockFacts, Load, LoadOutcome, Stage, StageError, conformance,
 };
+use cascade_store::stages::{RecordAnswer, RecordCall, RecordStage, Records, StageContext};
 
 const HEADER_BYTES: u64 = 160;
 

@@ -4,7 +4,8 @@ mod third_party;
 
 use std::sync::Arc;
 
-use cascade_store::stage::{FakeStage, conformance};
+use cascade_store::stage::conformance;
+use cascade_store::stages::FakeStage;
 use third_party::MapStage;
 
 #[test]

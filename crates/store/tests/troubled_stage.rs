@@ -7,14 +7,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
-use blocks::{MIB, bytes_of, check, dram, key, keys, put, wait_until};
 use cascade_block::{DigestAlgorithm, DigestMode, NamespaceId, SystemClock};
-use cascade_store::stage::{BlockFacts, StageRegistry};
+use cascade_store::stage::BlockFacts;
+use cascade_store::stages::StageRegistry;
 use cascade_store::{
     CallOptions, GetOutcome, HealthConfig, Put, PutOutcome, PutSlab, Store, StoreConfig,
     StoreError, ViewOutcome, WritePolicy,
 };
 use third_party::{MapStage, flush, frequent_probes, open, wait_for};
+
+use blocks::{MIB, bytes_of, check, dram, key, keys, put, wait_until};
 
 const BLOCK: usize = 64 << 10;
 

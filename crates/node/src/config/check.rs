@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
-use cascade_store::stage::StageRegistry;
+use cascade_store::stages::StageRegistry;
 use cascade_store::{Pipeline, SecretReaders, StoreConfig, StoreError, read_secret};
 
 use super::error::ConfigError;

@@ -11,7 +11,8 @@ use std::time::Duration;
 
 use cascade_block::{Deadline, SystemClock};
 use cascade_memory::{Slab, SlabMut};
-use cascade_store::stage::{RecordAnswer, RecordCall, Records, StageError};
+use cascade_store::stage::StageError;
+use cascade_store::stages::{RecordAnswer, RecordCall, Records};
 
 /// Time-out of the stage's `close` method.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(3);

@@ -12,8 +12,9 @@ use cascade_block::{BlockKey, Deadline, Namespace, SystemClock};
 use cascade_memory::Slab;
 use cascade_store::stage::{
     Address, BlockFacts, Load, LoadOutcome, MakeRoomOutcome, Stage, StageEraseReport, StageError,
-    StageRegistry, StageStats,
+    StageStats,
 };
+use cascade_store::stages::StageRegistry;
 use cascade_store::{CallOptions, HealthConfig, HealthState, Store, StoreConfig, TierName};
 
 /// A store over DRAM and a fresh map stage.

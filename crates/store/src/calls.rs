@@ -1,0 +1,13 @@
+//! The calls of a store: put, prepare, read, flush, erase, find, changes.
+
+pub(crate) mod changes;
+pub(crate) mod erase;
+pub(crate) mod find;
+pub(crate) mod flush;
+pub(crate) mod prefetch;
+pub(crate) mod prepare;
+pub(crate) mod put;
+pub(crate) mod put_check;
+pub(crate) mod read;
+pub(crate) mod read_counters;
+pub(crate) mod write_through;

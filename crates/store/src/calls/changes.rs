@@ -1,0 +1,196 @@
+//! The change log: keys added and removed, in order, so that a follower knows the exact set.
+//!
+//! The log is bounded and protected by the lock of the state. It starts with the first call of
+//! [`Store::changes`], and ends when no call has come for as many changes as it keeps. The catalog
+//! appends to it when it adds and removes keys.
+//!
+//! A new follower first gets a scan: the catalog's entries by index, in pieces, and between two
+//! pieces the changes since the last one. The result is exact, because an entry never changes its
+//! index. A key that did not change during the scan is at its index when the scan reads it. For a
+//! key that changed, its last change comes after every piece that was read before the change, and
+//! every later piece agrees with it.
+
+use crate::change::{Change, ChangeCursor, Changes};
+use crate::core::catalog::{ContentIndex, KeyIndex};
+use crate::core::change_log::ChangeLog;
+use crate::core::history::Loss;
+use crate::core::state::StoreState;
+use crate::{Store, StoreError};
+
+/// Changes returned and entries scanned while the lock is held once.
+const PIECE_KEYS: u32 = 2048;
+
+impl Store {
+    /// Returns the changes since a cursor, at most `max` (zero counts as one). Without a cursor,
+    /// returns the keys that the store has now; continue with the returned cursors.
+    ///
+    /// A follower keeps a set of keys. It applies the changes of each result, after emptying the
+    /// set if the result `is_lost`. Whenever a result `is_current`, the set is exactly the keys for
+    /// which [`Store::contains`] is true.
+    ///
+    /// The first call starts a log of `changes_max` changes. The log ends if that many changes
+    /// happen without a further call. The lock is released after every 2,048 changes.
+    ///
+    /// # Errors
+    /// [`StoreError::Config`] if `changes_max` is 0; [`StoreError::Closed`] if the store is closed.
+    pub fn changes(&self, since: Option<ChangeCursor>, max: usize) -> Result<Changes, StoreError> {
+        let core = self.core();
+        let entries_max = core.config.changes_max;
+        if entries_max == 0 {
+            let reason = "0; the store keeps no change log: set its length".to_owned();
+            return Err(StoreError::Config { setting: "changes_max", reason });
+        }
+        let max = max.max(1);
+        let mut cursor = since;
+        let mut answer: Option<Changes> = None;
+        loop {
+            let mut state = core.lock();
+            if state.is_closed {
+                return Err(StoreError::Closed);
+            }
+            let now_unix_ms = core.clock.unix_ms();
+            state.history.set_time(now_unix_ms);
+            let count = answer.as_ref().map_or(0, |answer| answer.changes.len());
+            let most = (max - count).min(PIECE_KEYS as usize);
+            let piece = state.read_changes(cursor, most, entries_max, now_unix_ms);
+            core.unlock(state);
+            cursor = Some(piece.next);
+            // If the log lost this cursor between two pieces, the pieces before it are obsolete.
+            let whole = match answer.take().filter(|_| !piece.is_lost) {
+                None => piece,
+                Some(mut before) => {
+                    before.changes.extend(piece.changes);
+                    Changes { changes: before.changes, is_lost: before.is_lost, ..piece }
+                }
+            };
+            if whole.is_current || whole.changes.len() >= max {
+                return Ok(whole);
+            }
+            answer = Some(whole);
+        }
+    }
+}
+
+impl StoreState {
+    /// One piece of the result of [`Store::changes`], of at most `most` changes.
+    ///
+    /// The order matters: the changes since the cursor come before the entries of the scan, because
+    /// a scanned entry is newer than these changes. Expired keys are removed before the scan, so
+    /// that their removals are in the log.
+    fn read_changes(
+        &mut self,
+        since: Option<ChangeCursor>,
+        most: usize,
+        entries_max: usize,
+        now_unix_ms: u64,
+    ) -> Changes {
+        let log = self.catalog.changes_mut();
+        let log = log.get_or_insert_with(|| Box::new(ChangeLog::new(entries_max)));
+        let valid = since.filter(|cursor| log.is_valid(cursor));
+        let mut next = valid.unwrap_or_else(|| log.start_cursor());
+        let mut changes = Vec::new();
+        // Before `expire` appends: `push` takes a log for unread after `entries_max` changes, and
+        // `expire` appends at most that many.
+        log.last_read = log.end();
+        log.read(&mut next, &mut changes, most);
+        if next.sequence == log.end() && changes.len() < most {
+            // At most as many as the log holds: more would drop entries that this call must return.
+            self.expire(most.min(entries_max) - changes.len().min(entries_max), now_unix_ms);
+        }
+        let log = self.catalog.changes_mut().as_mut().expect("entries_max changes do not end it");
+        log.read(&mut next, &mut changes, most);
+        // An expired key that is left would be in the set of the follower, while `Store::contains`
+        // is false for it.
+        let is_log_read = next.sequence == log.end() && log.first_expired(now_unix_ms).is_none();
+        if is_log_read && changes.len() < most {
+            self.scan(&mut next, &mut changes, most, now_unix_ms);
+        }
+        if let Some(log) = self.catalog.changes_mut() {
+            log.last_read = log.end();
+        }
+        let is_lost = since.is_some() && valid.is_none();
+        Changes { is_lost, is_current: is_log_read && next.scan.is_none(), next, changes }
+    }
+
+    /// Forgets at most `most` expired keys.
+    fn expire(&mut self, most: usize, now_unix_ms: u64) {
+        for _ in 0..most {
+            let log = self.catalog.changes_mut().as_ref();
+            let Some(index) = log.and_then(|log| log.first_expired(now_unix_ms)) else { return };
+            self.forget(KeyIndex(index), Loss::Expired);
+        }
+    }
+
+    /// Scans one piece of the catalog from the cursor on, and adds the keys that can be read.
+    fn scan(
+        &mut self,
+        cursor: &mut ChangeCursor,
+        changes: &mut Vec<Change>,
+        most: usize,
+        now_unix_ms: u64,
+    ) {
+        let Some(from) = cursor.scan else { return };
+        let end = self.catalog.key_indices_end();
+        let mut to = from.saturating_add(PIECE_KEYS).min(end);
+        let mut expirations = Vec::new();
+        for key in self.catalog.keys_at(from..to) {
+            if changes.len() == most {
+                // The next piece begins with this entry.
+                to = key.0;
+                break;
+            }
+            let entry = self.catalog.entry(key);
+            if entry.expires_unix_ms != 0 {
+                expirations.push((entry.expires_unix_ms, key.0));
+            }
+            // A block that only an open circuit hides is reported once it is readable again: by
+            // `note_readability`, or by a new scan when the circuit closes.
+            let content = self.catalog.content(entry.content);
+            if !entry.has_expired(now_unix_ms) && !self.is_unreadable(content) {
+                changes.push(Change::Stored(entry.key));
+            }
+        }
+        if let Some(log) = self.catalog.changes_mut() {
+            // Keys from before the start of the log have no expiration in it yet.
+            log.expirations.extend(expirations);
+        }
+        cursor.scan = (to < end).then_some(to);
+    }
+
+    /// Logs that all keys were removed, in place of their single removals.
+    pub(crate) fn note_cleared(&mut self) {
+        if let Some(log) = self.catalog.changes_mut() {
+            // `forget_all` has detached the log, so that removed keys did not remove their
+            // expirations.
+            log.expirations.clear();
+        }
+        self.catalog.report(Change::Cleared);
+    }
+
+    /// Makes all followers start again, after too many changes for single entries.
+    pub(crate) fn invalidate_change_cursors(&mut self) {
+        if let Some(log) = self.catalog.changes_mut() {
+            log.invalidate_cursors();
+        }
+    }
+
+    /// Whether a content can be read now. True for every content while all read circuits are
+    /// closed.
+    pub(crate) fn is_readable(&self, content: ContentIndex) -> bool {
+        self.open_read_circuits == 0 || !self.is_unreadable(self.catalog.content(content))
+    }
+
+    /// Logs the keys of a content if its readability changed: a tier gained or lost the content
+    /// while a read circuit is open.
+    pub(crate) fn note_readability(&mut self, content: ContentIndex, was_readable: bool) {
+        let is_readable = self.is_readable(content);
+        if is_readable == was_readable {
+            return;
+        }
+        for key in self.catalog.keys_of(content) {
+            let name = self.catalog.entry(key).key;
+            let change = if is_readable { Change::Stored } else { Change::Removed };
+            self.catalog.report(change(name));
+        }
+    }
+}

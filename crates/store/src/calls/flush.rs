@@ -1,0 +1,96 @@
+//! Flush, and the write failures that each caller has been informed of.
+
+use crate::core::circuit::Direction;
+use crate::core::flush_mark::FlushMark;
+use crate::drive::breaker::HealthSignal;
+use crate::shared::call::CallContext;
+use crate::shared::{StoreCore, tier_error};
+use crate::stage::StageError;
+use crate::{CallOptions, Store, StoreError};
+
+impl Store {
+    /// Returns once every block put so far is written to all lower stages and would survive a
+    /// restart. Fails if a stage failed to store blocks since the last flush; those blocks stay in
+    /// DRAM until they are evicted.
+    pub fn flush(&self, options: CallOptions) -> Result<(), StoreError> {
+        self.core().flush(options)
+    }
+
+    /// As [`Store::flush`], for one of several callers: fails if a stage failed to store blocks
+    /// since `reported`. Updates `reported` to include the failures that this call reports.
+    pub fn flush_since(
+        &self,
+        reported: &mut FlushMark,
+        options: CallOptions,
+    ) -> Result<(), StoreError> {
+        self.core().flush_since(reported, self.core().call(options))
+    }
+
+    /// The mark for a new caller: it includes only failures that some flush has reported. The
+    /// first flush of the caller therefore reports all others, which may be its own from before a
+    /// reconnect.
+    pub fn flush_mark(&self) -> FlushMark {
+        self.core().lock().reported_failures
+    }
+}
+
+impl StoreCore {
+    /// For callers without a mark: reports the failures that no flush has reported so far.
+    pub(crate) fn flush(&self, options: CallOptions) -> Result<(), StoreError> {
+        let mut reported = self.lock().reported_failures;
+        self.flush_since(&mut reported, self.call(options))
+    }
+
+    fn flush_since(&self, reported: &mut FlushMark, call: CallContext) -> Result<(), StoreError> {
+        let mut state = self.lock();
+        if state.is_closed {
+            return Err(StoreError::Closed);
+        }
+        // Blocks that are queued after this line belong to a later flush. Without fixed tickets,
+        // steady puts would keep this call waiting.
+        let tickets = state.block_tickets.map(|tickets| tickets.pushed);
+        while (0..self.stages.len()).any(|at| state.block_tickets[at].settled < tickets[at]) {
+            state = self.wait_or_time_out(state, "flush", call)?;
+        }
+        // A written block can queue key changes for its stage: draw these tickets only now.
+        let tickets = state.key_tickets.map(|tickets| tickets.pushed);
+        drop(self.wait_for_key_changes(state, tickets, "flush", call)?);
+        // Read once: exactly the stages that are skipped below are reported at the end, even if a
+        // circuit changes meanwhile.
+        let open_circuits = self.lock().open_write_circuits;
+        let mut flushed = Ok(());
+        // Try every stage and report the first error.
+        for (at, stage) in
+            self.stages.iter().enumerate().filter(|(at, _)| open_circuits & (1 << at) == 0)
+        {
+            // Without the lock: the stage may use the whole time of the call.
+            let result = stage.flush(call.deadline);
+            let signal = match &result {
+                // A flush can have much to write: a time-out says nothing about the health.
+                Ok(()) | Err(StageError::Timeout) => HealthSignal::None,
+                Err(error) => HealthSignal::Failure(error.clone()),
+            };
+            self.record_health(&mut self.lock(), at, Direction::Writes, signal);
+            flushed = flushed.and(result.map_err(|error| tier_error(stage, "flush", error)));
+        }
+        let mut state = self.lock();
+        let failures = state.write_failures;
+        let failed = failures.stage_with_failures_since(reported.max(state.failures_before_erase));
+        if state.is_closed && (flushed.is_err() || failed.is_some()) {
+            // Another thread closed the store meanwhile: closing aborts the calls to the stages,
+            // so these errors say nothing about the stages.
+            return Err(StoreError::Closed);
+        }
+        // A failed flush leaves the marks as they are: the next one reports these failures again.
+        flushed?;
+        *reported = failures;
+        state.reported_failures = failures;
+        if let Some(stage) = failed {
+            return Err(self.stage_error(&state, stage, "store some blocks"));
+        }
+        match (0..self.stages.len()).find(|stage| open_circuits & (1 << stage) != 0) {
+            Some(stage) => Err(self.stage_error(&state, stage, "flush")),
+            None => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,278 @@
+//! Calls for a caller that copies the bytes itself, in another process: the first phase of a
+//! two-phase put, and checks whether a call would have to wait.
+
+use std::time::Duration;
+
+use cascade_block::{BlockKey, DigestMode};
+use cascade_memory::Region;
+
+use crate::calls::put::{PutCandidate, resident_ancestor};
+use crate::calls::put_check::PutCheck;
+use crate::core::eviction::Slot;
+use crate::outcome::{PrepareOutcome, PutOutcome};
+use crate::shared::StoreCore;
+use crate::shared::call::{CallContext, KEYS_PER_LOCK};
+use crate::{
+    CallOptions, DeclineReason, Put, Store, StoreError, TierName, ViewOutcome, WritePolicy,
+};
+
+/// Maximum bytes of slabs in one step. A batch of large blocks takes several steps, so that the
+/// copies of one step overlap with the evictions of the next.
+/// The first slab of a step is exempt, so that every step decides at least one block.
+const BATCH_BYTES: usize = 64 << 20;
+
+impl Store {
+    /// First phase of a two-phase put, for blocks whose bytes are in another process: allocates a
+    /// slab of the given length for each new block, and decides the others. Ignores `Put::bytes`.
+    /// The slabs take at most `bytes_max` bytes together; the blocks after the last that fits are
+    /// [`PrepareOutcome::Deferred`], to be prepared in a further call.
+    ///
+    /// With a timeout of zero the call never waits. The first block that would have to wait fails
+    /// with [`StoreError::Timeout`] or [`StoreError::Busy`] and is not counted; all blocks after it
+    /// are [`PrepareOutcome::Deferred`].
+    ///
+    /// # Panics
+    /// If the numbers of lengths and blocks differ.
+    pub fn prepare(
+        &self,
+        batch: &[Put<'_>],
+        lengths: &[usize],
+        bytes_max: usize,
+        options: CallOptions,
+    ) -> Vec<PrepareOutcome> {
+        assert_eq!(batch.len(), lengths.len(), "one length for each block");
+        let limits = StepLimits {
+            bytes_max,
+            call: self.core().call(options),
+            may_wait: options.timeout != Some(Duration::ZERO),
+        };
+        self.core().prepare(batch, lengths, limits, &mut ChainProgress::default())
+    }
+
+    /// As [`Store::prepare`], for a caller that fills all slabs before it seals any: every block
+    /// gets a slab or an outcome, all within one deadline. The slabs of this call never make its
+    /// later blocks wait. A key that is present with the same length is [`PutOutcome::Present`];
+    /// its bytes are not compared.
+    ///
+    /// # Panics
+    /// If the numbers of lengths and blocks differ.
+    pub fn prepare_all(
+        &self,
+        batch: &[Put<'_>],
+        lengths: &[usize],
+        options: CallOptions,
+    ) -> Vec<PrepareOutcome> {
+        assert_eq!(batch.len(), lengths.len(), "one length for each block");
+        self.core().prepare_all(batch, lengths, options)
+    }
+
+    /// Counts puts that the caller of [`Store::prepare`] completed itself: by a comparison, or by
+    /// giving them up.
+    pub fn count_completed_puts(&self, present: u64, conflicts: u64, failures: u64) {
+        self.core().count_completed_puts(present, conflicts, failures);
+    }
+
+    /// Views of blocks for a comparison. Does not count as an access, and promotes nothing.
+    pub fn peek(&self, keys: &[BlockKey], options: CallOptions) -> Vec<ViewOutcome> {
+        let core = self.core();
+        core.read_to_compare(keys, core.call(options))
+    }
+
+    /// Whether [`Store::view`] of these blocks can be served without reading a lower tier.
+    pub fn can_read_without_waiting(&self, keys: &[BlockKey]) -> bool {
+        self.core().can_read_without_waiting(keys)
+    }
+
+    /// Whether [`Store::put_slabs`] of these blocks can be served without hashing, and without
+    /// reading a lower tier or waiting for one.
+    pub fn can_put_without_waiting(&self, keys: &[BlockKey]) -> bool {
+        self.core().can_put_without_waiting(keys)
+    }
+
+    /// Whether a thread panicked while it held the lock of the store. Every further call panics
+    /// too; the caller has to open a new store.
+    pub fn is_poisoned(&self) -> bool {
+        self.core().is_poisoned()
+    }
+
+    /// The names of the tiers, fast to slow. DRAM is first, even if the pipeline does not have it.
+    pub fn tier_names(&self) -> &[TierName] {
+        self.core().tier_names()
+    }
+
+    /// The shared memory of all blocks in DRAM, to map it in another process.
+    pub fn region(&self) -> &Region {
+        self.core().pool.region()
+    }
+}
+
+/// Limits of one step of a preparation.
+#[derive(Clone, Copy)]
+struct StepLimits {
+    bytes_max: usize,
+    call: CallContext,
+    /// False for a timeout of zero: the caller repeats the call, with time, for blocks that wait.
+    may_wait: bool,
+}
+
+/// What a step passes on to the next step of the same batch.
+#[derive(Default)]
+struct ChainProgress {
+    /// The last block that was declined.
+    declined: Option<(BlockKey, DeclineReason)>,
+    /// The last block that got a slab, and its nearest resident ancestor.
+    previous: Option<(BlockKey, Option<Slot>)>,
+}
+
+impl StoreCore {
+    /// See [`crate::Store::prepare_all`].
+    fn prepare_all(
+        &self,
+        batch: &[Put<'_>],
+        lengths: &[usize],
+        options: CallOptions,
+    ) -> Vec<PrepareOutcome> {
+        let limits = StepLimits { bytes_max: usize::MAX, call: self.call(options), may_wait: true };
+        let mut chain = ChainProgress::default();
+        let mut all = Vec::with_capacity(batch.len());
+        while all.len() < batch.len() {
+            // A step always decides its first block, so that this loop ends: slabs of earlier
+            // steps do not count against the limits of a step.
+            let (rest, lengths) = (&batch[all.len()..], &lengths[all.len()..]);
+            if limits.call.has_timed_out(&*self.clock) {
+                let late = || limits.call.timeout_error("prepare all blocks of a batch");
+                let late = rest.iter().map(|_| PrepareOutcome::Settled(PutOutcome::Failed(late())));
+                all.extend(late);
+                self.count_completed_puts(0, 0, rest.len() as u64);
+                break;
+            }
+            let step = self.prepare(rest, lengths, limits, &mut chain);
+            all.extend(step.into_iter().take_while(|one| !matches!(one, PrepareOutcome::Deferred)));
+        }
+        let mut present = 0;
+        for prepared in &mut all {
+            if matches!(prepared, PrepareOutcome::Compare) {
+                *prepared = PrepareOutcome::Settled(PutOutcome::Present);
+                present += 1;
+            }
+        }
+        if present > 0 {
+            self.count_completed_puts(present, 0, 0);
+        }
+        all
+    }
+
+    fn count_completed_puts(&self, present: u64, conflicts: u64, failures: u64) {
+        let mut state = self.lock();
+        let counters = &mut state.counters;
+        counters.puts += present + conflicts + failures;
+        counters.present += present;
+        counters.conflicts += conflicts;
+        counters.put_failures += failures;
+    }
+
+    /// One step of a preparation: see [`crate::Store::prepare`].
+    fn prepare(
+        &self,
+        batch: &[Put<'_>],
+        lengths: &[usize],
+        StepLimits { bytes_max, call, may_wait }: StepLimits,
+        ChainProgress { declined, previous }: &mut ChainProgress,
+    ) -> Vec<PrepareOutcome> {
+        let mut prepared = Vec::with_capacity(batch.len());
+        let mut allocated_bytes = 0;
+        let mut state = self.lock();
+        let now = self.timestamps(&mut state);
+        for (put, bytes) in batch.iter().zip(lengths).take(KEYS_PER_LOCK) {
+            if allocated_bytes > 0 && allocated_bytes + bytes > bytes_max.min(BATCH_BYTES) {
+                break;
+            }
+            let next = match self.check_put_by_length(&mut state, put, *bytes, None, now) {
+                PutCheck::Settled(outcome) => PrepareOutcome::Settled(outcome),
+                PutCheck::Compare => PrepareOutcome::Compare,
+                // A lookup stops at a missing parent, so that this block could never be matched.
+                PutCheck::New if declined.is_some_and(|(key, _)| put.parent == Some(key)) => {
+                    let (_, reason) = declined.expect("the guard has checked it");
+                    *declined = Some((put.key, reason));
+                    PrepareOutcome::Settled(PutOutcome::Declined(reason))
+                }
+                // A block larger than the pool is declined as `TooLarge` by the allocation below.
+                PutCheck::New if *bytes > bytes_max && *bytes <= self.pool.region().bytes() => {
+                    PrepareOutcome::Settled(PutOutcome::Declined(DeclineReason::Full))
+                }
+                PutCheck::New => {
+                    let ancestor = resident_ancestor(&state, put, *previous);
+                    let candidate = PutCandidate { put, bytes: *bytes, ancestor };
+                    let holds_some = allocated_bytes > 0;
+                    let (again, slab) = self.allocate_for_put(state, candidate, holds_some, call);
+                    state = again;
+                    match slab {
+                        Ok(slab) => {
+                            // The caller owns the slab now: no allocation waits for it.
+                            state.slabs_in_flight -= 1;
+                            allocated_bytes += slab.len().max(1);
+                            *previous = Some((put.key, ancestor));
+                            PrepareOutcome::Slab(slab)
+                        }
+                        // The slabs of this step may be the reason: let the caller seal them first.
+                        Err(_) if holds_some => break,
+                        Err(failure) => {
+                            let outcome = self.outcome_without_slab(&state, failure, *bytes, call);
+                            PrepareOutcome::Settled(outcome)
+                        }
+                    }
+                }
+            };
+            if let PrepareOutcome::Settled(outcome) = &next {
+                if let PutOutcome::Declined(reason) = outcome {
+                    *declined = Some((put.key, *reason));
+                }
+                // The caller repeats the call with time to wait; only that call counts.
+                if !may_wait && would_wait(outcome) {
+                    prepared.push(next);
+                    break;
+                }
+                state.count_put(&put.key, outcome);
+            }
+            prepared.push(next);
+        }
+        self.unlock(state);
+        self.insight().shadows.declined(now.policy, batch, lengths, &prepared);
+        prepared.resize_with(batch.len(), || PrepareOutcome::Deferred);
+        prepared
+    }
+
+    /// Whether a read of these blocks can be served from memory alone.
+    pub(crate) fn can_read_without_waiting(&self, keys: &[BlockKey]) -> bool {
+        if self.stages.is_empty() {
+            return true;
+        }
+        let now_unix_ms = self.clock.unix_ms();
+        keys.chunks(KEYS_PER_LOCK).all(|keys| {
+            let mut found = Vec::with_capacity(keys.len());
+            let state = self.lock();
+            state.catalog.find_batch(keys, &mut found);
+            found.into_iter().flatten().all(|key| {
+                let entry = state.catalog.entry(key);
+                let content = state.catalog.content(entry.content);
+                // An expired or unreadable block is a miss, which needs no wait.
+                entry.has_expired(now_unix_ms)
+                    || content.slab.is_some()
+                    || state.is_unreadable(content)
+            })
+        })
+    }
+
+    /// Whether a put of these blocks, written in place, can be served without waiting.
+    pub(crate) fn can_put_without_waiting(&self, keys: &[BlockKey]) -> bool {
+        let waits_for_tiers = self.config.write == WritePolicy::Through
+            || !self.pipeline.has_dram
+            || self.config.digest != DigestMode::Off;
+        !waits_for_tiers && self.can_read_without_waiting(keys)
+    }
+}
+
+/// Whether a put failed only because it would have had to wait beyond its deadline.
+fn would_wait(outcome: &PutOutcome) -> bool {
+    matches!(outcome, PutOutcome::Failed(StoreError::Timeout { .. } | StoreError::Busy { .. }))
+}

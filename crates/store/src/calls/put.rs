@@ -1,0 +1,567 @@
+//! Put: allocate slabs, copy outside the lock, publish under it.
+//!
+//! A block enters the catalog only once its bytes are complete, so that no reader sees a partly
+//! written block. A writer that fails leaves only a slab, which returns to the pool when dropped.
+
+use std::sync::MutexGuard;
+
+use cascade_block::{BlockKey, Clock, Digest, DigestMode};
+use cascade_memory::{Slab, SlabMut};
+
+use crate::calls::put_check::PutCheck;
+use crate::core::catalog::{ContentIndex, NewKey};
+use crate::core::eviction::{Incoming, Slot};
+use crate::core::state::{KeyChange, StoreState};
+use crate::outcome::PutSlab;
+use crate::shared::call::{CallContext, KEYS_PER_LOCK};
+use crate::shared::{AllocationFailure, StoreCore, Timestamps};
+use crate::stage::BlockFacts;
+use crate::{CallOptions, DeclineReason, Put, PutOutcome, StoreError, WritePolicy};
+
+/// Maximum bytes that one round of a put holds outside the catalog.
+const ROUND_BYTES: usize = 16 << 20;
+/// Maximum number of blocks in one round.
+const ROUND_BLOCKS: usize = 64;
+/// Attempts for blocks that other callers put and delete concurrently.
+const ATTEMPTS_MAX: u32 = 3;
+/// Backlog of key changes of one stage at which puts wait.
+/// Deduplicated puts and deletions queue changes without bytes: the limit of bytes does not bound
+/// them.
+const KEY_CHANGES_WAITING_MAX: usize = 64 << 10;
+
+/// A block with its slab, still to be filled and published.
+struct AllocatedBlock {
+    index: usize,
+    slab: SlabMut,
+}
+
+/// State of one put call.
+struct PutBatch<'a> {
+    batch: &'a [Put<'a>],
+    digests: Vec<Option<Digest>>,
+    outcomes: Vec<Option<PutOutcome>>,
+    /// The last block that was declined. Its descendants are declined too, also in later rounds:
+    /// there a child would look like a block without a parent and evict its own ancestors.
+    declined: Option<(BlockKey, DeclineReason)>,
+    call: CallContext,
+}
+
+impl PutBatch<'_> {
+    /// The blocks without an outcome so far.
+    fn undecided(&self) -> Vec<usize> {
+        (0..self.batch.len()).filter(|at| self.outcomes[*at].is_none()).collect()
+    }
+
+    /// If the deadline has passed, fails these blocks and returns true.
+    fn fail_if_late(&mut self, undecided: &[usize], clock: &dyn Clock) -> bool {
+        if !self.call.has_timed_out(clock) {
+            return false;
+        }
+        for at in undecided {
+            let late = self.call.timeout_error("put all blocks of a batch");
+            self.outcomes[*at] = Some(PutOutcome::Failed(late));
+        }
+        true
+    }
+}
+
+/// A new block that needs a slab.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PutCandidate<'a> {
+    pub(crate) put: &'a Put<'a>,
+    /// Length of the block; `put.bytes` is empty in a two-phase put.
+    pub(crate) bytes: usize,
+    /// The nearest resident ancestor.
+    pub(crate) ancestor: Option<Slot>,
+}
+
+impl StoreCore {
+    pub(crate) fn put(&self, batch: &[Put<'_>], options: CallOptions) -> Vec<PutOutcome> {
+        // `put_all` hashes before this copies, so that bytes already present are never copied.
+        self.put_all(batch, options, |puts, undecided| {
+            let mut rest = undecided;
+            while !rest.is_empty() && !puts.fail_if_late(rest, &*self.clock) {
+                let (allocated, done) = self.allocate_round(puts, rest);
+                rest = &rest[done..];
+                self.fill_and_publish(puts, allocated);
+            }
+        })
+    }
+
+    /// Publishes blocks that the caller wrote in place, without a copy.
+    pub(crate) fn put_slabs(&self, batch: Vec<PutSlab>, options: CallOptions) -> Vec<PutOutcome> {
+        let mut slabs = Vec::with_capacity(batch.len());
+        let mut facts = Vec::with_capacity(batch.len());
+        for put in batch {
+            facts.push(put.facts());
+            slabs.push(put.slab.seal());
+        }
+        let puts: Vec<Put<'_>> =
+            facts.iter().zip(&slabs).map(|(facts, slab)| Put { bytes: slab, ..*facts }).collect();
+        self.put_all(&puts, options, |puts, undecided| {
+            for (at, round) in undecided.chunks(ROUND_BLOCKS).enumerate() {
+                if puts.fail_if_late(&undecided[at * ROUND_BLOCKS..], &*self.clock) {
+                    break;
+                }
+                // No back-pressure here: the slabs are allocated already, so waiting would free no
+                // memory. `reserve` and `prepare` have waited for the backlog.
+                let mut state = self.lock();
+                let now = self.timestamps(&mut state);
+                for at in round {
+                    self.publish_new(&mut state, puts, *at, &slabs[*at], now);
+                }
+            }
+            self.notify_movers();
+        })
+    }
+
+    /// Puts blocks. `put_undecided` decides the blocks with the given indices. A block with a
+    /// present key gets no outcome there: its bytes are compared afterwards.
+    fn put_all(
+        &self,
+        batch: &[Put<'_>],
+        options: CallOptions,
+        mut put_undecided: impl FnMut(&mut PutBatch<'_>, &[usize]),
+    ) -> Vec<PutOutcome> {
+        let outcomes = batch.iter().map(|_| None).collect();
+        let digests = vec![None; batch.len()];
+        let call = self.call(options);
+        let mut puts = PutBatch { batch, digests, outcomes, declined: None, call };
+        self.hash(&mut puts);
+        for _ in 0..ATTEMPTS_MAX {
+            let undecided = puts.undecided();
+            if undecided.is_empty() {
+                break;
+            }
+            put_undecided(&mut puts, &undecided);
+            // Without digests, a present key is compared by its bytes. If the key was deleted in
+            // the meantime, the comparison has no result and the next attempt puts a new block.
+            self.compare_undecided(&mut puts);
+        }
+        let PutBatch { outcomes, call, .. } = puts;
+        // Only a key that others deleted in every attempt, between the check and the comparison,
+        // has no outcome here.
+        let retries_exhausted = || {
+            let operation = "put a key that other callers delete";
+            PutOutcome::Failed(call.timeout_error(operation))
+        };
+        let outcomes =
+            outcomes.into_iter().map(|outcome| outcome.unwrap_or_else(retries_exhausted));
+        self.finish_put(batch, outcomes.collect(), call)
+    }
+
+    /// Allocates a slab outside any batch, to write a block in place.
+    pub(crate) fn reserve(
+        &self,
+        bytes: usize,
+        options: CallOptions,
+    ) -> Result<SlabMut, StoreError> {
+        let call = self.call(options);
+        let (state, has_room) = self.wait_for_backlog(self.lock(), call);
+        if state.is_closing {
+            return Err(StoreError::Closed);
+        }
+        if state.is_erasing {
+            return Err(StoreError::Erasing);
+        }
+        if !has_room {
+            return Err(self.busy_error(&state));
+        }
+        let (mut state, slab) = self.allocate_slab(state, bytes, false, None, call);
+        let slab = slab.map_err(|failure| self.allocation_error(&state, failure, bytes, call))?;
+        // The caller owns the slab now and may keep it for any time: no allocation waits for it.
+        state.slabs_in_flight -= 1;
+        Ok(slab)
+    }
+
+    /// Computes the digests of the blocks, if digests are on, until the deadline.
+    fn hash(&self, puts: &mut PutBatch<'_>) {
+        let DigestMode::On(algorithm) = self.config.digest else { return };
+        let undecided = puts.undecided();
+        // Without the lock, so that hashing a large batch delays no other call.
+        for at in 0..undecided.len() {
+            if puts.fail_if_late(&undecided[at..], &*self.clock) {
+                return;
+            }
+            puts.digests[at] = Some(Digest::of(algorithm, puts.batch[at].bytes));
+        }
+    }
+
+    /// Decides blocks until a round is full. Returns slabs to fill, and how many were decided.
+    fn allocate_round(
+        &self,
+        puts: &mut PutBatch<'_>,
+        undecided: &[usize],
+    ) -> (Vec<AllocatedBlock>, usize) {
+        let mut allocated: Vec<AllocatedBlock> = Vec::new();
+        let mut allocated_bytes = 0;
+        // The last block that got a slab in this round, and its nearest resident ancestor.
+        let mut previous: Option<(BlockKey, Option<Slot>)> = None;
+        let mut state = self.lock();
+        let now = self.timestamps(&mut state);
+        for (done, at) in undecided.iter().enumerate() {
+            // Both limits are checked before the block is decided, and need an earlier one: every
+            // round decides at least one block, also one that is larger than a round.
+            let is_full = allocated.len() == ROUND_BLOCKS || allocated_bytes >= ROUND_BYTES;
+            if is_full || done == KEYS_PER_LOCK {
+                self.unlock(state);
+                return (allocated, done);
+            }
+            let put = &puts.batch[*at];
+            match self.check_put(&mut state, put, puts.digests[*at], now) {
+                PutCheck::Settled(outcome) => puts.outcomes[*at] = Some(outcome),
+                PutCheck::Compare => {}
+                // A lookup stops at a missing parent, so that this block could never be matched.
+                PutCheck::New if puts.declined.is_some_and(|(key, _)| put.parent == Some(key)) => {
+                    let (_, reason) = puts.declined.expect("the guard has checked it");
+                    puts.declined = Some((put.key, reason));
+                    puts.outcomes[*at] = Some(PutOutcome::Declined(reason));
+                }
+                PutCheck::New => {
+                    let (bytes, holds_some) = (put.bytes.len(), !allocated.is_empty());
+                    let ancestor = resident_ancestor(&state, put, previous);
+                    let candidate = PutCandidate { put, bytes, ancestor };
+                    let (again, slab) =
+                        self.allocate_for_put(state, candidate, holds_some, puts.call);
+                    state = again;
+                    match slab {
+                        Ok(slab) => {
+                            previous = Some((put.key, ancestor));
+                            allocated_bytes += slab.len();
+                            allocated.push(AllocatedBlock { index: *at, slab });
+                        }
+                        // The slabs of this round may be the reason: publish them first, then
+                        // decide this block again.
+                        Err(_) if !allocated.is_empty() => {
+                            self.unlock(state);
+                            return (allocated, done);
+                        }
+                        Err(failure) => {
+                            let outcome =
+                                self.outcome_without_slab(&state, failure, bytes, puts.call);
+                            if let PutOutcome::Declined(reason) = outcome {
+                                puts.declined = Some((put.key, reason));
+                            }
+                            puts.outcomes[*at] = Some(outcome);
+                        }
+                    }
+                }
+            }
+        }
+        self.unlock(state);
+        (allocated, undecided.len())
+    }
+
+    /// Allocates a slab for a put. Without a lower tier, a block is declined if the policy values
+    /// all resident blocks more. With lower tiers every block is admitted, because DRAM is on its
+    /// way to them.
+    pub(crate) fn allocate_for_put<'a>(
+        &'a self,
+        state: MutexGuard<'a, StoreState>,
+        candidate: PutCandidate<'_>,
+        holds_some: bool,
+        call: CallContext,
+    ) -> (MutexGuard<'a, StoreState>, Result<SlabMut, AllocationFailure>) {
+        let PutCandidate { put, bytes, ancestor } = candidate;
+        if !self.stages.is_empty() {
+            // Ends the round instead of waiting: other calls may wait for the slabs that this call
+            // holds. Publishing them releases them.
+            if holds_some && self.is_backlogged(&state) {
+                return (state, Err(AllocationFailure::TimedOut));
+            }
+            let (state, has_room) = self.wait_for_backlog(state, call);
+            if !has_room {
+                return (state, Err(AllocationFailure::TimedOut));
+            }
+            return self.allocate_slab(state, bytes, holds_some, None, call);
+        }
+        let incoming = Incoming {
+            // The block gets the index of its key only when it is published.
+            owner: u32::MAX,
+            fingerprint: self.seed.of_key(&put.key),
+            parent: ancestor,
+            bytes: u32::try_from(bytes).expect("longer blocks were refused"),
+            is_protected: put.is_prefix,
+        };
+        self.allocate_slab(state, bytes, holds_some, Some(&incoming), call)
+    }
+
+    /// Whether the write backlog is at its limit.
+    pub(crate) fn is_backlogged(&self, state: &StoreState) -> bool {
+        // The new block itself does not count, so that one larger than the limit can be put.
+        state.pending_total() >= self.dirty_bytes_max
+            || state.key_changes_waiting() >= KEY_CHANGES_WAITING_MAX
+    }
+
+    /// Back-pressure: waits while the write backlog is at its limit. False if the deadline passed.
+    fn wait_for_backlog<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, StoreState>,
+        call: CallContext,
+    ) -> (MutexGuard<'a, StoreState>, bool) {
+        while self.is_backlogged(&state) {
+            // The stage may hang. A failed probe opens its circuit, which drops the queue and ends
+            // this wait.
+            self.probe_backlogged_stages(&mut state);
+            // This call may have queued blocks without waking the movers.
+            self.notify_movers();
+            let (again, in_time) = self.wait_for_change(state, call);
+            state = again;
+            if !in_time {
+                return (state, false);
+            }
+        }
+        (state, true)
+    }
+
+    /// Copies the bytes without the lock, then publishes all blocks of the round under it.
+    fn fill_and_publish(&self, puts: &mut PutBatch<'_>, allocated: Vec<AllocatedBlock>) {
+        let sealed: Vec<_> = allocated
+            .into_iter()
+            .map(|AllocatedBlock { index, mut slab }| {
+                cascade_memory::copy_in(&mut slab, puts.batch[index].bytes);
+                (index, slab.seal())
+            })
+            .collect();
+        if sealed.is_empty() {
+            return;
+        }
+        let mut state = self.lock();
+        let now = self.timestamps(&mut state);
+        for (index, slab) in sealed {
+            // Under the same hold of the lock as the publication: an allocation that counts what
+            // may become free never misses this slab.
+            state.slabs_in_flight -= 1;
+            self.publish_new(&mut state, puts, index, &slab, now);
+        }
+        drop(state);
+        self.notify_movers();
+        self.notify_changed();
+    }
+
+    /// Publishes a block, unless another thread has put the same key or the same bytes meanwhile.
+    fn publish_new(
+        &self,
+        state: &mut StoreState,
+        puts: &mut PutBatch<'_>,
+        index: usize,
+        slab: &Slab,
+        now: Timestamps,
+    ) {
+        let (put, digest) = (&puts.batch[index], puts.digests[index]);
+        puts.outcomes[index] = match self.check_put(state, put, digest, now) {
+            PutCheck::Settled(outcome) => Some(outcome),
+            PutCheck::Compare => None,
+            PutCheck::New => Some(self.publish(state, put, digest, slab.clone(), (puts.call, now))),
+        };
+    }
+
+    fn compare_undecided(&self, puts: &mut PutBatch<'_>) {
+        let undecided = puts.undecided();
+        let blocks: Vec<_> =
+            undecided.iter().map(|at| (puts.batch[*at].key, puts.batch[*at].bytes)).collect();
+        for (at, is_same) in undecided.iter().zip(self.compare(&blocks, puts.call)) {
+            puts.outcomes[*at] = outcome_of_comparison(is_same);
+        }
+    }
+
+    /// Links a key to a content that is already present under another key.
+    pub(crate) fn deduplicate(
+        &self,
+        state: &mut StoreState,
+        put: &Put<'_>,
+        digest: Option<Digest>,
+        (content, now): (ContentIndex, Timestamps),
+    ) -> PutOutcome {
+        let facts = self.facts(put, digest);
+        let key = state.catalog.link(&new_key(&facts), content);
+        state.history.forget(&put.key);
+        if state.catalog.content(content).slab.is_some() {
+            state.record(key, Some(&facts));
+            state.make_resident(key, now.policy);
+        }
+        for stage in 0..self.stages.len() {
+            // For a content that is still queued, the mover adds its other keys after the write.
+            if let Some(address) = state.catalog.content(content).address(stage) {
+                state.push_key_change(stage, KeyChange::Add(facts, address));
+            }
+        }
+        PutOutcome::Deduplicated
+    }
+
+    /// Adds a block to the catalog, queues it for all stages that do not have it, and makes it
+    /// resident.
+    fn publish(
+        &self,
+        state: &mut StoreState,
+        put: &Put<'_>,
+        digest: Option<Digest>,
+        slab: Slab,
+        (call, now): (CallContext, Timestamps),
+    ) -> PutOutcome {
+        let facts = self.facts(put, digest);
+        let bytes = u64::from(facts.bytes);
+        state.counters.bytes_written += bytes;
+        let (key, content) = if let Some(key) = state.catalog.find(&put.key) {
+            // Only stages with an open read circuit have the block, and its digest is the same:
+            // their copies stay, and this put brings the bytes back to DRAM.
+            (key, state.catalog.entry(key).content)
+        } else {
+            state.content_bytes += bytes;
+            state.catalog.insert(&new_key(&facts), facts.bytes, digest)
+        };
+        state.history.forget(&put.key);
+        let put_stamp = state.history.stamp();
+        let entry = state.catalog.content_mut(content);
+        entry.put_stamp = put_stamp;
+        entry.writer = call.writer.map_or(0, |writer| writer.0.get());
+        state.put_slab(content, slab, Some(&facts));
+        for stage in 0..self.stages.len() {
+            if state.catalog.content(content).address(stage).is_none() {
+                state.push_block(stage, facts, content);
+            }
+        }
+        state.make_resident(key, now.policy);
+        PutOutcome::Stored
+    }
+
+    /// Waits for the stages if the write policy requires it, then counts the outcomes.
+    fn finish_put(
+        &self,
+        batch: &[Put<'_>],
+        mut outcomes: Vec<PutOutcome>,
+        call: CallContext,
+    ) -> Vec<PutOutcome> {
+        // Without DRAM no tier keeps the block until a stage has written it, so that the put waits
+        // as with write-through.
+        if self.config.write == WritePolicy::Through || !self.pipeline.has_dram {
+            for (put, outcome) in batch.iter().zip(&mut outcomes) {
+                if let Err(error) = self.wait_written(put, outcome, call) {
+                    *outcome = PutOutcome::Failed(error);
+                }
+            }
+        }
+        for (batch, outcomes) in batch.chunks(KEYS_PER_LOCK).zip(outcomes.chunks(KEYS_PER_LOCK)) {
+            let mut state = self.lock();
+            let now = self.policy_now(&state);
+            for (put, outcome) in batch.iter().zip(outcomes) {
+                state.count_put(&put.key, outcome);
+            }
+            drop(state);
+            // The lock of the insight is never taken under the lock of the state.
+            self.insight().shadows.put(now, batch, outcomes);
+        }
+        outcomes
+    }
+
+    /// The outcome of a put for which no slab was allocated.
+    pub(crate) fn outcome_without_slab(
+        &self,
+        state: &StoreState,
+        failure: AllocationFailure,
+        bytes: usize,
+        call: CallContext,
+    ) -> PutOutcome {
+        match failure {
+            AllocationFailure::TooLarge => PutOutcome::Declined(DeclineReason::TooLarge),
+            AllocationFailure::Full => PutOutcome::Declined(DeclineReason::Full),
+            AllocationFailure::WorthLess => PutOutcome::Declined(DeclineReason::WorthLess),
+            AllocationFailure::TimedOut | AllocationFailure::Erasing => {
+                PutOutcome::Failed(self.allocation_error(state, failure, bytes, call))
+            }
+        }
+    }
+
+    pub(crate) fn allocation_error(
+        &self,
+        state: &StoreState,
+        failure: AllocationFailure,
+        bytes: usize,
+        call: CallContext,
+    ) -> StoreError {
+        match failure {
+            AllocationFailure::TooLarge => StoreError::Config {
+                setting: "dram",
+                reason: format!("a block of {bytes} bytes is larger than the pool"),
+            },
+            // Queued writes are the reason: a block is not evictable until every stage has it.
+            AllocationFailure::TimedOut if state.pending_total() > 0 => self.busy_error(state),
+            AllocationFailure::Erasing => StoreError::Erasing,
+            AllocationFailure::TimedOut => call.timeout_error("allocate memory in DRAM"),
+            AllocationFailure::Full | AllocationFailure::WorthLess => {
+                StoreError::NoRoom { needed_bytes: bytes }
+            }
+        }
+    }
+
+    /// The error of back-pressure; names the stage with the largest backlog.
+    fn busy_error(&self, state: &StoreState) -> StoreError {
+        let stages = 0..self.stages.len();
+        let slowest = stages.max_by_key(|stage| state.pending_bytes[*stage]);
+        StoreError::Busy {
+            tier: self.tier_name(slowest.map_or(0, |stage| 1 + stage)),
+            pending_bytes: state.pending_total(),
+        }
+    }
+
+    pub(crate) fn facts(&self, put: &Put<'_>, digest: Option<Digest>) -> BlockFacts {
+        let expires = put.ttl_ms.map(|ttl| self.clock.unix_ms().saturating_add(ttl));
+        BlockFacts {
+            key: put.key,
+            digest,
+            parent: put.parent,
+            namespace: put.namespace,
+            bytes: u32::try_from(put.bytes.len()).expect("longer blocks were refused"),
+            is_prefix: put.is_prefix,
+            expires_unix_ms: expires,
+        }
+    }
+}
+
+/// The nearest resident ancestor of a new block: its parent, or for a parent that got its slab in
+/// this round and is not published yet, the ancestor of the parent. The ancestor must not be
+/// evicted to make room for the block: without it, no lookup would match the block.
+pub(crate) fn resident_ancestor(
+    state: &StoreState,
+    put: &Put<'_>,
+    previous: Option<(BlockKey, Option<Slot>)>,
+) -> Option<Slot> {
+    let parent = put.parent?;
+    match state.catalog.find(&parent) {
+        Some(found) => state.catalog.entry(found).slot(),
+        None => previous.filter(|(key, _)| *key == parent).and_then(|(_, slot)| slot),
+    }
+}
+
+fn new_key(facts: &BlockFacts) -> NewKey {
+    NewKey {
+        key: facts.key,
+        parent: facts.parent,
+        is_prefix: facts.is_prefix,
+        expires_unix_ms: facts.expires_unix_ms.unwrap_or(0),
+    }
+}
+
+/// The outcome of a put after the comparison of bytes. `None` if the key was deleted meanwhile.
+fn outcome_of_comparison(is_same: Result<Option<bool>, StoreError>) -> Option<PutOutcome> {
+    match is_same {
+        Ok(Some(true)) => Some(PutOutcome::Present),
+        Ok(Some(false)) => Some(PutOutcome::Conflict),
+        Ok(None) => None,
+        Err(error) => Some(PutOutcome::Failed(error)),
+    }
+}
+
+impl PutSlab {
+    fn facts(&self) -> Put<'static> {
+        Put {
+            key: self.key,
+            bytes: &[],
+            parent: self.parent,
+            namespace: self.namespace,
+            is_prefix: self.is_prefix,
+            is_partial: self.is_partial,
+            ttl_ms: self.ttl_ms,
+        }
+    }
+}

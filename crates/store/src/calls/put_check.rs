@@ -1,0 +1,132 @@
+//! Checks a put against the catalog before its bytes are copied.
+
+use cascade_block::{Digest, DigestMode};
+
+use crate::core::catalog::ContentIndex;
+use crate::core::state::StoreState;
+use crate::shared::{StoreCore, Timestamps};
+use crate::{DeclineReason, Put, PutOutcome, StoreError};
+
+/// Result of checking a put against the catalog.
+pub(crate) enum PutCheck {
+    /// The block is not present: it needs a slab.
+    New,
+    /// The outcome is known without its bytes.
+    Settled(PutOutcome),
+    /// The key is present; the bytes have to be compared.
+    Compare,
+}
+
+impl StoreCore {
+    /// Checks everything that can refuse a new block: the store's state first, then the block's own
+    /// properties.
+    fn check_admission(&self, state: &StoreState, put: &Put<'_>, bytes: usize) -> PutCheck {
+        let declined = |reason| PutCheck::Settled(PutOutcome::Declined(reason));
+        if state.is_closing {
+            return PutCheck::Settled(PutOutcome::Failed(StoreError::Closed));
+        }
+        if self.has_no_writable_tier(state) {
+            // At least one bit is set: `has_no_writable_tier` has checked it.
+            let circuit = state.open_write_circuits.trailing_zeros() as usize;
+            let error = self.stage_error(state, circuit, "store a block");
+            return PutCheck::Settled(PutOutcome::Failed(error));
+        }
+        if state.is_erasing {
+            return PutCheck::Settled(PutOutcome::Failed(StoreError::Erasing));
+        }
+        if !state.has_dram && self.stages.is_empty() {
+            return declined(DeclineReason::Empty);
+        }
+        if put.is_partial && !self.config.admit_partial {
+            return declined(DeclineReason::Partial);
+        }
+        if u32::try_from(bytes).is_err() {
+            return declined(DeclineReason::TooLarge);
+        }
+        PutCheck::New
+    }
+
+    pub(crate) fn check_put(
+        &self,
+        state: &mut StoreState,
+        put: &Put<'_>,
+        digest: Option<Digest>,
+        now: Timestamps,
+    ) -> PutCheck {
+        self.check_put_by_length(state, put, put.bytes.len(), digest, now)
+    }
+
+    /// As `check_put`, also before the bytes of the block are available.
+    pub(crate) fn check_put_by_length(
+        &self,
+        state: &mut StoreState,
+        put: &Put<'_>,
+        bytes: usize,
+        digest: Option<Digest>,
+        now: Timestamps,
+    ) -> PutCheck {
+        if let Some(key) = state.find_live(&put.key, now.unix_ms) {
+            let index = state.catalog.entry(key).content;
+            let content = state.catalog.content(index);
+            if content.bytes as usize != bytes {
+                return PutCheck::Settled(PutOutcome::Conflict);
+            }
+            if state.is_unreadable(content) {
+                return self.check_put_by_digest(state, put, index, digest);
+            }
+            let keeps_bytes = |stage: usize| !self.stages[stage].keeps_names_only();
+            let has_bytes = (0..self.stages.len())
+                .any(|stage| content.address(stage).is_some() && keeps_bytes(stage));
+            let is_same = digest.is_some() && digest.as_ref() == state.catalog.digest_of(index);
+            // Different digests may come from two algorithms, the catalog's from an earlier run:
+            // only the bytes decide. If only stages without bytes have the block, there is nothing
+            // to compare.
+            return if is_same || (content.slab.is_none() && !has_bytes) {
+                PutCheck::Settled(PutOutcome::Present)
+            } else {
+                PutCheck::Compare
+            };
+        }
+        // Only a new block needs admission: a present key has its outcome even while no block is
+        // accepted.
+        if let PutCheck::Settled(outcome) = self.check_admission(state, put, bytes) {
+            return PutCheck::Settled(outcome);
+        }
+        match digest.and_then(|digest| state.catalog.find_digest(&digest)) {
+            // A key linked to bytes that cannot be read would be a miss: such bytes are stored
+            // again.
+            Some(content) if !state.is_unreadable(state.catalog.content(content)) => {
+                PutCheck::Settled(self.deduplicate(state, put, digest, (content, now)))
+            }
+            Some(_) | None => PutCheck::New,
+        }
+    }
+
+    /// A put of a present key. Its bytes are only in stages with an open circuit, so they cannot be
+    /// compared. Bytes with an equal digest are stored in DRAM again. Others are refused: if the
+    /// process ended before a stage forgot the old bytes, they would be served under this key after
+    /// a restart.
+    fn check_put_by_digest(
+        &self,
+        state: &StoreState,
+        put: &Put<'_>,
+        index: ContentIndex,
+        digest: Option<Digest>,
+    ) -> PutCheck {
+        let known = state.catalog.digest_of(index);
+        let is_same = match digest {
+            Some(digest) => known == Some(&digest),
+            // The bytes are not available yet; they are compared later.
+            None => known.is_some() && self.config.digest != DigestMode::Off,
+        };
+        if is_same {
+            return self.check_admission(state, put, state.catalog.content(index).bytes as usize);
+        }
+        let content = state.catalog.content(index);
+        let has_it =
+            |stage: &usize| content.address(*stage).is_some() && state.is_read_circuit_open(*stage);
+        let stage = (0..self.stages.len()).find(has_it).unwrap_or(0);
+        let error = self.stage_error(state, stage, "compare a block that only this tier has");
+        PutCheck::Settled(PutOutcome::Failed(error))
+    }
+}

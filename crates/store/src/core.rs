@@ -1,0 +1,9 @@
+//! What the store knows and decides, without I/O or threads: catalog, state, eviction, circuits.
+
+pub(crate) mod catalog;
+pub(crate) mod change_log;
+pub(crate) mod circuit;
+pub mod eviction;
+pub(crate) mod flush_mark;
+pub(crate) mod history;
+pub(crate) mod state;

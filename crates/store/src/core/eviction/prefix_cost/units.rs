@@ -1,0 +1,260 @@
+//! Units: blocks last used by the same request, which are counted and evicted as one.
+
+use super::age::{BINS, EDGES};
+use super::cells::Cells;
+use crate::core::eviction::BlockList;
+
+/// No unit: the end of a list.
+pub(super) const NONE: u32 = u32::MAX;
+/// Most units: a [`super::mark::Mark`] has 25 bits for the number.
+pub(super) const UNITS_MAX: usize = 1 << 25;
+
+/// Links of one of the two lists that a unit is in.
+#[derive(Debug, Clone, Copy)]
+struct Links {
+    older: u32,
+    newer: u32,
+}
+
+const UNLINKED: Links = Links { older: NONE, newer: NONE };
+
+/// Blocks last used by the same request.
+#[derive(Debug, Clone)]
+pub(super) struct Unit {
+    /// The time of that request, in seconds.
+    pub(super) at: f64,
+    /// A queued request uses it by then; zero without such a hint.
+    pub(super) expected_until: f64,
+    /// Its resident blocks that may be evicted, deepest first.
+    pub(super) blocks: BlockList,
+    /// Blocks that are remembered, resident or not.
+    pub(super) live: u32,
+    /// Blocks when it was made.
+    pub(super) initial: u32,
+    /// Full blocks of the whole request.
+    pub(super) request_blocks: u32,
+    pub(super) cell: u16,
+    pub(super) bin: u8,
+    /// Turns of the conversation before that request.
+    pub(super) turn: u8,
+    /// Whether it is in its cell's list of units with an eviction candidate.
+    pub(super) is_listed: bool,
+    in_bin: Links,
+    in_cell: Links,
+}
+
+impl Unit {
+    pub(super) fn weight(&self) -> f64 {
+        f64::from(self.live) / f64::from(self.initial)
+    }
+}
+
+/// All units, linked by age over all cells, and by age within their cells.
+#[derive(Debug)]
+pub(super) struct Units {
+    table: Vec<Unit>,
+    free: Vec<u32>,
+    /// Units of each bin, oldest and newest.
+    bins: [(u32, u32); BINS],
+}
+
+impl Default for Units {
+    fn default() -> Self {
+        Self { table: Vec::new(), free: Vec::new(), bins: [(NONE, NONE); BINS] }
+    }
+}
+
+impl std::ops::Index<u32> for Units {
+    type Output = Unit;
+
+    fn index(&self, unit: u32) -> &Unit {
+        &self.table[unit as usize]
+    }
+}
+
+impl std::ops::IndexMut<u32> for Units {
+    fn index_mut(&mut self, unit: u32) -> &mut Unit {
+        &mut self.table[unit as usize]
+    }
+}
+
+impl Units {
+    /// Adds a unit used at `at`, the latest time so far, with no resident block yet.
+    pub(super) fn add(
+        &mut self,
+        cells: &mut Cells,
+        at: f64,
+        cell: u16,
+        blocks: u32,
+        (turn, request_blocks): (u8, u32),
+    ) -> u32 {
+        let unit = Unit {
+            at,
+            expected_until: 0.0,
+            blocks: BlockList::default(),
+            live: blocks,
+            initial: blocks,
+            request_blocks,
+            cell,
+            bin: 0,
+            turn,
+            is_listed: false,
+            in_bin: UNLINKED,
+            in_cell: UNLINKED,
+        };
+        let index = self.free.pop().unwrap_or_else(|| {
+            assert!(self.table.len() < UNITS_MAX, "more than {UNITS_MAX} units");
+            self.table.push(unit.clone());
+            u32::try_from(self.table.len() - 1).expect("UNITS_MAX is below u32::MAX")
+        });
+        self[index] = unit;
+        self.push_bin(index);
+        // The weight of a unit is one; each of its blocks has an equal share of it.
+        cells.cells[usize::from(cell)].weigh(0, 1.0, at, at);
+        index
+    }
+
+    /// Number of units.
+    pub(super) fn len(&self) -> usize {
+        self.table.len() - self.free.len()
+    }
+
+    /// Moves units to the next bin once they are old enough; each bin's list is in order of age.
+    pub(super) fn age(&mut self, cells: &mut Cells, now: f64) {
+        // From the youngest bin on, so that a unit can cross several edges in one call.
+        for bin in 0..BINS - 1 {
+            loop {
+                let index = self.bins[bin].0;
+                if index == NONE || self[index].at + EDGES[bin + 1] > now {
+                    break;
+                }
+                self.cross(cells, index, now);
+            }
+        }
+    }
+
+    fn cross(&mut self, cells: &mut Cells, index: u32, now: f64) {
+        let unit = &self[index];
+        let (bin, weight) = (usize::from(unit.bin), unit.weight());
+        // The change is effective from when the unit reached the edge, not from now, so that
+        // exposure does not depend on how often units are aged.
+        let (crossed_at, was_listed) = (unit.at + EDGES[bin + 1], unit.is_listed);
+        let cell = &mut cells.cells[usize::from(unit.cell)];
+        cell.weigh(bin, -weight, crossed_at, now);
+        cell.weigh(bin + 1, weight, crossed_at, now);
+        self.unlist(cells, index);
+        self.remove_bin(index);
+        self[index].bin += 1;
+        self.push_bin(index);
+        if was_listed {
+            self.list(cells, index);
+        }
+    }
+
+    /// Removes blocks from a unit: reused or forgotten. Frees the unit when none is left.
+    pub(super) fn remove_blocks(&mut self, cells: &mut Cells, index: u32, blocks: u32, now: f64) {
+        let unit = &mut self[index];
+        // A share of the first number of blocks: so the shares of all blocks add up to one.
+        let share = f64::from(blocks) / f64::from(unit.initial);
+        unit.live -= blocks;
+        let (cell, bin, live) = (unit.cell, unit.bin, unit.live);
+        cells.cells[usize::from(cell)].weigh(usize::from(bin), -share, now, now);
+        // No mark names the unit any more, because `live` counts the blocks that do.
+        if live == 0 {
+            self.unlist(cells, index);
+            self.remove_bin(index);
+            self.free.push(index);
+        }
+    }
+
+    /// Moves a unit to another cell.
+    pub(super) fn change_cell(&mut self, cells: &mut Cells, index: u32, cell: u16, now: f64) {
+        let unit = &self[index];
+        if unit.cell == cell {
+            return;
+        }
+        let (bin, weight, was_listed) = (usize::from(unit.bin), unit.weight(), unit.is_listed);
+        // From now on only: exposure up to now stays with the former cell.
+        cells.cells[usize::from(unit.cell)].weigh(bin, -weight, now, now);
+        cells.cells[usize::from(cell)].weigh(bin, weight, now, now);
+        self.unlist(cells, index);
+        self[index].cell = cell;
+        if was_listed {
+            self.list(cells, index);
+        }
+    }
+
+    /// Adds a unit to its cell's list as the newest.
+    pub(super) fn list(&mut self, cells: &mut Cells, index: u32) {
+        let unit = &self[index];
+        if unit.is_listed {
+            return;
+        }
+        let bin = usize::from(unit.bin);
+        let cell = &mut cells.cells[usize::from(unit.cell)];
+        let ends = &mut cell.lists[bin];
+        let older = ends.1;
+        ends.1 = index;
+        if older == NONE {
+            ends.0 = index;
+            cell.occupied |= 1 << bin;
+        } else {
+            self[older].in_cell.newer = index;
+        }
+        let unit = &mut self[index];
+        unit.in_cell = Links { older, newer: NONE };
+        unit.is_listed = true;
+    }
+
+    /// Removes a unit from its cell's list, if it is there.
+    pub(super) fn unlist(&mut self, cells: &mut Cells, index: u32) {
+        let unit = &mut self[index];
+        if !unit.is_listed {
+            return;
+        }
+        unit.is_listed = false;
+        let (bin, Links { older, newer }) = (usize::from(unit.bin), unit.in_cell);
+        let cell = &mut cells.cells[usize::from(unit.cell)];
+        let ends = &mut cell.lists[bin];
+        match older {
+            NONE => ends.0 = newer,
+            older => self.table[older as usize].in_cell.newer = newer,
+        }
+        match newer {
+            NONE => ends.1 = older,
+            newer => self.table[newer as usize].in_cell.older = older,
+        }
+        // The search for the lowest worth skips bins without this bit.
+        if ends.0 == NONE {
+            cell.occupied &= !(1 << bin);
+        }
+    }
+
+    pub(super) fn memory_bytes(&self) -> usize {
+        self.table.capacity() * size_of::<Unit>() + self.free.capacity() * size_of::<u32>()
+    }
+
+    fn push_bin(&mut self, index: u32) {
+        let bin = usize::from(self[index].bin);
+        let older = self.bins[bin].1;
+        self.bins[bin].1 = index;
+        match older {
+            NONE => self.bins[bin].0 = index,
+            older => self[older].in_bin.newer = index,
+        }
+        self[index].in_bin = Links { older, newer: NONE };
+    }
+
+    fn remove_bin(&mut self, index: u32) {
+        let Links { older, newer } = self[index].in_bin;
+        let bin = usize::from(self[index].bin);
+        match older {
+            NONE => self.bins[bin].0 = newer,
+            older => self[older].in_bin.newer = newer,
+        }
+        match newer {
+            NONE => self.bins[bin].1 = older,
+            newer => self[newer].in_bin.older = older,
+        }
+    }
+}

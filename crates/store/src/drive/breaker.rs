@@ -1,0 +1,271 @@
+//! The store's reaction when the circuit of a stage opens and closes.
+//!
+//! While the read circuit is open, reads treat the stage as empty and continue with the next tier.
+//! While the write circuit is open, no block is queued for the stage; blocks that it should have
+//! are listed, and queued when the circuit closes. An open write circuit does not affect reads.
+
+use crate::core::catalog::{Content, LOWER_STAGES_MAX};
+use crate::core::circuit::{CircuitChange, Direction};
+use crate::core::state::{KeyChange, PendingWrite, StoreState};
+use crate::drive::mover;
+use crate::shared::StoreCore;
+use crate::stage::{LoadOutcome, StageError};
+
+/// Maximum number of blocks listed as missing in a stage. Beyond it the oldest, which are evicted
+/// first, are dropped from the list.
+const UNSTORED_MAX: usize = 64 << 10;
+/// Maximum number of key changes queued for a stage with an open write circuit. Beyond it the older
+/// half is dropped.
+const KEY_CHANGES_MAX: usize = 32 << 10;
+
+/// What one call to a stage says about its health.
+#[derive(Debug, Clone)]
+pub(crate) enum HealthSignal {
+    /// The call succeeded.
+    Success,
+    /// The call failed.
+    Failure(StageError),
+    /// The call hangs.
+    Hang,
+    /// The call timed out, but its timeout was too short for a conclusion.
+    Inconclusive,
+    /// The call says nothing about the health.
+    None,
+}
+
+impl HealthSignal {
+    /// The signal of a call, from the results of its blocks. One failed block makes a failed call.
+    /// `is_long_enough` says whether the timeout was long enough to count a time-out as a failure.
+    pub(crate) fn of<'a>(
+        errors: impl Iterator<Item = Option<&'a StageError>>,
+        is_long_enough: bool,
+    ) -> Self {
+        let mut signal = Self::None;
+        for error in errors {
+            match error {
+                // Full and declined are replies: the stage works.
+                None | Some(StageError::Full | StageError::Declined { .. }) => {
+                    if matches!(signal, Self::None) {
+                        signal = Self::Success;
+                    }
+                }
+                // Consequences of a close or of an open circuit, which say nothing new.
+                Some(StageError::Closed | StageError::CircuitOpen) => {}
+                // Outweighs successes of other blocks; a failure outweighs both.
+                Some(StageError::Timeout) if !is_long_enough => signal = Self::Inconclusive,
+                Some(error) => return Self::Failure(error.clone()),
+            }
+        }
+        signal
+    }
+
+    /// The signal of a load.
+    pub(crate) fn of_load(loaded: &[LoadOutcome], is_long_enough: bool) -> Self {
+        let errors = loaded.iter().map(|loaded| match loaded {
+            LoadOutcome::Failed(error) => Some(error),
+            LoadOutcome::Hit(_) | LoadOutcome::Gone | LoadOutcome::Damaged => None,
+        });
+        Self::of(errors, is_long_enough)
+    }
+}
+
+impl StoreCore {
+    /// Records the health signal of a call, and applies the change of the circuit.
+    pub(crate) fn record_health(
+        &self,
+        state: &mut StoreState,
+        stage: usize,
+        direction: Direction,
+        signal: HealthSignal,
+    ) {
+        let now = self.clock.monotonic();
+        let breaker = &mut state.breakers[stage];
+        let change = match signal {
+            HealthSignal::Success => {
+                breaker.succeed(direction, now);
+                CircuitChange::None
+            }
+            HealthSignal::Failure(error) => {
+                self.wake_probers();
+                breaker.fail(direction, error, now, self.clock.unix_ms())
+            }
+            HealthSignal::Hang => breaker.hang(direction, now, self.clock.unix_ms()),
+            HealthSignal::Inconclusive => {
+                breaker.suspect(direction, now);
+                self.wake_probers();
+                CircuitChange::None
+            }
+            HealthSignal::None => CircuitChange::None,
+        };
+        self.apply_circuit_change(state, stage, direction, change);
+    }
+
+    /// Records the result of a probe, and applies the change of the circuit.
+    pub(crate) fn end_probe(
+        &self,
+        state: &mut StoreState,
+        stage: usize,
+        direction: Direction,
+        result: Result<(), StageError>,
+    ) {
+        if let Err(error) = &result {
+            state.note_error(stage, error.clone());
+        }
+        let (now, now_unix_ms) = (self.clock.monotonic(), self.clock.unix_ms());
+        let is_writable = result.is_ok() && direction == Direction::Writes;
+        if is_writable && !state.unstored[stage].is_empty() {
+            // The circuit stayed closed because too few writes failed: retry those now.
+            state.requeue_counts[stage] = state.unstored[stage].len();
+            self.notify_movers();
+        }
+        let change = state.breakers[stage].end_probe(direction, result, now, now_unix_ms);
+        self.apply_circuit_change(state, stage, direction, change);
+    }
+
+    /// Opens or closes a circuit for all users: the guard of the stage, the bits in the state, and
+    /// the queues.
+    fn apply_circuit_change(
+        &self,
+        state: &mut StoreState,
+        stage: usize,
+        direction: Direction,
+        change: CircuitChange,
+    ) {
+        let is_open = match change {
+            CircuitChange::None => return,
+            CircuitChange::Opened => true,
+            CircuitChange::Closed => false,
+        };
+        // Opening ends the waits for the calls in flight in this direction.
+        self.stages[stage].set_circuit_open(direction, is_open);
+        let bits = match direction {
+            Direction::Reads => &mut state.open_read_circuits,
+            Direction::Writes => &mut state.open_write_circuits,
+        };
+        *bits = *bits & !(1 << stage) | u8::from(is_open) << stage;
+        match (direction, is_open) {
+            // All blocks that only this stage has become unreadable or readable at once, too many
+            // for single entries in the change log: followers start again.
+            (Direction::Reads, _) => state.invalidate_change_cursors(),
+            (Direction::Writes, true) => mover::fail_queue(state, stage, &StageError::CircuitOpen),
+            (Direction::Writes, false) => {
+                // The mover sends the queued key changes before it writes these blocks.
+                state.requeue_counts[stage] = state.unstored[stage].len();
+                self.notify_movers();
+            }
+        }
+        self.notify_changed();
+    }
+
+    /// Whether no tier accepts blocks: the pipeline has no DRAM, and the write circuits of all
+    /// stages that keep bytes are open.
+    pub(crate) fn has_no_writable_tier(&self, state: &StoreState) -> bool {
+        let mut keepers = (0..self.stages.len()).filter(|at| !self.stages[*at].keeps_names_only());
+        !state.has_dram
+            && state.open_write_circuits != 0
+            && keepers.all(|stage| state.is_write_circuit_open(stage))
+    }
+
+    /// Requests probes of the stages with a backlog, because a put waits for them.
+    pub(crate) fn probe_backlogged_stages(&self, state: &mut StoreState) {
+        let now = self.clock.monotonic();
+        for stage in 0..self.stages.len() {
+            if state.pending_bytes[stage] > 0 || !state.key_changes[stage].is_empty() {
+                state.breakers[stage].suspect(Direction::Writes, now);
+            }
+        }
+    }
+}
+
+impl StoreState {
+    /// Whether the read circuit of a stage is open.
+    pub(crate) fn is_read_circuit_open(&self, stage: usize) -> bool {
+        self.open_read_circuits & (1 << stage) != 0
+    }
+
+    /// Whether the write circuit of a stage is open.
+    pub(crate) fn is_write_circuit_open(&self, stage: usize) -> bool {
+        self.open_write_circuits & (1 << stage) != 0
+    }
+
+    /// Whether a content cannot be read now: only stages with an open read circuit have its bytes.
+    pub(crate) fn is_unreadable(&self, content: &Content) -> bool {
+        if self.open_read_circuits == 0 || content.slab.is_some() {
+            return false;
+        }
+        let keeps_bytes = |stage: &usize| {
+            content.address(*stage).is_some() && self.key_only_stages & (1 << stage) == 0
+        };
+        let mut holders = (0..LOWER_STAGES_MAX).filter(keeps_bytes).peekable();
+        let is_below = holders.peek().is_some();
+        // Without a holder `all` is true, although no open circuit hides the content.
+        is_below && holders.all(|stage| self.is_read_circuit_open(stage))
+    }
+
+    /// The longest queue of key changes among the stages with a closed write circuit.
+    pub(crate) fn key_changes_waiting(&self) -> usize {
+        // Puts must not wait for a stage with an open circuit: its queue shrinks only when the
+        // circuit closes.
+        let healthy = (0..LOWER_STAGES_MAX).filter(|stage| !self.is_write_circuit_open(*stage));
+        healthy.map(|stage| self.key_changes[stage].len()).max().unwrap_or(0)
+    }
+
+    /// Lists a block that a stage should have, but does not have.
+    pub(crate) fn note_unstored(&mut self, stage: usize, pending: PendingWrite) {
+        let unstored = &mut self.unstored[stage];
+        if unstored.len() == UNSTORED_MAX {
+            unstored.pop_front();
+            self.requeue_counts[stage] = self.requeue_counts[stage].min(UNSTORED_MAX - 1);
+        }
+        unstored.push_back(pending);
+    }
+
+    /// Puts failed key changes back at the front of the queue: their order matters.
+    pub(crate) fn requeue_key_changes(&mut self, stage: usize, failed: &[KeyChange]) {
+        self.key_changes[stage].splice(0..0, failed.iter().copied());
+        // Several halves may be too many: the failed changes join those that were queued meanwhile.
+        while self.is_write_circuit_open(stage) && self.key_changes[stage].len() >= KEY_CHANGES_MAX
+        {
+            self.limit_key_changes(stage);
+        }
+    }
+
+    /// Limits the queue of key changes while the write circuit is open. The effect of dropped
+    /// changes shows after a restart: a deleted block is back, or a key is missing.
+    pub(crate) fn limit_key_changes(&mut self, stage: usize) {
+        if !self.is_write_circuit_open(stage) || self.key_changes[stage].len() < KEY_CHANGES_MAX {
+            return;
+        }
+        // Half at once, because each removal at the front moves the rest of the queue. Dropped
+        // changes settle their tickets: a flush must not wait for them.
+        let count = (KEY_CHANGES_MAX / 2) as u64;
+        self.key_changes[stage].drain(..KEY_CHANGES_MAX / 2);
+        self.key_tickets[stage].settled += count;
+        self.counters.name_failures += count;
+        self.write_failures.count(stage, count);
+    }
+
+    /// Queues blocks that a stage should have and that are still in DRAM, up to `bytes_max`. Called
+    /// when the mover's queue is empty, so that puts do not wait for these blocks.
+    pub(crate) fn requeue_unstored(&mut self, stage: usize, bytes_max: u64) {
+        let mut bytes = 0;
+        while self.requeue_counts[stage] > 0
+            && bytes < bytes_max
+            && !self.is_write_circuit_open(stage)
+        {
+            self.requeue_counts[stage] -= 1;
+            let Some(pending) = self.unstored[stage].pop_front() else { continue };
+            let place = (pending.content, pending.generation);
+            // Since it was listed, the block may have been deleted, evicted, or put and queued
+            // again.
+            let is_unstored = self.catalog.live_content(place).is_some_and(|content| {
+                let is_queued = content.dirty & (1 << stage) != 0;
+                content.slab.is_some() && content.address(stage).is_none() && !is_queued
+            });
+            if is_unstored {
+                bytes += u64::from(pending.facts.bytes);
+                self.push_block_with_tries(stage, pending.facts, pending.content, pending.tries);
+            }
+        }
+    }
+}

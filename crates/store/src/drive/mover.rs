@@ -1,0 +1,558 @@
+//! The mover: writes queued blocks to one lower stage in batches, within a byte budget.
+//!
+//! Each stage has its own thread, so that no stage waits for the writes of another. The queues are
+//! bounded: puts wait for the slowest stage. Blocks are written in the order of their puts, which
+//! is roughly the order in which eviction needs them written.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use cascade_block::{BlockKey, Deadline};
+use cascade_memory::Slab;
+
+use crate::address::Address;
+use crate::core::catalog::ContentIndex;
+use crate::core::circuit::Direction;
+use crate::core::history::Loss;
+use crate::core::state::{KeyChange, PendingWrite, StoreState};
+use crate::drive::breaker::HealthSignal;
+use crate::shared::StoreCore;
+use crate::stage::{BlockFacts, MakeRoomOutcome, StageError};
+
+/// Maximum bytes of one batch.
+const BATCH_BYTES: u64 = 16 << 20;
+/// The part of a stage's capacity that one batch may have. In a stage that is too small for its
+/// batch, room for some blocks would be made by dropping others of the batch.
+const BATCH_SHARE: u64 = 8;
+/// Maximum number of blocks in one batch.
+const BATCH_BLOCKS: usize = 256;
+/// Maximum number of key changes in one call.
+const KEY_CHANGES_PER_CALL: usize = 4096;
+/// Delay before key changes that a stage failed to record are retried.
+const KEY_CHANGES_RETRY_DELAY: Duration = Duration::from_millis(20);
+/// Failed writes of one block, with a closed circuit, before the block is given up: the block
+/// itself may be the cause.
+const WRITE_TRIES_MAX: u8 = 3;
+/// Rounds of making room without effect before the rest of a batch is given up.
+const INEFFECTIVE_ROUNDS_MAX: u32 = 3;
+/// Rounds of making room for one batch that may keep blocks; later rounds keep none, to make sure
+/// of room.
+const KEEPING_ROUNDS_MAX: u32 = 4;
+/// Rounds of making room for one call with key changes.
+const CHANGES_ROUNDS_MAX: u32 = KEEPING_ROUNDS_MAX + INEFFECTIVE_ROUNDS_MAX;
+
+/// One batch for a stage.
+struct WriteBatch {
+    pending: Vec<PendingWrite>,
+    blocks: Vec<(BlockFacts, Slab)>,
+    key_changes: Vec<KeyChange>,
+    /// Queued blocks that were deleted while they waited.
+    deleted: u64,
+}
+
+/// Runs until the store closes and its queue is empty.
+pub(crate) fn run(core: &Arc<StoreCore>, stage: usize) {
+    let mut rate_limiter = RateLimiter::new(core);
+    let batch_bytes = match core.stages[stage].stats().capacity_bytes {
+        0 => BATCH_BYTES,
+        capacity_bytes => BATCH_BYTES.min(capacity_bytes / BATCH_SHARE),
+    };
+    while let Some(mut batch) = next_batch(core, stage, batch_bytes) {
+        rate_limiter.wait_for(core, batch.blocks.iter().map(|(_, slab)| slab.len() as u64).sum());
+        // Compares checksums first: bytes that changed in memory since the put must not be written
+        // with a new, valid checksum.
+        batch.deleted += core.remove_damaged(stage, &mut batch.pending, &mut batch.blocks);
+        let deadline = Deadline::after(&*core.clock, core.config.timeout);
+        let key_changes = std::mem::take(&mut batch.key_changes);
+        if let Err(why) = send_key_changes(core, stage, key_changes, deadline) {
+            requeue_batch(core, stage, batch, &why);
+            continue;
+        }
+        // A new deadline: the key changes may have used up the first one.
+        let deadline = Deadline::after(&*core.clock, core.config.timeout);
+        let results = store_with_room(core, stage, &batch.blocks, deadline);
+        let is_long_enough = core.config.timeout >= core.config.health.probe_timeout;
+        let signal =
+            HealthSignal::of(results.iter().map(|result| result.as_ref().err()), is_long_enough);
+        // Before the blocks become clean: eviction skips a slab that has another holder.
+        drop(batch.blocks);
+        let mut state = core.lock();
+        state.history.set_time(core.clock.unix_ms());
+        let is_time_out = |result: &Result<_, _>| matches!(result, Err(StageError::Timeout));
+        let is_stuck = !results.is_empty() && results.iter().all(is_time_out);
+        for (pending, result) in batch.pending.iter().zip(results) {
+            settle(&mut state, stage, pending, result);
+        }
+        // Deleted blocks settle, too: a flush waits for every ticket that was pushed.
+        state.block_tickets[stage].settled += batch.pending.len() as u64 + batch.deleted;
+        // Every further batch would take the whole time-out again, while puts wait for the backlog.
+        if is_stuck {
+            fail_queue(&mut state, stage, &StageError::Timeout);
+        }
+        core.record_health(&mut state, stage, Direction::Writes, signal);
+        drop(state);
+        core.notify_changed();
+    }
+}
+
+/// Fails all queued writes of a stage: a whole batch timed out, its write circuit opened, or the
+/// store closes. The failures are counted; the blocks stay in DRAM until they are evicted.
+pub(crate) fn fail_queue(state: &mut StoreState, stage: usize, why: &StageError) {
+    let queue = std::mem::take(&mut state.queues[stage]);
+    state.block_tickets[stage].settled += queue.len() as u64;
+    for pending in queue {
+        settle(state, stage, &pending, Err(why.clone()));
+    }
+}
+
+/// Waits for the next batch of a stage: all queued key changes, and blocks up to the limits. `None`
+/// once the store is closed and the queues are empty.
+fn next_batch(core: &StoreCore, stage: usize, batch_bytes: u64) -> Option<WriteBatch> {
+    let mut state = core.lock();
+    // At most a quarter of the backlog limit, so that retries do not make puts wait.
+    let retry_bytes = batch_bytes.min(core.dirty_bytes_max / 4).max(1);
+    loop {
+        // Not once the store is closed: nothing wakes this thread after the close.
+        if state.is_write_circuit_open(stage) && !state.is_closed {
+            state = core.wait_for_work(state);
+            continue;
+        }
+        // Only while the queue is empty: blocks of puts have priority over retries.
+        if state.queues[stage].is_empty() && !state.is_closed {
+            state.requeue_unstored(stage, retry_bytes);
+        }
+        let key_changes = std::mem::take(&mut state.key_changes[stage]);
+        let mut batch =
+            WriteBatch { pending: Vec::new(), blocks: Vec::new(), key_changes, deleted: 0 };
+        let mut bytes = 0;
+        while (bytes < batch_bytes || batch.blocks.is_empty()) && batch.blocks.len() < BATCH_BLOCKS
+        {
+            let Some(pending) = state.queues[stage].pop_front() else { break };
+            let place = (pending.content, pending.generation);
+            let slab = state.catalog.live_content(place).and_then(|content| content.slab.clone());
+            let Some(slab) = slab else {
+                // Deleted while it was queued.
+                // The function `settle`, which subtracts the bytes of other blocks, does not see
+                // this one.
+                state.pending_bytes[stage] -= u64::from(pending.facts.bytes);
+                batch.deleted += 1;
+                continue;
+            };
+            bytes += slab.len() as u64;
+            batch.blocks.push((pending.facts, slab));
+            batch.pending.push(pending);
+        }
+        if !batch.blocks.is_empty() || !batch.key_changes.is_empty() {
+            return Some(batch);
+        }
+        // Before the wait: a flush may wait for exactly these tickets.
+        state.block_tickets[stage].settled += batch.deleted;
+        core.notify_changed();
+        if state.is_closed {
+            return None;
+        }
+        state = core.wait_for_work(state);
+    }
+}
+
+/// Requeues the blocks of a batch whose key changes failed, in their order: a stage must record key
+/// changes before later blocks.
+fn requeue_batch(core: &StoreCore, stage: usize, batch: WriteBatch, why: &StageError) {
+    drop(batch.blocks);
+    let mut state = core.lock();
+    state.history.set_time(core.clock.unix_ms());
+    state.block_tickets[stage].settled += batch.deleted;
+    for pending in batch.pending.into_iter().rev() {
+        // With the ticket that it has: each block settles once, however often it is queued.
+        state.queues[stage].push_front(pending);
+    }
+    if state.is_write_circuit_open(stage)
+        || matches!(why, StageError::Timeout | StageError::CircuitOpen)
+    {
+        fail_queue(&mut state, stage, why);
+    }
+    core.notify_changed();
+    core.pause(state, KEY_CHANGES_RETRY_DELAY);
+}
+
+/// Sends key changes to a stage, in their order, with consecutive changes of one kind in one call.
+/// On failure, puts the rest back at the front of the queue and returns the error. Once the store
+/// is closed, there is no retry: the failures are counted, and the changes are missing after a
+/// restart.
+fn send_key_changes(
+    core: &Arc<StoreCore>,
+    stage: usize,
+    mut changes: Vec<KeyChange>,
+    deadline: Deadline,
+) -> Result<(), StageError> {
+    let mut settled = 0;
+    let (mut run_max, mut rounds) = (KEY_CHANGES_PER_CALL, 0);
+    while !changes.is_empty() {
+        let count = run_length(&changes, run_max);
+        let mut result = send_run(core, stage, &changes[..count], deadline);
+        if matches!(result, Err(StageError::Full)) && rounds < CHANGES_ROUNDS_MAX {
+            match make_room(core, stage, rounds < KEEPING_ROUNDS_MAX, deadline) {
+                Ok(room) => {
+                    apply_room(core, stage, &room);
+                    settled += apply_room_to_changes(&mut changes, &room);
+                    // The stage may have recorded a part of the run, which takes room each time.
+                    (run_max, rounds) = ((count / 2).max(1), rounds + 1);
+                    continue;
+                }
+                Err(error) => result = Err(error),
+            }
+        }
+        if let Err(error) = result {
+            let mut state = core.lock();
+            // Also `Full`: a stage that stays full whatever is dropped does not work.
+            let signal = match error {
+                StageError::Full => HealthSignal::Failure(StageError::Full),
+                _ => HealthSignal::of([Some(&error)].into_iter(), false),
+            };
+            core.record_health(&mut state, stage, Direction::Writes, signal);
+            state.note_error(stage, error.clone());
+            if !state.is_closed {
+                // Stop at the first failure: later changes of a key must not overtake earlier ones.
+                state.key_tickets[stage].settled += settled;
+                state.requeue_key_changes(stage, &changes);
+                return Err(error);
+            }
+            state.counters.name_failures += count as u64;
+            state.write_failures.count(stage, count as u64);
+        }
+        changes.drain(..count);
+        settled += count as u64;
+        rounds = 0;
+    }
+    core.lock().key_tickets[stage].settled += settled;
+    Ok(())
+}
+
+/// The number of changes of the same kind at the front, at most `run_max`.
+fn run_length(changes: &[KeyChange], run_max: usize) -> usize {
+    let is_add = |change: &KeyChange| matches!(change, KeyChange::Add(..));
+    let first = changes.first().map(is_add);
+    changes.iter().take(run_max).take_while(|change| Some(is_add(change)) == first).count()
+}
+
+/// Sends key changes of one kind to a stage.
+fn send_run(
+    core: &StoreCore,
+    stage: usize,
+    run: &[KeyChange],
+    deadline: Deadline,
+) -> Result<(), StageError> {
+    let (mut adds, mut removes) = (Vec::new(), Vec::new());
+    for change in run {
+        match *change {
+            KeyChange::Add(facts, address) => adds.push((facts, address)),
+            KeyChange::Remove(key, address) => removes.push((key, address)),
+        }
+    }
+    if adds.is_empty() {
+        core.stages[stage].remove(removes, deadline)
+    } else {
+        core.stages[stage].alias(adds, deadline)
+    }
+}
+
+/// Stores a batch, and makes room for blocks that do not fit. Each round tries the blocks that
+/// still lack room. It ends when all are stored, at the deadline, or after more than
+/// [`INEFFECTIVE_ROUNDS_MAX`] rounds without progress.
+fn store_with_room(
+    core: &Arc<StoreCore>,
+    stage: usize,
+    blocks: &[(BlockFacts, Slab)],
+    deadline: Deadline,
+) -> Vec<Result<Address, StageError>> {
+    let mut results: Vec<_> = blocks.iter().map(|_| Err(StageError::Full)).collect();
+    let mut remaining: Vec<usize> = (0..blocks.len()).collect();
+    let (mut ineffective, mut rounds) = (0, 0);
+    while !remaining.is_empty() {
+        let batch = remaining.iter().map(|at| blocks[*at].clone()).collect();
+        let at = Arc::clone(core);
+        let late = move |stored: Vec<_>| remove_late_stores(&at, stage, &stored);
+        let stored = core.stages[stage].store(batch, deadline, late);
+        for (at, result) in remaining.iter().zip(stored) {
+            results[*at] = result;
+        }
+        let before = remaining.len();
+        remaining.retain(|at| matches!(results[*at], Err(StageError::Full)));
+        let may_keep = rounds < KEEPING_ROUNDS_MAX;
+        rounds += 1;
+        // Rounds that keep blocks can free nothing; only those that keep none are counted.
+        ineffective = if remaining.len() < before || may_keep { 0 } else { ineffective + 1 };
+        let is_last = ineffective > INEFFECTIVE_ROUNDS_MAX || deadline.has_passed(&*core.clock);
+        if remaining.is_empty() || is_last {
+            break;
+        }
+        match make_room(core, stage, may_keep, deadline) {
+            Ok(room) => {
+                apply_room(core, stage, &room);
+                remaining.extend(apply_room_to_batch(blocks, &room, &mut results));
+            }
+            Err(error) => {
+                let mut state = core.lock();
+                let signal = HealthSignal::of([Some(&error)].into_iter(), false);
+                core.record_health(&mut state, stage, Direction::Writes, signal);
+                state.note_error(stage, error);
+                break;
+            }
+        }
+    }
+    results
+}
+
+/// Asks a stage to free space. It returns what it moved and dropped; a result after the deadline is
+/// applied when it comes, so that the catalog never keeps stale addresses.
+fn make_room(
+    core: &Arc<StoreCore>,
+    stage: usize,
+    may_keep: bool,
+    deadline: Deadline,
+) -> Result<MakeRoomOutcome, StageError> {
+    let mut kept = HashMap::new();
+    let (keeper, late_node) = (Arc::clone(core), Arc::clone(core));
+    let keep = move |key: &BlockKey, _| may_keep && should_keep(&keeper, stage, key, &mut kept);
+    let late = move |room| apply_room(&late_node, stage, &room);
+    core.stages[stage].make_room(Box::new(keep), deadline, late)
+}
+
+/// Removes blocks that a stage stored after the call's deadline: the call has failed, so that they
+/// are queued again or deleted by now.
+fn remove_late_stores(core: &StoreCore, stage: usize, stored: &[(BlockKey, Address)]) {
+    let mut state = core.lock();
+    if !state.is_closed {
+        for (key, address) in stored {
+            state.push_key_change(stage, KeyChange::Remove(*key, *address));
+        }
+    }
+    core.unlock(state);
+}
+
+/// Applies moves and drops to the results of this batch: making room for the rest can move or drop
+/// blocks of the batch that are not in the catalog yet. Returns the blocks to store again.
+fn apply_room_to_batch(
+    blocks: &[(BlockFacts, Slab)],
+    room: &MakeRoomOutcome,
+    results: &mut [Result<Address, StageError>],
+) -> Vec<usize> {
+    let moved: HashMap<_, _> = room.moved.iter().map(|(_, old, new)| (*old, *new)).collect();
+    let dropped: HashSet<_> = room.dropped.iter().copied().collect();
+    let mut again = Vec::new();
+    for (at, ((facts, _), result)) in blocks.iter().zip(results).enumerate() {
+        let Ok(address) = *result else { continue };
+        if dropped.contains(&(facts.key, address)) {
+            *result = Err(StageError::Full);
+            again.push(at);
+        } else if let Some(new) = moved.get(&address) {
+            *result = Ok(*new);
+        }
+    }
+    again
+}
+
+/// Whether reclaim keeps a block: if it was read since it was written there, is in DRAM, or is
+/// protected. Decided once per content, so that all its keys are kept or dropped together.
+fn should_keep(
+    core: &StoreCore,
+    stage: usize,
+    key: &BlockKey,
+    kept: &mut HashMap<(u32, u32), bool>,
+) -> bool {
+    let mut state = core.lock();
+    let Some(found) = state.catalog.find(key) else { return false };
+    let entry = state.catalog.entry(found);
+    let (index, is_prefix) = (entry.content, entry.is_prefix());
+    let content = state.catalog.content_mut(index);
+    // Not in the catalog with this stage, such as a block of the batch that is being stored. If it
+    // is dropped, `apply_room_to_batch` stores it again.
+    if content.address(stage).is_none() {
+        return false;
+    }
+    *kept.entry((index.0, content.generation)).or_insert_with(|| {
+        let was_referenced = content.referenced & (1 << stage) != 0;
+        // A second chance: the next reclaim keeps the block only if it is read again by then.
+        content.referenced &= !(1 << stage);
+        was_referenced || is_prefix || content.slab.is_some()
+    })
+}
+
+/// Gives key changes the new addresses of their blocks, and removes the keys to be added to dropped
+/// blocks. Returns their number.
+fn apply_room_to_changes(changes: &mut Vec<KeyChange>, room: &MakeRoomOutcome) -> u64 {
+    let before = changes.len();
+    let moved: HashMap<_, _> = room.moved.iter().map(|(_, old, new)| (*old, *new)).collect();
+    let dropped: HashSet<_> = room.dropped.iter().map(|(_, address)| *address).collect();
+    changes.retain_mut(|change| {
+        let (KeyChange::Add(_, address) | KeyChange::Remove(_, address)) = change;
+        // First: if only some keys of a block did not fit, the block has moved all the same.
+        if let Some(new) = moved.get(address) {
+            *address = *new;
+            return true;
+        }
+        !dropped.contains(address) || matches!(change, KeyChange::Remove(..))
+    });
+    (before - changes.len()) as u64
+}
+
+/// Applies moves and drops of a stage to the catalog and the queued key changes.
+fn apply_room(core: &StoreCore, stage: usize, room: &MakeRoomOutcome) {
+    let mut state = core.lock();
+    state.history.set_time(core.clock.unix_ms());
+    let settled = apply_room_to_changes(&mut state.key_changes[stage], room);
+    state.key_tickets[stage].settled += settled;
+    for (key, old, new) in &room.moved {
+        if let Some(content) = content_at(&mut state, stage, key, *old) {
+            state.set_address(content, stage, *new);
+        }
+    }
+    for (key, address) in &room.dropped {
+        state.counters.reclaimed_blocks += 1;
+        // The first dropped key of a content clears the address; for its other keys there is
+        // nothing left to do.
+        if let Some(content) = content_at(&mut state, stage, key, *address) {
+            state.clear_address(content, stage);
+            state.catalog.content_mut(content).was_reclaimed = true;
+            state.forget_if_in_no_tier(content, Loss::Reclaimed);
+        }
+    }
+    drop(state);
+    core.notify_changed();
+}
+
+/// The content of a key, if the stage has it at this address; not if it was moved or deleted since.
+fn content_at(
+    state: &mut StoreState,
+    stage: usize,
+    key: &BlockKey,
+    address: Address,
+) -> Option<ContentIndex> {
+    let found = state.catalog.find(key)?;
+    let index = state.catalog.entry(found).content;
+    (state.catalog.content(index).address(stage) == Some(address)).then_some(index)
+}
+
+/// Applies the result of the write of one block.
+fn settle(
+    state: &mut StoreState,
+    stage: usize,
+    pending: &PendingWrite,
+    result: Result<Address, StageError>,
+) {
+    state.pending_bytes[stage] -= u64::from(pending.facts.bytes);
+    let place = (pending.content, pending.generation);
+    let Some(content) = state.catalog.live_content(place) else {
+        // Deleted during the write.
+        let address = result.ok();
+        if let Some(address) = address {
+            state.push_key_change(stage, KeyChange::Remove(pending.facts.key, address));
+        }
+        return;
+    };
+    // Also after a failure: a block that a stage does not take must become evictable.
+    content.dirty &= !(1 << stage);
+    let is_clean = content.dirty == 0;
+    match result {
+        Ok(address) => {
+            content.was_reclaimed = false;
+            state.set_address(pending.content, stage, address);
+            state.counters.demoted_blocks += 1;
+            state.counters.demoted_bytes += u64::from(pending.facts.bytes);
+            add_other_keys(state, stage, pending, address);
+        }
+        Err(StageError::Declined { .. }) => state.counters.demote_declines += 1,
+        Err(error) => {
+            state.counters.demote_failures += 1;
+            state.write_failures.count(stage, 1);
+            // Time-outs and open circuits are not the fault of the block and do not count.
+            let is_block_error = matches!(error, StageError::Failed(_) | StageError::NoResult);
+            let tries =
+                pending.tries + u8::from(is_block_error && !state.is_write_circuit_open(stage));
+            // Making room for this block was tried already, without effect.
+            if !matches!(error, StageError::Full) && tries < WRITE_TRIES_MAX {
+                state.note_unstored(stage, PendingWrite { tries, ..*pending });
+            }
+            state.note_error(stage, error);
+        }
+    }
+    // Without a DRAM tier, memory holds a block only until it is written.
+    if is_clean && !state.has_dram {
+        state.drop_slab(pending.content);
+        state.forget_if_in_no_tier(pending.content, Loss::Unwritten);
+    }
+}
+
+/// Queues the other keys of a content for the stage, and the removal of the key it was written
+/// under if that was deleted meanwhile.
+fn add_other_keys(state: &mut StoreState, stage: usize, pending: &PendingWrite, address: Address) {
+    let mut has_written_key = false;
+    for key in state.catalog.keys_of(pending.content) {
+        let entry = state.catalog.entry(key);
+        if entry.key == pending.facts.key {
+            has_written_key = true;
+            continue;
+        }
+        let expires = entry.expires_unix_ms;
+        let facts = BlockFacts {
+            key: entry.key,
+            parent: state.catalog.parent_of(key).map(|parent| state.catalog.entry(parent).key),
+            is_prefix: entry.is_prefix(),
+            expires_unix_ms: (expires != 0).then_some(expires),
+            ..pending.facts
+        };
+        state.push_key_change(stage, KeyChange::Add(facts, address));
+    }
+    if !has_written_key {
+        state.push_key_change(stage, KeyChange::Remove(pending.facts.key, address));
+    }
+}
+
+/// A rate limiter: each batch delays the next one by its bytes divided by the rate.
+pub(crate) struct RateLimiter {
+    bytes_per_second: Option<u64>,
+    /// When the next batch may start.
+    next_start: Duration,
+}
+
+impl RateLimiter {
+    pub(crate) fn new(core: &StoreCore) -> Self {
+        Self {
+            bytes_per_second: core.config.mover_bytes_per_second,
+            next_start: core.clock.monotonic(),
+        }
+    }
+
+    pub(crate) fn wait_for(&mut self, core: &StoreCore, bytes: u64) {
+        let Some(rate) = self.bytes_per_second else { return };
+        loop {
+            let now = core.clock.monotonic();
+            if now >= self.next_start {
+                // From now, not from the planned start: idle time gives no credit for a later
+                // burst.
+                let nanos = u128::from(bytes) * 1_000_000_000 / u128::from(rate);
+                self.next_start =
+                    now + Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX));
+                return;
+            }
+            let state = core.lock();
+            if state.is_closed {
+                return;
+            }
+            // New work ends the pause early: the loop then checks the time again.
+            core.pause(state, self.next_start.saturating_sub(now));
+        }
+    }
+}
+
+/// Starts the mover thread of a stage.
+pub(crate) fn start(
+    core: &Arc<StoreCore>,
+    stage: usize,
+) -> std::io::Result<std::thread::JoinHandle<()>> {
+    let core = Arc::clone(core);
+    std::thread::Builder::new()
+        .name(format!("cascade-mover-{}", core.stages[stage].name()))
+        .spawn(move || run(&core, stage))
+}

@@ -1,0 +1,66 @@
+//! The prober: checks one stage in the background, so that few callers wait for a failed stage.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use cascade_block::Deadline;
+
+use crate::core::circuit::Direction;
+use crate::drive::breaker::HealthSignal;
+use crate::shared::StoreCore;
+use crate::stage::StageError;
+
+/// Checks per probe interval for a probe that is due.
+const CHECKS_PER_INTERVAL: u32 = 5;
+/// Longest time between two checks: hanging calls are also found by these checks.
+const CHECK_INTERVAL_MAX: Duration = Duration::from_secs(1);
+
+/// Runs until the store closes.
+fn run(core: &StoreCore, stage: usize) {
+    let health = core.config.health;
+    let check_interval = (health.probe_interval / CHECKS_PER_INTERVAL)
+        .min(health.probe_timeout)
+        .min(CHECK_INTERVAL_MAX);
+    let mut state = core.lock();
+    while !state.is_closed {
+        for direction in core.stages[stage].hung_directions(health.probe_timeout * health.threshold)
+        {
+            state.note_error(stage, StageError::Timeout);
+            core.record_health(&mut state, stage, direction, HealthSignal::Hang);
+        }
+        let mut has_probed = false;
+        // Writes first: a successful write probe also proves that reads work.
+        for direction in [Direction::Writes, Direction::Reads] {
+            if !state.breakers[stage].begin_probe(direction, core.clock.monotonic()) {
+                continue;
+            }
+            has_probed = true;
+            // The probe can take its whole time-out: no call may wait for it.
+            drop(state);
+            let deadline = Deadline::after(&*core.clock, health.probe_timeout);
+            let result = core.stages[stage].probe(direction, deadline);
+            state = core.lock();
+            // The close has aborted the probe: its result says nothing about the stage.
+            if state.is_closed {
+                return;
+            }
+            core.end_probe(&mut state, stage, direction, result);
+        }
+        // After a probe the checks are overdue, because it may have taken longer than their
+        // interval.
+        if !has_probed {
+            state = core.wait_for_prober_wakeup(state, check_interval);
+        }
+    }
+}
+
+/// Starts the prober thread of a stage.
+pub(crate) fn start(
+    core: &Arc<StoreCore>,
+    stage: usize,
+) -> std::io::Result<std::thread::JoinHandle<()>> {
+    let core = Arc::clone(core);
+    std::thread::Builder::new()
+        .name(format!("cascade-prober-{}", core.stages[stage].name()))
+        .spawn(move || run(&core, stage))
+}

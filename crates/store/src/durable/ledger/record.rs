@@ -1,0 +1,299 @@
+//! Encoding of the ledger's records. `docs/warm-restart.md` has the layout.
+
+use std::sync::atomic::{AtomicU64, Ordering, compiler_fence};
+
+use cascade_block::{BlockKey, Digest, NamespaceId, checksum};
+
+use super::process::Process;
+use crate::core::catalog::LOWER_STAGES_MAX;
+use crate::stage::BlockFacts;
+
+/// Words of a block's record: three cache lines.
+pub(super) const BLOCK_WORDS: usize = 24;
+/// Words under the checksum: all between the state and the addresses.
+const BLOCK_FIELDS: usize = 18;
+/// First word of the addresses in lower stages.
+const ADDRESS_WORD: usize = 20;
+/// Word with the checksum of the block's bytes: `LIVE` in the upper half, CRC-32C in the lower;
+/// zero while it is not known.
+const SUM_WORD: usize = 22;
+/// Words of a record of held memory: one cache line.
+pub(super) const HELD_WORDS: usize = 8;
+const HELD_FIELDS: usize = 4;
+
+/// Flag in a record's first word; the lower half has the record's checksum.
+const LIVE: u64 = 1 << 32;
+
+const IS_PREFIX: u64 = 1 << 32;
+const HAS_PARENT: u64 = 1 << 33;
+const HAS_DIGEST: u64 = 1 << 34;
+const HAS_NAMESPACE: u64 = 1 << 35;
+
+/// A piece of the pool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(super) struct Piece {
+    pub(super) offset: u64,
+    pub(super) bytes: u64,
+}
+
+/// A key with its content in DRAM.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct BlockRecord {
+    pub(super) piece: Piece,
+    pub(super) facts: BlockFacts,
+    /// Whether `facts` has the namespace: it is unknown for a block promoted from a stage.
+    pub(super) has_namespace: bool,
+    /// Addresses in the lower stages, plus one; zero where there is none.
+    pub(super) stored: [u64; LOWER_STAGES_MAX],
+    /// Checksum of the block's bytes, once it is known.
+    pub(super) sum: Option<u32>,
+}
+
+/// Memory that another process may access.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct HeldRecord {
+    pub(super) piece: Piece,
+    pub(super) process: Process,
+    pub(super) kind: u32,
+}
+
+/// Content of a record's place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum PlaceContent<T> {
+    /// Nothing.
+    Free,
+    /// A valid record.
+    Record(T),
+    /// A record with a wrong checksum.
+    Damaged,
+}
+
+/// The state word of a record with these fields.
+fn seal(fields: &[u64]) -> u64 {
+    let mut bytes = [0; BLOCK_FIELDS * 8];
+    for (piece, field) in bytes.chunks_exact_mut(8).zip(fields) {
+        piece.copy_from_slice(&field.to_le_bytes());
+    }
+    // `LIVE` keeps the word from being zero, which means free, when the checksum is zero.
+    LIVE | u64::from(checksum(&bytes[..fields.len() * 8]))
+}
+
+/// Writes the fields first, then the word that makes them valid: a process killed in between leaves
+/// the place free, as it was.
+fn publish(place: &[AtomicU64], fields: &[u64]) {
+    for (word, field) in place[1..].iter().zip(fields) {
+        word.store(*field, Ordering::Relaxed);
+    }
+    // Release: no store of a field may come after this one.
+    place[0].store(seal(fields), Ordering::Release);
+}
+
+/// Frees a place. Later stores must not come before it, also as seen by the process that recovers
+/// the memory after this one is killed. The kernel kills between two instructions, so only the
+/// compiler could reorder them; hence the compiler fence, and no fence for other CPUs.
+pub(super) fn clear(place: &[AtomicU64]) {
+    place[0].store(0, Ordering::Release);
+    compiler_fence(Ordering::SeqCst);
+}
+
+/// Zeroes a place that was cleared.
+pub(super) fn wipe(place: &[AtomicU64]) {
+    clear(place);
+    for word in &place[1..] {
+        word.store(0, Ordering::Relaxed);
+    }
+}
+
+fn read_fields<const FIELDS: usize>(place: &[AtomicU64]) -> PlaceContent<[u64; FIELDS]> {
+    let state = place[0].load(Ordering::Acquire);
+    if state == 0 {
+        return PlaceContent::Free;
+    }
+    // Relaxed: the load of the state word orders them.
+    let fields = std::array::from_fn(|at| place[1 + at].load(Ordering::Relaxed));
+    if seal(&fields) == state { PlaceContent::Record(fields) } else { PlaceContent::Damaged }
+}
+
+impl BlockRecord {
+    pub(super) fn write(&self, place: &[AtomicU64]) {
+        let facts = &self.facts;
+        let flag = |is_set: bool, flag: u64| if is_set { flag } else { 0 };
+        let flags = flag(facts.is_prefix, IS_PREFIX)
+            | flag(facts.parent.is_some(), HAS_PARENT)
+            | flag(facts.digest.is_some(), HAS_DIGEST)
+            | flag(self.has_namespace, HAS_NAMESPACE);
+        let mut fields = [0; BLOCK_FIELDS];
+        fields[0] = self.piece.offset;
+        fields[1] = self.piece.bytes;
+        fields[2] = u64::from(facts.bytes) | flags;
+        put(&mut fields[3..7], facts.key.as_bytes());
+        facts.parent.inspect(|parent| put(&mut fields[7..11], parent.as_bytes()));
+        facts.digest.inspect(|digest| put(&mut fields[11..15], digest.as_bytes()));
+        put(&mut fields[15..17], facts.namespace.as_bytes());
+        fields[17] = facts.expires_unix_ms.unwrap_or(0);
+        // Addresses and the sum change while a record is live, so they are outside its checksum.
+        // They are stored before it is published: clearing a record leaves them behind, and those
+        // of an earlier block must not count for this one.
+        for (word, stored) in place[ADDRESS_WORD..].iter().zip(self.stored) {
+            word.store(stored, Ordering::Relaxed);
+        }
+        place[SUM_WORD].store(marked(self.sum), Ordering::Relaxed);
+        publish(place, &fields);
+    }
+
+    pub(super) fn read(place: &[AtomicU64]) -> PlaceContent<Self> {
+        let sum = place[SUM_WORD].load(Ordering::Relaxed);
+        let fields = match read_fields::<BLOCK_FIELDS>(place) {
+            PlaceContent::Free => return PlaceContent::Free,
+            PlaceContent::Damaged => return PlaceContent::Damaged,
+            PlaceContent::Record(fields) => fields,
+        };
+        // Absent fields are zero and could be valid values, so flags show which are present.
+        let has = |flag: u64| fields[2] & flag != 0;
+        let facts = BlockFacts {
+            key: BlockKey::from_bytes(get(&fields[3..7])),
+            digest: has(HAS_DIGEST).then(|| Digest::from_bytes(get(&fields[11..15]))),
+            parent: has(HAS_PARENT).then(|| BlockKey::from_bytes(get(&fields[7..11]))),
+            namespace: NamespaceId::from_bytes(get(&fields[15..17])),
+            bytes: low(fields[2]),
+            is_prefix: has(IS_PREFIX),
+            expires_unix_ms: (fields[17] != 0).then_some(fields[17]),
+        };
+        PlaceContent::Record(Self {
+            piece: Piece { offset: fields[0], bytes: fields[1] },
+            facts,
+            has_namespace: has(HAS_NAMESPACE),
+            stored: std::array::from_fn(|at| place[ADDRESS_WORD + at].load(Ordering::Relaxed)),
+            sum: (sum & LIVE != 0).then(|| low(sum)),
+        })
+    }
+}
+
+fn marked(sum: Option<u32>) -> u64 {
+    // `LIVE` distinguishes a checksum of zero from an unknown one.
+    sum.map_or(0, |sum| LIVE | u64::from(sum))
+}
+
+/// Records the checksum of the block's bytes.
+pub(super) fn note_sum(place: &[AtomicU64], sum: u32) {
+    place[SUM_WORD].store(marked(Some(sum)), Ordering::Release);
+}
+
+/// Records the block's address in a stage. One word, so it is either there or not.
+pub(super) fn note_stored(place: &[AtomicU64], stage: usize, stored: u64) {
+    place[ADDRESS_WORD + stage].store(stored, Ordering::Release);
+}
+
+impl HeldRecord {
+    /// The process in a record of this run. Its checksum needs no check.
+    pub(super) fn process_of(place: &[AtomicU64]) -> Process {
+        // The words that `write` publishes third and fourth, after the state word.
+        let [who, start_time] = [3, 4].map(|at: usize| place[at].load(Ordering::Relaxed));
+        Process { pid: low(who), start_time }
+    }
+
+    pub(super) fn write(&self, place: &[AtomicU64]) {
+        let who = u64::from(self.process.pid) | u64::from(self.kind) << 32;
+        let fields = [self.piece.offset, self.piece.bytes, who, self.process.start_time];
+        publish(place, &fields);
+    }
+
+    pub(super) fn read(place: &[AtomicU64]) -> PlaceContent<Self> {
+        match read_fields::<HELD_FIELDS>(place) {
+            PlaceContent::Free => PlaceContent::Free,
+            PlaceContent::Damaged => PlaceContent::Damaged,
+            PlaceContent::Record([offset, bytes, who, start_time]) => PlaceContent::Record(Self {
+                piece: Piece { offset, bytes },
+                process: Process { pid: low(who), start_time },
+                kind: low(who >> 32),
+            }),
+        }
+    }
+}
+
+fn low(word: u64) -> u32 {
+    u32::try_from(word & u64::from(u32::MAX)).expect("the upper half is masked")
+}
+
+fn put(fields: &mut [u64], bytes: &[u8]) {
+    for (field, piece) in fields.iter_mut().zip(bytes.chunks_exact(8)) {
+        let mut word = [0; 8];
+        word.copy_from_slice(piece);
+        *field = u64::from_le_bytes(word);
+    }
+}
+
+fn get<const BYTES: usize>(fields: &[u64]) -> [u8; BYTES] {
+    let mut bytes = [0; BYTES];
+    for (piece, field) in bytes.chunks_exact_mut(8).zip(fields) {
+        piece.copy_from_slice(&field.to_le_bytes());
+    }
+    bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn place(words: usize) -> Vec<AtomicU64> {
+        (0..words).map(|_| AtomicU64::new(0)).collect()
+    }
+
+    fn record() -> BlockRecord {
+        let facts = BlockFacts {
+            key: BlockKey::from_bytes([1; 32]),
+            digest: Some(Digest::from_bytes([2; 32])),
+            parent: Some(BlockKey::from_bytes([3; 32])),
+            namespace: NamespaceId::from_bytes([4; 16]),
+            bytes: u32::MAX,
+            is_prefix: true,
+            expires_unix_ms: Some(5),
+        };
+        let piece = Piece { offset: 64, bytes: 1 << 32 };
+        BlockRecord { piece, facts, has_namespace: true, stored: [7, 0], sum: Some(0) }
+    }
+
+    #[test]
+    fn a_record_reads_back_as_written() {
+        let place = place(BLOCK_WORDS);
+        assert_eq!(BlockRecord::read(&place), PlaceContent::Free);
+        record().write(&place);
+        assert_eq!(BlockRecord::read(&place), PlaceContent::Record(record()));
+        let mut bare = record();
+        bare.facts.digest = None;
+        bare.sum = None;
+        bare.facts.parent = None;
+        bare.facts.expires_unix_ms = None;
+        clear(&place);
+        bare.write(&place);
+        assert_eq!(BlockRecord::read(&place), PlaceContent::Record(bare));
+        clear(&place);
+        assert_eq!(BlockRecord::read(&place), PlaceContent::Free);
+    }
+
+    #[test]
+    fn a_flipped_bit_is_detected_in_every_position() {
+        let place = place(BLOCK_WORDS);
+        record().write(&place);
+        for (at, word) in place.iter().enumerate().take(1 + BLOCK_FIELDS) {
+            for bit in 0..64 {
+                word.fetch_xor(1 << bit, Ordering::Relaxed);
+                assert_eq!(
+                    BlockRecord::read(&place),
+                    PlaceContent::Damaged,
+                    "bit {bit} of word {at}"
+                );
+                word.fetch_xor(1 << bit, Ordering::Relaxed);
+            }
+        }
+    }
+
+    #[test]
+    fn a_held_record_reads_back_as_written() {
+        let place = place(HELD_WORDS);
+        let process = Process { pid: u32::MAX, start_time: u64::MAX };
+        let held = HeldRecord { piece: Piece { offset: 1, bytes: 2 }, process, kind: 1 };
+        held.write(&place);
+        assert_eq!(HeldRecord::read(&place), PlaceContent::Record(held));
+    }
+}

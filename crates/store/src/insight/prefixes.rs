@@ -1,0 +1,98 @@
+//! Hot prefixes, and the access of a store to its traffic statistics.
+
+use std::sync::{MutexGuard, PoisonError};
+
+use cascade_block::BlockKey;
+
+use crate::core::catalog::KeyIndex;
+use crate::core::state::StoreState;
+use crate::insight::hot::WatchedPrefix;
+use crate::insight::traffic::Insight;
+use crate::shared::StoreCore;
+use crate::{Store, TierName};
+
+/// A prefix that many requests share.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HotPrefix {
+    /// Its last block.
+    pub key: BlockKey,
+    /// Blocks from the root to this one, inclusive.
+    pub depth_blocks: u32,
+    /// Requests that matched all of it in the last 15 to 30 minutes, since it is watched.
+    pub hits: u64,
+    /// Its blocks in each tier, fast to slow, as far as the chain is known.
+    pub tiers: Vec<TierBytes>,
+}
+
+/// A chain's blocks in one tier.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TierBytes {
+    /// The tier.
+    pub tier: TierName,
+    /// Blocks in it.
+    pub blocks: u64,
+    /// Their bytes.
+    pub bytes: u64,
+}
+
+impl Store {
+    /// The prefixes with the most requests in the last 15 to 30 minutes, most first. Nested ones
+    /// are listed separately. A prefix is counted from when it was first seen to be shared, so its
+    /// hits are a lower bound.
+    pub fn hot_prefixes(&self, count: usize) -> Vec<HotPrefix> {
+        let core = self.core();
+        // The guard ends with this statement: the two locks are never held together.
+        let watched = core.insight().hot.top(count);
+        let describe = |watched: WatchedPrefix| HotPrefix {
+            key: watched.key,
+            depth_blocks: watched.depth,
+            hits: watched.hits(),
+            // One hold of the lock for each prefix: its walk is as long as the chain.
+            tiers: core.tiers_of_chain(&core.lock(), &watched.key, watched.depth),
+        };
+        watched.into_iter().map(describe).collect()
+    }
+}
+
+impl StoreCore {
+    /// Discards all statistics, as after an erase.
+    pub(crate) fn reset_insight(&self) {
+        let lower = &self.tier_names()[1..];
+        *self.insight() = Insight::new(&self.config, self.pipeline.has_dram, lower, self.seed);
+    }
+
+    pub(crate) fn insight(&self) -> MutexGuard<'_, Insight> {
+        // After a panic the counts may be incomplete, but they are still valid statistics.
+        self.insight.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The numbers of the tiers, fast to slow, that have a content's bytes and a closed read
+    /// circuit.
+    pub(crate) fn tiers_with(&self, state: &StoreState, key: KeyIndex) -> Vec<usize> {
+        let content = state.catalog.content(state.catalog.entry(key).content);
+        let memory = content.slab.is_some().then_some(0);
+        let has_it = |stage: &usize| {
+            content.address(*stage).is_some() && !state.is_read_circuit_open(*stage)
+        };
+        let lower = (0..self.stages.len()).filter(has_it);
+        memory.into_iter().chain(lower.map(|stage| 1 + stage)).collect()
+    }
+
+    fn tiers_of_chain(&self, state: &StoreState, key: &BlockKey, depth: u32) -> Vec<TierBytes> {
+        let mut sums = vec![(0_u64, 0_u64); 1 + self.stages.len()];
+        let mut at = state.catalog.find(key);
+        for _ in 0..depth {
+            let Some(found) = at else { break };
+            let content = state.catalog.entry(found).content;
+            let bytes = u64::from(state.catalog.content(content).bytes);
+            for tier in self.tiers_with(state, found) {
+                sums[tier].0 += 1;
+                sums[tier].1 += bytes;
+            }
+            at = state.catalog.parent_of(found);
+        }
+        let held = sums.into_iter().enumerate().filter(|(_, (blocks, _))| *blocks > 0);
+        held.map(|(tier, (blocks, bytes))| TierBytes { tier: self.tier_name(tier), blocks, bytes })
+            .collect()
+    }
+}

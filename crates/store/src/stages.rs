@@ -1,0 +1,17 @@
+//! The stages and filters of the store, and the registry of those that a pipeline may name.
+
+mod call_threads;
+pub(crate) mod encryption;
+mod fake;
+mod files;
+pub(crate) mod guard;
+mod pipeline;
+mod records;
+mod registry;
+
+pub use encryption::EncryptedStage;
+pub use fake::FakeStage;
+pub use files::FilesStage;
+pub use pipeline::Pipeline;
+pub use records::{RecordAnswer, RecordBuffer, RecordCall, RecordStage, Records, UnsealedRecord};
+pub use registry::{StageContext, StageFactory, StageRegistry};

@@ -1,0 +1,594 @@
+//! Encryption at rest: a filter around a lower stage, which then stores only sealed records.
+//!
+//! The inner stage stores sealed records (`record.rs` has the layout) under the blocks' own keys. A
+//! record opens only under the key that it was first written with, or under one that the store
+//! named for the same content in this run. So records swapped on disk are misses.
+
+mod keys;
+mod record;
+
+use std::collections::{BTreeSet, HashMap};
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use cascade_block::{
+    BlockKey, Clock, Deadline, Digest, Manifest, Namespace, NamespaceId, TenantSecret,
+};
+use cascade_memory::{HugePages, Pool, PoolConfig, Slab, SlabMut, copy_out};
+
+use self::keys::{KeyId, KeyRing};
+use self::record::{OVERHEAD, Trailer};
+use super::StageContext;
+use crate::address::Address;
+use crate::stage::{
+    BlockFacts, Load, LoadOutcome, MakeRoomOutcome, Stage, StageEraseReport, StageError, StageStats,
+};
+use crate::{EncryptionConfig, StoreConfig, StoreError, TierName};
+
+/// Memory for records in flight: a share of DRAM within these bounds.
+const BOUNCE_SHARE: u64 = 8;
+const BOUNCE_BYTES_MIN: usize = 8 << 20;
+const BOUNCE_BYTES_MAX: usize = 64 << 20;
+/// A batch's share of that memory, so that readers and the mover do not wait for each other.
+const BATCH_SHARE: usize = 4;
+/// Poll interval for memory that the inner stage returns without a notification.
+const RECHECK: Duration = Duration::from_millis(1);
+/// Time-out of opening, which lists the inner stage's blocks.
+const OPENING_TIMEOUT: Duration = Duration::from_secs(300);
+/// The field of a manifest that marks a tier as encrypted; its value names the cipher.
+const MARK: &str = "cascade_encryption";
+const MARK_KEY: &str = "key_id";
+const MARK_COPY: &str = "copy";
+
+/// Encrypts blocks when they are stored and decrypts them when they are loaded.
+#[derive(Debug)]
+pub struct EncryptedStage {
+    inner: Arc<dyn Stage>,
+    keys: KeyRing,
+    /// Whether the inner stage has the marks of encryption. Held while they are written.
+    is_marked: Mutex<bool>,
+    bounce: Pool,
+    /// Notifies waiters for a bounce buffer; some buffers are returned without a notification.
+    returned: Condvar,
+    waiting: Mutex<()>,
+    clock: Arc<dyn Clock>,
+    recovered: Mutex<Vec<(BlockFacts, Address)>>,
+    aliases: Mutex<HashMap<BlockKey, TrustedName>>,
+    counters: EncryptionCounters,
+    notes: Vec<String>,
+}
+
+#[derive(Debug, Default)]
+struct EncryptionCounters {
+    damaged: AtomicU64,
+    other_key: AtomicU64,
+    other_name: AtomicU64,
+}
+
+/// What the store reported about an alias. Decides whether a record with another key is accepted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum TrustedName {
+    /// Its bytes have this digest.
+    Content(Digest),
+    /// Its bytes are those of this block.
+    Origin(BlockKey),
+}
+
+/// Wraps a stage if encryption is configured; otherwise refuses a stage with encrypted blocks.
+pub(crate) fn protect(
+    stage: Arc<dyn Stage>,
+    context: &StageContext<'_>,
+) -> Result<Arc<dyn Stage>, StoreError> {
+    if stage.keeps_names_only() {
+        return Ok(stage);
+    }
+    match &context.config.encryption {
+        Some(encryption) => Ok(Arc::new(EncryptedStage::open(stage, encryption, context)?)),
+        None if marks(&*stage, context)?.is_empty() => Ok(stage),
+        None => Err(StoreError::Config {
+            setting: "encryption",
+            reason: format!(
+                "tier {} holds encrypted blocks and no key file is configured; configure it, or \
+                 empty the directory",
+                stage.name()
+            ),
+        }),
+    }
+}
+
+impl EncryptedStage {
+    /// Wraps a stage.
+    ///
+    /// # Errors
+    /// Other users can read the key file, the key file is in the directory that it encrypts, or the
+    /// stage has unencrypted blocks.
+    pub fn open(
+        inner: Arc<dyn Stage>,
+        config: &EncryptionConfig,
+        context: &StageContext<'_>,
+    ) -> Result<Self, StoreError> {
+        refuse_key_beside_blocks(config, context.config)?;
+        let keys = KeyRing::open(config, inner.name())?;
+        let marks = marks(&*inner, context)?;
+        let recovered = inner.recover();
+        if marks.is_empty() && !recovered.is_empty() {
+            return Err(StoreError::Config {
+                setting: "encryption",
+                reason: format!(
+                    "tier {} holds {} unencrypted blocks; empty its directory or use another one",
+                    inner.name(),
+                    recovered.len()
+                ),
+            });
+        }
+        let bytes = usize::try_from(context.config.dram_bytes / BOUNCE_SHARE).unwrap_or(usize::MAX);
+        let bounce = bounce_pool(bytes.clamp(BOUNCE_BYTES_MIN, BOUNCE_BYTES_MAX))
+            .map_err(|error| StoreError::Memory(Arc::new(error)))?;
+        let mut notes = vec![format!("AES-256-GCM, writes with key {}", keys.writing_id())];
+        let unknown_keys: Vec<_> =
+            marks.iter().filter(|id| !is_known(&keys, id)).cloned().collect();
+        if !unknown_keys.is_empty() {
+            notes.push(format!(
+                "has blocks of key {}, which {} does not hold: they are misses; add it there as a \
+                 further line to read them",
+                unknown_keys.join(", "),
+                config.key_file.display()
+            ));
+        }
+        // Without any of its keys no block can be read. The blocks stay until their space is
+        // needed, in case the key file is the wrong one.
+        let is_readable = unknown_keys.len() < marks.len();
+        let stage = Self {
+            inner,
+            keys,
+            is_marked: Mutex::new(false),
+            bounce,
+            returned: Condvar::new(),
+            waiting: Mutex::new(()),
+            clock: Arc::clone(context.clock),
+            recovered: Mutex::new(if is_readable { recovered } else { Vec::new() }),
+            aliases: Mutex::default(),
+            counters: EncryptionCounters::default(),
+            notes,
+        };
+        let deadline = Deadline::after(&**context.clock, OPENING_TIMEOUT);
+        stage.mark(deadline).map_err(|error| StoreError::Tier {
+            tier: stage.name(),
+            operation: "store the identifier of its encryption key",
+            source: Arc::new(error),
+        })?;
+        Ok(stage)
+    }
+
+    /// Stores the identifier of the key in use, once. This happens before any block is stored:
+    /// otherwise an opening without the key would accept ciphertext as blocks.
+    fn mark(&self, deadline: Deadline) -> Result<(), StageError> {
+        let mut is_marked = self.is_marked.lock().unwrap_or_else(PoisonError::into_inner);
+        if !*is_marked {
+            // In two files: if the only mark were damaged, ciphertext would be accepted as blocks.
+            for copy in ["1", "2"] {
+                let manifest = Manifest::new()
+                    .with(MARK, "aes-256-gcm 1")
+                    .with(MARK_KEY, self.keys.writing_id().to_string());
+                let manifest = if copy == "1" { manifest } else { manifest.with(MARK_COPY, copy) };
+                let mark = Namespace::new(manifest, &TenantSecret::new(""));
+                self.inner.register(&mark, deadline)?;
+            }
+            *is_marked = true;
+        }
+        Ok(())
+    }
+
+    fn aliases(&self) -> MutexGuard<'_, HashMap<BlockKey, TrustedName>> {
+        self.aliases.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The length of a block's record, if it fits 32 bits.
+    fn record_bytes(bytes: u32) -> Option<usize> {
+        let overhead = u32::try_from(OVERHEAD).ok()?;
+        usize::try_from(bytes.checked_add(overhead)?).ok()
+    }
+
+    /// A buffer for a record; for the first of a batch, waits until the deadline.
+    fn buffer(
+        &self,
+        bytes: usize,
+        may_wait: bool,
+        deadline: Deadline,
+    ) -> Result<Option<SlabMut>, StageError> {
+        if bytes > self.bounce.region().bytes() / BATCH_SHARE {
+            // A pool for this record alone. Its block is in DRAM meanwhile, so the size of DRAM
+            // limits the number of such pools.
+            let pool = bounce_pool(bytes).map_err(|error| StageError::Failed(Arc::new(error)))?;
+            return Ok(pool.allocate_direct(bytes));
+        }
+        loop {
+            if let Some(buffer) = self.bounce.allocate_direct(bytes) {
+                return Ok(Some(buffer));
+            }
+            let left = deadline.remaining(&*self.clock);
+            if !may_wait {
+                return Ok(None);
+            }
+            if left.is_zero() {
+                return Err(StageError::Timeout);
+            }
+            let guard = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+            // A notification between the attempt and this wait is missed: the poll interval bounds
+            // the delay.
+            drop(self.returned.wait_timeout(guard, left.min(RECHECK)));
+        }
+    }
+
+    /// Whether a batch of this size has to be sent before it takes more buffers.
+    fn is_full(&self, held_bytes: usize) -> bool {
+        held_bytes >= self.bounce.region().bytes() / BATCH_SHARE
+    }
+
+    fn seal(
+        &self,
+        facts: &BlockFacts,
+        slab: &Slab,
+        mut buffer: SlabMut,
+    ) -> Result<(BlockFacts, Slab), StageError> {
+        // Not a non-temporal copy: sealing reads the bytes at once.
+        buffer[..slab.len()].copy_from_slice(slab);
+        record::seal(&self.keys, &mut buffer, facts.key, facts.digest.as_ref())
+            .map_err(|error| StageError::Failed(Arc::new(error)))?;
+        Ok((sealed_facts(facts), buffer.seal()))
+    }
+
+    /// Decrypts a record of the inner stage. Returns another outcome if that fails.
+    fn unseal(&self, key: &BlockKey, mut buffer: SlabMut, mut slab: SlabMut) -> LoadOutcome {
+        let Some(trailer) = Trailer::read(&buffer) else { return self.damaged() };
+        if !self.keys.knows(trailer.key_id) {
+            self.counters.other_key.fetch_add(1, Ordering::Relaxed);
+            return LoadOutcome::Gone;
+        }
+        // The trailer is not authenticated yet. A forged one may pass here, but does not open.
+        if trailer.origin != *key {
+            let trusted = self.aliases().get(key).copied();
+            let Some(trusted) = trusted else {
+                self.counters.other_name.fetch_add(1, Ordering::Relaxed);
+                return LoadOutcome::Gone;
+            };
+            if !self.is_trusted(&trailer, &trusted) {
+                return self.damaged();
+            }
+        }
+        match record::open(&self.keys, &mut buffer, &trailer) {
+            Some(block) if block.len() == slab.len() => {
+                copy_out(&mut slab, block, 0);
+                LoadOutcome::Hit(slab)
+            }
+            _ => self.damaged(),
+        }
+    }
+
+    fn is_trusted(&self, trailer: &Trailer, trusted: &TrustedName) -> bool {
+        match trusted {
+            TrustedName::Origin(origin) => trailer.origin == *origin,
+            TrustedName::Content(digest) => {
+                self.keys.content_tag(trailer.key_id, digest) == Some(trailer.content)
+            }
+        }
+    }
+
+    fn damaged(&self) -> LoadOutcome {
+        self.counters.damaged.fetch_add(1, Ordering::Relaxed);
+        LoadOutcome::Damaged
+    }
+
+    /// The key that the record at an address was first written under, if the record is authentic.
+    fn origin(
+        &self,
+        facts: &BlockFacts,
+        address: Address,
+        deadline: Deadline,
+    ) -> Result<Option<BlockKey>, StageError> {
+        let bytes = Self::record_bytes(facts.bytes);
+        let bytes = bytes.ok_or(StageError::Declined { bytes: facts.bytes })?;
+        let Some(slab) = self.buffer(bytes, true, deadline)? else { return Ok(None) };
+        let load = Load { key: facts.key, address, slab };
+        let Some(LoadOutcome::Hit(mut buffer)) = self.inner.load(vec![load], deadline).pop() else {
+            return Ok(None);
+        };
+        let Some(trailer) = Trailer::read(&buffer) else { return Ok(None) };
+        let opened = record::open(&self.keys, &mut buffer, &trailer).is_some();
+        Ok(opened.then_some(trailer.origin))
+    }
+}
+
+fn sealed_facts(facts: &BlockFacts) -> BlockFacts {
+    let overhead = u32::try_from(OVERHEAD).expect("a small number");
+    // An unencrypted digest would let anyone verify a guess of the block's bytes.
+    BlockFacts { digest: None, bytes: facts.bytes.saturating_add(overhead), ..*facts }
+}
+
+fn bounce_pool(bytes: usize) -> Result<Pool, cascade_memory::MemoryError> {
+    let capacity_bytes = bytes.next_multiple_of(cascade_memory::DIRECT_ALIGN);
+    Pool::new(&PoolConfig { capacity_bytes, huge_pages: HugePages::Never, populate: false })
+}
+
+/// Identifiers of all keys that a stage was written with.
+fn marks(stage: &dyn Stage, context: &StageContext<'_>) -> Result<Vec<String>, StoreError> {
+    let deadline = Deadline::after(&**context.clock, OPENING_TIMEOUT);
+    let manifests = stage.manifests(deadline).map_err(|error| StoreError::Tier {
+        tier: stage.name(),
+        operation: "list its manifests",
+        source: Arc::new(error),
+    })?;
+    let id = |(_, manifest): &(NamespaceId, Manifest)| {
+        manifest.get(MARK)?;
+        Some(manifest.get(MARK_KEY).unwrap_or("unknown").to_owned())
+    };
+    let ids: BTreeSet<String> = manifests.iter().filter_map(id).collect();
+    Ok(ids.into_iter().collect())
+}
+
+fn is_known(keys: &KeyRing, id: &str) -> bool {
+    let mut bytes = [0; 8];
+    let digits = (0..8).map(|at| id.get(2 * at..2 * at + 2));
+    for (byte, pair) in bytes.iter_mut().zip(digits) {
+        let Some(value) = pair.and_then(|pair| u8::from_str_radix(pair, 16).ok()) else {
+            return false;
+        };
+        *byte = value;
+    }
+    keys.knows(KeyId(bytes))
+}
+
+/// Checks that the key file is not in the directory that it encrypts: a copy of the directory would
+/// contain the key, and removing the directory would remove the key.
+fn refuse_key_beside_blocks(
+    config: &EncryptionConfig,
+    store: &StoreConfig,
+) -> Result<(), StoreError> {
+    let Some(files) = &store.files else { return Ok(()) };
+    let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    if !real(&config.key_file).starts_with(real(&files.directory)) {
+        return Ok(());
+    }
+    let reason = format!(
+        "{} is inside the directory {} of the encrypted tier: a copy of the directory would have \
+         the key; move it elsewhere",
+        config.key_file.display(),
+        files.directory.display()
+    );
+    Err(StoreError::Config { setting: "encryption", reason })
+}
+
+impl Stage for EncryptedStage {
+    fn name(&self) -> TierName {
+        self.inner.name()
+    }
+
+    fn store(
+        &self,
+        batch: Vec<(BlockFacts, Slab)>,
+        deadline: Deadline,
+    ) -> Vec<Result<Address, StageError>> {
+        // An erase since the opening may have removed the marks.
+        if let Err(error) = self.mark(deadline) {
+            return vec![Err(error); batch.len()];
+        }
+        {
+            let mut aliases = self.aliases();
+            for (facts, _) in &batch {
+                aliases.remove(&facts.key);
+            }
+        }
+        let mut results = Vec::with_capacity(batch.len());
+        let (mut sealed, mut held_bytes) = (Vec::new(), 0);
+        let send = |sealed: &mut Vec<_>, results: &mut Vec<_>| {
+            if !sealed.is_empty() {
+                let count = results.len() + sealed.len();
+                results.extend(self.inner.store(std::mem::take(sealed), deadline));
+                results.resize_with(count, || Err(StageError::NoResult));
+                self.returned.notify_all();
+            }
+        };
+        for (facts, slab) in batch {
+            let Some(bytes) = Self::record_bytes(facts.bytes) else {
+                // Results have the order of the batch: the records before this block come first.
+                send(&mut sealed, &mut results);
+                results.push(Err(StageError::Declined { bytes: facts.bytes }));
+                continue;
+            };
+            let mut buffer = self.buffer(bytes, sealed.is_empty(), deadline);
+            if matches!(buffer, Ok(None)) {
+                // This batch may hold all buffers: send it first.
+                send(&mut sealed, &mut results);
+                held_bytes = 0;
+                buffer = self.buffer(bytes, true, deadline);
+            }
+            let buffer = buffer.and_then(|buffer| buffer.ok_or(StageError::Timeout));
+            match buffer.and_then(|buffer| self.seal(&facts, &slab, buffer)) {
+                Ok(record) => sealed.push(record),
+                Err(error) => {
+                    send(&mut sealed, &mut results);
+                    results.push(Err(error));
+                }
+            }
+            held_bytes += bytes;
+            if self.is_full(held_bytes) {
+                send(&mut sealed, &mut results);
+                held_bytes = 0;
+            }
+        }
+        send(&mut sealed, &mut results);
+        results
+    }
+
+    fn load(&self, batch: Vec<Load>, deadline: Deadline) -> Vec<LoadOutcome> {
+        let mut results = Vec::with_capacity(batch.len());
+        let mut rest = batch.into_iter().peekable();
+        while rest.peek().is_some() {
+            let (mut loads, mut targets, mut held_bytes) = (Vec::new(), Vec::new(), 0);
+            let mut failure = None;
+            while let Some(next) = rest.peek() {
+                let bytes = next.slab.len() + OVERHEAD;
+                // Only a batch without buffers waits: two that hold some could wait for each other.
+                match self.buffer(bytes, loads.is_empty(), deadline) {
+                    Ok(Some(slab)) => {
+                        let Load { key, address, slab: target } = rest.next().expect("peeked");
+                        loads.push(Load { key, address, slab });
+                        targets.push((key, target));
+                    }
+                    // Not even the first block got a buffer: its separate pool is exhausted.
+                    Ok(None) if loads.is_empty() => {
+                        failure = Some(StageError::Timeout);
+                        break;
+                    }
+                    Ok(None) => break,
+                    Err(error) => {
+                        failure = Some(error);
+                        break;
+                    }
+                }
+                held_bytes += bytes;
+                if self.is_full(held_bytes) {
+                    break;
+                }
+            }
+            let count = results.len() + loads.len();
+            let loaded =
+                if loads.is_empty() { Vec::new() } else { self.inner.load(loads, deadline) };
+            results.extend(loaded.into_iter().zip(targets).map(|(loaded, (key, target))| {
+                match loaded {
+                    LoadOutcome::Hit(buffer) => self.unseal(&key, buffer, target),
+                    other => other,
+                }
+            }));
+            results.resize_with(count, || LoadOutcome::Failed(StageError::NoResult));
+            self.returned.notify_all();
+            if let Some(error) = failure {
+                rest.next();
+                results.push(LoadOutcome::Failed(error));
+            }
+        }
+        results
+    }
+
+    fn alias(
+        &self,
+        batch: Vec<(BlockFacts, Address)>,
+        deadline: Deadline,
+    ) -> Result<(), StageError> {
+        // Before the inner stage has the name: a read in between would be a miss.
+        for (facts, _) in &batch {
+            if let Some(digest) = facts.digest {
+                self.aliases().insert(facts.key, TrustedName::Content(digest));
+            }
+        }
+        let sealed = batch.iter().map(|(facts, address)| (sealed_facts(facts), *address));
+        let result = self.inner.alias(sealed.collect(), deadline);
+        // The store gives a digest with every alias; other callers may not.
+        for (facts, address) in batch.iter().filter(|(facts, _)| facts.digest.is_none()) {
+            if let Some(origin) = self.origin(facts, *address, deadline)? {
+                self.aliases().insert(facts.key, TrustedName::Origin(origin));
+            }
+        }
+        result
+    }
+
+    fn remove(&self, batch: &[(BlockKey, Address)], deadline: Deadline) -> Result<(), StageError> {
+        {
+            let mut aliases = self.aliases();
+            for (key, _) in batch {
+                aliases.remove(key);
+            }
+        }
+        self.inner.remove(batch, deadline)
+    }
+
+    fn make_room(
+        &self,
+        keep: &mut dyn FnMut(&BlockKey, Address) -> bool,
+        deadline: Deadline,
+    ) -> Result<MakeRoomOutcome, StageError> {
+        let room = self.inner.make_room(keep, deadline)?;
+        let mut aliases = self.aliases();
+        for (key, _) in &room.dropped {
+            aliases.remove(key);
+        }
+        drop(aliases);
+        Ok(room)
+    }
+
+    fn recover(&self) -> Vec<(BlockFacts, Address)> {
+        let overhead = u32::try_from(OVERHEAD).expect("a small number");
+        let mut recovered = self.recovered.lock().unwrap_or_else(PoisonError::into_inner);
+        let open = |(facts, address): (BlockFacts, Address)| {
+            let bytes = facts.bytes.checked_sub(overhead)?;
+            Some((BlockFacts { bytes, digest: None, ..facts }, address))
+        };
+        std::mem::take(&mut *recovered).into_iter().filter_map(open).collect()
+    }
+
+    fn flush(&self, deadline: Deadline) -> Result<(), StageError> {
+        self.inner.flush(deadline)
+    }
+
+    fn register(&self, namespace: &Namespace, deadline: Deadline) -> Result<(), StageError> {
+        self.inner.register(namespace, deadline)
+    }
+
+    fn manifests(&self, deadline: Deadline) -> Result<Vec<(NamespaceId, Manifest)>, StageError> {
+        let mut manifests = self.inner.manifests(deadline)?;
+        manifests.retain(|(_, manifest)| manifest.get(MARK).is_none());
+        Ok(manifests)
+    }
+
+    fn keeps_deadlines(&self) -> bool {
+        self.inner.keeps_deadlines()
+    }
+
+    fn probe(&self, deadline: Deadline) -> Result<(), StageError> {
+        self.inner.probe(deadline)
+    }
+
+    fn probe_reads(&self, deadline: Deadline) -> Result<(), StageError> {
+        self.inner.probe_reads(deadline)
+    }
+
+    fn stuck_calls(&self) -> u64 {
+        self.inner.stuck_calls()
+    }
+
+    fn erase(&self, deadline: Deadline) -> Result<StageEraseReport, StageError> {
+        self.aliases().clear();
+        // Even a partial erase may remove the marks; the next store writes them again.
+        *self.is_marked.lock().unwrap_or_else(PoisonError::into_inner) = false;
+        let erased = self.inner.erase(deadline)?;
+        // These buffers contain decrypted blocks.
+        self.bounce.begin_wipe();
+        self.bounce.wipe(&mut || !deadline.has_passed(&*self.clock));
+        Ok(erased)
+    }
+
+    fn close(&self) {
+        self.inner.close();
+    }
+
+    fn stats(&self) -> StageStats {
+        let mut stats = self.inner.stats();
+        let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        stats.damaged_blocks += load(&self.counters.damaged);
+        stats.notes.extend(self.notes.iter().cloned());
+        let (other_key, other_name) =
+            (load(&self.counters.other_key), load(&self.counters.other_name));
+        if other_key > 0 {
+            stats.notes.push(format!("{other_key} reads met a key that is not in the key file"));
+        }
+        if other_name > 0 {
+            stats.notes.push(format!(
+                "{other_name} reads by an alias of an earlier run were misses: only a block's \
+                 first name survives restarts in an encrypted tier"
+            ));
+        }
+        stats
+    }
+}

@@ -1,0 +1,124 @@
+//! The Fake stage: keeps names without bytes. For hit-rate studies and upper bounds.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use cascade_block::{BlockKey, Deadline};
+use cascade_memory::Slab;
+
+use crate::TierName;
+use crate::address::Address;
+use crate::stage::{
+    BlockFacts, Load, LoadOutcome, MakeRoomOutcome, Stage, StageEraseReport, StageError, StageStats,
+};
+
+/// Counts the blocks that it would have. A load finds nothing, because it stores no bytes.
+#[derive(Debug, Default)]
+pub struct FakeStage {
+    state: Mutex<Names>,
+}
+
+#[derive(Debug, Default)]
+struct Names {
+    next: u64,
+    bytes: u64,
+    /// Length of a block and number of its names, by address.
+    lengths: HashMap<u64, (u32, u32)>,
+}
+
+impl FakeStage {
+    fn state(&self) -> MutexGuard<'_, Names> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Stage for FakeStage {
+    fn name(&self) -> TierName {
+        "fake"
+    }
+
+    fn keeps_names_only(&self) -> bool {
+        true
+    }
+
+    fn keeps_deadlines(&self) -> bool {
+        true
+    }
+
+    fn store(
+        &self,
+        batch: Vec<(BlockFacts, Slab)>,
+        _deadline: Deadline,
+    ) -> Vec<Result<Address, StageError>> {
+        let mut names = self.state();
+        let mut keep = |facts: &BlockFacts| {
+            names.next += 1;
+            names.bytes += u64::from(facts.bytes);
+            let address = names.next;
+            names.lengths.insert(address, (facts.bytes, 1));
+            Ok(Address(address))
+        };
+        batch.iter().map(|(facts, _)| keep(facts)).collect()
+    }
+
+    fn load(&self, batch: Vec<Load>, _deadline: Deadline) -> Vec<LoadOutcome> {
+        batch.into_iter().map(|_| LoadOutcome::Gone).collect()
+    }
+
+    fn alias(
+        &self,
+        batch: Vec<(BlockFacts, Address)>,
+        _deadline: Deadline,
+    ) -> Result<(), StageError> {
+        let mut names = self.state();
+        for (_, address) in batch {
+            if let Some((_, count)) = names.lengths.get_mut(&address.0) {
+                *count += 1;
+            }
+        }
+        Ok(())
+    }
+
+    fn remove(&self, batch: &[(BlockKey, Address)], _: Deadline) -> Result<(), StageError> {
+        let mut names = self.state();
+        for (_, address) in batch {
+            let Some((bytes, count)) = names.lengths.get_mut(&address.0) else { continue };
+            *count -= 1;
+            if *count == 0 {
+                let bytes = u64::from(*bytes);
+                names.lengths.remove(&address.0);
+                names.bytes -= bytes;
+            }
+        }
+        Ok(())
+    }
+
+    fn make_room(
+        &self,
+        _keep: &mut dyn FnMut(&BlockKey, Address) -> bool,
+        _deadline: Deadline,
+    ) -> Result<MakeRoomOutcome, StageError> {
+        Ok(MakeRoomOutcome::default())
+    }
+
+    fn recover(&self) -> Vec<(BlockFacts, Address)> {
+        Vec::new()
+    }
+
+    fn flush(&self, _deadline: Deadline) -> Result<(), StageError> {
+        Ok(())
+    }
+
+    fn erase(&self, _deadline: Deadline) -> Result<StageEraseReport, StageError> {
+        let mut names = self.state();
+        names.lengths.clear();
+        names.bytes = 0;
+        Ok(StageEraseReport::default())
+    }
+
+    fn stats(&self) -> StageStats {
+        let used_bytes = self.state().bytes;
+        let notes = vec!["keeps names only: every load is a miss".to_owned()];
+        StageStats { used_bytes, capacity_bytes: u64::MAX, notes, ..StageStats::default() }
+    }
+}

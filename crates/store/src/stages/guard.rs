@@ -1,0 +1,321 @@
+//! The guard around a stage, which bounds the damage that a faulty stage can do.
+//!
+//! A stage that panics, exceeds its deadline, or returns too few results or slabs of the wrong
+//! length loses its blocks, and nothing else. Calls that may hang run on their own threads. What
+//! was passed to a late call, slabs above all, stays with that call until it ends.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use cascade_block::{BlockKey, Clock, Deadline, Manifest, Namespace, NamespaceId};
+use cascade_memory::Slab;
+
+use super::call_threads::{CallThreads, WaitLimit};
+use crate::TierName;
+use crate::address::Address;
+use crate::core::circuit::Direction;
+use crate::stage::{
+    BlockFacts, Load, LoadOutcome, MakeRoomOutcome, Stage, StageEraseReport, StageError, StageStats,
+};
+
+/// Most concurrent loads of a stage that may exceed its deadlines.
+const LOADS_MAX: usize = 16;
+/// Most concurrent calls that neither load nor change blocks.
+const OTHER_CALLS_MAX: usize = 4;
+/// Time-out of statistics.
+const STATS_TIMEOUT: Duration = Duration::from_secs(1);
+
+const READS: Direction = Direction::Reads;
+const WRITES: Direction = Direction::Writes;
+
+/// Decides which blocks are kept when room is made.
+pub(crate) type Keep = Box<dyn FnMut(&BlockKey, Address) -> bool + Send>;
+
+/// A stage with its guard.
+#[derive(Debug)]
+pub(crate) struct Guarded {
+    stage: Arc<dyn Stage>,
+    name: TierName,
+    keeps_names_only: bool,
+    keeps_deadlines: bool,
+    loads: CallThreads,
+    /// One at a time, so that changes happen in order.
+    changes: CallThreads,
+    other_calls: CallThreads,
+    probes: CallThreads,
+    read_probes: CallThreads,
+    clock: Arc<dyn Clock>,
+    /// The circuit is open: callers stop waiting for results.
+    is_read_circuit_open: AtomicBool,
+    is_write_circuit_open: AtomicBool,
+    is_closed: AtomicBool,
+    stats: Mutex<StageStats>,
+}
+
+impl Guarded {
+    pub(crate) fn new(stage: Arc<dyn Stage>, clock: &Arc<dyn Clock>) -> Self {
+        let threads = |calls_max| CallThreads::new(calls_max, Arc::clone(clock));
+        Self {
+            name: stage.name(),
+            keeps_names_only: stage.keeps_names_only(),
+            keeps_deadlines: stage.keeps_deadlines(),
+            stage,
+            loads: threads(LOADS_MAX),
+            changes: threads(1),
+            other_calls: threads(OTHER_CALLS_MAX),
+            probes: threads(1),
+            read_probes: threads(1),
+            clock: Arc::clone(clock),
+            is_read_circuit_open: AtomicBool::new(false),
+            is_write_circuit_open: AtomicBool::new(false),
+            is_closed: AtomicBool::new(false),
+            stats: Mutex::default(),
+        }
+    }
+
+    pub(crate) fn name(&self) -> TierName {
+        self.name
+    }
+
+    pub(crate) fn keeps_names_only(&self) -> bool {
+        self.keeps_names_only
+    }
+
+    /// Opens or closes the circuit of one direction. Opening it ends all waits for its calls.
+    pub(crate) fn set_circuit_open(&self, direction: Direction, is_open: bool) {
+        self.circuit_open(direction).store(is_open, Ordering::Release);
+    }
+
+    fn circuit_open(&self, direction: Direction) -> &AtomicBool {
+        match direction {
+            Direction::Reads => &self.is_read_circuit_open,
+            Direction::Writes => &self.is_write_circuit_open,
+        }
+    }
+
+    /// See [`Stage::recover`].
+    pub(crate) fn recover(&self) -> Vec<(BlockFacts, Address)> {
+        self.stage.recover()
+    }
+
+    /// [`Stage::store`] with exactly one result for each block. Addresses returned after the
+    /// deadline go to `late`.
+    pub(crate) fn store(
+        &self,
+        batch: Vec<(BlockFacts, Slab)>,
+        deadline: Deadline,
+        late: impl FnOnce(Vec<(BlockKey, Address)>) + Send + 'static,
+    ) -> Vec<Result<Address, StageError>> {
+        // For a late result: the batch itself goes to the stage.
+        let keys: Vec<BlockKey> = batch.iter().map(|(facts, _)| facts.key).collect();
+        let count = keys.len();
+        let stage = Arc::clone(&self.stage);
+        let late = move |results: Vec<Result<Address, StageError>>| {
+            let stored = keys.into_iter().zip(results);
+            late(stored.filter_map(|(key, result)| Some((key, result.ok()?))).collect());
+        };
+        let work = move || stage.store(batch, deadline);
+        let stored = self.changes.call(self.wait_limit(WRITES, deadline, true), work, late);
+        let mut results = stored.unwrap_or_else(|error| vec![Err(error); count]);
+        results.resize_with(count, || Err(StageError::NoResult));
+        results
+    }
+
+    /// [`Stage::load`] with exactly one result for each block, each slab of the right length.
+    pub(crate) fn load(&self, batch: Vec<Load>, deadline: Deadline) -> Vec<LoadOutcome> {
+        let lengths: Vec<usize> = batch.iter().map(|load| load.slab.len()).collect();
+        let count = lengths.len();
+        let failed = |error: StageError| -> Vec<LoadOutcome> {
+            (0..count).map(|_| LoadOutcome::Failed(error.clone())).collect()
+        };
+        let mut results = if self.keeps_deadlines {
+            // After a panic there are no results, and every block fails below.
+            catch(|| self.stage.load(batch, deadline)).unwrap_or_default()
+        } else {
+            let stage = Arc::clone(&self.stage);
+            let work = move || stage.load(batch, deadline);
+            // A late load has only slabs to release.
+            let loaded = self.loads.call(self.wait_limit(READS, deadline, true), work, drop);
+            loaded.unwrap_or_else(failed)
+        };
+        results.resize_with(count, || LoadOutcome::Failed(StageError::NoResult));
+        for (loaded, length) in results.iter_mut().zip(lengths) {
+            // The caller would serve a slab of another length as the block.
+            if matches!(loaded, LoadOutcome::Hit(slab) if slab.len() != length) {
+                *loaded = LoadOutcome::Damaged;
+            }
+        }
+        results
+    }
+
+    /// See [`Stage::alias`].
+    pub(crate) fn alias(
+        &self,
+        batch: Vec<(BlockFacts, Address)>,
+        deadline: Deadline,
+    ) -> Result<(), StageError> {
+        self.run(&self.changes, WRITES, deadline, true, move |stage| stage.alias(batch, deadline))
+    }
+
+    /// See [`Stage::remove`].
+    pub(crate) fn remove(
+        &self,
+        batch: Vec<(BlockKey, Address)>,
+        deadline: Deadline,
+    ) -> Result<(), StageError> {
+        self.run(&self.changes, WRITES, deadline, true, move |stage| stage.remove(&batch, deadline))
+    }
+
+    /// [`Stage::make_room`]; room made after the deadline goes to `late`.
+    pub(crate) fn make_room(
+        &self,
+        mut keep: Keep,
+        deadline: Deadline,
+        late: impl FnOnce(MakeRoomOutcome) + Send + 'static,
+    ) -> Result<MakeRoomOutcome, StageError> {
+        let stage = Arc::clone(&self.stage);
+        let late = move |room: Result<MakeRoomOutcome, StageError>| room.map_or_else(drop, late);
+        // Not watched for hanging: moving kept blocks may take longer than storing a batch.
+        let wait_limit = self.wait_limit(WRITES, deadline, false);
+        self.changes.call(wait_limit, move || stage.make_room(&mut keep, deadline), late)?
+    }
+
+    /// See [`Stage::flush`].
+    pub(crate) fn flush(&self, deadline: Deadline) -> Result<(), StageError> {
+        // Not in turn with the changes: blocks are stored while a long flush runs.
+        self.run(&self.other_calls, WRITES, deadline, false, move |stage| stage.flush(deadline))
+    }
+
+    /// [`Stage::erase`], even while a circuit is open. It runs in turn with the changes: a late
+    /// erase blocks later changes until it ends, so it never meets a block stored after it.
+    pub(crate) fn erase(&self, deadline: Deadline) -> Result<StageEraseReport, StageError> {
+        let stage = Arc::clone(&self.stage);
+        let wait_limit = WaitLimit { deadline, is_cancelled: &self.is_closed, is_watched: false };
+        self.changes.call(wait_limit, move || stage.erase(deadline), drop)?
+    }
+
+    /// See [`Stage::register`].
+    pub(crate) fn register(
+        &self,
+        namespace: &Namespace,
+        deadline: Deadline,
+    ) -> Result<(), StageError> {
+        let namespace = namespace.clone();
+        let work = move |stage: &dyn Stage| stage.register(&namespace, deadline);
+        self.run(&self.other_calls, WRITES, deadline, false, work)
+    }
+
+    /// See [`Stage::manifests`].
+    pub(crate) fn manifests(
+        &self,
+        deadline: Deadline,
+    ) -> Result<Vec<(NamespaceId, Manifest)>, StageError> {
+        self.run(&self.other_calls, READS, deadline, false, move |stage| stage.manifests(deadline))
+    }
+
+    /// [`Stage::probe`] or [`Stage::probe_reads`], even while the circuit is open. Each direction
+    /// has its own thread: a hung write shows nothing about reads.
+    pub(crate) fn probe(&self, direction: Direction, deadline: Deadline) -> Result<(), StageError> {
+        let stage = Arc::clone(&self.stage);
+        let wait_limit = WaitLimit { deadline, is_cancelled: &self.is_closed, is_watched: false };
+        let probed = match direction {
+            WRITES => self.probes.call(wait_limit, move || stage.probe(deadline), drop),
+            READS => self.read_probes.call(wait_limit, move || stage.probe_reads(deadline), drop),
+        };
+        match probed {
+            // The previous probe is still stuck.
+            Err(StageError::CircuitOpen) => Err(StageError::Timeout),
+            result => result?,
+        }
+    }
+
+    /// See [`Stage::close`].
+    pub(crate) fn close(&self, deadline: Deadline) {
+        let stage = Arc::clone(&self.stage);
+        let closed = self.other_calls.call(
+            WaitLimit { deadline, is_cancelled: &AtomicBool::new(false), is_watched: false },
+            move || stage.close(),
+            drop,
+        );
+        // A late close keeps running on its thread; the store does not wait for it.
+        drop(closed);
+    }
+
+    /// Ends all waits for this stage, for good.
+    pub(crate) fn end_all_waits(&self) {
+        // Probes and erases ignore the circuits: `is_closed` ends their waits.
+        self.is_closed.store(true, Ordering::Release);
+        self.is_read_circuit_open.store(true, Ordering::Release);
+        self.is_write_circuit_open.store(true, Ordering::Release);
+    }
+
+    /// [`Stage::stats`], or the latest earlier ones while the stage does not respond.
+    pub(crate) fn stats(&self) -> StageStats {
+        let current = if self.keeps_deadlines {
+            catch(|| self.stage.stats())
+        } else {
+            let stage = Arc::clone(&self.stage);
+            let deadline = Deadline::after(&*self.clock, STATS_TIMEOUT);
+            let wait_limit =
+                WaitLimit { deadline, is_cancelled: &self.is_read_circuit_open, is_watched: false };
+            self.other_calls.call(wait_limit, move || stage.stats(), drop).ok()
+        };
+        let mut last = self.stats.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(current) = current {
+            *last = current;
+        }
+        last.clone()
+    }
+
+    /// Number of calls still running after their callers stopped waiting.
+    pub(crate) fn stuck_calls(&self) -> u64 {
+        let (probes, read_probes) = (&self.probes, &self.read_probes);
+        let threads = [&self.loads, &self.changes, &self.other_calls, probes, read_probes];
+        let ours: u64 = threads.iter().map(|threads| threads.stuck_calls()).sum();
+        ours + catch(|| self.stage.stuck_calls()).unwrap_or(0)
+    }
+
+    /// The directions with a call that has lasted as long as `limit`; each call is reported
+    /// once. Stages that keep their deadlines are left out: their probe finds out what is slow.
+    pub(crate) fn hung_directions(&self, limit: Duration) -> Vec<Direction> {
+        if self.keeps_deadlines {
+            return Vec::new();
+        }
+        let threads = [(READS, &self.loads), (WRITES, &self.changes)];
+        let hung = threads.into_iter().filter(|(_, threads)| threads.has_hung(limit));
+        hung.map(|(direction, _)| direction).collect()
+    }
+
+    fn wait_limit(
+        &self,
+        direction: Direction,
+        deadline: Deadline,
+        is_watched: bool,
+    ) -> WaitLimit<'_> {
+        WaitLimit { deadline, is_cancelled: self.circuit_open(direction), is_watched }
+    }
+
+    /// Makes a call that needs no handling of late results.
+    fn run<T: Send + 'static>(
+        &self,
+        threads: &CallThreads,
+        direction: Direction,
+        deadline: Deadline,
+        is_watched: bool,
+        work: impl FnOnce(&dyn Stage) -> Result<T, StageError> + Send + 'static,
+    ) -> Result<T, StageError> {
+        let stage = Arc::clone(&self.stage);
+        threads.call(
+            self.wait_limit(direction, deadline, is_watched),
+            move || work(&*stage),
+            drop,
+        )?
+    }
+}
+
+/// Catches a panic: the store shares no state with the stage that could be left inconsistent.
+fn catch<T>(call: impl FnOnce() -> T) -> Option<T> {
+    catch_unwind(AssertUnwindSafe(call)).ok()
+}

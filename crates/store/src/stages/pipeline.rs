@@ -1,0 +1,133 @@
+//! Pipelines: an ordered list of stages, such as `"Dram|Files"`.
+
+use crate::PipelineError;
+use crate::core::catalog::LOWER_STAGES_MAX;
+use crate::stages::StageRegistry;
+
+/// Names of tiers that this build does not have; a pipeline may name them, and they are left out.
+const UNAVAILABLE: [&str; 2] = ["hbm", "peers"];
+
+/// Stages for benchmarks of hit rates and ceilings: valid, but not listed in error messages.
+const FOR_BENCHMARKS: [&str; 2] = ["empty", "fake"];
+
+/// The stages that error messages list.
+fn listed_stages(registry: &StageRegistry) -> Vec<String> {
+    let names = registry.names().into_iter();
+    names.filter(|name| !FOR_BENCHMARKS.contains(&name.as_str())).collect()
+}
+
+/// A parsed and checked pipeline.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Pipeline {
+    /// Whether blocks are kept in DRAM.
+    pub has_dram: bool,
+    /// Names of the stages below DRAM, in lower case, fast to slow.
+    pub lower: Vec<String>,
+    /// Notes on stages that were left out.
+    pub notes: Vec<String>,
+}
+
+impl Pipeline {
+    /// Parses and checks a pipeline. Names are case-insensitive; `Cache` is an alias of `Dram`.
+    pub fn parse(text: &str, registry: &StageRegistry) -> Result<Self, PipelineError> {
+        let bad = |reason: String| PipelineError::BadOrder { pipeline: text.to_owned(), reason };
+        let mut pipeline = Self::default();
+        for (position, raw) in text.split('|').enumerate() {
+            let stage = raw.trim().to_lowercase();
+            match stage.as_str() {
+                "" => {
+                    return Err(bad(format!("the stage at position {} has no name", position + 1)));
+                }
+                "dram" | "cache" if pipeline.has_dram => {
+                    return Err(bad(format!("it has {} twice", raw.trim())));
+                }
+                "dram" | "cache" if !pipeline.lower.is_empty() => {
+                    let slower = &pipeline.lower[0];
+                    return Err(bad(format!("{} must come before {slower}", raw.trim())));
+                }
+                "dram" | "cache" => pipeline.has_dram = true,
+                "empty" => pipeline.notes.push("stage Empty stores no blocks".to_owned()),
+                missing if UNAVAILABLE.contains(&missing) => {
+                    let note = format!("tier {} is not available here: left out", raw.trim());
+                    pipeline.notes.push(note);
+                }
+                lower if pipeline.lower.iter().any(|other| other == lower) => {
+                    return Err(bad(format!("it has {} twice", raw.trim())));
+                }
+                lower if registry.contains(lower) => pipeline.lower.push(stage),
+                _ => {
+                    return Err(PipelineError::UnknownStage {
+                        pipeline: text.to_owned(),
+                        stage: raw.trim().to_owned(),
+                        known: listed_stages(registry).join(", "),
+                    });
+                }
+            }
+        }
+        if pipeline.lower.len() > LOWER_STAGES_MAX {
+            let most = LOWER_STAGES_MAX;
+            return Err(bad(format!("at most {most} stages are possible below Dram")));
+        }
+        Ok(pipeline)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Result<Pipeline, PipelineError> {
+        Pipeline::parse(text, &StageRegistry::default())
+    }
+
+    #[test]
+    fn valid_pipelines_are_parsed() {
+        for (text, has_dram, lower) in [
+            ("Dram", true, vec![]),
+            ("dram | files", true, vec!["files"]),
+            ("Cache|Posix", true, vec!["posix"]),
+            ("Files", false, vec!["files"]),
+            ("Empty", false, vec![]),
+            ("Fake", false, vec!["fake"]),
+            ("Dram|Files|Fake", true, vec!["files", "fake"]),
+        ] {
+            let pipeline = parse(text).unwrap();
+            assert_eq!(
+                (pipeline.has_dram, pipeline.lower),
+                (has_dram, lower.iter().map(|s| (*s).to_owned()).collect()),
+                "{text}"
+            );
+        }
+    }
+
+    #[test]
+    fn an_unavailable_tier_is_left_out_with_a_note() {
+        let pipeline = parse("Hbm|Dram|Peers|Files").unwrap();
+        assert_eq!(pipeline.lower, ["files"]);
+        assert_eq!(pipeline.notes.len(), 2);
+        assert!(pipeline.notes[0].contains("Hbm"), "{:?}", pipeline.notes);
+    }
+
+    #[test]
+    fn error_messages_do_not_list_stages_for_benchmarks() {
+        let error = parse("Dram|Filez").unwrap_err().to_string();
+        assert!(error.contains("files") && !error.contains("fake"), "{error}");
+        assert!(!error.contains("empty"), "{error}");
+    }
+
+    #[test]
+    fn the_error_of_an_invalid_pipeline_names_the_stage() {
+        for (text, stage) in [
+            ("Files|Dram", "Dram"),
+            ("Dram|Dram", "Dram"),
+            ("Dram|Filez", "Filez"),
+            ("Dram||Files", "position 2"),
+            ("", "position 1"),
+            ("Dram|Files|Fake|Posix", "at most 2"),
+            ("Files|files", "files"),
+        ] {
+            let error = parse(text).unwrap_err().to_string();
+            assert!(error.contains(stage), "{text}: {error}");
+        }
+    }
+}
