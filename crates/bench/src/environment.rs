@@ -5,7 +5,8 @@ use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use cascade_block::{ByteSize, Clock, SystemClock};
+use cascade_block::ByteSize;
+use cascade_runtime::{Clock, SystemClock};
 use serde::Serialize;
 
 /// The machine and the build, as far as they affect figures.

@@ -12,7 +12,8 @@ mod restart;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use cascade_block::{BlockKey, Clock, Manifest, Namespace, SystemClock, TenantSecret};
+use cascade_block::{BlockKey, Manifest, Namespace, TenantSecret};
+use cascade_runtime::{Clock, SystemClock};
 use cascade_store::{CallOptions, Store, StoreConfig, StoreError};
 
 use crate::cli::Failure;

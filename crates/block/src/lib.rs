@@ -1,10 +1,9 @@
-//! Basic types of Cascade: keys, digests, manifests, model geometry, sizes, durations and clocks.
+//! Basic types of Cascade: keys, digests, manifests, model geometry, sizes and durations.
 //! No I/O.
 
 mod causes;
 mod chain;
 mod checksum;
-mod clock;
 mod digest;
 mod geometry;
 mod key;
@@ -17,7 +16,6 @@ mod time_span;
 pub use causes::with_causes;
 pub use chain::{ChainTail, chain_keys, extend_chain_keys};
 pub use checksum::{Checksum, checksum};
-pub use clock::{Clock, Deadline, ManualClock, SystemClock};
 pub use digest::{Digest, DigestAlgorithm, DigestMode};
 pub use geometry::{Geometry, KvShape, UnknownModel};
 pub use key::{BlockKey, KeyParseError};

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use cascade_block::{Deadline, SystemClock};
+use cascade_runtime::{Deadline, SystemClock};
 use cascade_wire::{Access, Answer, Call, Hello, VERSION, VERSION_MIN};
 use thiserror::Error;
 

@@ -4,7 +4,7 @@
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
-use cascade_block::{Deadline, SystemClock};
+use cascade_runtime::{Deadline, SystemClock};
 use cascade_wire::Call;
 
 use crate::client::{ClientInner, PROBE_TIMEOUT};

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use cascade_block::{BlockKey, Deadline, SystemClock};
+use cascade_block::BlockKey;
 use cascade_memory::{SlabMut, copy_in, copy_out};
+use cascade_runtime::{Deadline, SystemClock};
 use cascade_store::{
     CallOptions, DeclineReason, GetOutcome, PrepareOutcome, Put, PutOutcome, PutSlab, StoreError,
     ViewOutcome,

@@ -4,8 +4,9 @@ use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use cascade_block::{BlockKey, Deadline, Manifest, Namespace, NamespaceId, SystemClock};
+use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId};
 use cascade_memory::SlabMut;
+use cascade_runtime::{Deadline, SystemClock};
 use cascade_store::{
     BlockStore, CallOptions, ChangeCursor, Changes, GetOutcome, PrefixMatch, PrepareOutcome, Put,
     PutOutcome, PutSlab, Request, StoreError, StoreStats, TierName, ViewOutcome,

@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
-use cascade_block::{Deadline, SystemClock};
+use cascade_runtime::{Deadline, SystemClock};
 use cascade_wire::{Answer, Call, Frame, TraceContext, UNREAD_CALL, frame_length};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use cascade_block::{Clock, Deadline, SystemClock};
 use cascade_memory::{Attachment, Lender};
+use cascade_runtime::{Clock, Deadline, SystemClock};
 use cascade_store::{StoreError, TierName, intern};
 use cascade_wire::{
     Access, Answer, BLOCKS_MAX, Call, Hello, HoldRange, KEYS_MAX, SessionId, VERSION, VERSION_MIN,

@@ -9,7 +9,7 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
-use cascade_block::{BlockKey, Clock, Deadline, SystemClock};
+use cascade_block::BlockKey;
 use cascade_disk::conformance::{key, meta};
 use cascade_disk::io::FileIo;
 use cascade_disk::{
@@ -17,6 +17,7 @@ use cascade_disk::{
     TransferEngineKind, open, open_with,
 };
 use cascade_memory::{HugePages, Pool, PoolConfig};
+use cascade_runtime::{Clock, Deadline, SystemClock};
 
 const TOTAL_BYTES: usize = 512 << 20;
 const BATCH_BYTES: usize = 64 << 20;

@@ -5,10 +5,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use cascade_block::{
-    BlockKey, Deadline, Manifest, Namespace, NamespaceId, SystemClock, TenantSecret,
-};
+use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId, TenantSecret};
 use cascade_memory::{HugePages, Pool, PoolConfig, Slab};
+use cascade_runtime::{Deadline, SystemClock};
 
 use crate::{BlockFiles, DiskError, FileAddress, ReadOutcome, ReadRequest, RecordMeta, Recovery};
 

@@ -3,7 +3,8 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use cascade_block::{Deadline, with_causes};
+use cascade_block::with_causes;
+use cascade_runtime::Deadline;
 
 use crate::io::{FileIo, FileOperations};
 use crate::{DiskError, manifests};

@@ -5,7 +5,8 @@ use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use cascade_block::{BlockKey, Clock as _, Deadline, SystemClock};
+use cascade_block::BlockKey;
+use cascade_runtime::{Clock as _, Deadline, SystemClock};
 
 use crate::format::{Checkpoint, EntryKind, PAGE_BYTES, RecordEntry, page_aligned};
 use crate::io::{FileIo, FileOperations as _, OpenMode, SystemFiles, read_whole};

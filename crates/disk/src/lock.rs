@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use cascade_block::Deadline;
+use cascade_runtime::Deadline;
 use rustix::process::{Pid, test_kill_process};
 
 use crate::io::{FileIo, FileOperations, OpenMode};

@@ -3,7 +3,8 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use cascade_block::{Deadline, Manifest, Namespace, NamespaceId};
+use cascade_block::{Manifest, Namespace, NamespaceId};
+use cascade_runtime::Deadline;
 
 use crate::DiskError;
 use crate::erase::has_extension;

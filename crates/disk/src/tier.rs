@@ -3,8 +3,9 @@
 use std::fmt;
 use std::sync::Arc;
 
-use cascade_block::{BlockKey, Clock, Deadline, Namespace};
+use cascade_block::{BlockKey, Namespace};
 use cascade_memory::{Pool, Slab, SlabMut};
+use cascade_runtime::{Clock, Deadline};
 
 use crate::io::FileIo;
 use crate::per_block::PerBlockFiles;

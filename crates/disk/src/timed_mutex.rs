@@ -3,7 +3,7 @@
 use std::ops::{Deref, DerefMut};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-use cascade_block::{Clock, Deadline};
+use cascade_runtime::{Clock, Deadline};
 
 /// Guards a value that is locked during I/O, so that a hung disk does not block later callers
 /// beyond their deadlines.

@@ -5,7 +5,6 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use cascade_block::SystemClock;
 use cascade_disk::conformance::{
     StoredBlock, append, assert_gone, assert_hits, assert_recovered, block, content, deadline, key,
     meta, pool, read_as,
@@ -17,6 +16,7 @@ use cascade_disk::{
     TransferEngineKind, WriterName, open, open_with,
 };
 use cascade_memory::Pool;
+use cascade_runtime::SystemClock;
 
 const LENGTH: usize = 5000;
 

@@ -4,9 +4,9 @@
 
 use std::sync::Arc;
 
-use cascade_block::SystemClock;
 use cascade_disk::conformance::{self, Reopen, deadline};
 use cascade_disk::{FileTierConfig, FileTierLayout, TransferEngineKind, open};
+use cascade_runtime::SystemClock;
 
 const CAPACITY_BYTES: u64 = 24 << 20;
 

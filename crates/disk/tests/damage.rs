@@ -5,12 +5,12 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use cascade_block::SystemClock;
 use cascade_disk::conformance::{append, content, deadline, key, pool};
 use cascade_disk::format::{FORMAT_VERSION, PAGE_BYTES, SegmentHeader, page_checksum};
 use cascade_disk::scan::{ScanOptions, SegmentContent, read_segment};
 use cascade_disk::{DiskError, FileTierConfig, ReadOutcome, ReadRequest, inspect, open};
 use cascade_memory::Pool;
+use cascade_runtime::SystemClock;
 
 const BLOCKS: [(u64, usize); 6] = [(0, 100), (1, 4096), (2, 9000), (3, 1), (4, 16_384), (5, 4097)];
 const OPTIONS: ScanOptions<'_> = ScanOptions { number: 0, covered: None, verify_scanned: true };

@@ -5,13 +5,13 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use cascade_block::{Deadline, SystemClock};
 use cascade_disk::conformance::{append, assert_hits, deadline, pool};
 use cascade_disk::io::FileIo;
 use cascade_disk::io::fault::{Fault, FaultPlan};
 use cascade_disk::{
     BlockFiles, DiskError, FileTierConfig, FileTierLayout, TransferEngineKind, open_with,
 };
+use cascade_runtime::{Deadline, SystemClock};
 
 fn config(directory: &Path, layout: FileTierLayout) -> FileTierConfig {
     FileTierConfig { direct: false, layout, ..FileTierConfig::new(directory) }

@@ -5,11 +5,12 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use cascade_block::{Manifest, Namespace, SystemClock, TenantSecret};
+use cascade_block::{Manifest, Namespace, TenantSecret};
 use cascade_disk::conformance::{self, append, content, deadline};
 use cascade_disk::io::FileIo;
 use cascade_disk::io::fault::{Fault, FaultPlan};
 use cascade_disk::{FileTierConfig, FileTierLayout, TransferEngineKind, open, open_with};
+use cascade_runtime::SystemClock;
 
 const LENGTH: usize = 40_000;
 

@@ -5,7 +5,6 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
-use cascade_block::SystemClock;
 use cascade_disk::conformance::{
     self, StoredBlock, assert_gone, assert_hits, content, deadline, key, meta,
 };
@@ -16,6 +15,7 @@ use cascade_disk::{
     TransferEngineKind, open_with,
 };
 use cascade_memory::{HugePages, Pool, PoolConfig};
+use cascade_runtime::SystemClock;
 
 /// The state that the tier acknowledged for a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -5,9 +5,10 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use cascade_block::{Manifest, Namespace, SystemClock, TenantSecret};
+use cascade_block::{Manifest, Namespace, TenantSecret};
 use cascade_disk::conformance::{StoredBlock, append, content, deadline, key, meta, pool, read_as};
 use cascade_disk::{FileTierConfig, FileTierLayout, ReadOutcome, inspect, open};
+use cascade_runtime::SystemClock;
 
 /// Blocks in the fixture: key number, content number, length. Block 1 was removed, 7 is an alias of
 /// 2.

@@ -5,11 +5,11 @@ mod small_disk;
 
 use std::sync::Arc;
 
-use cascade_block::SystemClock;
 use cascade_disk::conformance::{
     StoredBlock, assert_hits, assert_recovered, block, deadline, pool,
 };
 use cascade_disk::{DiskError, FileTierConfig, FileTierLayout, open};
+use cascade_runtime::SystemClock;
 use small_disk::SmallDisk;
 
 fn fill(layout: FileTierLayout) {

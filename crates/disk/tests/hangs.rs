@@ -10,7 +10,6 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use cascade_block::{Deadline, SystemClock};
 use cascade_disk::conformance::{StoredBlock, append, assert_hits, deadline, key, pool, read_as};
 use cascade_disk::io::{
     Buffer, Transfer, TransferEngine, TransferKind, TransferOutcome, TransferQueue, UringEngine,
@@ -19,6 +18,7 @@ use cascade_disk::{
     DiskError, FileAddress, FileTierConfig, FileTierLayout, ReadOutcome, ReadRequest,
     TransferEngineKind, open,
 };
+use cascade_runtime::{Deadline, SystemClock};
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 
 fn short_deadline() -> Deadline {

@@ -11,10 +11,10 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 
-use cascade_block::SystemClock;
 use cascade_disk::conformance::{StoredBlock, assert_hits, block, deadline, key, pool};
 use cascade_disk::{BlockFiles, DiskError, FileTierConfig, FileTierLayout, open};
 use cascade_memory::Pool;
+use cascade_runtime::SystemClock;
 
 const DIRECTORY: &str = "CASCADE_TEST_KILL_DIRECTORY";
 const FIRST: &str = "CASCADE_TEST_KILL_FIRST";

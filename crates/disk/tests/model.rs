@@ -4,13 +4,14 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use cascade_block::{BlockKey, SystemClock};
+use cascade_block::BlockKey;
 use cascade_disk::conformance::{block, content, deadline, key, meta, pool};
 use cascade_disk::{
     BlockFiles, DiskError, FileAddress, FileTierConfig, FileTierLayout, ReadOutcome, ReadRequest,
     Recovery, TransferEngineKind, open,
 };
 use cascade_memory::Pool;
+use cascade_runtime::SystemClock;
 use proptest::prelude::*;
 
 #[derive(Debug, Clone)]

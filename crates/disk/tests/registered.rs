@@ -3,11 +3,11 @@
 
 use std::sync::Arc;
 
-use cascade_block::SystemClock;
 use cascade_disk::conformance::{append, assert_hits, deadline, key, read_as};
 use cascade_disk::io::{FileIo, UringEngine};
 use cascade_disk::{DamageKind, FileTierConfig, ReadOutcome, TransferEngineKind, open_with};
 use cascade_memory::{HugePages, Pool, PoolConfig};
+use cascade_runtime::SystemClock;
 
 /// Blocks of whole pages are contiguous in the pool; the others use an extra buffer.
 const BLOCKS: [(u64, usize); 4] = [(0, 64 << 10), (1, 4096), (2, 5000), (3, 128 << 10)];

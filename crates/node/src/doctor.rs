@@ -11,18 +11,16 @@ mod network;
 mod pools;
 mod space;
 
-use std::fmt;
 use std::sync::{Arc, mpsc};
-use std::thread;
 use std::time::Duration;
+use std::{fmt, thread};
 
-use cascade_block::{Deadline, SystemClock};
+use cascade_block::with_causes;
+use cascade_runtime::{Deadline, SystemClock};
 use serde::{Deserialize, Serialize};
 
 use crate::NodeConfig;
 use crate::config::ConfigError;
-use cascade_block::with_causes;
-
 pub use machine::{Machine, ProbeFile, ThisMachine};
 pub use space::{DiskSpace, FileSystem};
 

@@ -2,7 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use cascade_block::{BlockKey, Clock, Manifest, Namespace, SystemClock, with_causes};
+use cascade_block::{BlockKey, Manifest, Namespace, with_causes};
+use cascade_runtime::{Clock, SystemClock};
 use cascade_store::{BlockExplanation, BlockState, CallOptions, Explanation, Store};
 use serde::{Deserialize, Serialize};
 

@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
-use cascade_block::{ByteSize, Clock, SystemClock};
+use cascade_block::ByteSize;
+use cascade_runtime::{Clock, SystemClock};
 use cascade_store::{Store, StoreError};
 use thiserror::Error;
 

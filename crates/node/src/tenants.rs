@@ -13,15 +13,14 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use cascade_block::{Clock as _, SystemClock};
 use cascade_memory::MemoryError;
+use cascade_runtime::{Clock as _, SystemClock};
 use cascade_store::{CallOptions, EncryptionConfig, SecretError, Store, StoreConfig, StoreError};
 use ring::digest::{SHA256, digest};
 use thiserror::Error;
 
-pub use self::receipt::{Leftover, MemoryReceipt, Receipt, TierReceipt};
-
 use self::identity::{Token, Tokens};
+pub use self::receipt::{Leftover, MemoryReceipt, Receipt, TierReceipt};
 use crate::NodeConfig;
 use crate::config::AdminGroup;
 

@@ -6,8 +6,8 @@ use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, OnceLock, Weak};
 
-use cascade_block::SystemClock;
 use cascade_memory::SlabMut;
+use cascade_runtime::SystemClock;
 use cascade_store::stage::{Stage, StageError, conformance};
 use cascade_store::stages::{RecordAnswer, RecordStage, Records, StageContext, StageRegistry};
 use cascade_store::{BlockStore, Pipeline, StoreConfig, intern};
@@ -348,7 +348,7 @@ fn check_stage(py: Python<'_>, make: &Bound<'_, PyAny>) -> PyResult<()> {
     }
     let config = StoreConfig { dram_bytes: 32 << 20, ..StoreConfig::default() };
     let pool = conformance::pool();
-    let clock: Arc<dyn cascade_block::Clock> = Arc::new(SystemClock);
+    let clock: Arc<dyn cascade_runtime::Clock> = Arc::new(SystemClock);
     let context = StageContext { config: &config, pool: &pool, clock: &clock };
     let made = make.clone().unbind();
     let mut started = Vec::new();

@@ -4,7 +4,8 @@ use std::collections::HashSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use cascade_block::{BlockKey, NamespaceId, SystemClock};
+use cascade_block::{BlockKey, NamespaceId};
+use cascade_runtime::SystemClock;
 use cascade_store::{
     BlockStore, CallOptions, Put, PutSlab, Request, Store, StoreConfig, StoreError, StoreStats,
 };

@@ -7,8 +7,9 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use cascade_block::{BlockKey, Clock, Deadline, NamespaceId, SystemClock};
+use cascade_block::{BlockKey, NamespaceId};
 use cascade_memory::{HugePages, Pool, PoolConfig, Slab};
+use cascade_runtime::{Clock, Deadline, SystemClock};
 use cascade_store::stage::{
     Address, BlockFacts, Load, LoadOutcome, MakeRoomOutcome, Stage, StageError, StageStats,
 };

@@ -10,7 +10,8 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::time::Duration;
 
-use cascade_block::{BlockKey, Deadline, Manifest, Namespace, SystemClock, TenantSecret};
+use cascade_block::{BlockKey, Manifest, Namespace, TenantSecret};
+use cascade_runtime::{Deadline, SystemClock};
 
 use crate::outcome::PutSlab;
 use crate::{

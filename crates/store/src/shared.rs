@@ -5,8 +5,9 @@ pub(crate) mod call;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use cascade_block::{Clock, FingerprintSeed};
+use cascade_block::FingerprintSeed;
 use cascade_memory::{Pool, SlabMut};
+use cascade_runtime::Clock;
 use ring::rand::{SecureRandom as _, SystemRandom};
 
 use crate::core::catalog::{LOWER_STAGES_MAX, NewKey};

@@ -10,8 +10,9 @@ use std::error::Error;
 use std::fmt;
 use std::sync::Arc;
 
-use cascade_block::{BlockKey, Deadline, Digest, Manifest, Namespace, NamespaceId};
+use cascade_block::{BlockKey, Digest, Manifest, Namespace, NamespaceId};
 use cascade_memory::{Slab, SlabMut};
+use cascade_runtime::Deadline;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 

@@ -4,8 +4,9 @@ use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
-use cascade_block::{BlockKey, Clock, Deadline, Manifest, Namespace, NamespaceId, SystemClock};
+use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId};
 use cascade_memory::SlabMut;
+use cascade_runtime::{Clock, Deadline, SystemClock};
 
 use crate::calls::prefetch;
 use crate::core::catalog::{Content, KeyIndex};

@@ -8,13 +8,14 @@ mod third_party;
 use std::path::Path;
 use std::sync::Arc;
 
-use blocks::{MIB, bytes_of, check, dram, key, keys, put};
-use cascade_block::SystemClock;
+use cascade_runtime::SystemClock;
 use cascade_store::{
     CallOptions, DeclineReason, FilesConfig, PutOutcome, Request, Store, StoreConfig, ViewOutcome,
     WritePolicy,
 };
 use third_party::MapStage;
+
+use blocks::{MIB, bytes_of, check, dram, key, keys, put};
 
 const BLOCK: usize = 64 << 10;
 

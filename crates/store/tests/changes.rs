@@ -13,9 +13,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-use cascade_block::{
-    BlockKey, Clock, Deadline, DigestAlgorithm, DigestMode, ManualClock, SystemClock,
-};
+use cascade_block::{BlockKey, DigestAlgorithm, DigestMode};
+use cascade_runtime::{Clock, Deadline, ManualClock, SystemClock};
 use cascade_store::{
     CallOptions, Change, ChangeCursor, Changes, CircuitHealth, FilesConfig, HealthState, Put,
     Store, StoreConfig, StoreError, WritePolicy,

@@ -13,13 +13,15 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use blocks::{MIB, check, dram, keys, put};
-use cascade_block::{BlockKey, Deadline, SystemClock};
+use cascade_block::BlockKey;
 use cascade_disk::format::{EntryKind, PAGE_BYTES};
 use cascade_disk::scan::{ScanOptions, SegmentContent, read_segment};
+use cascade_runtime::{Deadline, SystemClock};
 use cascade_store::{
     CallOptions, FileLayout, FilesConfig, HealthState, IoEngine, PutOutcome, Store, StoreConfig,
 };
+
+use blocks::{MIB, check, dram, keys, put};
 
 const BLOCK: usize = 12 << 10;
 /// How long each layout is attacked.

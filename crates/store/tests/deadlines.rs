@@ -10,7 +10,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use cascade_block::{BlockKey, Clock};
+use cascade_block::BlockKey;
+use cascade_runtime::Clock;
 use cascade_store::stages::StageRegistry;
 use cascade_store::{
     CallOptions, GetOutcome, PrepareOutcome, Put, PutOutcome, PutSlab, Store, StoreConfig,

@@ -135,7 +135,7 @@ fn a_store_full_of_pins_declines_at_once() {
 #[test]
 fn an_expired_block_is_a_miss_and_frees_its_memory() {
     use std::sync::Arc;
-    let clock = Arc::new(cascade_block::ManualClock::default());
+    let clock = Arc::new(cascade_runtime::ManualClock::default());
     let registry = cascade_store::stages::StageRegistry::default();
     let store = Store::open_with(dram(8), &registry, clock.clone()).unwrap();
     let bytes = bytes_of(&key(0), 4096);

@@ -11,7 +11,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use cascade_block::{Clock, DigestAlgorithm, DigestMode, SystemClock};
+use cascade_block::{DigestAlgorithm, DigestMode};
+use cascade_runtime::{Clock, SystemClock};
 use cascade_store::stage::conformance;
 use cascade_store::stages::{EncryptedStage, FilesStage, StageContext};
 use cascade_store::{

@@ -10,7 +10,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use cascade_block::{BlockKey, Manifest, ManualClock, Namespace, TenantSecret};
+use cascade_block::{BlockKey, Manifest, Namespace, TenantSecret};
+use cascade_runtime::ManualClock;
 use cascade_store::stages::StageRegistry;
 use cascade_store::{
     BlockExplanation, BlockState, CallOptions, Explanation, Loss, PolicyKind, PresentBlock, Put,

@@ -230,7 +230,7 @@ fn a_pipeline_with_files_needs_a_directory() {
 
 #[test]
 fn the_file_stage_conforms() {
-    use cascade_block::{Clock, SystemClock};
+    use cascade_runtime::{Clock, SystemClock};
     use cascade_store::stage::conformance;
     use cascade_store::stages::{FilesStage, StageContext};
     use std::sync::Arc;

@@ -11,7 +11,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use cascade_block::{Clock, Deadline, DigestAlgorithm, DigestMode, ManualClock, SystemClock};
+use cascade_block::{DigestAlgorithm, DigestMode};
+use cascade_runtime::{Clock, Deadline, ManualClock, SystemClock};
 use cascade_store::stages::StageRegistry;
 use cascade_store::{
     CallOptions, HealthState, Put, PutOutcome, Request, Store, StoreConfig, StoreError,

@@ -7,12 +7,14 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use blocks::{MIB, bytes_of, check, dram, key, keys, put, wait_until};
-use cascade_block::{DigestAlgorithm, DigestMode, SystemClock};
+use cascade_block::{DigestAlgorithm, DigestMode};
+use cascade_runtime::SystemClock;
 use cascade_store::{
     CallOptions, Put, PutOutcome, PutSlab, Store, StoreConfig, StoreError, ViewOutcome, WritePolicy,
 };
 use third_party::{MapStage, flush, frequent_probes, open, wait_for};
+
+use blocks::{MIB, bytes_of, check, dram, key, keys, put, wait_until};
 
 const BLOCK: usize = 64 << 10;
 

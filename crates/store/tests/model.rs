@@ -8,11 +8,13 @@ mod third_party;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use blocks::{bytes_of, dram, key};
-use cascade_block::{BlockKey, DigestAlgorithm, DigestMode, SystemClock};
+use cascade_block::{BlockKey, DigestAlgorithm, DigestMode};
+use cascade_runtime::SystemClock;
 use cascade_store::{CallOptions, Put, PutOutcome, Store, StoreConfig, ViewOutcome, WritePolicy};
 use proptest::prelude::*;
 use third_party::MapStage;
+
+use blocks::{bytes_of, dram, key};
 
 #[derive(Debug, Clone)]
 enum Operation {

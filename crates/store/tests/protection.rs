@@ -7,10 +7,12 @@ mod third_party;
 
 use std::sync::Arc;
 
-use blocks::{MIB, bytes_of, check, dram, keys};
-use cascade_block::{BlockKey, SystemClock};
+use cascade_block::BlockKey;
+use cascade_runtime::SystemClock;
 use cascade_store::{CallOptions, PolicyKind, Put, Store, StoreConfig};
 use third_party::MapStage;
+
+use blocks::{MIB, bytes_of, check, dram, keys};
 
 const BLOCK: usize = 2 << 20;
 

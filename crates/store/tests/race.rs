@@ -12,10 +12,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-use blocks::{bytes_of, dram, keys};
-use cascade_block::{BlockKey, DigestAlgorithm, DigestMode, SystemClock};
+use cascade_block::{BlockKey, DigestAlgorithm, DigestMode};
+use cascade_runtime::SystemClock;
 use cascade_store::{CallOptions, GetOutcome, Put, Store, StoreConfig, StoreError, ViewOutcome};
 use third_party::MapStage;
+
+use blocks::{bytes_of, dram, keys};
 
 const BLOCK: usize = 32 << 10;
 const KEYS: u64 = 600;

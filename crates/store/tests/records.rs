@@ -6,10 +6,9 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use cascade_block::{
-    BlockKey, Clock, Deadline, Digest, Manifest, Namespace, NamespaceId, SystemClock, TenantSecret,
-};
+use cascade_block::{BlockKey, Digest, Manifest, Namespace, NamespaceId, TenantSecret};
 use cascade_memory::Pool;
+use cascade_runtime::{Clock, Deadline, SystemClock};
 use cascade_store::StoreConfig;
 use cascade_store::stage::{
     Address, BlockFacts, Load, LoadOutcome, Stage, StageError, conformance,

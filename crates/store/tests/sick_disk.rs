@@ -12,13 +12,14 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::time::Duration;
 
-use blocks::{check, dram, keys, put};
-use cascade_block::{Deadline, SystemClock};
+use cascade_runtime::{Deadline, SystemClock};
 use cascade_store::{
     CallOptions, FileLayout, FilesConfig, HealthConfig, HealthState, IoEngine, PutOutcome, Store,
     StoreConfig, StoreError,
 };
 use third_party::{flush, wait_for};
+
+use blocks::{check, dram, keys, put};
 
 const BLOCK: usize = 64 << 10;
 

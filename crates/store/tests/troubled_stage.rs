@@ -7,7 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
-use cascade_block::{DigestAlgorithm, DigestMode, NamespaceId, SystemClock};
+use cascade_block::{DigestAlgorithm, DigestMode, NamespaceId};
+use cascade_runtime::SystemClock;
 use cascade_store::stage::BlockFacts;
 use cascade_store::stages::StageRegistry;
 use cascade_store::{

@@ -18,14 +18,16 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use blocks::{MIB, bytes_of, check, keys, put};
-use cascade_block::{BlockKey, Clock, DigestAlgorithm, DigestMode, SystemClock};
+use cascade_block::{BlockKey, DigestAlgorithm, DigestMode};
+use cascade_runtime::{Clock, SystemClock};
 use cascade_store::{
     CallOptions, FilesConfig, HeldPiece, Process, Put, PutOutcome, Store, StoreConfig, StoreError,
     ViewOutcome,
 };
 use named_pool::{config, directory, pool, warm};
 use third_party::MapStage;
+
+use blocks::{MIB, bytes_of, check, keys, put};
 
 const BLOCK: usize = 48 << 10;
 const KEYS: u64 = 400;

@@ -6,9 +6,10 @@ use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
-use cascade_block::{ByteSize, Deadline, SystemClock};
+use cascade_block::ByteSize;
 use cascade_node::admin::{ClearResult, DrainResult, FlushResult, NodeIdentity, ReloadResult};
 use cascade_node::status::Status;
+use cascade_runtime::{Deadline, SystemClock};
 use clap::Args;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};

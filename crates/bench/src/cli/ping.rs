@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
-use cascade_block::{Clock as _, SystemClock};
 use cascade_node::admin::NodeIdentity;
+use cascade_runtime::{Clock as _, SystemClock};
 use clap::Args;
 use serde_json::json;
 

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::Duration;
 
-use cascade_block::{Clock, SystemClock};
+use cascade_runtime::{Clock, SystemClock};
 use cascade_store::{CallOptions, Store};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 

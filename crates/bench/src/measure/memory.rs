@@ -4,8 +4,9 @@ use std::collections::HashMap;
 use std::sync::{Arc, Barrier, Mutex, PoisonError};
 use std::time::Duration;
 
-use cascade_block::{BlockKey, Clock, DigestAlgorithm, DigestMode, SystemClock};
+use cascade_block::{BlockKey, DigestAlgorithm, DigestMode};
 use cascade_memory::{HugePages, Pool, PoolConfig, SlabMut, copy_in, copy_out};
+use cascade_runtime::{Clock, SystemClock};
 use cascade_store::{CallOptions, GetOutcome, Put, PutOutcome, Store, StoreConfig, ViewOutcome};
 
 use crate::cli::Failure;

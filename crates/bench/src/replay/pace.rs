@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use cascade_block::Clock;
+use cascade_runtime::Clock;
 
 /// Poll interval of the stop flag while a worker waits.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
@@ -46,7 +46,7 @@ impl<'a> Pace<'a> {
 
 #[cfg(test)]
 mod tests {
-    use cascade_block::{ManualClock, SystemClock};
+    use cascade_runtime::{ManualClock, SystemClock};
 
     use super::*;
 

@@ -1,12 +1,12 @@
 //! Runs a workload on a store: looks up each request, reads and checks its hits, puts the rest.
 
-use std::sync::Mutex;
-use std::sync::PoisonError;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use cascade_block::{BlockKey, Clock};
+use cascade_block::BlockKey;
+use cascade_runtime::Clock;
 use cascade_store::{CallOptions, Put, Request, Store, TierName, ViewOutcome};
 
 use crate::payload;

@@ -4,9 +4,10 @@ use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use cascade_block::{BlockKey, Clock, Deadline, SystemClock};
+use cascade_block::BlockKey;
 use cascade_client::{Client, ConnectOptions};
 use cascade_node::{Node, NodeConfig, Server};
+use cascade_runtime::{Clock, Deadline, SystemClock};
 pub(crate) use cascade_store::conformance::{bytes_of, key, keys};
 use cascade_store::{BlockStore, CallOptions, Put, PutOutcome, Store, StoreStats, ViewOutcome};
 

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use cascade_block::Deadline;
+use cascade_runtime::Deadline;
 
 use super::{
     FileIo, FileOperations, OpenMode, Transfer, TransferBatch, TransferEngine, TransferKind,
@@ -278,7 +278,7 @@ impl FileOperations for FaultyFiles {
 mod tests {
     use std::os::unix::fs::FileExt as _;
 
-    use cascade_block::SystemClock;
+    use cascade_runtime::SystemClock;
 
     use super::*;
     use crate::TransferEngineKind;

@@ -9,16 +9,14 @@ mod transfer;
 mod uring;
 mod workers;
 
-use std::fmt;
-use std::io;
 use std::path::Path;
 use std::sync::Arc;
+use std::{fmt, io};
 
-use cascade_block::{Clock, Deadline};
 use cascade_memory::Pool;
+use cascade_runtime::{Clock, Deadline};
 
 use crate::{DiskError, TransferEngineKind};
-
 pub use files::{FileOperations, OpenMode, SystemFiles};
 pub(crate) use files::{make_tier_directory, read_whole};
 pub use psync::PsyncEngine;

@@ -5,7 +5,7 @@ use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
-use cascade_block::{Clock, Deadline};
+use cascade_runtime::{Clock, Deadline};
 use rustix::io::{preadv, pwritev};
 
 use super::{

@@ -4,17 +4,15 @@
 //! transfers in flight after the deadline is passed to a thread that waits for the kernel.
 #![expect(unsafe_code, reason = "hands buffers to the kernel by address")]
 
-use std::fmt;
-use std::io;
 use std::mem::{self, ManuallyDrop};
 use std::os::fd::AsRawFd as _;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread;
 use std::time::Duration;
+use std::{fmt, io, thread};
 
-use cascade_block::{Clock, Deadline};
 use cascade_memory::Pool;
+use cascade_runtime::{Clock, Deadline};
 use io_uring::types::{Fd, FsyncFlags, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode, squeue};
 use rustix::io::Errno;

@@ -1,14 +1,12 @@
 //! Worker threads for calls that may hang, so that no thread with a deadline makes them.
 
 use std::collections::VecDeque;
-use std::fmt;
-use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, mpsc};
-use std::thread;
+use std::{fmt, io, thread};
 
-use cascade_block::{Clock, Deadline};
+use cascade_runtime::{Clock, Deadline};
 
 type Job = Box<dyn FnOnce() + Send>;
 
@@ -189,7 +187,7 @@ mod tests {
     use std::sync::atomic::AtomicBool;
     use std::time::Duration;
 
-    use cascade_block::SystemClock;
+    use cascade_runtime::SystemClock;
 
     use super::*;
 

@@ -5,8 +5,9 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use cascade_block::{BlockKey, Checksum, Deadline, checksum};
+use cascade_block::{BlockKey, Checksum, checksum};
 use cascade_memory::Slab;
+use cascade_runtime::Deadline;
 
 use super::PerBlockFiles;
 use crate::alignment::{read_buffers, slab_from_read, write_buffers};

@@ -1,6 +1,6 @@
 //! Erases every block file below the directory, of all writers, and the manifests.
 
-use cascade_block::Deadline;
+use cascade_runtime::Deadline;
 
 use super::PerBlockFiles;
 use super::table::BlockFileTable;

@@ -18,8 +18,9 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use cascade_block::{BlockKey, Deadline, Namespace, checksum};
+use cascade_block::{BlockKey, Namespace, checksum};
 use cascade_memory::Slab;
+use cascade_runtime::Deadline;
 
 use self::block_file::{BlockImage, file_bytes, remove_file};
 pub(crate) use self::block_file::{address_of, key_of, read_header};

@@ -5,7 +5,8 @@ use std::path::Path;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex};
 
-use cascade_block::{BlockKey, Deadline};
+use cascade_block::BlockKey;
+use cascade_runtime::Deadline;
 
 use super::block_file::{NO_SEGMENT, address_of, key_of, read_header};
 use super::table::{BlockFileTable, DamagedFile};

@@ -1,6 +1,6 @@
 //! Adds keys to stored blocks: alias entries in the active segment, and the table in memory.
 
-use cascade_block::Deadline;
+use cascade_runtime::Deadline;
 
 use super::segment::BlockSlot;
 use super::write::{SpaceClass, WriterState};

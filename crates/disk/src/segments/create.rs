@@ -5,7 +5,7 @@ use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use cascade_block::Deadline;
+use cascade_runtime::Deadline;
 
 use super::SegmentFiles;
 use super::segment::{Segment, SegmentState};

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::{Arc, PoisonError};
 
-use cascade_block::Deadline;
+use cascade_runtime::Deadline;
 
 use super::SegmentFiles;
 use super::segment::{Segment, SegmentState};

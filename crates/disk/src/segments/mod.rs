@@ -21,8 +21,9 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
-use cascade_block::{BlockKey, Deadline, Namespace};
+use cascade_block::{BlockKey, Namespace};
 use cascade_memory::Slab;
+use cascade_runtime::Deadline;
 
 pub(crate) use self::recovery::checkpoint_bytes_max;
 pub(crate) use self::replay::replay;

@@ -3,7 +3,8 @@
 use std::io;
 use std::sync::Arc;
 
-use cascade_block::{BlockKey, Checksum, Deadline, checksum};
+use cascade_block::{BlockKey, Checksum, checksum};
+use cascade_runtime::Deadline;
 
 use super::segment::{BlockSlot, Segment};
 use super::{SegmentFiles, count};

@@ -3,7 +3,8 @@
 use std::collections::HashSet;
 use std::sync::{Arc, PoisonError};
 
-use cascade_block::{BlockKey, Deadline, checksum};
+use cascade_block::{BlockKey, checksum};
+use cascade_runtime::Deadline;
 
 use super::segment::{BlockSlot, Segment};
 use super::write::{SpaceClass, WriterState};

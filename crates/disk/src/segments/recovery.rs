@@ -6,7 +6,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, RwLock};
 
-use cascade_block::{BlockKey, Checksum, Deadline, checksum, with_causes};
+use cascade_block::{BlockKey, Checksum, checksum, with_causes};
+use cascade_runtime::Deadline;
 
 use super::replay::{ReplayResult, replay};
 use super::segment::{BlockSlot, EntryLocation, Segment, SegmentState};

@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use cascade_block::Deadline;
+use cascade_runtime::Deadline;
 
 use super::recovery::load_checkpoint;
 use super::segment::{BlockSlot, EntriesError, EntryLocation, Segment};

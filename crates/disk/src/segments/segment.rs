@@ -4,7 +4,8 @@ use std::fs::File;
 use std::path::PathBuf;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use cascade_block::{BlockKey, Checksum, Deadline};
+use cascade_block::{BlockKey, Checksum};
+use cascade_runtime::Deadline;
 
 use crate::DiskError;
 use crate::format::{

@@ -4,8 +4,9 @@ use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::sync::Arc;
 
-use cascade_block::{BlockKey, Deadline, checksum};
+use cascade_block::{BlockKey, checksum};
 use cascade_memory::Slab;
+use cascade_runtime::Deadline;
 
 use super::segment::{EntryLocation, Segment};
 use super::write_run::{PendingEntry, PendingPayload, WriteRun, payload_pages, tombstone};

@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use cascade_block::{BlockKey, Deadline, SystemClock, with_causes};
+use cascade_block::{BlockKey, with_causes};
+use cascade_runtime::{Deadline, SystemClock};
 use cascade_store::CallOptions;
 use serde::Deserialize;
 
@@ -11,11 +12,10 @@ use super::responses::{
     SettingChange,
 };
 use super::{find_tenant, require_administrator};
-use crate::Node;
 use crate::config::{self, SettingInfo};
-use crate::explain;
 use crate::status::NodeState;
 use crate::tenants::{DEFAULT_TENANT, Tenant};
+use crate::{Node, explain};
 
 /// Maximum number of keys in a response to `find`.
 const FOUND_MAX: usize = 16;

@@ -1,17 +1,16 @@
 //! Access of the checks to the host: all that they read and try.
 
-use std::fmt;
 use std::fs::{self, File, OpenOptions};
-use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::{fmt, io};
 
-use cascade_block::{Clock as _, SystemClock};
 use cascade_disk::io::{TransferEngine as _, UringEngine};
 use cascade_memory::{HugePages, MemoryError, PageReport, Pool, PoolConfig};
+use cascade_runtime::{Clock as _, SystemClock};
 use cascade_store::LeftoverPool;
 use rustix::fs::{Access, OFlags, access, statfs};
 

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use axum::body::Bytes;
-use cascade_block::{Clock as _, SystemClock};
+use cascade_runtime::{Clock as _, SystemClock};
 use tokio::sync::oneshot;
 use tokio::time::timeout;
 

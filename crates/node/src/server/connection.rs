@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use cascade_block::{Clock, SystemClock};
+use cascade_runtime::{Clock, SystemClock};
 use cascade_store::Process;
 use cascade_wire::{
     Access, Answer, Call, Frame, FrameHeader, Hello, HoldRange, TraceContext, UNREAD_CALL, VERSION,

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Mutex;
 use std::time::Duration;
 
-use cascade_block::{Clock, SystemClock};
+use cascade_runtime::{Clock, SystemClock};
 
 use super::lock;
 

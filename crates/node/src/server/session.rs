@@ -2,16 +2,16 @@
 
 use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
-use std::fmt;
-use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
+use std::{fmt, io};
 
-use cascade_block::{BlockKey, Clock, Namespace, SystemClock};
+use cascade_block::{BlockKey, Namespace};
 use cascade_memory::SlabMut;
+use cascade_runtime::{Clock, SystemClock};
 use cascade_store::{CallOptions, FlushMark, Process, StoreError};
 use cascade_wire::{Access, HoldRange, SealedBlock, SessionId};
 use nix::sys::socket::{getsockopt, sockopt};

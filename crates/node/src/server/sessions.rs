@@ -4,7 +4,8 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use cascade_block::{BlockKey, Clock, SystemClock};
+use cascade_block::BlockKey;
+use cascade_runtime::{Clock, SystemClock};
 use cascade_wire::SessionId;
 
 use super::lock;

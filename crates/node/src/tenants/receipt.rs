@@ -1,6 +1,6 @@
 //! The receipt of a `forget` command: what was removed, what was zeroed, what remains and why.
 
-use cascade_block::{Clock as _, SystemClock};
+use cascade_runtime::{Clock as _, SystemClock};
 use cascade_store::{EraseReport, NotErased, TierEraseReport};
 use serde::{Deserialize, Serialize};
 

@@ -9,8 +9,8 @@ use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use cascade_block::{Deadline, SystemClock};
 use cascade_memory::{Slab, SlabMut};
+use cascade_runtime::{Deadline, SystemClock};
 use cascade_store::stage::StageError;
 use cascade_store::stages::{RecordAnswer, RecordCall, Records};
 

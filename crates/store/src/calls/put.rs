@@ -5,8 +5,9 @@
 
 use std::sync::MutexGuard;
 
-use cascade_block::{BlockKey, Clock, Digest, DigestMode};
+use cascade_block::{BlockKey, Digest, DigestMode};
 use cascade_memory::{Slab, SlabMut};
+use cascade_runtime::Clock;
 
 use crate::calls::put_check::PutCheck;
 use crate::core::catalog::{ContentIndex, NewKey};

@@ -2,8 +2,9 @@
 
 use std::sync::MutexGuard;
 
-use cascade_block::{BlockKey, Clock};
+use cascade_block::BlockKey;
 use cascade_memory::{Slab, SlabMut};
+use cascade_runtime::Clock;
 
 use crate::address::Address;
 use crate::calls::read_counters::ReadResult;

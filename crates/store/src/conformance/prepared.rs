@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use cascade_block::{BlockKey, Deadline, SystemClock};
+use cascade_block::BlockKey;
+use cascade_runtime::{Deadline, SystemClock};
 
 use super::{DRAM_BYTES, EVENT_TIMEOUT, NOW, Subject, bytes_of, key, keys};
 use crate::outcome::{PrepareOutcome, PutSlab};

@@ -11,7 +11,8 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use cascade_block::{BlockKey, Clock, FingerprintSeed};
+use cascade_block::{BlockKey, FingerprintSeed};
+use cascade_runtime::Clock;
 
 use crate::HealthConfig;
 use crate::address::Address;

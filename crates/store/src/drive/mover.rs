@@ -8,8 +8,9 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use cascade_block::{BlockKey, Deadline};
+use cascade_block::BlockKey;
 use cascade_memory::Slab;
+use cascade_runtime::Deadline;
 
 use crate::address::Address;
 use crate::core::catalog::ContentIndex;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use cascade_block::Deadline;
+use cascade_runtime::Deadline;
 
 use crate::core::circuit::Direction;
 use crate::drive::breaker::HealthSignal;

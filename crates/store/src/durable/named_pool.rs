@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use cascade_block::Clock;
 use cascade_memory::Pool;
+use cascade_runtime::Clock;
 
 use crate::core::state::StoreState;
 use crate::durable::ledger;

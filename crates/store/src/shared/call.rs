@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use cascade_block::{Clock, Deadline};
+use cascade_runtime::{Clock, Deadline};
 
 use crate::{StoreError, WriterId};
 

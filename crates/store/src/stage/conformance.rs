@@ -6,8 +6,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use cascade_block::{BlockKey, Deadline, NamespaceId, SystemClock};
+use cascade_block::{BlockKey, NamespaceId};
 use cascade_memory::{HugePages, Pool, PoolConfig, Slab};
+use cascade_runtime::{Deadline, SystemClock};
 
 use super::{BlockFacts, Load, LoadOutcome, Stage};
 use crate::address::Address;

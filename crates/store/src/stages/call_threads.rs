@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use cascade_block::{Clock, Deadline};
+use cascade_runtime::{Clock, Deadline};
 
 use crate::stage::StageError;
 

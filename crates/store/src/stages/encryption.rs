@@ -13,10 +13,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use cascade_block::{
-    BlockKey, Clock, Deadline, Digest, Manifest, Namespace, NamespaceId, TenantSecret,
-};
+use cascade_block::{BlockKey, Digest, Manifest, Namespace, NamespaceId, TenantSecret};
 use cascade_memory::{HugePages, Pool, PoolConfig, Slab, SlabMut, copy_out};
+use cascade_runtime::{Clock, Deadline};
 
 use self::keys::{KeyId, KeyRing};
 use self::record::{OVERHEAD, Trailer};

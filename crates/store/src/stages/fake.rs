@@ -3,8 +3,9 @@
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use cascade_block::{BlockKey, Deadline};
+use cascade_block::BlockKey;
 use cascade_memory::Slab;
+use cascade_runtime::Deadline;
 
 use crate::TierName;
 use crate::address::Address;

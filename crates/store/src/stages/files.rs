@@ -3,12 +3,13 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
-use cascade_block::{BlockKey, Clock, Deadline, Manifest, Namespace, NamespaceId};
+use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId};
 use cascade_disk::{
     BlockFiles, DiskError, FileTierConfig, FileTierLayout, ReadOutcome, ReadRequest, RecordMeta,
     Recovery, StoredManifest, TransferEngineKind,
 };
 use cascade_memory::Slab;
+use cascade_runtime::{Clock, Deadline};
 
 use super::StageContext;
 use crate::address::Address;

@@ -9,8 +9,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use cascade_block::{BlockKey, Clock, Deadline, Manifest, Namespace, NamespaceId};
+use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId};
 use cascade_memory::Slab;
+use cascade_runtime::{Clock, Deadline};
 
 use super::call_threads::{CallThreads, WaitLimit};
 use crate::TierName;

@@ -12,8 +12,9 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use cascade_block::{BlockKey, Deadline, Manifest, Namespace, NamespaceId};
+use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId};
 use cascade_memory::{Slab, SlabMut};
+use cascade_runtime::Deadline;
 
 use self::buffers::RecordBuffers;
 use self::index::RecordIndex;

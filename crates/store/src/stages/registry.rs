@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
-use cascade_block::Clock;
 use cascade_memory::Pool;
+use cascade_runtime::Clock;
 
 use super::{FakeStage, FilesStage};
 use crate::stage::Stage;

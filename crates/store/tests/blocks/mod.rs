@@ -4,7 +4,8 @@
 
 use std::time::Duration;
 
-use cascade_block::{BlockKey, Deadline, Manifest, Namespace, SystemClock, TenantSecret};
+use cascade_block::{BlockKey, Manifest, Namespace, TenantSecret};
+use cascade_runtime::{Deadline, SystemClock};
 pub(crate) use cascade_store::conformance::bytes_of;
 use cascade_store::{CallOptions, Put, PutOutcome, Store, StoreConfig, ViewOutcome};
 

@@ -8,8 +8,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use cascade_block::{BlockKey, Deadline, Namespace, SystemClock};
+use cascade_block::{BlockKey, Namespace};
 use cascade_memory::Slab;
+use cascade_runtime::{Deadline, SystemClock};
 use cascade_store::stage::{
     Address, BlockFacts, Load, LoadOutcome, MakeRoomOutcome, Stage, StageEraseReport, StageError,
     StageStats,
@@ -187,7 +188,7 @@ impl MapStage {
     fn work(&self, deadline: Deadline) -> Result<(), StageError> {
         self.hung.wait();
         assert!(!self.panics.load(Ordering::Relaxed), "injected");
-        let left = deadline.remaining(&cascade_block::SystemClock);
+        let left = deadline.remaining(&cascade_runtime::SystemClock);
         let delay = Duration::from_millis(self.delay_ms.load(Ordering::Relaxed));
         std::thread::sleep(delay.min(left));
         if delay > left { Err(StageError::Timeout) } else { Ok(()) }

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use cascade_block::{Deadline, ManualClock, SystemClock};
+use cascade_runtime::{Deadline, ManualClock, SystemClock};
 
 use super::{CallThreads, WaitLimit};
 use crate::stage::StageError;

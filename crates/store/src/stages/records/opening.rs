@@ -3,7 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use cascade_block::{Clock, Deadline, Manifest, NamespaceId};
+use cascade_block::{Manifest, NamespaceId};
+use cascade_runtime::{Clock, Deadline};
 
 use super::buffers::RecordBuffers;
 use super::index::RecordIndex;
