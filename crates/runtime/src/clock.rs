@@ -1,8 +1,13 @@
-//! Clocks: a trait, so that tests and the simulator control time.
+//! Clocks: a trait, so that tests control time where a world would be too much.
 
 use std::fmt;
-use std::sync::Mutex;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::sync::PoisonError;
+use std::time::Duration;
+
+use crate::LeafMutex;
+
+/// Poll interval of waits by a clock that does not advance by itself.
+const POLL: Duration = Duration::from_millis(5);
 
 /// A source of time. All code that waits or records times takes one.
 pub trait Clock: Send + Sync + fmt::Debug {
@@ -11,51 +16,55 @@ pub trait Clock: Send + Sync + fmt::Debug {
 
     /// Milliseconds since 1970 UTC, for timestamps that outlive the process.
     fn unix_ms(&self) -> u64;
+
+    /// How long to wait before reading this clock again, when `left` remains until a deadline by
+    /// it. A clock that another thread advances is polled.
+    fn wait_at_most(&self, left: Duration) -> Duration {
+        left.min(POLL)
+    }
 }
 
-/// The machine's clock.
+/// The machine's clock, or the world's on a thread of a world.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct SystemClock;
 
 impl Clock for SystemClock {
-    #[expect(clippy::disallowed_methods, reason = "this is the clock that all other code takes")]
     fn monotonic(&self) -> Duration {
-        use std::sync::OnceLock;
-        use std::time::Instant;
-        static START: OnceLock<Instant> = OnceLock::new();
-        START.get_or_init(Instant::now).elapsed()
+        crate::now()
     }
 
-    #[expect(clippy::disallowed_methods, reason = "this is the clock that all other code takes")]
     fn unix_ms(&self) -> u64 {
-        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+        crate::unix_ms()
+    }
+
+    fn wait_at_most(&self, left: Duration) -> Duration {
+        left
     }
 }
 
 /// A clock that advances only by its methods.
 #[derive(Debug, Default)]
 pub struct ManualClock {
-    now: Mutex<Duration>,
+    now: LeafMutex<Duration>,
 }
 
 impl ManualClock {
     /// Moves the clock forward.
     pub fn advance(&self, by: Duration) {
-        let mut now = self.now.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut now = self.now.lock().unwrap_or_else(PoisonError::into_inner);
         *now += by;
     }
 
     /// Moves the clock to a time since its start; earlier times are ignored.
     pub fn set(&self, to: Duration) {
-        let mut now = self.now.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut now = self.now.lock().unwrap_or_else(PoisonError::into_inner);
         *now = to.max(*now);
     }
 }
 
 impl Clock for ManualClock {
     fn monotonic(&self) -> Duration {
-        *self.now.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+        *self.now.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn unix_ms(&self) -> u64 {
@@ -71,6 +80,16 @@ impl Deadline {
     /// A deadline `timeout` from now.
     pub fn after(clock: &dyn Clock, timeout: Duration) -> Self {
         Self(clock.monotonic().saturating_add(timeout))
+    }
+
+    /// A deadline at a monotonic time of the clock.
+    pub fn at(time: Duration) -> Self {
+        Self(time)
+    }
+
+    /// The monotonic time of the deadline.
+    pub fn time(self) -> Duration {
+        self.0
     }
 
     /// Time until the deadline; zero once it has passed.
