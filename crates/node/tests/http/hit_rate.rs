@@ -44,7 +44,7 @@ fn a_hit_rate_of_five_percent_is_shown_everywhere() {
     let served = Served::start_of(16 << 20, SecurityConfig::default(), |_| {});
     // A first sample of the history.
     served.get("/status.json");
-    std::thread::park_timeout(std::time::Duration::from_secs(1));
+    cascade_runtime::sleep(std::time::Duration::from_secs(1));
     serve(&served, 0..200);
     let status = served.status();
     let rate = status.tenants[0].hit_rate;

@@ -78,7 +78,7 @@ fn at_the_limit_a_new_connection_replaces_the_one_idle_longest() {
         stream.write_all(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n").unwrap();
         assert_eq!(first_line(&mut stream), "HTTP/1.1 200");
         drain(&mut stream);
-        std::thread::park_timeout(Duration::from_millis(50));
+        cascade_runtime::sleep(Duration::from_millis(50));
     }
     assert!(is_closed(held.pop().unwrap()), "it was idle longest");
 }

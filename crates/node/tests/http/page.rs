@@ -83,7 +83,7 @@ fn the_page_shows_the_status_and_its_plots_in_a_browser() {
     served.read(0..60);
     served.settle();
     // The samples of the history are at least a second apart.
-    std::thread::park_timeout(Duration::from_secs(1));
+    cascade_runtime::sleep(Duration::from_secs(1));
     let visit = visit(browser, &format!("http://{}/", served.address()), &["--dump-dom"]);
     assert_eq!(visit.console(), [""; 0], "an error in the page");
     assert!(visit.dom.contains("data-refreshed="), "the page refreshed itself");
@@ -152,7 +152,7 @@ fn the_picture_of_the_page_shows_a_busy_node() {
             served.put(end..end + 5);
         }
         round += 1;
-        std::thread::park_timeout(Duration::from_millis(300));
+        cascade_runtime::sleep(Duration::from_millis(300));
     }
     let target: PathBuf =
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/images/status-page.png");

@@ -161,7 +161,7 @@ fn work_until(served: &Served, what: &str, mut condition: impl FnMut() -> bool) 
         served.put(round * 5..round * 5 + 20);
         served.read(round * 5..round * 5 + 30);
         round += 1;
-        std::thread::park_timeout(Duration::from_millis(200));
+        cascade_runtime::sleep(Duration::from_millis(200));
     }
 }
 
@@ -241,7 +241,7 @@ fn the_hit_rate_panel_shows_matched_over_requested_blocks() {
         assert!(clock.elapsed() < Duration::from_secs(60), "the panel stays empty");
         hit_rate::serve(&served, requests..requests + 10);
         requests += 10;
-        std::thread::park_timeout(Duration::from_millis(200));
+        cascade_runtime::sleep(Duration::from_millis(200));
         let is_up = TcpStream::connect(prometheus).is_ok();
         if !is_up || get(prometheus, "/-/ready", &[]).code != 200 {
             continue;

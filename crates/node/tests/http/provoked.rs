@@ -89,7 +89,7 @@ fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
     let clock = Instant::now();
     while !condition() {
         assert!(clock.elapsed() < Duration::from_secs(60), "waited in vain for {what}");
-        std::thread::park_timeout(Duration::from_millis(20));
+        cascade_runtime::sleep(Duration::from_millis(20));
     }
 }
 
