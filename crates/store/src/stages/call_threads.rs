@@ -7,10 +7,10 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use cascade_runtime::{Clock, Deadline};
+use cascade_runtime::{Clock, Condvar, Deadline, Mutex, MutexGuard, thread};
 
 use crate::stage::StageError;
 
@@ -143,18 +143,19 @@ impl CallThreads {
             if queue.running.iter().all(|call| call.is_stuck) {
                 return Err(StageError::CircuitOpen);
             }
-            let left = wait_limit.deadline.remaining(&*self.clock);
-            if left.is_zero() {
+            let now = self.clock.monotonic();
+            if now >= wait_limit.deadline.time() {
                 return Err(StageError::Timeout);
             }
-            let waited = self.shared.freed.wait_timeout(queue, left.min(RECHECK));
+            let until = Deadline::at(wait_limit.deadline.time().min(now.saturating_add(RECHECK)));
+            let waited = self.shared.freed.wait_until(queue, until, &*self.clock);
             queue = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
     fn start_thread(&self, queue: &mut CallQueue) -> std::io::Result<()> {
         let shared = Arc::clone(&self.shared);
-        let builder = std::thread::Builder::new().name("cascade-stage".to_owned());
+        let builder = thread::Builder::new().name("cascade-stage".to_owned());
         // Detached: nothing waits for a stuck thread.
         drop(builder.spawn(move || shared.work())?);
         queue.threads += 1;
@@ -188,12 +189,16 @@ impl CallThreads {
                     StageError::Timeout
                 });
             }
-            let left = wait_limit.deadline.remaining(&*self.clock);
+            let (now, deadline) = (self.clock.monotonic(), wait_limit.deadline.time());
             // The next round is the last one, and gives the stage `GRACE` to report its own
             // time-out.
-            is_late = left.is_zero();
-            let time = if is_late { GRACE } else { left.min(RECHECK) };
-            let waited = slot.ready.wait_timeout(result, time);
+            is_late = now >= deadline;
+            let until = if is_late {
+                now.saturating_add(GRACE)
+            } else {
+                deadline.min(now.saturating_add(RECHECK))
+            };
+            let waited = slot.ready.wait_until(result, Deadline::at(until), &*self.clock);
             result = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }

@@ -1,7 +1,7 @@
 //! The file tier as a stage: adapts crate `disk` to the pipeline.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, PoisonError};
 
 use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId};
 use cascade_disk::{
@@ -9,7 +9,7 @@ use cascade_disk::{
     Recovery, StoredManifest, TransferEngineKind,
 };
 use cascade_memory::Slab;
-use cascade_runtime::{Clock, Deadline};
+use cascade_runtime::{Clock, Deadline, Mutex, MutexGuard, RwLock};
 
 use super::StageContext;
 use crate::address::Address;
@@ -103,13 +103,15 @@ impl FilesStage {
         shared: cascade_disk::FileAddress,
         deadline: Deadline,
     ) -> Result<cascade_disk::FileAddress, DiskError> {
-        // Copied, so that no call to the files is made under the lock.
-        let others: Vec<_> = self
+        // Copied, so that no call to the files is made under the lock. Sorted, because the order of
+        // the map differs from run to run.
+        let mut others: Vec<_> = self
             .alias_locations()
             .values()
             .filter(|other| other.shared == shared)
             .copied()
             .collect();
+        others.sort_unstable_by_key(|other| other.place.to_u64());
         let mut result = Err(DiskError::NoTarget);
         for other in others {
             result = files.alias(&[(*meta, other.place)], deadline).remove(0);

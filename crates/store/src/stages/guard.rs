@@ -6,12 +6,12 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId};
 use cascade_memory::Slab;
-use cascade_runtime::{Clock, Deadline};
+use cascade_runtime::{Clock, Deadline, LeafMutex};
 
 use super::call_threads::{CallThreads, WaitLimit};
 use crate::TierName;
@@ -52,7 +52,7 @@ pub(crate) struct Guarded {
     is_read_circuit_open: AtomicBool,
     is_write_circuit_open: AtomicBool,
     is_closed: AtomicBool,
-    stats: Mutex<StageStats>,
+    stats: LeafMutex<StageStats>,
 }
 
 impl Guarded {
@@ -72,7 +72,7 @@ impl Guarded {
             is_read_circuit_open: AtomicBool::new(false),
             is_write_circuit_open: AtomicBool::new(false),
             is_closed: AtomicBool::new(false),
-            stats: Mutex::default(),
+            stats: LeafMutex::default(),
         }
     }
 
