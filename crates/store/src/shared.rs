@@ -134,6 +134,8 @@ impl StoreCore {
         Ok(core)
     }
 
+    /// Tracks its caller: a world that cannot go on reports where the lock was taken.
+    #[track_caller]
     pub(crate) fn lock(&self) -> MutexGuard<'_, StoreState> {
         // After a panic under the lock the invariants may not hold; continuing could serve wrong
         // bytes.
@@ -151,6 +153,7 @@ impl StoreCore {
     }
 
     /// Waits until something changes, or for the poll interval. False if the deadline has passed.
+    #[track_caller]
     pub(crate) fn wait_for_change<'a>(
         &self,
         state: MutexGuard<'a, StoreState>,
