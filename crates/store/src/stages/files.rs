@@ -1,6 +1,6 @@
 //! The file tier as a stage: adapts crate `disk` to the pipeline.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, PoisonError};
 
 use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId};
@@ -31,7 +31,8 @@ pub struct FilesStage {
     wants_uring: bool,
     recovery: Mutex<Recovery>,
     opening_damage: OpeningDamage,
-    alias_locations: Mutex<HashMap<BlockKey, AliasLocation>>,
+    /// Ordered, because `alias_of_another` tries the aliases of a content in this order.
+    alias_locations: Mutex<BTreeMap<BlockKey, AliasLocation>>,
 }
 
 /// An alias with its bytes at another address than the content's: a block file has one name.
@@ -92,7 +93,7 @@ impl FilesStage {
         files.clone().ok_or(StageError::Closed)
     }
 
-    fn alias_locations(&self) -> MutexGuard<'_, HashMap<BlockKey, AliasLocation>> {
+    fn alias_locations(&self) -> MutexGuard<'_, BTreeMap<BlockKey, AliasLocation>> {
         self.alias_locations.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -103,15 +104,13 @@ impl FilesStage {
         shared: cascade_disk::FileAddress,
         deadline: Deadline,
     ) -> Result<cascade_disk::FileAddress, DiskError> {
-        // Copied, so that no call to the files is made under the lock. Sorted, because the order of
-        // the map differs from run to run.
-        let mut others: Vec<_> = self
+        // Copied, so that no call to the files is made under the lock.
+        let others: Vec<_> = self
             .alias_locations()
             .values()
             .filter(|other| other.shared == shared)
             .copied()
             .collect();
-        others.sort_unstable_by_key(|other| other.place.to_u64());
         let mut result = Err(DiskError::NoTarget);
         for other in others {
             result = files.alias(&[(*meta, other.place)], deadline).remove(0);
