@@ -188,8 +188,8 @@ pub trait FileOperations: Send + Sync + fmt::Debug {
     /// Syncs creations, renames and removals in a directory to stable storage.
     fn sync_directory(&self, path: &Path) -> io::Result<()>;
 
-    /// Lists the paths of what is in a directory, in any order. Fails with `NotFound` if there is no
-    /// such directory, and with `NotADirectory` for a file.
+    /// Lists the paths of what is in a directory, in any order. Fails with `NotFound` if there is
+    /// no such directory, and with `NotADirectory` for a file.
     fn list(&self, path: &Path) -> io::Result<Vec<PathBuf>>;
 }
 

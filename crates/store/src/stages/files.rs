@@ -70,8 +70,9 @@ impl FilesStage {
     /// To run a store on it, replace the stage in its [`super::StageRegistry`]:
     ///
     /// ```text
-    /// let stage = move |context: &StageContext<'_>| FilesStage::open_with(context, None, io.clone());
-    /// registry.register("Files", Arc::new(stage));
+    /// registry.register("Files", Arc::new(move |context| {
+    ///     FilesStage::open_with(context, None, io.clone())
+    /// }));
     /// ```
     pub fn open_with(
         context: &StageContext<'_>,
