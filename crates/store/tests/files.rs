@@ -6,11 +6,17 @@ mod blocks;
 
 use std::collections::VecDeque;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use cascade_block::{
     ChainTail, DigestAlgorithm, DigestMode, Manifest, Namespace, TenantSecret, chain_keys,
 };
+use cascade_disk::TransferEngineKind;
+use cascade_disk::io::FileIo;
+use cascade_disk::io::fault::{Fault, FaultPlan};
+use cascade_runtime::SystemClock;
+use cascade_store::stages::{FilesStage, StageRegistry};
 use cascade_store::{
     CallOptions, FileLayout, FilesConfig, IoEngine, Put, PutOutcome, Store, StoreConfig,
     StoreError, ViewOutcome,
@@ -41,6 +47,31 @@ fn for_every_layout_and_engine(directory: &Path, mut check: impl FnMut(StoreConf
             }
         }
     }
+}
+
+/// Also with a setting that the given I/O does not have.
+#[test]
+fn a_file_stage_uses_the_io_that_it_is_given() {
+    let directory = tempfile::tempdir().unwrap();
+    let clock = || Arc::new(SystemClock);
+    let plan = FaultPlan::new(Fault::Io, u64::MAX, false);
+    let system = FileIo::system(TransferEngineKind::Psync, false, 4, None, clock()).unwrap();
+    let io = plan.wrap(&system);
+    let mut registry = StageRegistry::default();
+    registry.register(
+        "Files",
+        Arc::new(move |context| FilesStage::open_with(context, None, io.clone())),
+    );
+    let mut config = config(directory.path());
+    config.files.as_mut().unwrap().engine = IoEngine::Uring;
+    let store = Store::open_with(config, &registry, clock()).unwrap();
+    let opening = plan.calls();
+    assert!(opening > 0, "the opening uses it");
+    put(&store, &keys(0..20), BLOCK);
+    store.flush(CallOptions::default()).unwrap();
+    assert!(plan.calls() > opening, "so do writes");
+    assert!(check(&store, &keys(0..20)).iter().all(Option::is_some));
+    store.close().unwrap();
 }
 
 #[test]

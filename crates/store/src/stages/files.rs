@@ -1,15 +1,16 @@
 //! The file tier as a stage: adapts crate `disk` to the pipeline.
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, PoisonError};
 
 use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId};
+use cascade_disk::io::FileIo;
 use cascade_disk::{
     BlockFiles, DiskError, FileTierConfig, FileTierLayout, ReadOutcome, ReadRequest, RecordMeta,
     Recovery, StoredManifest, TransferEngineKind,
 };
 use cascade_memory::Slab;
-use cascade_runtime::{Clock, Deadline};
+use cascade_runtime::{Clock, Deadline, Mutex, MutexGuard, RwLock};
 
 use super::StageContext;
 use crate::address::Address;
@@ -31,7 +32,8 @@ pub struct FilesStage {
     wants_uring: bool,
     recovery: Mutex<Recovery>,
     opening_damage: OpeningDamage,
-    alias_locations: Mutex<HashMap<BlockKey, AliasLocation>>,
+    /// Ordered, because `alias_of_another` tries the aliases of a content in this order.
+    alias_locations: Mutex<BTreeMap<BlockKey, AliasLocation>>,
 }
 
 /// An alias with its bytes at another address than the content's: a block file has one name.
@@ -56,20 +58,42 @@ impl FilesStage {
         context: &StageContext<'_>,
         layout: Option<FileLayout>,
     ) -> Result<Arc<dyn Stage>, StoreError> {
-        let config = context.config.files.as_ref().ok_or_else(|| StoreError::Config {
-            setting: "files",
-            reason: "the pipeline has a file tier: set its directory".to_owned(),
-        })?;
-        let layout = layout.unwrap_or(config.layout);
-        let deadline = Deadline::after(&**context.clock, OPENING_TIMEOUT);
+        let (config, tier, deadline) = settings(context, layout)?;
         let clock = Arc::clone(context.clock);
-        let (files, recovery) =
-            cascade_disk::open(tier_config(config, layout), clock, context.pool, deadline)
-                .map_err(|error| StoreError::Tier {
-                    tier: "files",
-                    operation: "open its directory",
-                    source: Arc::new(error),
-                })?;
+        let opened = cascade_disk::open(tier, clock, context.pool, deadline);
+        Self::opened(context, config, config.engine != IoEngine::Psync, opened)
+    }
+
+    /// [`Self::open`] with the caller's I/O instead of the system's, such as a simulated disk. The
+    /// setting of the I/O engine is ignored.
+    ///
+    /// To run a store on it, replace the stage in its [`super::StageRegistry`]:
+    ///
+    /// ```text
+    /// registry.register("Files", Arc::new(move |context| {
+    ///     FilesStage::open_with(context, None, io.clone())
+    /// }));
+    /// ```
+    pub fn open_with(
+        context: &StageContext<'_>,
+        layout: Option<FileLayout>,
+        io: FileIo,
+    ) -> Result<Arc<dyn Stage>, StoreError> {
+        let (config, tier, deadline) = settings(context, layout)?;
+        Self::opened(context, config, false, cascade_disk::open_with(tier, io, deadline))
+    }
+
+    fn opened(
+        context: &StageContext<'_>,
+        config: &FilesConfig,
+        wants_uring: bool,
+        opened: Result<(Arc<dyn BlockFiles>, Recovery), DiskError>,
+    ) -> Result<Arc<dyn Stage>, StoreError> {
+        let (files, recovery) = opened.map_err(|error| StoreError::Tier {
+            tier: "files",
+            operation: "open its directory",
+            source: Arc::new(error),
+        })?;
         let opening_damage = OpeningDamage {
             torn_records: recovery.torn_records,
             damaged_structures: recovery.damaged_structures,
@@ -80,7 +104,7 @@ impl FilesStage {
             capacity_bytes: config.capacity_bytes,
             name: "files",
             wants_direct: config.direct,
-            wants_uring: config.engine != IoEngine::Psync,
+            wants_uring,
             recovery: Mutex::new(recovery),
             opening_damage,
             alias_locations: Mutex::default(),
@@ -92,7 +116,7 @@ impl FilesStage {
         files.clone().ok_or(StageError::Closed)
     }
 
-    fn alias_locations(&self) -> MutexGuard<'_, HashMap<BlockKey, AliasLocation>> {
+    fn alias_locations(&self) -> MutexGuard<'_, BTreeMap<BlockKey, AliasLocation>> {
         self.alias_locations.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -136,6 +160,20 @@ impl FilesStage {
 
 /// Time-out of opening, which scans all records; a million take seconds.
 const OPENING_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(300);
+
+/// The settings of the file tier of a store, and the deadline of its opening.
+fn settings<'a>(
+    context: &StageContext<'a>,
+    layout: Option<FileLayout>,
+) -> Result<(&'a FilesConfig, FileTierConfig, Deadline), StoreError> {
+    let config = context.config.files.as_ref().ok_or_else(|| StoreError::Config {
+        setting: "files",
+        reason: "the pipeline has a file tier: set its directory".to_owned(),
+    })?;
+    let layout = layout.unwrap_or(config.layout);
+    let deadline = Deadline::after(&**context.clock, OPENING_TIMEOUT);
+    Ok((config, tier_config(config, layout), deadline))
+}
 
 fn tier_config(config: &FilesConfig, layout: FileLayout) -> FileTierConfig {
     FileTierConfig {
