@@ -86,13 +86,13 @@ impl Attachment {
 
 #[cfg(all(test, not(loom)))]
 mod tests {
-    use std::sync::Mutex;
+    use cascade_runtime::LeafMutex;
 
     use super::*;
     use crate::{HugePages, Pool, PoolConfig};
 
     #[derive(Debug, Default)]
-    struct RecordedReleases(Mutex<Vec<u64>>);
+    struct RecordedReleases(LeafMutex<Vec<u64>>);
 
     impl Lender for RecordedReleases {
         fn release_hold(&self, hold: u64) {

@@ -1,4 +1,5 @@
 //! The shared-memory pool: one mapping, the slabs allocated from it, and their access rules.
+#![warn(clippy::disallowed_types)]
 
 mod advice;
 mod copy;

@@ -12,7 +12,6 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread;
 use std::time::Duration;
 
 use rustix::fs::{
@@ -402,14 +401,13 @@ fn open_file(path: &Path, flags: OFlags) -> io::Result<File> {
 }
 
 /// Locks a file, creating it if it does not exist.
-#[expect(clippy::disallowed_methods, reason = "a starting store has no clock yet")]
 fn open_locked(path: &Path) -> Result<LockedFile, MemoryError> {
     let polls = LOCK_TIMEOUT.as_millis() / LOCK_POLL_INTERVAL.as_millis();
     for _ in 0..=polls {
         if let Some(file) = try_lock(path, OFlags::CREATE)? {
             return Ok(file);
         }
-        thread::sleep(LOCK_POLL_INTERVAL);
+        cascade_runtime::sleep(LOCK_POLL_INTERVAL);
     }
     Err(MemoryError::InUse { path: path.to_owned() })
 }

@@ -5,9 +5,10 @@ use std::fmt;
 use std::io;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, MutexGuard, PoisonError};
 
 use cascade_block::ByteSize;
+use cascade_runtime::LeafMutex;
 use thiserror::Error;
 
 use crate::heap::{Extent, Heap};
@@ -140,7 +141,7 @@ pub struct Pool(pub(crate) Arc<PoolInner>);
 pub(crate) struct PoolInner {
     pub(crate) region: Region,
     magazines: Magazines,
-    heap: Mutex<Heap>,
+    heap: LeafMutex<Heap>,
     counters: PoolCounters,
     /// Incremented by every wipe: slabs of an earlier epoch are zeroed when they are freed.
     epoch: AtomicUsize,
@@ -189,7 +190,7 @@ impl Pool {
         Self(Arc::new(PoolInner {
             region,
             magazines: Magazines::new(capacity),
-            heap: Mutex::new(Heap::new(capacity)),
+            heap: LeafMutex::new(Heap::new(capacity)),
             counters: PoolCounters::default(),
             epoch: AtomicUsize::new(0),
         }))

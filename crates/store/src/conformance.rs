@@ -11,7 +11,7 @@ use std::fmt;
 use std::time::Duration;
 
 use cascade_block::{BlockKey, Manifest, Namespace, TenantSecret};
-use cascade_runtime::{Deadline, SystemClock};
+use cascade_runtime::{Deadline, SystemClock, yield_now};
 
 use crate::outcome::PutSlab;
 use crate::{
@@ -359,7 +359,7 @@ fn a_block_expires(subject: &Subject) {
     let deadline = Deadline::after(&SystemClock, EVENT_TIMEOUT);
     while subject.read(&[short])[0].is_some() {
         assert!(!deadline.remaining(&SystemClock).is_zero(), "the block does not expire");
-        std::thread::yield_now();
+        yield_now();
     }
     assert_eq!(subject.store.contains(&[short, long]), [false, true]);
     assert!(subject.has_all(&[long]));
@@ -499,7 +499,7 @@ fn calls_with_a_zero_timeout_lose_no_blocks(subject: &Subject) {
     let deadline = Deadline::after(&SystemClock, EVENT_TIMEOUT);
     while !subject.has_all(&keys[..40]) {
         assert!(!deadline.remaining(&SystemClock).is_zero(), "the blocks cannot be read again");
-        std::thread::yield_now();
+        yield_now();
     }
 }
 

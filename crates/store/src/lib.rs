@@ -1,4 +1,5 @@
 //! The store of one node: catalog, tiers, pipeline, placement, eviction and mover.
+#![warn(clippy::disallowed_types)]
 
 mod address;
 mod block_store;

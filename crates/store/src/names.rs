@@ -1,8 +1,9 @@
 //! Interned names of tiers and operations that another process sends as text.
 
 use std::collections::BTreeSet;
-use std::sync::{Mutex, PoisonError};
+use std::sync::PoisonError;
 
+use cascade_runtime::LeafMutex;
 use serde::{Deserialize, Deserializer};
 
 use crate::TierName;
@@ -16,7 +17,7 @@ const UNKNOWN: &str = "other";
 /// Interns a name. Interned names are never freed, so that their number is limited: beyond the
 /// limit, which only a peer that invents names reaches, the result is `"other"`.
 pub fn intern(name: &str) -> &'static str {
-    static NAMES: Mutex<BTreeSet<&'static str>> = Mutex::new(BTreeSet::new());
+    static NAMES: LeafMutex<BTreeSet<&'static str>> = LeafMutex::new(BTreeSet::new());
     let mut names = NAMES.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(known) = names.get(name) {
         return known;

@@ -2,13 +2,12 @@
 
 pub(crate) mod call;
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use cascade_block::FingerprintSeed;
 use cascade_memory::{Pool, SlabMut};
-use cascade_runtime::Clock;
-use ring::rand::{SecureRandom as _, SystemRandom};
+use cascade_runtime::{Clock, Condvar, Deadline, Mutex, MutexGuard, random_u64};
 
 use crate::core::catalog::{LOWER_STAGES_MAX, NewKey};
 use crate::core::eviction;
@@ -95,7 +94,7 @@ impl StoreCore {
         let stages = made.map(|made| made.map(guarded)).collect::<Result<Vec<_>, _>>()?;
         let seed = FingerprintSeed::new(match config.hash_seed {
             Some(number) => number,
-            None => random_number()?,
+            None => random_number("hash_seed")?,
         });
         let history = History::new(clock.unix_ms(), seed);
         let (eviction, lower) = (new_eviction(&config), stages.len());
@@ -108,6 +107,7 @@ impl StoreCore {
             &*clock,
         );
         state.ledger = ledger;
+        state.next_epoch = random_number("changes_max")?;
         for (at, stage) in stages.iter().enumerate() {
             state.key_only_stages |= u8::from(stage.keeps_names_only()) << at;
         }
@@ -134,6 +134,8 @@ impl StoreCore {
         Ok(core)
     }
 
+    /// Tracks its caller: a world that cannot go on reports where the lock was taken.
+    #[track_caller]
     pub(crate) fn lock(&self) -> MutexGuard<'_, StoreState> {
         // After a panic under the lock the invariants may not hold; continuing could serve wrong
         // bytes.
@@ -151,18 +153,20 @@ impl StoreCore {
     }
 
     /// Waits until something changes, or for the poll interval. False if the deadline has passed.
+    #[track_caller]
     pub(crate) fn wait_for_change<'a>(
         &self,
         state: MutexGuard<'a, StoreState>,
         call: CallContext,
     ) -> (MutexGuard<'a, StoreState>, bool) {
-        let left = call.deadline.remaining(&*self.clock);
-        if left.is_zero() {
+        let now = self.clock.monotonic();
+        if now >= call.deadline.time() {
             return (state, false);
         }
         // True also without a change, after the poll interval: callers check their condition in a
         // loop.
-        let waited = self.changed.wait_timeout(state, left.min(POLL_INTERVAL));
+        let until = Deadline::at(call.deadline.time().min(now.saturating_add(POLL_INTERVAL)));
+        let waited = self.changed.wait_until(state, until, &*self.clock);
         (waited.unwrap_or_else(PoisonError::into_inner).0, true)
     }
 
@@ -212,7 +216,9 @@ impl StoreCore {
         state: MutexGuard<'a, StoreState>,
         time: Duration,
     ) -> MutexGuard<'a, StoreState> {
-        self.prober_wakeup.wait_timeout(state, time).unwrap_or_else(PoisonError::into_inner).0
+        let until = Deadline::after(&*self.clock, time);
+        let waited = self.prober_wakeup.wait_until(state, until, &*self.clock);
+        waited.unwrap_or_else(PoisonError::into_inner).0
     }
 
     pub(crate) fn wake_probers(&self) {
@@ -221,7 +227,8 @@ impl StoreCore {
 
     /// Pauses a mover for this time, or until there is new work or the store closes.
     pub(crate) fn pause(&self, state: MutexGuard<'_, StoreState>, time: Duration) {
-        drop(self.work.wait_timeout(state, time));
+        let until = Deadline::after(&*self.clock, time);
+        drop(self.work.wait_until(state, until, &*self.clock));
     }
 
     /// The error of a stage that did not store a block, with the last error of the stage.
@@ -394,14 +401,12 @@ pub(crate) fn tier_error(
     StoreError::Tier { tier: stage.name(), operation, source: Arc::new(error) }
 }
 
-/// An unpredictable number.
-fn random_number() -> Result<u64, StoreError> {
-    let mut bytes = [0; 8];
-    SystemRandom::new().fill(&mut bytes).map_err(|_| StoreError::Config {
-        setting: "hash_seed",
+/// An unpredictable number, for the part of the store with this setting.
+fn random_number(setting: &'static str) -> Result<u64, StoreError> {
+    random_u64().map_err(|_| StoreError::Config {
+        setting,
         reason: "the operating system returned no random number; see its log".to_owned(),
-    })?;
-    Ok(u64::from_le_bytes(bytes))
+    })
 }
 
 fn new_eviction(config: &StoreConfig) -> Eviction {

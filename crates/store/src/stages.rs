@@ -1,6 +1,5 @@
 //! The stages and filters of the store, and the registry of those that a pipeline may name.
 
-mod call_threads;
 pub(crate) mod encryption;
 mod fake;
 mod files;

@@ -1,14 +1,13 @@
 //! The store's public API: batches in, an outcome for each block out, a deadline on every call.
 
-use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::JoinHandle;
+use std::sync::{Arc, PoisonError};
 
 use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId};
 use cascade_memory::SlabMut;
-use cascade_runtime::{Clock, Deadline, SystemClock};
+use cascade_runtime::thread::{Builder, JoinHandle};
+use cascade_runtime::{Clock, Deadline, Mutex, SystemClock};
 
-use crate::calls::prefetch;
+use crate::calls::prefetch::{PrefetchQueue, run_prefetch};
 use crate::core::catalog::{Content, KeyIndex};
 use crate::core::eviction::RequestedBlock;
 use crate::core::history::Loss;
@@ -26,8 +25,6 @@ use crate::{
     StoreError, TierName, ViewOutcome,
 };
 
-/// Maximum length of the queue of prefetch hints; further hints are declined.
-const PREFETCH_QUEUE: usize = 64;
 /// Threads that execute prefetch hints.
 const PREFETCH_THREADS: usize = 2;
 
@@ -57,7 +54,7 @@ pub struct Store(Arc<StoreInner>);
 #[derive(Debug)]
 struct StoreInner {
     core: Arc<StoreCore>,
-    prefetch: Mutex<Option<SyncSender<Vec<BlockKey>>>>,
+    prefetch: Arc<PrefetchQueue>,
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
@@ -74,14 +71,14 @@ impl Store {
         clock: Arc<dyn Clock>,
     ) -> Result<Self, StoreError> {
         let core = Arc::new(StoreCore::new(config, registry, clock)?);
-        let (sender, receiver) = sync_channel(PREFETCH_QUEUE);
+        let prefetch = Arc::new(PrefetchQueue::default());
         // Before the threads: if one of them cannot be started, dropping this ends the others.
         let inner = StoreInner {
             core: Arc::clone(&core),
-            prefetch: Mutex::new(Some(sender)),
+            prefetch: Arc::clone(&prefetch),
             threads: Mutex::new(Vec::new()),
         };
-        let threads = start_threads(&core, receiver)
+        let threads = start_threads(&core, &prefetch)
             .map_err(|error| StoreError::Threads { source: Arc::new(error) })?;
         inner.threads.lock().unwrap_or_else(PoisonError::into_inner).extend(threads);
         Ok(Self(Arc::new(inner)))
@@ -399,11 +396,7 @@ impl Store {
             return 0;
         }
         let accepted = below.len();
-        let sender = self.0.prefetch.lock().unwrap_or_else(PoisonError::into_inner);
-        match sender.as_ref().map(|sender| sender.try_send(below)) {
-            Some(Ok(())) => accepted,
-            Some(Err(TrySendError::Full(_) | TrySendError::Disconnected(_))) | None => 0,
-        }
+        if self.0.prefetch.push(below) { accepted } else { 0 }
     }
 
     /// Stores the manifest of a namespace beside its blocks, so that later readers know what the
@@ -474,8 +467,8 @@ impl StoreInner {
         if std::mem::replace(&mut self.core.lock().is_closing, true) {
             return Ok(());
         }
-        // Drops the only sender, which ends the prefetch threads.
-        self.prefetch.lock().unwrap_or_else(PoisonError::into_inner).take();
+        // Ends the prefetch threads.
+        self.prefetch.close();
         // Before `is_closed`, while the movers still write.
         let flushed = self.core.flush(CallOptions::default());
         // Under one hold of the lock: a mover or caller that sees `is_closed` also sees empty
@@ -570,7 +563,7 @@ impl StoreCore {
 
 fn start_threads(
     core: &Arc<StoreCore>,
-    hints: Receiver<Vec<BlockKey>>,
+    prefetch: &Arc<PrefetchQueue>,
 ) -> std::io::Result<Vec<JoinHandle<()>>> {
     let mut threads = Vec::new();
     threads.extend(scrub::start(core)?);
@@ -578,12 +571,11 @@ fn start_threads(
         threads.push(mover::start(core, stage)?);
         threads.push(prober::start(core, stage)?);
     }
-    let hints = Arc::new(Mutex::new(hints));
     for _ in 0..if core.stages.is_empty() { 0 } else { PREFETCH_THREADS } {
-        let (core, hints) = (Arc::clone(core), Arc::clone(&hints));
-        let thread = std::thread::Builder::new()
+        let (core, prefetch) = (Arc::clone(core), Arc::clone(prefetch));
+        let thread = Builder::new()
             .name("cascade-prefetch".to_owned())
-            .spawn(move || prefetch::run_prefetch(&core, &hints))?;
+            .spawn(move || run_prefetch(&core, &prefetch))?;
         threads.push(thread);
     }
     Ok(threads)

@@ -84,8 +84,11 @@ impl StoreState {
         entries_max: usize,
         now_unix_ms: u64,
     ) -> Changes {
-        let log = self.catalog.changes_mut();
-        let log = log.get_or_insert_with(|| Box::new(ChangeLog::new(entries_max)));
+        let next_epoch = &mut self.next_epoch;
+        let log = self.catalog.changes_mut().get_or_insert_with(|| {
+            let epoch = std::mem::replace(next_epoch, next_epoch.wrapping_add(1));
+            Box::new(ChangeLog::new(entries_max, epoch))
+        });
         let valid = since.filter(|cursor| log.is_valid(cursor));
         let mut next = valid.unwrap_or_else(|| log.start_cursor());
         let mut changes = Vec::new();

@@ -1,23 +1,75 @@
 //! Prefetch: promotes the blocks of hints in the background, within the rate of the mover.
 
-use std::sync::mpsc::Receiver;
-use std::sync::{Mutex, PoisonError};
+use std::collections::VecDeque;
+use std::sync::PoisonError;
 
 use cascade_block::BlockKey;
+use cascade_runtime::{Condvar, Mutex, MutexGuard};
 
 use crate::calls::read::ReadPurpose;
 use crate::drive::mover::RateLimiter;
 use crate::shared::StoreCore;
 use crate::{CallOptions, ViewOutcome};
 
-/// Executes prefetch hints until the channel is closed.
-pub(crate) fn run_prefetch(core: &StoreCore, hints: &Mutex<Receiver<Vec<BlockKey>>>) {
+/// Maximum length of the queue of hints; further hints are declined.
+const HINTS_MAX: usize = 64;
+
+/// Hints that wait for a prefetch thread.
+#[derive(Debug, Default)]
+pub(crate) struct PrefetchQueue {
+    hints: Mutex<QueuedHints>,
+    /// Notified for each hint, and when the queue is closed.
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct QueuedHints {
+    waiting: VecDeque<Vec<BlockKey>>,
+    is_closed: bool,
+}
+
+impl PrefetchQueue {
+    /// Adds a hint. Returns false if the queue is full or closed.
+    pub(crate) fn push(&self, keys: Vec<BlockKey>) -> bool {
+        let mut hints = self.lock();
+        if hints.is_closed || hints.waiting.len() >= HINTS_MAX {
+            return false;
+        }
+        hints.waiting.push_back(keys);
+        drop(hints);
+        self.changed.notify_one();
+        true
+    }
+
+    /// Declines all further hints. Those that wait are still executed.
+    pub(crate) fn close(&self) {
+        self.lock().is_closed = true;
+        self.changed.notify_all();
+    }
+
+    /// Waits for the next hint. `None` once the queue is closed and empty.
+    fn pop(&self) -> Option<Vec<BlockKey>> {
+        let mut hints = self.lock();
+        loop {
+            if let Some(keys) = hints.waiting.pop_front() {
+                return Some(keys);
+            }
+            if hints.is_closed {
+                return None;
+            }
+            hints = self.changed.wait(hints).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, QueuedHints> {
+        self.hints.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Executes prefetch hints until the queue is closed and empty.
+pub(crate) fn run_prefetch(core: &StoreCore, hints: &PrefetchQueue) {
     let mut rate_limiter = RateLimiter::new(core);
-    loop {
-        // An idle thread waits for a hint with the lock held, the others wait for the lock: only
-        // these threads take it. Closing the store drops the sender, which ends every wait.
-        let hint = hints.lock().unwrap_or_else(PoisonError::into_inner).recv();
-        let Ok(keys) = hint else { return };
+    while let Some(keys) = hints.pop() {
         core.prefetch_now(&keys, &mut |bytes| rate_limiter.wait_for(core, bytes));
     }
 }

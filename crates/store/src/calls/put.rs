@@ -3,11 +3,9 @@
 //! A block enters the catalog only once its bytes are complete, so that no reader sees a partly
 //! written block. A writer that fails leaves only a slab, which returns to the pool when dropped.
 
-use std::sync::MutexGuard;
-
 use cascade_block::{BlockKey, Digest, DigestMode};
 use cascade_memory::{Slab, SlabMut};
-use cascade_runtime::Clock;
+use cascade_runtime::{Clock, MutexGuard};
 
 use crate::calls::put_check::PutCheck;
 use crate::core::catalog::{ContentIndex, NewKey};

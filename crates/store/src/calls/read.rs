@@ -1,10 +1,8 @@
 //! Get and view: hits in DRAM at once, hits below DRAM with one read for all waiting callers.
 
-use std::sync::MutexGuard;
-
 use cascade_block::BlockKey;
 use cascade_memory::{Slab, SlabMut};
-use cascade_runtime::Clock;
+use cascade_runtime::{Clock, MutexGuard};
 
 use crate::address::Address;
 use crate::calls::read_counters::ReadResult;

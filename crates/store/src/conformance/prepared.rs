@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use cascade_block::BlockKey;
-use cascade_runtime::{Deadline, SystemClock};
+use cascade_runtime::{Deadline, SystemClock, yield_now};
 
 use super::{DRAM_BYTES, EVENT_TIMEOUT, NOW, Subject, bytes_of, key, keys};
 use crate::outcome::{PrepareOutcome, PutSlab};
@@ -40,7 +40,7 @@ fn await_condition(is_met: &dyn Fn() -> bool, message: &dyn Fn() -> String) {
     let deadline = Deadline::after(&SystemClock, EVENT_TIMEOUT);
     while !is_met() {
         assert!(!deadline.remaining(&SystemClock).is_zero(), "{}", message());
-        std::thread::yield_now();
+        yield_now();
     }
 }
 

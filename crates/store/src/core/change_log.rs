@@ -1,13 +1,13 @@
 //! The log of the latest changes, protected by the lock of the state.
 
 use std::collections::{BTreeSet, VecDeque};
-use std::hash::{BuildHasher, RandomState};
 
 use crate::change::{Change, ChangeCursor};
 
 /// The log of the latest changes, with the expiration times of keys.
 #[derive(Debug)]
 pub(crate) struct ChangeLog {
+    /// Differs in every run of a store, so that no cursor of another log is valid here.
     epoch: u64,
     entries: VecDeque<Change>,
     /// Maximum number of entries.
@@ -22,10 +22,9 @@ pub(crate) struct ChangeLog {
 }
 
 impl ChangeLog {
-    pub(crate) fn new(entries_max: usize) -> Self {
+    pub(crate) fn new(entries_max: usize, epoch: u64) -> Self {
         Self {
-            // `RandomState` has random keys, so that the number differs in every run.
-            epoch: RandomState::new().hash_one(entries_max),
+            epoch,
             // Reserved whole, so that growing never copies; pages are touched only as it fills.
             entries: VecDeque::with_capacity(entries_max),
             entries_max,

@@ -110,6 +110,8 @@ pub(crate) struct StoreState {
     /// their bytes.
     pub(crate) prefetched: VecDeque<(BlockKey, u64)>,
     pub(crate) prefetched_bytes: u64,
+    /// The epoch of the next change log; the first one of a store is random.
+    pub(crate) next_epoch: u64,
     pub(crate) content_bytes: u64,
     pub(crate) dram_bytes: u64,
     /// Slabs of puts and loads in flight.
@@ -165,6 +167,7 @@ impl StoreState {
             requeue_counts: [0; LOWER_STAGES_MAX],
             prefetched: VecDeque::new(),
             prefetched_bytes: 0,
+            next_epoch: 0,
             content_bytes: 0,
             dram_bytes: 0,
             slabs_in_flight: 0,

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use cascade_block::BlockKey;
 use cascade_memory::Slab;
-use cascade_runtime::Deadline;
+use cascade_runtime::{Deadline, thread};
 
 use crate::address::Address;
 use crate::core::catalog::ContentIndex;
@@ -551,9 +551,9 @@ impl RateLimiter {
 pub(crate) fn start(
     core: &Arc<StoreCore>,
     stage: usize,
-) -> std::io::Result<std::thread::JoinHandle<()>> {
+) -> std::io::Result<thread::JoinHandle<()>> {
     let core = Arc::clone(core);
-    std::thread::Builder::new()
+    thread::Builder::new()
         .name(format!("cascade-mover-{}", core.stages[stage].name()))
         .spawn(move || run(&core, stage))
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use cascade_runtime::Deadline;
+use cascade_runtime::{Deadline, thread};
 
 use crate::core::circuit::Direction;
 use crate::drive::breaker::HealthSignal;
@@ -58,9 +58,9 @@ fn run(core: &StoreCore, stage: usize) {
 pub(crate) fn start(
     core: &Arc<StoreCore>,
     stage: usize,
-) -> std::io::Result<std::thread::JoinHandle<()>> {
+) -> std::io::Result<thread::JoinHandle<()>> {
     let core = Arc::clone(core);
-    std::thread::Builder::new()
+    thread::Builder::new()
         .name(format!("cascade-prober-{}", core.stages[stage].name()))
         .spawn(move || run(&core, stage))
 }

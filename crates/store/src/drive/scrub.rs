@@ -6,11 +6,11 @@
 
 use std::num::NonZeroU64;
 use std::sync::Arc;
-use std::thread::JoinHandle;
 use std::time::Duration;
 
 use cascade_block::checksum;
 use cascade_memory::Slab;
+use cascade_runtime::thread::{Builder, JoinHandle};
 
 use crate::core::catalog::{Catalog, ContentIndex};
 use crate::core::state::{PendingWrite, StoreState};
@@ -215,6 +215,6 @@ pub(crate) fn start(core: &Arc<StoreCore>) -> std::io::Result<Option<JoinHandle<
     let rate = core.config.scrub_bytes_per_second.filter(|_| core.pipeline.has_dram);
     let Some(rate) = rate else { return Ok(None) };
     let core = Arc::clone(core);
-    let thread = std::thread::Builder::new().name("cascade-scrub".to_owned());
+    let thread = Builder::new().name("cascade-scrub".to_owned());
     thread.spawn(move || run(&core, rate)).map(Some)
 }

@@ -16,11 +16,12 @@ mod recovery;
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use cascade_block::{NamespaceId, checksum};
 use cascade_memory::{MemoryError, Pool, PoolFiles, Slab, SlabMut};
+use cascade_runtime::LeafMutex;
 
 use crate::StoreError;
 use crate::address::Address;
@@ -315,7 +316,7 @@ fn stored(address: Option<Address>) -> u64 {
 #[derive(Debug)]
 pub(crate) struct Holders {
     table: Arc<LedgerTable>,
-    state: Mutex<HoldersState>,
+    state: LeafMutex<HoldersState>,
 }
 
 #[derive(Debug)]
@@ -525,7 +526,7 @@ impl WarmPool {
                 full_drops: 0,
                 is_used,
             },
-            holders: Arc::new(Holders { table, state: Mutex::new(state) }),
+            holders: Arc::new(Holders { table, state: LeafMutex::new(state) }),
             pool,
             recovered: recovered.blocks,
             stats,

@@ -1,8 +1,9 @@
 //! Hot prefixes, and the access of a store to its traffic statistics.
 
-use std::sync::{MutexGuard, PoisonError};
+use std::sync::PoisonError;
 
 use cascade_block::BlockKey;
+use cascade_runtime::MutexGuard;
 
 use crate::core::catalog::KeyIndex;
 use crate::core::state::StoreState;

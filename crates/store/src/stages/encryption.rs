@@ -10,12 +10,12 @@ mod record;
 use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use cascade_block::{BlockKey, Digest, Manifest, Namespace, NamespaceId, TenantSecret};
 use cascade_memory::{HugePages, Pool, PoolConfig, Slab, SlabMut, copy_out};
-use cascade_runtime::{Clock, Deadline};
+use cascade_runtime::{Clock, Condvar, Deadline, Mutex, MutexGuard};
 
 use self::keys::{KeyId, KeyRing};
 use self::record::{OVERHEAD, Trailer};
@@ -207,17 +207,18 @@ impl EncryptedStage {
             if let Some(buffer) = self.bounce.allocate_direct(bytes) {
                 return Ok(Some(buffer));
             }
-            let left = deadline.remaining(&*self.clock);
             if !may_wait {
                 return Ok(None);
             }
-            if left.is_zero() {
+            let now = self.clock.monotonic();
+            if now >= deadline.time() {
                 return Err(StageError::Timeout);
             }
+            let until = Deadline::at(deadline.time().min(now.saturating_add(RECHECK)));
             let guard = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
             // A notification between the attempt and this wait is missed: the poll interval bounds
             // the delay.
-            drop(self.returned.wait_timeout(guard, left.min(RECHECK)));
+            drop(self.returned.wait_until(guard, until, &*self.clock));
         }
     }
 

@@ -1,11 +1,11 @@
 //! The Fake stage: keeps names without bytes. For hit-rate studies and upper bounds.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::PoisonError;
 
 use cascade_block::BlockKey;
 use cascade_memory::Slab;
-use cascade_runtime::Deadline;
+use cascade_runtime::{Deadline, Mutex, MutexGuard};
 
 use crate::TierName;
 use crate::address::Address;

@@ -1,7 +1,7 @@
 //! The file tier as a stage: adapts crate `disk` to the pipeline.
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, PoisonError};
 
 use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId};
 use cascade_disk::{
@@ -9,7 +9,7 @@ use cascade_disk::{
     Recovery, StoredManifest, TransferEngineKind,
 };
 use cascade_memory::Slab;
-use cascade_runtime::{Clock, Deadline};
+use cascade_runtime::{Clock, Deadline, Mutex, MutexGuard, RwLock};
 
 use super::StageContext;
 use crate::address::Address;
@@ -31,7 +31,8 @@ pub struct FilesStage {
     wants_uring: bool,
     recovery: Mutex<Recovery>,
     opening_damage: OpeningDamage,
-    alias_locations: Mutex<HashMap<BlockKey, AliasLocation>>,
+    /// Ordered, because `alias_of_another` tries the aliases of a content in this order.
+    alias_locations: Mutex<BTreeMap<BlockKey, AliasLocation>>,
 }
 
 /// An alias with its bytes at another address than the content's: a block file has one name.
@@ -92,7 +93,7 @@ impl FilesStage {
         files.clone().ok_or(StageError::Closed)
     }
 
-    fn alias_locations(&self) -> MutexGuard<'_, HashMap<BlockKey, AliasLocation>> {
+    fn alias_locations(&self) -> MutexGuard<'_, BTreeMap<BlockKey, AliasLocation>> {
         self.alias_locations.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

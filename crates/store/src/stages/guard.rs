@@ -5,15 +5,13 @@
 //! was passed to a late call, slabs above all, stays with that call until it ends.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId};
 use cascade_memory::Slab;
-use cascade_runtime::{Clock, Deadline};
+use cascade_runtime::{CallError, CallLimit, Calls, Cancel, Clock, Deadline, LeafMutex};
 
-use super::call_threads::{CallThreads, WaitLimit};
 use crate::TierName;
 use crate::address::Address;
 use crate::core::circuit::Direction;
@@ -25,6 +23,8 @@ use crate::stage::{
 const LOADS_MAX: usize = 16;
 /// Most concurrent calls that neither load nor change blocks.
 const OTHER_CALLS_MAX: usize = 4;
+/// Time after the deadline in which a stage can still report a time-out itself.
+const GRACE: Duration = Duration::from_millis(20);
 /// Time-out of statistics.
 const STATS_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -41,23 +41,23 @@ pub(crate) struct Guarded {
     name: TierName,
     keeps_names_only: bool,
     keeps_deadlines: bool,
-    loads: CallThreads,
+    loads: Calls,
     /// One at a time, so that changes happen in order.
-    changes: CallThreads,
-    other_calls: CallThreads,
-    probes: CallThreads,
-    read_probes: CallThreads,
+    changes: Calls,
+    other_calls: Calls,
+    probes: Calls,
+    read_probes: Calls,
     clock: Arc<dyn Clock>,
-    /// The circuit is open: callers stop waiting for results.
-    is_read_circuit_open: AtomicBool,
-    is_write_circuit_open: AtomicBool,
-    is_closed: AtomicBool,
-    stats: Mutex<StageStats>,
+    /// Set while the circuit is open: callers stop waiting for results.
+    open_read_circuit: Cancel,
+    open_write_circuit: Cancel,
+    closed: Cancel,
+    stats: LeafMutex<StageStats>,
 }
 
 impl Guarded {
     pub(crate) fn new(stage: Arc<dyn Stage>, clock: &Arc<dyn Clock>) -> Self {
-        let threads = |calls_max| CallThreads::new(calls_max, Arc::clone(clock));
+        let threads = |calls_max| Calls::new("cascade-stage", calls_max, Arc::clone(clock));
         Self {
             name: stage.name(),
             keeps_names_only: stage.keeps_names_only(),
@@ -69,10 +69,10 @@ impl Guarded {
             probes: threads(1),
             read_probes: threads(1),
             clock: Arc::clone(clock),
-            is_read_circuit_open: AtomicBool::new(false),
-            is_write_circuit_open: AtomicBool::new(false),
-            is_closed: AtomicBool::new(false),
-            stats: Mutex::default(),
+            open_read_circuit: Cancel::new(),
+            open_write_circuit: Cancel::new(),
+            closed: Cancel::new(),
+            stats: LeafMutex::default(),
         }
     }
 
@@ -86,13 +86,14 @@ impl Guarded {
 
     /// Opens or closes the circuit of one direction. Opening it ends all waits for its calls.
     pub(crate) fn set_circuit_open(&self, direction: Direction, is_open: bool) {
-        self.circuit_open(direction).store(is_open, Ordering::Release);
+        let open_circuit = self.open_circuit(direction);
+        if is_open { open_circuit.set() } else { open_circuit.clear() }
     }
 
-    fn circuit_open(&self, direction: Direction) -> &AtomicBool {
+    fn open_circuit(&self, direction: Direction) -> &Cancel {
         match direction {
-            Direction::Reads => &self.is_read_circuit_open,
-            Direction::Writes => &self.is_write_circuit_open,
+            Direction::Reads => &self.open_read_circuit,
+            Direction::Writes => &self.open_write_circuit,
         }
     }
 
@@ -118,7 +119,7 @@ impl Guarded {
             late(stored.filter_map(|(key, result)| Some((key, result.ok()?))).collect());
         };
         let work = move || stage.store(batch, deadline);
-        let stored = self.changes.call(self.wait_limit(WRITES, deadline, true), work, late);
+        let stored = call(&self.changes, self.limit(WRITES, deadline, true), work, late);
         let mut results = stored.unwrap_or_else(|error| vec![Err(error); count]);
         results.resize_with(count, || Err(StageError::NoResult));
         results
@@ -138,7 +139,7 @@ impl Guarded {
             let stage = Arc::clone(&self.stage);
             let work = move || stage.load(batch, deadline);
             // A late load has only slabs to release.
-            let loaded = self.loads.call(self.wait_limit(READS, deadline, true), work, drop);
+            let loaded = call(&self.loads, self.limit(READS, deadline, true), work, drop);
             loaded.unwrap_or_else(failed)
         };
         results.resize_with(count, || LoadOutcome::Failed(StageError::NoResult));
@@ -179,8 +180,8 @@ impl Guarded {
         let stage = Arc::clone(&self.stage);
         let late = move |room: Result<MakeRoomOutcome, StageError>| room.map_or_else(drop, late);
         // Not watched for hanging: moving kept blocks may take longer than storing a batch.
-        let wait_limit = self.wait_limit(WRITES, deadline, false);
-        self.changes.call(wait_limit, move || stage.make_room(&mut keep, deadline), late)?
+        let limit = self.limit(WRITES, deadline, false);
+        call(&self.changes, limit, move || stage.make_room(&mut keep, deadline), late)?
     }
 
     /// See [`Stage::flush`].
@@ -193,8 +194,8 @@ impl Guarded {
     /// erase blocks later changes until it ends, so it never meets a block stored after it.
     pub(crate) fn erase(&self, deadline: Deadline) -> Result<StageEraseReport, StageError> {
         let stage = Arc::clone(&self.stage);
-        let wait_limit = WaitLimit { deadline, is_cancelled: &self.is_closed, is_watched: false };
-        self.changes.call(wait_limit, move || stage.erase(deadline), drop)?
+        let limit = limit(deadline, Some(&self.closed), false);
+        call(&self.changes, limit, move || stage.erase(deadline), drop)?
     }
 
     /// See [`Stage::register`].
@@ -220,10 +221,10 @@ impl Guarded {
     /// has its own thread: a hung write shows nothing about reads.
     pub(crate) fn probe(&self, direction: Direction, deadline: Deadline) -> Result<(), StageError> {
         let stage = Arc::clone(&self.stage);
-        let wait_limit = WaitLimit { deadline, is_cancelled: &self.is_closed, is_watched: false };
+        let limit = limit(deadline, Some(&self.closed), false);
         let probed = match direction {
-            WRITES => self.probes.call(wait_limit, move || stage.probe(deadline), drop),
-            READS => self.read_probes.call(wait_limit, move || stage.probe_reads(deadline), drop),
+            WRITES => call(&self.probes, limit, move || stage.probe(deadline), drop),
+            READS => call(&self.read_probes, limit, move || stage.probe_reads(deadline), drop),
         };
         match probed {
             // The previous probe is still stuck.
@@ -235,21 +236,16 @@ impl Guarded {
     /// See [`Stage::close`].
     pub(crate) fn close(&self, deadline: Deadline) {
         let stage = Arc::clone(&self.stage);
-        let closed = self.other_calls.call(
-            WaitLimit { deadline, is_cancelled: &AtomicBool::new(false), is_watched: false },
-            move || stage.close(),
-            drop,
-        );
         // A late close keeps running on its thread; the store does not wait for it.
-        drop(closed);
+        drop(call(&self.other_calls, limit(deadline, None, false), move || stage.close(), drop));
     }
 
     /// Ends all waits for this stage, for good.
     pub(crate) fn end_all_waits(&self) {
-        // Probes and erases ignore the circuits: `is_closed` ends their waits.
-        self.is_closed.store(true, Ordering::Release);
-        self.is_read_circuit_open.store(true, Ordering::Release);
-        self.is_write_circuit_open.store(true, Ordering::Release);
+        // Probes and erases ignore the circuits: `closed` ends their waits.
+        self.closed.set();
+        self.open_read_circuit.set();
+        self.open_write_circuit.set();
     }
 
     /// [`Stage::stats`], or the latest earlier ones while the stage does not respond.
@@ -259,9 +255,8 @@ impl Guarded {
         } else {
             let stage = Arc::clone(&self.stage);
             let deadline = Deadline::after(&*self.clock, STATS_TIMEOUT);
-            let wait_limit =
-                WaitLimit { deadline, is_cancelled: &self.is_read_circuit_open, is_watched: false };
-            self.other_calls.call(wait_limit, move || stage.stats(), drop).ok()
+            let limit = self.limit(READS, deadline, false);
+            call(&self.other_calls, limit, move || stage.stats(), drop).ok()
         };
         let mut last = self.stats.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(current) = current {
@@ -289,31 +284,43 @@ impl Guarded {
         hung.map(|(direction, _)| direction).collect()
     }
 
-    fn wait_limit(
-        &self,
-        direction: Direction,
-        deadline: Deadline,
-        is_watched: bool,
-    ) -> WaitLimit<'_> {
-        WaitLimit { deadline, is_cancelled: self.circuit_open(direction), is_watched }
+    fn limit(&self, direction: Direction, deadline: Deadline, is_watched: bool) -> CallLimit<'_> {
+        limit(deadline, Some(self.open_circuit(direction)), is_watched)
     }
 
     /// Makes a call that needs no handling of late results.
     fn run<T: Send + 'static>(
         &self,
-        threads: &CallThreads,
+        calls: &Calls,
         direction: Direction,
         deadline: Deadline,
         is_watched: bool,
         work: impl FnOnce(&dyn Stage) -> Result<T, StageError> + Send + 'static,
     ) -> Result<T, StageError> {
         let stage = Arc::clone(&self.stage);
-        threads.call(
-            self.wait_limit(direction, deadline, is_watched),
-            move || work(&*stage),
-            drop,
-        )?
+        call(calls, self.limit(direction, deadline, is_watched), move || work(&*stage), drop)?
     }
+}
+
+/// The limit of a call. A call that is watched opens the circuit if it takes too long.
+fn limit(deadline: Deadline, cancel: Option<&Cancel>, is_watched: bool) -> CallLimit<'_> {
+    CallLimit { deadline, grace: GRACE, cancel, is_watched, refuse_if_stuck: true }
+}
+
+/// Makes a call that may hang. A late result goes to `late`.
+fn call<T: Send + 'static>(
+    calls: &Calls,
+    limit: CallLimit<'_>,
+    work: impl FnOnce() -> T + Send + 'static,
+    late: impl FnOnce(T) + Send + 'static,
+) -> Result<T, StageError> {
+    calls.call(limit, work, late).map_err(|error| match error {
+        CallError::TimedOut => StageError::Timeout,
+        CallError::Cancelled | CallError::AllStuck => StageError::CircuitOpen,
+        CallError::NoThread(error) => StageError::Failed(Arc::new(error)),
+        // It panicked: the store shares no state with the stage that could be left inconsistent.
+        _ => StageError::NoResult,
+    })
 }
 
 /// Catches a panic: the store shares no state with the stage that could be left inconsistent.

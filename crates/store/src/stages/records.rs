@@ -10,11 +10,11 @@ mod record;
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 
 use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId};
 use cascade_memory::{Slab, SlabMut};
-use cascade_runtime::Deadline;
+use cascade_runtime::{Deadline, Mutex, MutexGuard};
 
 use self::buffers::RecordBuffers;
 use self::index::RecordIndex;

@@ -184,13 +184,12 @@ impl MapStage {
     }
 
     /// Sleeps for the delay, or until the deadline, which is then a timeout.
-    #[expect(clippy::disallowed_methods, reason = "models a device that takes real time")]
     fn work(&self, deadline: Deadline) -> Result<(), StageError> {
         self.hung.wait();
         assert!(!self.panics.load(Ordering::Relaxed), "injected");
         let left = deadline.remaining(&cascade_runtime::SystemClock);
         let delay = Duration::from_millis(self.delay_ms.load(Ordering::Relaxed));
-        std::thread::sleep(delay.min(left));
+        cascade_runtime::sleep(delay.min(left));
         if delay > left { Err(StageError::Timeout) } else { Ok(()) }
     }
 
@@ -269,10 +268,9 @@ impl Stage for MapStage {
         results
     }
 
-    #[expect(clippy::disallowed_methods, reason = "models a device that takes real time")]
     fn alias(&self, batch: Vec<(BlockFacts, Address)>, _: Deadline) -> Result<(), StageError> {
         self.hung.wait();
-        std::thread::sleep(Duration::from_millis(self.name_delay_ms.load(Ordering::Relaxed)));
+        cascade_runtime::sleep(Duration::from_millis(self.name_delay_ms.load(Ordering::Relaxed)));
         let mut blocks = self.blocks.lock().unwrap();
         for (facts, address) in batch {
             if let Some(kept) = blocks.get_mut(&address.0) {

@@ -7,11 +7,11 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, PoisonError};
 
 use cascade_block::Digest;
+use cascade_runtime::{Mutex, RwLock, fill_random};
 use ring::aead::{AES_256_GCM, LessSafeKey, NONCE_LEN, UnboundKey};
-use ring::rand::{SecureRandom as _, SystemRandom};
 use ring::{hkdf, hmac};
 
 use crate::secret::{SecretError, SecretReaders, read_secret};
@@ -170,7 +170,7 @@ impl TierKey {
 impl WriteSession {
     fn begin(key: &TierKey) -> Result<Self, NoRandomness> {
         let mut session = [0; 16];
-        SystemRandom::new().fill(&mut session).map_err(|_| NoRandomness)?;
+        fill_random(&mut session).map_err(|_| NoRandomness)?;
         Ok(Self { session, key: Arc::new(key.session(session)), next: 0, bytes: 0 })
     }
 }
