@@ -1,16 +1,14 @@
 //! Probes of a file tier's device: whether it supports direct I/O, and whether it answers.
 
-use std::fs::File;
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use cascade_runtime::Deadline;
+use cascade_runtime::{Deadline, fill_random};
 
 use crate::format::PAGE_BYTES;
-use crate::io::{Buffer, FileIo, OpenMode, PageBuffer, Transfer, TransferKind};
+use crate::io::{Buffer, FileHandle, FileIo, OpenMode, PageBuffer, Transfer, TransferKind};
 use crate::lock::DirectoryLock;
-use crate::random::random_bytes;
 use crate::{DiskError, FileTierConfig};
 
 /// A write probe fails at once while this many calls hang in the kernel. Each further probe would
@@ -81,7 +79,8 @@ pub(crate) fn probe(
     let failed = |operation, source| DiskError::from_io(operation, &path, source);
     let mut written = PageBuffer::zeroed(PAGE_BYTES);
     // Random, so that the page of an earlier probe is not taken for this one.
-    let mark: [u8; 16] = random_bytes().map_err(|source| failed("probe", source))?;
+    let mut mark = [0; 16];
+    fill_random(&mut mark).map_err(|source| failed("probe", source))?;
     for piece in written.bytes_mut().chunks_mut(mark.len()) {
         piece.copy_from_slice(&mark[..piece.len()]);
     }
@@ -114,7 +113,7 @@ pub(crate) fn probe_reads(
     io: &FileIo,
     config: &FileTierConfig,
     lock: &Arc<DirectoryLock>,
-    blocks: Option<Arc<File>>,
+    blocks: Option<Arc<FileHandle>>,
     deadline: Deadline,
 ) -> Result<(), DiskError> {
     let lock = Arc::clone(lock);

@@ -1,7 +1,6 @@
 //! Reports the contents of a directory. It takes no lock and changes nothing.
 
 use std::collections::{BTreeMap, HashSet};
-use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -9,7 +8,7 @@ use cascade_block::BlockKey;
 use cascade_runtime::{Clock as _, Deadline, SystemClock};
 
 use crate::format::{Checkpoint, EntryKind, PAGE_BYTES, RecordEntry, page_aligned};
-use crate::io::{FileIo, FileOperations as _, OpenMode, SystemFiles, read_whole};
+use crate::io::{FileHandle, FileIo, FileOperations as _, OpenMode, SystemFiles, read_whole};
 use crate::per_block::{address_of, key_of, read_header};
 use crate::scan::{
     FileSource, ScanError, ScanOptions, SegmentContent, SegmentSource, payload_is_intact,
@@ -231,7 +230,7 @@ fn read_file(
     path: &Path,
     number: u32,
     verify_frames: bool,
-) -> Result<(File, SegmentContent), String> {
+) -> Result<(FileHandle, SegmentContent), String> {
     let file = SystemFiles.open(path, OpenMode::Read, false).map_err(|error| error.to_string())?;
     let options = ScanOptions { number, covered: None, verify_scanned: true };
     let source = FileSource { files: &SystemFiles, file: &file };

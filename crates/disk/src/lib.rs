@@ -18,12 +18,10 @@ mod lock;
 mod manifests;
 mod per_block;
 mod problem_log;
-mod random;
 mod record;
 pub mod scan;
 mod segments;
 mod tier;
-mod timed_mutex;
 
 pub use config::{FileTierConfig, FileTierLayout, TransferEngineKind};
 pub use erase::{FileEraseReport, RemainingFile};

@@ -1,14 +1,16 @@
 //! A bounded list of problems found while a tier runs.
 
 use std::collections::VecDeque;
-use std::sync::{Mutex, PoisonError};
+use std::sync::PoisonError;
+
+use cascade_runtime::LeafMutex;
 
 /// Number of problems kept. The oldest is dropped first.
 const KEPT_MAX: usize = 8;
 
 /// The latest problems, each listed once.
 #[derive(Debug, Default)]
-pub(crate) struct ProblemLog(Mutex<VecDeque<String>>);
+pub(crate) struct ProblemLog(LeafMutex<VecDeque<String>>);
 
 impl ProblemLog {
     pub(crate) fn new(initial: impl IntoIterator<Item = String>) -> Self {

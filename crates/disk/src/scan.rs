@@ -3,7 +3,6 @@
 //! Nothing here trusts a byte before it was checked; a fuzz target feeds it arbitrary bytes.
 
 use std::cell::RefCell;
-use std::fs::File;
 use std::io;
 use std::path::Path;
 
@@ -13,7 +12,7 @@ use crate::format::{
     CoveredSegment, ENTRY_BYTES, EntryKind, FormatError, PAGE_BYTES, RandomId, RecordEntry,
     SegmentFrame, SegmentHeader, SegmentTrailer, decode_entries, page_aligned, pages_of,
 };
-use crate::io::{FileOperations, PageBuffer};
+use crate::io::{FileHandle, FileOperations, PageBuffer};
 
 /// The bytes of a segment.
 pub trait SegmentSource {
@@ -360,7 +359,7 @@ impl SegmentSource for &[u8] {
 /// A segment in a file, read through [`FileOperations`].
 pub(crate) struct FileSource<'a> {
     pub(crate) files: &'a dyn FileOperations,
-    pub(crate) file: &'a File,
+    pub(crate) file: &'a FileHandle,
 }
 
 impl SegmentSource for FileSource<'_> {

@@ -12,7 +12,8 @@ use std::time::Duration;
 
 use cascade_disk::conformance::{StoredBlock, append, assert_hits, deadline, key, pool, read_as};
 use cascade_disk::io::{
-    Buffer, Transfer, TransferEngine, TransferKind, TransferOutcome, TransferQueue, UringEngine,
+    Buffer, FileHandle, Transfer, TransferEngine, TransferKind, TransferOutcome, TransferQueue,
+    UringEngine,
 };
 use cascade_disk::{
     DiskError, FileAddress, FileTierConfig, FileTierLayout, ReadOutcome, ReadRequest,
@@ -95,17 +96,18 @@ fn a_hung_ring_keeps_its_buffers_until_the_kernel_is_done() {
     let Ok(engine) = UringEngine::new(2, Some(&pool), Arc::new(SystemClock)) else {
         return; // A kernel without io_uring has no ring.
     };
-    let ends = Arc::new(both_ends(&path));
+    let mut ends = both_ends(&path);
+    let file = Arc::new(FileHandle::from(ends.try_clone().unwrap()));
     let slab = pool.allocate(4096).unwrap();
     let buffers = vec![Buffer::Open(slab, 0..4096)];
-    let transfer = Transfer::new(TransferKind::Read, Arc::clone(&ends), 0, buffers);
+    let transfer = Transfer::new(TransferKind::Read, file, 0, buffers);
     let mut queue = SingleTransfer { waiting: Some(transfer), outcome: None };
     engine.run(&mut queue, short_deadline());
     let outcome = queue.outcome.expect("the engine completed it");
     assert_eq!(outcome.result.unwrap_err().kind(), ErrorKind::TimedOut);
     assert!(outcome.transfer.is_none(), "the kernel still uses the buffer");
     assert!(pool.stats().requested_bytes > 0, "its memory is still allocated");
-    std::io::Write::write_all(&mut ends.as_ref(), &[1; 4096]).unwrap();
+    std::io::Write::write_all(&mut ends, &[1; 4096]).unwrap();
     let limit = deadline();
     while pool.stats().requested_bytes > 0 {
         assert!(!limit.has_passed(&SystemClock), "the buffer was never released");

@@ -1,6 +1,5 @@
 //! Fault injection: a disk that fails at the k-th call, for tests of everything that uses files.
 
-use std::fs::{File, Metadata};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -9,8 +8,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use cascade_runtime::Deadline;
 
 use super::{
-    FileIo, FileOperations, OpenMode, Transfer, TransferBatch, TransferEngine, TransferKind,
-    TransferOutcome, TransferQueue,
+    FileHandle, FileIdentity, FileIo, FileOperations, HeldLock, OpenMode, Transfer, TransferBatch,
+    TransferEngine, TransferKind, TransferOutcome, TransferQueue,
 };
 use crate::format::PAGE_BYTES;
 
@@ -188,47 +187,32 @@ struct FaultyFiles {
 }
 
 impl FileOperations for FaultyFiles {
-    fn open(&self, path: &Path, mode: OpenMode, direct: bool) -> io::Result<File> {
+    fn open(&self, path: &Path, mode: OpenMode, direct: bool) -> io::Result<FileHandle> {
         self.plan.check_operation()?;
         self.inner.open(path, mode, direct)
     }
 
-    fn truncate(&self, file: &File, bytes: u64) -> io::Result<()> {
+    fn truncate(&self, file: &FileHandle, bytes: u64) -> io::Result<()> {
         self.plan.check_operation()?;
         self.inner.truncate(file, bytes)
     }
 
-    fn metadata(&self, path: &Path) -> io::Result<Metadata> {
+    fn length(&self, file: &FileHandle) -> io::Result<u64> {
         self.plan.check_operation()?;
-        self.inner.metadata(path)
+        self.inner.length(file)
     }
 
-    fn file_metadata(&self, file: &File) -> io::Result<Metadata> {
-        self.plan.check_operation()?;
-        self.inner.file_metadata(file)
-    }
-
-    fn try_lock(&self, file: &File) -> io::Result<()> {
-        self.plan.check_operation()?;
-        self.inner.try_lock(file)
-    }
-
-    fn read(&self, file: &File, offset: u64, buffer: &mut [u8]) -> io::Result<usize> {
+    fn read(&self, file: &FileHandle, offset: u64, buffer: &mut [u8]) -> io::Result<usize> {
         self.plan.check_operation()?;
         self.inner.read(file, offset, buffer)
     }
 
-    fn write(&self, file: &File, offset: u64, bytes: &[u8]) -> io::Result<()> {
-        self.plan.check_operation()?;
-        self.inner.write(file, offset, bytes)
-    }
-
-    fn sync(&self, file: &File) -> io::Result<()> {
+    fn sync(&self, file: &FileHandle) -> io::Result<()> {
         self.plan.check_operation()?;
         self.inner.sync(file)
     }
 
-    fn next_data(&self, file: &File, offset: u64) -> io::Result<Option<u64>> {
+    fn next_data(&self, file: &FileHandle, offset: u64) -> io::Result<Option<u64>> {
         self.plan.check_operation()?;
         self.inner.next_data(file, offset)
     }
@@ -263,6 +247,22 @@ impl FileOperations for FaultyFiles {
         self.inner.make_directory(path)
     }
 
+    fn directory_identity(&self, directory: &Path) -> io::Result<FileIdentity> {
+        self.plan.check_operation()?;
+        self.inner.directory_identity(directory)
+    }
+
+    fn directory_mode(&self, directory: &Path) -> io::Result<u32> {
+        self.plan.check_operation()?;
+        self.inner.directory_mode(directory)
+    }
+
+    fn lock_file(&self, path: &Path) -> io::Result<Box<dyn HeldLock>> {
+        self.plan.check_operation()?;
+        let inner = self.inner.lock_file(path)?;
+        Ok(Box::new(FaultyLock { inner, plan: Arc::clone(&self.plan) }))
+    }
+
     fn sync_directory(&self, path: &Path) -> io::Result<()> {
         self.plan.check_operation()?;
         self.inner.sync_directory(path)
@@ -271,6 +271,19 @@ impl FileOperations for FaultyFiles {
     fn list(&self, path: &Path) -> io::Result<Vec<PathBuf>> {
         self.plan.check_operation()?;
         self.inner.list(path)
+    }
+}
+
+#[derive(Debug)]
+struct FaultyLock {
+    inner: Box<dyn HeldLock>,
+    plan: Arc<FaultPlan>,
+}
+
+impl HeldLock for FaultyLock {
+    fn is_current(&self) -> io::Result<bool> {
+        self.plan.check_operation()?;
+        self.inner.is_current()
     }
 }
 
@@ -291,7 +304,7 @@ mod tests {
         let content = crate::conformance::content(1, 3 * PAGE_BYTES);
         let file = tempfile::tempfile().unwrap();
         file.write_all_at(&content, 0).unwrap();
-        let file = Arc::new(file);
+        let file = Arc::new(FileHandle::from(file));
         let read = || {
             let buffers = vec![Buffer::Pages(PageBuffer::zeroed(content.len()))];
             Transfer::new(TransferKind::Read, Arc::clone(&file), 0, buffers)

@@ -1,13 +1,16 @@
 //! File operations that are not transfers: creating, listing, renaming, removing.
 
 use std::fmt;
-use std::fs::{self, DirBuilder, File, Metadata, OpenOptions};
+use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Write as _};
-use std::os::unix::fs::{DirBuilderExt as _, FileExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::{
+    DirBuilderExt as _, FileExt as _, OpenOptionsExt as _, PermissionsExt as _,
+};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{FallocateFlags, FlockOperation, OFlags, SeekFrom, fallocate, flock, seek};
+use rustix::fs::{FallocateFlags, OFlags, SeekFrom, fallocate, seek};
 
+use super::{FileHandle, system_lock};
 use crate::format::PAGE_BYTES;
 
 /// Bytes overwritten per call.
@@ -18,61 +21,126 @@ const SET_ASIDE_MAX: u32 = 100;
 /// How a file is opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OpenMode {
-    /// For reading.
+    /// An existing file, for reading.
     Read,
     /// A new file, for reading and writing. An error if it exists.
     Create {
-        /// Bytes to allocate immediately.
+        /// Bytes to allocate immediately. They read as zeroes.
         allocate_bytes: u64,
     },
     /// An existing file, for reading and writing.
     Write,
-    /// An existing or a new file, for reading and writing. Existing content is kept.
-    WriteOrCreate,
 }
 
-/// The file operations that the file tier needs beside transfers. [`super::fault`] replaces them to
-/// inject faults.
+/// Identity of a file or a directory, independent of its path. Two that exist at the same time have
+/// different ones.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FileIdentity {
+    /// The file system.
+    pub device: u64,
+    /// The file in it.
+    pub inode: u64,
+}
+
+/// An exclusive lock, held until this value is dropped or the process ends.
+pub trait HeldLock: Send + Sync + fmt::Debug {
+    /// Whether the path of the lock still leads to what is locked.
+    ///
+    /// False if nothing has the path any longer, or a directory has it: the caller then locks the
+    /// path again.
+    ///
+    /// # Errors
+    /// If another file has the path, since another process may hold a lock of that one, and if the
+    /// path cannot be checked. The caller then stops writing.
+    fn is_current(&self) -> io::Result<bool>;
+}
+
+/// Why a lock was refused: another process holds it. This is the inner error of the `WouldBlock`
+/// that [`FileOperations::lock_file`] returns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("another process holds the lock")]
+pub struct LockedBy {
+    /// The ID of that process, if it is known.
+    pub pid: Option<u32>,
+}
+
+impl LockedBy {
+    /// The holder of the lock, if `error` is a refused lock.
+    pub fn of(error: &io::Error) -> Option<Self> {
+        let inner = error.get_ref().and_then(|inner| inner.downcast_ref().copied());
+        let is_refused = error.kind() == io::ErrorKind::WouldBlock;
+        inner.or(is_refused.then_some(Self { pid: None }))
+    }
+}
+
+impl From<LockedBy> for io::Error {
+    fn from(holder: LockedBy) -> Self {
+        Self::new(io::ErrorKind::WouldBlock, holder)
+    }
+}
+
+/// The file operations that the file tier needs beside transfers, which are the part of a
+/// [`super::TransferEngine`].
+///
+/// [`SystemFiles`] implements them for the file systems of this machine, [`super::fault`] injects
+/// faults into any other implementation, and a simulator has one of its own. The two sides of a
+/// [`super::FileIo`] belong together: its engine gets the [`FileHandle`]s that its file operations
+/// opened.
+///
+/// What every implementation has to keep to:
+/// - Calls come from several threads at once, on the worker threads of [`super::FileIo`]. A call
+///   may block for as long as it likes: its caller stops waiting at a deadline of its own, and the
+///   call then has its effect late.
+/// - Effects are visible to all later calls and transfers at once, and after a crash of the process
+///   too. After a power failure only that is certain which a `sync`, a `sync_directory`, a
+///   [`super::TransferKind::Sync`] or one of the methods that say so has put on stable storage.
+/// - The kind of an error decides what the file tier does. `NotFound`, `NotADirectory` and
+///   `IsADirectory` concern one path; `AlreadyExists` a name that is taken; `StorageFull`,
+///   `QuotaExceeded` and `FileTooLarge` space. `TimedOut` is a deadline that passed. Every other
+///   kind is a failure of the device.
+/// - A handle of another implementation is refused with `Unsupported`.
 pub trait FileOperations: Send + Sync + fmt::Debug {
-    /// Opens a file. With `direct` it bypasses the page cache, and fails with `InvalidInput` if the
-    /// file system does not support that. A directory fails with `IsADirectory`.
-    fn open(&self, path: &Path, mode: OpenMode, direct: bool) -> io::Result<File>;
+    /// Opens a file for this user alone. With `direct` it bypasses the page cache: offsets, lengths
+    /// and addresses of its transfers are multiples of [`PAGE_BYTES`].
+    ///
+    /// # Errors
+    /// `InvalidInput` if the file system does not support `direct`. `IsADirectory` for a directory,
+    /// in every mode. `AlreadyExists` if the file to create exists; a file that was created but
+    /// whose bytes could not be allocated is removed again.
+    fn open(&self, path: &Path, mode: OpenMode, direct: bool) -> io::Result<FileHandle>;
 
     /// Sets the length of a file; an extension reads as zeroes.
-    fn truncate(&self, file: &File, bytes: u64) -> io::Result<()>;
-
-    /// Returns the metadata of the file that a path leads to.
-    fn metadata(&self, path: &Path) -> io::Result<Metadata>;
-
-    /// Returns the metadata of an open file.
-    fn file_metadata(&self, file: &File) -> io::Result<Metadata>;
+    fn truncate(&self, file: &FileHandle, bytes: u64) -> io::Result<()>;
 
     /// Returns the length of a file.
-    fn length(&self, file: &File) -> io::Result<u64> {
-        Ok(self.file_metadata(file)?.len())
-    }
+    fn length(&self, file: &FileHandle) -> io::Result<u64>;
 
-    /// Takes the exclusive lock of a file, which the kernel releases when the file is closed.
-    /// Returns `WouldBlock` if another process holds it.
-    fn try_lock(&self, file: &File) -> io::Result<()>;
+    /// Reads up to the end of the buffer or of the file. Returns the number of bytes read, which is
+    /// less than the length of the buffer only at the end of the file.
+    ///
+    /// Files opened with `direct` are read from page boundaries into page-aligned buffers of whole
+    /// pages.
+    fn read(&self, file: &FileHandle, offset: u64, buffer: &mut [u8]) -> io::Result<usize>;
 
-    /// Reads up to the end of the buffer or of the file. Returns the number of bytes read.
-    fn read(&self, file: &File, offset: u64, buffer: &mut [u8]) -> io::Result<usize>;
-
-    /// Writes all bytes to a file.
-    fn write(&self, file: &File, offset: u64, bytes: &[u8]) -> io::Result<()>;
-
-    /// Syncs the data of a file to stable storage.
-    fn sync(&self, file: &File) -> io::Result<()>;
+    /// Syncs the data of a file and its length to stable storage: that of all writes which were
+    /// complete when the call began. The file's name is not synced.
+    ///
+    /// After an error each of these writes may be on stable storage or lost, and a later success
+    /// says nothing about them.
+    fn sync(&self, file: &FileHandle) -> io::Result<()>;
 
     /// Returns the first offset at or after `offset` that may contain data, or `None` if only a
-    /// hole follows.
-    fn next_data(&self, file: &File, offset: u64) -> io::Result<Option<u64>>;
+    /// hole follows. An implementation that does not know returns `offset`, at the end of the file
+    /// too.
+    fn next_data(&self, file: &FileHandle, offset: u64) -> io::Result<Option<u64>>;
 
-    /// Replaces a file atomically: writes a temporary file, syncs it and renames it.
+    /// Replaces a file atomically: writes a temporary file `<path>.tmp`, syncs it, renames it and
+    /// syncs the directory. After a crash or a power failure the path has the old or the new
+    /// content, never a part of it. A directory with the name of the file is set aside.
     fn replace(&self, path: &Path, bytes: &[u8]) -> io::Result<()>;
 
-    /// Renames a file within its file system and replaces an existing one.
+    /// Renames a file within its file system and replaces an existing one. A directory with the new
+    /// name is set aside.
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
 
     /// Overwrites all data of a file with zeroes and syncs it. Returns the number of bytes
@@ -83,16 +151,43 @@ pub trait FileOperations: Send + Sync + fmt::Debug {
     /// nothing is lost. Returns the new path.
     fn set_aside(&self, path: &Path) -> io::Result<PathBuf>;
 
-    /// Removes a file.
+    /// Removes a file. Open handles of it stay usable.
     fn remove(&self, path: &Path) -> io::Result<()>;
 
     /// Creates a directory and its parents, accessible to this user alone. Succeeds if it exists.
+    ///
+    /// # Errors
+    /// `AlreadyExists` if something else has its name, `NotADirectory` if something else has a
+    /// parent's.
     fn make_directory(&self, path: &Path) -> io::Result<()>;
+
+    /// Returns the identity of the directory that a path leads to. It changes when another
+    /// directory is mounted there or renamed to the path.
+    fn directory_identity(&self, directory: &Path) -> io::Result<FileIdentity>;
+
+    /// Returns the permission bits of a directory. If other users have any, the tier reports it as
+    /// a problem. An implementation without users keeps this default: no other user has any.
+    fn directory_mode(&self, directory: &Path) -> io::Result<u32> {
+        let _ = directory;
+        Ok(0o700)
+    }
+
+    /// Takes the exclusive lock of a path: no other process, and no other call in this process,
+    /// gets it while the result lives. A file is created under the path if there is none. A
+    /// directory with its name is set aside.
+    ///
+    /// Waits a while for a lock that another process is about to release, such as one that was
+    /// killed.
+    ///
+    /// # Errors
+    /// [`LockedBy`], which converts into an [`io::Error`] of the kind `WouldBlock`, if another
+    /// holds the lock.
+    fn lock_file(&self, path: &Path) -> io::Result<Box<dyn HeldLock>>;
 
     /// Syncs creations, renames and removals in a directory to stable storage.
     fn sync_directory(&self, path: &Path) -> io::Result<()>;
 
-    /// Lists a directory.
+    /// Lists the paths of what is in a directory, in any order.
     fn list(&self, path: &Path) -> io::Result<Vec<PathBuf>>;
 }
 
@@ -101,14 +196,13 @@ pub trait FileOperations: Send + Sync + fmt::Debug {
 pub struct SystemFiles;
 
 impl FileOperations for SystemFiles {
-    fn open(&self, path: &Path, mode: OpenMode, direct: bool) -> io::Result<File> {
+    fn open(&self, path: &Path, mode: OpenMode, direct: bool) -> io::Result<FileHandle> {
         let mut options = OpenOptions::new();
         options.read(true).mode(0o600);
         match mode {
             OpenMode::Read => {}
             OpenMode::Create { .. } => drop(options.write(true).create_new(true)),
             OpenMode::Write => drop(options.write(true)),
-            OpenMode::WriteOrCreate => drop(options.write(true).create(true).truncate(false)),
         }
         if direct {
             options.custom_flags(OFlags::DIRECT.bits().cast_signed());
@@ -121,32 +215,25 @@ impl FileOperations for SystemFiles {
             opened => opened?,
         };
         // Opening a directory for reading succeeds.
-        if self.file_metadata(&file)?.is_dir() {
+        if file.metadata()?.is_dir() {
             return Err(io::ErrorKind::IsADirectory.into());
         }
         if let OpenMode::Create { allocate_bytes } = mode {
             allocate(path, &file, allocate_bytes)?;
         }
-        Ok(file)
+        Ok(file.into())
     }
 
-    fn truncate(&self, file: &File, bytes: u64) -> io::Result<()> {
-        file.set_len(bytes)
+    fn truncate(&self, file: &FileHandle, bytes: u64) -> io::Result<()> {
+        file.system()?.set_len(bytes)
     }
 
-    fn metadata(&self, path: &Path) -> io::Result<Metadata> {
-        fs::metadata(path)
+    fn length(&self, file: &FileHandle) -> io::Result<u64> {
+        Ok(file.system()?.metadata()?.len())
     }
 
-    fn file_metadata(&self, file: &File) -> io::Result<Metadata> {
-        file.metadata()
-    }
-
-    fn try_lock(&self, file: &File) -> io::Result<()> {
-        Ok(flock(file, FlockOperation::NonBlockingLockExclusive)?)
-    }
-
-    fn read(&self, file: &File, offset: u64, buffer: &mut [u8]) -> io::Result<usize> {
+    fn read(&self, file: &FileHandle, offset: u64, buffer: &mut [u8]) -> io::Result<usize> {
+        let file = file.system()?;
         let mut filled = 0;
         while filled < buffer.len() {
             match file.read_at(&mut buffer[filled..], offset + filled as u64) {
@@ -159,23 +246,12 @@ impl FileOperations for SystemFiles {
         Ok(filled)
     }
 
-    fn write(&self, file: &File, offset: u64, bytes: &[u8]) -> io::Result<()> {
-        file.write_all_at(bytes, offset)
+    fn sync(&self, file: &FileHandle) -> io::Result<()> {
+        file.system()?.sync_data()
     }
 
-    fn sync(&self, file: &File) -> io::Result<()> {
-        file.sync_data()
-    }
-
-    fn next_data(&self, file: &File, offset: u64) -> io::Result<Option<u64>> {
-        match seek(file, SeekFrom::Data(offset)) {
-            Ok(at) => Ok(Some(at / PAGE_BYTES as u64 * PAGE_BYTES as u64)),
-            // Only a hole follows.
-            Err(rustix::io::Errno::NXIO) => Ok(None),
-            // The file system does not report holes, so all of it may be data.
-            Err(rustix::io::Errno::INVAL | rustix::io::Errno::OPNOTSUPP) => Ok(Some(offset)),
-            Err(error) => Err(error.into()),
-        }
+    fn next_data(&self, file: &FileHandle, offset: u64) -> io::Result<Option<u64>> {
+        next_data(file.system()?, offset)
     }
 
     fn replace(&self, path: &Path, bytes: &[u8]) -> io::Result<()> {
@@ -219,12 +295,12 @@ impl FileOperations for SystemFiles {
 
     fn overwrite(&self, path: &Path) -> io::Result<u64> {
         let file = OpenOptions::new().write(true).open(path)?;
-        let length = self.length(&file)?;
+        let length = file.metadata()?.len();
         let zeroes = vec![0; OVERWRITE_BYTES];
         let (mut at, mut overwritten) = (0, 0);
         // Always forward: `next_data` rounds down to a page, and a file system with smaller blocks
         // has holes inside a page.
-        let next = |at| Ok::<_, io::Error>(self.next_data(&file, at)?.map(|start| start.max(at)));
+        let next = |at| Ok::<_, io::Error>(next_data(&file, at)?.map(|start| start.max(at)));
         while let Some(start) = next(at)?.filter(|start| *start < length) {
             let end = match seek(&file, SeekFrom::Hole(start)) {
                 Ok(hole) if hole > start => hole.min(length),
@@ -253,12 +329,36 @@ impl FileOperations for SystemFiles {
         DirBuilder::new().recursive(true).mode(0o700).create(path)
     }
 
+    fn directory_identity(&self, directory: &Path) -> io::Result<FileIdentity> {
+        Ok(system_lock::identity_of(&fs::metadata(directory)?))
+    }
+
+    fn directory_mode(&self, directory: &Path) -> io::Result<u32> {
+        Ok(fs::metadata(directory)?.permissions().mode())
+    }
+
+    fn lock_file(&self, path: &Path) -> io::Result<Box<dyn HeldLock>> {
+        system_lock::lock(path)
+    }
+
     fn sync_directory(&self, path: &Path) -> io::Result<()> {
         File::open(path)?.sync_all()
     }
 
     fn list(&self, path: &Path) -> io::Result<Vec<PathBuf>> {
         fs::read_dir(path)?.map(|entry| Ok(entry?.path())).collect()
+    }
+}
+
+/// [`FileOperations::next_data`] of the system.
+fn next_data(file: &File, offset: u64) -> io::Result<Option<u64>> {
+    match seek(file, SeekFrom::Data(offset)) {
+        Ok(at) => Ok(Some(at / PAGE_BYTES as u64 * PAGE_BYTES as u64)),
+        // Only a hole follows.
+        Err(rustix::io::Errno::NXIO) => Ok(None),
+        // The file system does not report holes, so all of it may be data.
+        Err(rustix::io::Errno::INVAL | rustix::io::Errno::OPNOTSUPP) => Ok(Some(offset)),
+        Err(error) => Err(error.into()),
     }
 }
 

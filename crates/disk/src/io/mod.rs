@@ -1,35 +1,45 @@
-//! The I/O layer of the file tier: transfers, file operations, deadlines. Tests replace it to
-//! inject faults.
+//! The I/O layer of the file tier: transfers, file operations, deadlines.
+//!
+//! [`FileIo`] has two replaceable parts: a [`TransferEngine`], which reads, writes and syncs
+//! payloads, and [`FileOperations`], which do everything else. Tests replace them to inject faults,
+//! and a simulator by a disk of its own.
 
 pub mod fault;
+mod file_handle;
 mod files;
 mod fixed;
 mod psync;
+mod system_lock;
 mod transfer;
 mod uring;
-mod workers;
 
 use std::path::Path;
 use std::sync::Arc;
 use std::{fmt, io};
 
 use cascade_memory::Pool;
-use cascade_runtime::{Clock, Deadline};
+use cascade_runtime::{CallError, CallLimit, Calls, Clock, Deadline};
 
 use crate::{DiskError, TransferEngineKind};
-pub use files::{FileOperations, OpenMode, SystemFiles};
+pub use file_handle::FileHandle;
+pub use files::{FileIdentity, FileOperations, HeldLock, LockedBy, OpenMode, SystemFiles};
 pub(crate) use files::{make_tier_directory, read_whole};
 pub use psync::PsyncEngine;
 pub use transfer::{Buffer, PageBuffer, Transfer, TransferKind};
 pub use uring::UringEngine;
-pub use workers::WorkerThreads;
+
+/// Name of the threads for calls that may hang.
+const THREAD_NAME: &str = "cascade-disk";
+/// Maximum number of these threads for writes and for reads, with an engine of the caller's.
+const THREADS_MAX: usize = 4;
 
 /// The result of a transfer.
 #[derive(Debug)]
 pub struct TransferOutcome {
-    /// The transfer with its buffers, or `None` while the kernel still uses them.
+    /// The transfer with its buffers, or `None` while the device still uses them. After success it
+    /// is there.
     pub transfer: Option<Transfer>,
-    /// Bytes transferred. `TimedOut` if the deadline passed first.
+    /// Bytes transferred in this attempt, zero for a sync. `TimedOut` if the deadline passed first.
     pub result: io::Result<usize>,
 }
 
@@ -46,7 +56,8 @@ pub trait TransferQueue {
     fn complete(&mut self, number: usize, outcome: TransferOutcome);
 }
 
-/// An I/O engine. It owns the buffers of a transfer until it completes the transfer.
+/// An I/O engine: makes transfers of files that the [`FileOperations`] of the same [`FileIo`]
+/// opened. It owns the buffers of a transfer until it completes the transfer.
 pub trait TransferEngine: Send + Sync + fmt::Debug {
     /// The name of the engine in statistics.
     fn name(&self) -> &'static str;
@@ -56,17 +67,27 @@ pub trait TransferEngine: Send + Sync + fmt::Debug {
         false
     }
 
-    /// Calls past their deadline that the kernel has not completed.
+    /// Transfers past their deadline that the device has not ended.
     fn stuck_calls(&self) -> u64 {
         0
     }
 
-    /// Executes the transfers of a queue, in any order, until the queue is empty or the deadline
-    /// passes.
+    /// Makes the transfers of a queue, several at once and in any order, until the queue is empty
+    /// or the deadline passes.
     ///
-    /// Each transfer that was taken from the queue is completed once. If the kernel has not
-    /// finished a transfer at the deadline, its buffers stay with the engine until the kernel has,
-    /// and are then released. A result may be short, as with `preadv`.
+    /// Each transfer that was taken from the queue is completed once, before this returns. After
+    /// each completion the queue may have another transfer. Those that are not taken by the
+    /// deadline stay in the queue.
+    ///
+    /// An attempt starts at [`Transfer::next_offset`]. It reads into [`Transfer::slices_mut`] or
+    /// writes [`Transfer::slices`], in their order. A result may be short, as with `preadv`: the
+    /// queue then has the same transfer again, from the page at which it stopped. At the end of a
+    /// file a read is short. A sync covers the writes that were completed before it was taken.
+    ///
+    /// If the device has not ended a transfer by the deadline, the transfer is completed with
+    /// `TimedOut` and without its buffers. They stay with the engine until the device has ended it,
+    /// and are then released. What it does to the file by then counts: a late write may overwrite
+    /// what was written since. A file of another implementation fails with `Unsupported`.
     fn run(&self, queue: &mut dyn TransferQueue, deadline: Deadline);
 }
 
@@ -141,14 +162,26 @@ pub struct FileIo {
     /// All other file operations.
     pub files: Arc<dyn FileOperations>,
     /// Threads for calls that may hang.
-    pub workers: Arc<WorkerThreads>,
+    pub workers: Arc<Calls>,
     /// Threads for calls that only read, so that hung writes do not block reads.
-    pub read_workers: Arc<WorkerThreads>,
+    pub read_workers: Arc<Calls>,
     /// The clock for deadlines.
     pub clock: Arc<dyn Clock>,
 }
 
 impl FileIo {
+    /// Access to files through an engine and file operations of the caller's, such as a simulated
+    /// disk. The two belong together: the engine gets the files that `files` opens.
+    pub fn new(
+        engine: Arc<dyn TransferEngine>,
+        files: Arc<dyn FileOperations>,
+        clock: Arc<dyn Clock>,
+    ) -> Self {
+        let threads = || Arc::new(Calls::new(THREAD_NAME, THREADS_MAX, Arc::clone(&clock)));
+        let (workers, read_workers) = (threads(), threads());
+        Self { engine, files, workers, read_workers, clock }
+    }
+
     /// Access to the file systems of this machine with an I/O engine of this kind.
     ///
     /// The engine may register the memory of `pool` with the kernel.
@@ -163,8 +196,8 @@ impl FileIo {
         clock: Arc<dyn Clock>,
     ) -> Result<Self, DiskError> {
         let threads_max = queue_depth.clamp(2, 16) as usize;
-        let workers = Arc::new(WorkerThreads::new(threads_max));
-        let read_workers = Arc::new(WorkerThreads::new(threads_max));
+        let threads = || Arc::new(Calls::new(THREAD_NAME, threads_max, Arc::clone(&clock)));
+        let (workers, read_workers) = (threads(), threads());
         let psync = || {
             let (workers, read_workers) = (Arc::clone(&workers), Arc::clone(&read_workers));
             PsyncEngine::new(workers, read_workers, queue_depth, Arc::clone(&clock))
@@ -187,7 +220,7 @@ impl FileIo {
 
     /// Calls past their deadline that the kernel has not completed.
     pub(crate) fn stuck_calls(&self) -> u64 {
-        self.workers.stuck_jobs() + self.read_workers.stuck_jobs() + self.engine.stuck_calls()
+        self.workers.stuck_calls() + self.read_workers.stuck_calls() + self.engine.stuck_calls()
     }
 
     /// Runs a file operation on a worker thread, so that a hung file system delays the caller only
@@ -223,7 +256,7 @@ impl FileIo {
 
     fn call_on<T, F>(
         &self,
-        workers: &WorkerThreads,
+        workers: &Calls,
         operation: &'static str,
         path: &Path,
         deadline: Deadline,
@@ -235,8 +268,8 @@ impl FileIo {
     {
         let files = Arc::clone(&self.files);
         workers
-            .call(move || work(files.as_ref()), deadline, self.clock.as_ref())
-            .and_then(|result| result)
+            .call(CallLimit::until(deadline), move || work(files.as_ref()), drop)
+            .unwrap_or_else(|error| Err(io_error(error)))
             .map_err(|source| DiskError::from_io(operation, path, source))
     }
 
@@ -270,5 +303,15 @@ impl FileIo {
             None => (waiting.next(), Err(io::ErrorKind::TimedOut.into())),
         });
         results.collect()
+    }
+}
+
+/// The error of a file operation that was not made or has no result.
+fn io_error(error: CallError) -> io::Error {
+    match error {
+        CallError::TimedOut => io::ErrorKind::TimedOut.into(),
+        CallError::Panicked => io::Error::other("a file operation panicked"),
+        CallError::NoThread(source) => source,
+        other => io::Error::other(other),
     }
 }

@@ -1,23 +1,21 @@
 //! The portable I/O engine: `preadv` and `pwritev` on worker threads.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, PoisonError};
 
-use cascade_runtime::{Clock, Deadline};
+use cascade_runtime::{Calls, Clock, Condvar, Deadline, Mutex};
 use rustix::io::{preadv, pwritev};
 
-use super::{
-    Transfer, TransferEngine, TransferKind, TransferOutcome, TransferQueue, WorkerThreads,
-};
+use super::{Transfer, TransferEngine, TransferKind, TransferOutcome, TransferQueue};
 
 /// Reads and writes with blocking system calls, several at once on worker threads.
 #[derive(Debug)]
 pub struct PsyncEngine {
-    workers: Arc<WorkerThreads>,
+    workers: Arc<Calls>,
     /// Separate threads for reads, so that hung writes do not block them.
-    read_workers: Arc<WorkerThreads>,
+    read_workers: Arc<Calls>,
     in_flight_max: usize,
     clock: Arc<dyn Clock>,
     /// Transfers that a thread still executes after the deadline of their call.
@@ -46,8 +44,8 @@ impl PsyncEngine {
     /// An engine with at most `queue_depth` transfers in flight per call, and at most as many as
     /// there are threads.
     pub fn new(
-        workers: Arc<WorkerThreads>,
-        read_workers: Arc<WorkerThreads>,
+        workers: Arc<Calls>,
+        read_workers: Arc<Calls>,
         queue_depth: u32,
         clock: Arc<dyn Clock>,
     ) -> Self {
@@ -65,7 +63,7 @@ impl PsyncEngine {
         let workers = if kind == TransferKind::Read { &self.read_workers } else { &self.workers };
         let (queued, completions) = (Arc::clone(queued), Arc::clone(completions));
         let stuck = Arc::clone(&self.stuck);
-        workers.submit(Box::new(move || {
+        workers.submit(move || {
             // At the deadline the caller takes the transfer too. Only one of them gets it, so a
             // cancelled transfer is never executed.
             let taken = queued.lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -74,7 +72,7 @@ impl PsyncEngine {
                 let outcome = TransferOutcome { transfer: Some(transfer), result };
                 completions.add(number, outcome, &stuck);
             }
-        }))
+        })
     }
 }
 
@@ -89,7 +87,8 @@ impl TransferEngine for PsyncEngine {
 
     fn run(&self, queue: &mut dyn TransferQueue, deadline: Deadline) {
         let completions = Arc::new(Completions::default());
-        let mut in_flight: HashMap<usize, QueuedTransfer> = HashMap::new();
+        // Ordered, because the order of the transfers that time out is visible.
+        let mut in_flight: BTreeMap<usize, QueuedTransfer> = BTreeMap::new();
         loop {
             while in_flight.len() < self.in_flight_max {
                 let Some((number, transfer)) = queue.next_transfer() else { break };
@@ -158,11 +157,11 @@ impl Completions {
     fn wait(&self, deadline: Deadline, clock: &dyn Clock) -> Option<Vec<(usize, TransferOutcome)>> {
         let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
         while list.outcomes.is_empty() {
-            let left = deadline.remaining(clock);
-            if left.is_zero() {
+            if deadline.has_passed(clock) {
                 return None;
             }
-            list = self.is_added.wait_timeout(list, left).unwrap_or_else(PoisonError::into_inner).0;
+            let waited = self.is_added.wait_until(list, deadline, clock);
+            list = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
         Some(std::mem::take(&mut list.outcomes))
     }
@@ -170,11 +169,12 @@ impl Completions {
 
 /// One attempt, on this thread.
 fn execute(transfer: &mut Transfer) -> io::Result<usize> {
-    let file = Arc::clone(&transfer.file);
+    let handle = Arc::clone(&transfer.file);
+    let file = handle.system()?;
     let offset = transfer.next_offset();
     match transfer.kind {
-        TransferKind::Read => Ok(preadv(&file, &mut transfer.slices_mut(), offset)?),
-        TransferKind::Write => Ok(pwritev(&file, &transfer.slices(), offset)?),
+        TransferKind::Read => Ok(preadv(file, &mut transfer.slices_mut(), offset)?),
+        TransferKind::Write => Ok(pwritev(file, &transfer.slices(), offset)?),
         TransferKind::Sync => file.sync_data().map(|()| 0),
     }
 }

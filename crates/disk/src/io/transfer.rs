@@ -1,12 +1,12 @@
 //! A transfer: owned buffers to read from or write to one position of one file.
 
-use std::fs::File;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::ops::Range;
 use std::sync::Arc;
 
 use cascade_memory::{Slab, SlabMut};
 
+use super::FileHandle;
 use crate::format::PAGE_BYTES;
 
 /// Page-aligned memory outside the pool, for headers and for unaligned slabs.
@@ -93,7 +93,7 @@ pub struct Transfer {
     /// What the transfer does.
     pub kind: TransferKind,
     /// The file.
-    pub file: Arc<File>,
+    pub file: Arc<FileHandle>,
     /// The byte of the file at which it starts.
     pub offset: u64,
     /// The buffers, in the order of the file.
@@ -104,12 +104,17 @@ pub struct Transfer {
 
 impl Transfer {
     /// A transfer of all `buffers`.
-    pub fn new(kind: TransferKind, file: Arc<File>, offset: u64, buffers: Vec<Buffer>) -> Self {
+    pub fn new(
+        kind: TransferKind,
+        file: Arc<FileHandle>,
+        offset: u64,
+        buffers: Vec<Buffer>,
+    ) -> Self {
         Self { kind, file, offset, buffers, moved: 0 }
     }
 
     /// A sync of a file's data.
-    pub fn sync(file: Arc<File>) -> Self {
+    pub fn sync(file: Arc<FileHandle>) -> Self {
         Self::new(TransferKind::Sync, file, 0, Vec::new())
     }
 

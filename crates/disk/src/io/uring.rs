@@ -7,12 +7,12 @@
 use std::mem::{self, ManuallyDrop};
 use std::os::fd::AsRawFd as _;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
-use std::{fmt, io, thread};
+use std::{fmt, io};
 
 use cascade_memory::Pool;
-use cascade_runtime::{Clock, Deadline};
+use cascade_runtime::{Clock, Deadline, Mutex, thread};
 use io_uring::types::{Fd, FsyncFlags, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode, squeue};
 use rustix::io::Errno;
@@ -124,7 +124,16 @@ impl UringEngine {
         loop {
             while ring.in_flight_count < self.depth as usize {
                 let Some((number, transfer)) = queue.next_transfer() else { break };
-                ring.push(number, transfer);
+                let file = match transfer.file.system() {
+                    Ok(file) => Fd(file.as_raw_fd()),
+                    Err(error) => {
+                        let outcome =
+                            TransferOutcome { transfer: Some(transfer), result: Err(error) };
+                        ended.push((number, outcome));
+                        continue;
+                    }
+                };
+                ring.push(number, transfer, file);
                 if ring.submitted() < EAGER_SUBMIT_MAX {
                     // The disk starts with this transfer while the next one is prepared.
                     ring.wait(0, Duration::ZERO)?;
@@ -227,15 +236,16 @@ impl Ring {
         self.in_flight_count - self.queue.submission().len()
     }
 
-    /// Adds a transfer to the submission queue. The caller limits the number to the depth.
-    fn push(&mut self, number: usize, transfer: Transfer) {
+    /// Adds a transfer of a file to the submission queue. The caller limits the number to the
+    /// depth.
+    fn push(&mut self, number: usize, transfer: Transfer, file: Fd) {
         let slot = self
             .transfers
             .iter()
             .position(Option::is_none)
             .expect("the caller limits transfers to the depth");
         let mut in_flight = InFlightTransfer { number, transfer, io_vecs: Vec::new() };
-        let entry = in_flight.submission(self.fixed.as_deref()).user_data(slot as u64);
+        let entry = in_flight.submission(file, self.fixed.as_deref()).user_data(slot as u64);
         self.transfers[slot] = Some(in_flight);
         self.in_flight_count += 1;
         // SAFETY: the entry's addresses point into buffers and a list that the `InFlightTransfer`
@@ -304,8 +314,7 @@ impl Drop for Ring {
 }
 
 impl InFlightTransfer {
-    fn submission(&mut self, fixed: Option<&FixedBuffers>) -> squeue::Entry {
-        let file = Fd(self.transfer.file.as_raw_fd());
+    fn submission(&mut self, file: Fd, fixed: Option<&FixedBuffers>) -> squeue::Entry {
         let offset = self.transfer.next_offset();
         // The list is on the heap. So its address stays valid when `self` is moved to its slot.
         self.io_vecs = match self.transfer.kind {

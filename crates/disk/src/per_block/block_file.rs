@@ -1,6 +1,5 @@
 //! A block file: one header page, then the payload.
 
-use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -16,7 +15,8 @@ use crate::format::{
     EntryKind, PAGE_BYTES, RandomId, RecordEntry, SegmentFrame, page_aligned, pages_of,
 };
 use crate::io::{
-    Buffer, FileOperations, OpenMode, PageBuffer, Transfer, TransferKind, make_tier_directory,
+    Buffer, FileHandle, FileOperations, OpenMode, PageBuffer, Transfer, TransferKind,
+    make_tier_directory,
 };
 use crate::tier::ReadRequest;
 use crate::{DamageKind, DiskError, FileAddress, ReadOutcome, ReclaimOutcome, RecordMeta};
@@ -408,7 +408,7 @@ fn open_block(
     files: &dyn FileOperations,
     path: &Path,
     key: &BlockKey,
-) -> io::Result<Option<(File, RecordEntry)>> {
+) -> io::Result<Option<(FileHandle, RecordEntry)>> {
     let file = match files.open(path, OpenMode::Read, false) {
         Err(error) if is_misplaced(&error) => return Ok(None),
         other => other?,
@@ -443,7 +443,7 @@ pub(super) fn remove_file(
 }
 
 /// Creates a file, and its directory if that is missing.
-fn create(files: &dyn FileOperations, path: &Path, direct: bool) -> io::Result<File> {
+fn create(files: &dyn FileOperations, path: &Path, direct: bool) -> io::Result<FileHandle> {
     let mode = OpenMode::Create { allocate_bytes: 0 };
     match files.open(path, mode, direct) {
         Err(error) if is_misplaced(&error) => {}

@@ -12,25 +12,23 @@ mod recovery;
 mod table;
 
 use std::collections::BTreeSet;
-use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 
 use cascade_block::{BlockKey, Namespace, checksum};
 use cascade_memory::Slab;
-use cascade_runtime::Deadline;
+use cascade_runtime::{Deadline, DeadlineMutex, Mutex, MutexGuard};
 
 use self::block_file::{BlockImage, file_bytes, remove_file};
 pub(crate) use self::block_file::{address_of, key_of, read_header};
 use self::table::BlockFileTable;
 use crate::format::RecordEntry;
-use crate::io::{FileIo, FileOperations, OpenMode, Transfer};
+use crate::io::{FileHandle, FileIo, FileOperations, OpenMode, Transfer};
 use crate::lock::DirectoryLock;
 use crate::problem_log::ProblemLog;
 use crate::tier::ReadRequest;
-use crate::timed_mutex::TimedMutex;
 use crate::{
     BlockFiles, DamageKind, DiskError, DiskStats, FileAddress, FileEraseReport, FileTierConfig,
     ReadOutcome, ReclaimOutcome, RecordMeta, StoredManifest, device_probe, manifests,
@@ -45,9 +43,9 @@ pub struct PerBlockFiles {
     /// Not locked during I/O.
     table: Mutex<BlockFileTable>,
     /// Locked before `rename_lock` where both are locked.
-    reclaim_lock: TimedMutex<()>,
+    reclaim_lock: DeadlineMutex<()>,
     /// Locked while the file under a name is changed.
-    rename_lock: Arc<TimedMutex<()>>,
+    rename_lock: Arc<DeadlineMutex<()>>,
     /// The number of the next write. It starts at random, so that processes do not use the same
     /// numbers.
     next_nonce: AtomicU64,
@@ -266,7 +264,7 @@ impl PerBlockFiles {
     }
 
     /// Opens any file of the table to probe the device with, if it still exists.
-    fn open_any_file(&self, deadline: Deadline) -> Result<Option<Arc<File>>, DiskError> {
+    fn open_any_file(&self, deadline: Deadline) -> Result<Option<Arc<FileHandle>>, DiskError> {
         let Some(key) = self.table().any_key() else { return Ok(None) };
         let (path, direct) = (self.path(&key), self.is_direct);
         let opened = path.clone();

@@ -2,11 +2,11 @@
 
 use std::io;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Mutex};
 
 use cascade_block::BlockKey;
-use cascade_runtime::Deadline;
+use cascade_runtime::{Deadline, DeadlineMutex, Mutex, random_u64};
 
 use super::block_file::{NO_SEGMENT, address_of, key_of, read_header};
 use super::table::{BlockFileTable, DamagedFile};
@@ -16,8 +16,6 @@ use crate::format::{FormatError, PAGE_BYTES, RecordEntry, SegmentFrame};
 use crate::io::{FileIo, FileOperations, OpenMode, PageBuffer, make_tier_directory};
 use crate::lock::DirectoryLock;
 use crate::problem_log::ProblemLog;
-use crate::random::random_bytes;
-use crate::timed_mutex::TimedMutex;
 use crate::{DiskError, FileTierConfig, Recovery, manifests};
 
 /// Maximum number of problems of an opening that are described.
@@ -58,16 +56,16 @@ impl PerBlockFiles {
         recovery.live = entries.iter().map(|entry| (entry.meta, address_of(entry))).collect();
         recovery.invalid_manifests =
             manifests::report_invalid(&io, &directory, &problems, deadline)?;
-        let first_nonce = random_bytes()
+        let first_nonce = random_u64()
             .map_err(|source| DiskError::from_io("choose write numbers for", &blocks, source))?;
         let files = Self {
             config,
             io,
             is_direct,
             table: Mutex::new(table),
-            reclaim_lock: TimedMutex::default(),
+            reclaim_lock: DeadlineMutex::default(),
             rename_lock: Arc::default(),
-            next_nonce: AtomicU64::new(u64::from_le_bytes(first_nonce)),
+            next_nonce: AtomicU64::new(first_nonce),
             counters: BlockFileCounters::default(),
             problems,
             directory_lock: lock,

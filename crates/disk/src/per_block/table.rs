@@ -1,6 +1,6 @@
 //! The table of block files in memory: the write of each key's file, oldest first.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 
 use cascade_block::BlockKey;
 
@@ -15,8 +15,9 @@ const STALE_ORDER_MAX: usize = 64;
 #[derive(Debug, Default)]
 pub(super) struct BlockFileTable {
     files: HashMap<BlockKey, TableFile>,
-    /// The key of every file in `files`, by its address.
-    keys: HashMap<FileAddress, BlockKey>,
+    /// The key of every file in `files`, by its address. Ordered, so that `any_key` does not depend
+    /// on the seed of a hash table.
+    keys: BTreeMap<FileAddress, BlockKey>,
     /// The order in which files are reclaimed. May contain writes that no longer exist.
     reclaim_order: VecDeque<FileAddress>,
     /// Bytes of `files` and `damaged`.
@@ -75,7 +76,7 @@ impl BlockFileTable {
     }
 
     pub(super) fn any_key(&self) -> Option<BlockKey> {
-        self.files.keys().next().copied()
+        self.keys.values().next().copied()
     }
 
     /// Removes a write. Returns the bytes of its file, or 0 if it is not in the table.

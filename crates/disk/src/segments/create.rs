@@ -1,19 +1,17 @@
 //! Creates a segment: its file with the next free number, its header, the sync of its name.
 
-use std::fs::File;
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use cascade_runtime::Deadline;
+use cascade_runtime::{Deadline, fill_random};
 
 use super::SegmentFiles;
 use super::segment::{Segment, SegmentState};
 use super::write::WriterState;
 use crate::DiskError;
-use crate::format::{PAGE_BYTES, SegmentHeader};
-use crate::io::{Buffer, OpenMode, PageBuffer, Transfer, TransferKind};
-use crate::random::random_bytes;
+use crate::format::{PAGE_BYTES, RandomId, SegmentHeader};
+use crate::io::{Buffer, FileHandle, OpenMode, PageBuffer, Transfer, TransferKind};
 
 /// Maximum number of successive file names tried for a new segment.
 const NAME_TRIES_MAX: u32 = 64;
@@ -28,9 +26,11 @@ impl SegmentFiles {
     ) -> Result<Arc<Segment>, DiskError> {
         let (number, path, file) = self.create_segment_file(writer, allocate_bytes, deadline)?;
         let file = Arc::new(file);
+        let mut segment_id = RandomId::default();
+        fill_random(&mut segment_id)
+            .map_err(|error| DiskError::from_io("choose a segment ID for", &path, error))?;
         let header = SegmentHeader {
-            segment_id: random_bytes()
-                .map_err(|error| DiskError::from_io("choose a segment ID for", &path, error))?,
+            segment_id,
             store_id: writer.store_id,
             number,
             writer: self.config.writer.clone(),
@@ -68,7 +68,7 @@ impl SegmentFiles {
         writer: &mut WriterState,
         allocate_bytes: u64,
         deadline: Deadline,
-    ) -> Result<(u32, PathBuf, File), DiskError> {
+    ) -> Result<(u32, PathBuf, FileHandle), DiskError> {
         let mut tries = 0;
         loop {
             // Each attempt uses up a number. A creation that timed out may still happen later, and

@@ -19,11 +19,11 @@ mod write_run;
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, PoisonError};
 
 use cascade_block::{BlockKey, Namespace};
 use cascade_memory::Slab;
-use cascade_runtime::Deadline;
+use cascade_runtime::{Deadline, DeadlineMutex, DeadlineMutexGuard, Mutex, MutexGuard, RwLock};
 
 pub(crate) use self::recovery::checkpoint_bytes_max;
 pub(crate) use self::replay::replay;
@@ -33,7 +33,6 @@ use crate::io::FileIo;
 use crate::lock::DirectoryLock;
 use crate::problem_log::ProblemLog;
 use crate::tier::ReadRequest;
-use crate::timed_mutex::{TimedMutex, TimedMutexGuard};
 use crate::{
     BlockFiles, DiskError, DiskStats, FileAddress, FileEraseReport, FileTierConfig, ReadOutcome,
     ReclaimOutcome, RecordMeta, StoredManifest, device_probe, manifests,
@@ -53,10 +52,10 @@ pub struct SegmentFiles {
     /// `UnreportedMoves`.
     moved_addresses: RwLock<HashMap<FileAddress, FileAddress>>,
     /// Locked during the I/O of writes. Reads never lock it.
-    writer: TimedMutex<WriterState>,
+    writer: DeadlineMutex<WriterState>,
     /// Locked before `writer` where both are locked. Only its holder moves blocks or removes
     /// segments.
-    reclaim_lock: TimedMutex<UnreportedMoves>,
+    reclaim_lock: DeadlineMutex<UnreportedMoves>,
     counters: SegmentCounters,
     problems: ProblemLog,
     directory_lock: Arc<DirectoryLock>,
@@ -141,9 +140,9 @@ impl SegmentFiles {
 
     fn lock<'a, T>(
         &self,
-        mutex: &'a TimedMutex<T>,
+        mutex: &'a DeadlineMutex<T>,
         deadline: Deadline,
-    ) -> Result<TimedMutexGuard<'a, T>, DiskError> {
+    ) -> Result<DeadlineMutexGuard<'a, T>, DiskError> {
         mutex.lock(deadline, self.io.clock.as_ref()).ok_or_else(|| DiskError::Timeout {
             operation: "waiting for earlier writes",
             path: self.config.directory.clone(),

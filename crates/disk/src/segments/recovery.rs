@@ -1,13 +1,12 @@
 //! Opens a tier: finds segments, applies checkpoint and footers, scans unsealed segments.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, RwLock};
+use std::sync::Arc;
 
 use cascade_block::{BlockKey, Checksum, checksum, with_causes};
-use cascade_runtime::Deadline;
+use cascade_runtime::{Deadline, DeadlineMutex, Mutex, RwLock, fill_random};
 
 use super::replay::{ReplayResult, replay};
 use super::segment::{BlockSlot, EntryLocation, Segment, SegmentState};
@@ -19,12 +18,10 @@ use crate::format::{
     Checkpoint, CoveredSegment, EntryKind, FormatError, PAGE_BYTES, RandomId, RecordEntry,
     encode_entries,
 };
-use crate::io::{FileIo, OpenMode, read_whole};
+use crate::io::{FileHandle, FileIo, OpenMode, read_whole};
 use crate::lock::DirectoryLock;
 use crate::problem_log::ProblemLog;
-use crate::random::random_bytes;
 use crate::scan::{FileSource, ScanError, ScanOptions, SegmentContent, read_segment, segment_name};
-use crate::timed_mutex::TimedMutex;
 use crate::{DiskError, FileAddress, FileTierConfig, Recovery, manifests};
 
 /// A segment found at opening, with its content.
@@ -32,7 +29,7 @@ use crate::{DiskError, FileAddress, FileTierConfig, Recovery, manifests};
 struct RecoveredSegment {
     number: u32,
     path: PathBuf,
-    file: Arc<File>,
+    file: Arc<FileHandle>,
     content: SegmentContent,
     entry_location: EntryLocation,
 }
@@ -81,8 +78,8 @@ impl SegmentFiles {
             segments: RwLock::new(segments),
             aliases: Mutex::new(aliases),
             moved_addresses: RwLock::default(),
-            writer: TimedMutex::new(state),
-            reclaim_lock: TimedMutex::default(),
+            writer: DeadlineMutex::new(state),
+            reclaim_lock: DeadlineMutex::default(),
             counters: SegmentCounters::default(),
             problems,
             directory_lock: lock,
@@ -287,7 +284,7 @@ impl OpenContext<'_> {
         path: &Path,
         covered: Option<CoveredSegment>,
         recovery: &mut Recovery,
-    ) -> Result<Option<(Arc<File>, SegmentContent)>, DiskError> {
+    ) -> Result<Option<(Arc<FileHandle>, SegmentContent)>, DiskError> {
         let (opened, is_direct) = (path.to_owned(), self.is_direct);
         let read = self.io.call("read", path, self.deadline, move |files| {
             let file = files.open(&opened, OpenMode::Write, is_direct)?;
@@ -432,8 +429,12 @@ fn next_state(
 ) -> io::Result<WriterState> {
     let of_checkpoint = checkpoint.map_or(0, |checkpoint| checkpoint.next_number);
     let known_id = found.iter().find_map(|each| Some(each.content.header.as_ref()?.store_id));
+    let new_id = || {
+        let mut id = RandomId::default();
+        fill_random(&mut id).map(|()| id)
+    };
     Ok(WriterState {
-        store_id: known_id.map_or_else(random_bytes, Ok)?,
+        store_id: known_id.map_or_else(new_id, Ok)?,
         active: None,
         unsynced: Vec::new(),
         failed_copies: HashMap::new(),

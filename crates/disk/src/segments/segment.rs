@@ -1,17 +1,16 @@
 //! One segment in memory: its file, and a slot of 24 bytes for each block.
 
-use std::fs::File;
 use std::path::PathBuf;
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, PoisonError};
 
 use cascade_block::{BlockKey, Checksum};
-use cascade_runtime::Deadline;
+use cascade_runtime::{Deadline, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::DiskError;
 use crate::format::{
     ENTRY_BYTES, EntryKind, PAGE_BYTES, RandomId, RecordEntry, decode_entries, page_aligned,
 };
-use crate::io::{FileIo, PageBuffer};
+use crate::io::{FileHandle, FileIo, PageBuffer};
 
 /// A segment.
 #[derive(Debug)]
@@ -19,7 +18,7 @@ pub(super) struct Segment {
     pub(super) number: u32,
     pub(super) id: RandomId,
     pub(super) path: PathBuf,
-    pub(super) file: Arc<File>,
+    pub(super) file: Arc<FileHandle>,
     state: RwLock<SegmentState>,
 }
 
@@ -100,7 +99,7 @@ impl Segment {
         number: u32,
         id: RandomId,
         path: PathBuf,
-        file: Arc<File>,
+        file: Arc<FileHandle>,
         state: SegmentState,
     ) -> Self {
         Self { number, id, path, file, state: RwLock::new(state) }

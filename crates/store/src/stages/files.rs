@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, PoisonError};
 
 use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId};
+use cascade_disk::io::FileIo;
 use cascade_disk::{
     BlockFiles, DiskError, FileTierConfig, FileTierLayout, ReadOutcome, ReadRequest, RecordMeta,
     Recovery, StoredManifest, TransferEngineKind,
@@ -57,20 +58,41 @@ impl FilesStage {
         context: &StageContext<'_>,
         layout: Option<FileLayout>,
     ) -> Result<Arc<dyn Stage>, StoreError> {
-        let config = context.config.files.as_ref().ok_or_else(|| StoreError::Config {
-            setting: "files",
-            reason: "the pipeline has a file tier: set its directory".to_owned(),
-        })?;
-        let layout = layout.unwrap_or(config.layout);
-        let deadline = Deadline::after(&**context.clock, OPENING_TIMEOUT);
+        let (config, tier, deadline) = settings(context, layout)?;
         let clock = Arc::clone(context.clock);
-        let (files, recovery) =
-            cascade_disk::open(tier_config(config, layout), clock, context.pool, deadline)
-                .map_err(|error| StoreError::Tier {
-                    tier: "files",
-                    operation: "open its directory",
-                    source: Arc::new(error),
-                })?;
+        let opened = cascade_disk::open(tier, clock, context.pool, deadline);
+        Self::opened(context, config, config.engine != IoEngine::Psync, opened)
+    }
+
+    /// [`Self::open`] with the caller's I/O instead of the system's, such as a simulated disk. The
+    /// setting of the I/O engine is ignored.
+    ///
+    /// To run a store on it, replace the stage in its [`super::StageRegistry`]:
+    ///
+    /// ```text
+    /// let stage = move |context: &StageContext<'_>| FilesStage::open_with(context, None, io.clone());
+    /// registry.register("Files", Arc::new(stage));
+    /// ```
+    pub fn open_with(
+        context: &StageContext<'_>,
+        layout: Option<FileLayout>,
+        io: FileIo,
+    ) -> Result<Arc<dyn Stage>, StoreError> {
+        let (config, tier, deadline) = settings(context, layout)?;
+        Self::opened(context, config, false, cascade_disk::open_with(tier, io, deadline))
+    }
+
+    fn opened(
+        context: &StageContext<'_>,
+        config: &FilesConfig,
+        wants_uring: bool,
+        opened: Result<(Arc<dyn BlockFiles>, Recovery), DiskError>,
+    ) -> Result<Arc<dyn Stage>, StoreError> {
+        let (files, recovery) = opened.map_err(|error| StoreError::Tier {
+            tier: "files",
+            operation: "open its directory",
+            source: Arc::new(error),
+        })?;
         let opening_damage = OpeningDamage {
             torn_records: recovery.torn_records,
             damaged_structures: recovery.damaged_structures,
@@ -81,7 +103,7 @@ impl FilesStage {
             capacity_bytes: config.capacity_bytes,
             name: "files",
             wants_direct: config.direct,
-            wants_uring: config.engine != IoEngine::Psync,
+            wants_uring,
             recovery: Mutex::new(recovery),
             opening_damage,
             alias_locations: Mutex::default(),
@@ -137,6 +159,20 @@ impl FilesStage {
 
 /// Time-out of opening, which scans all records; a million take seconds.
 const OPENING_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(300);
+
+/// The settings of the file tier of a store, and the deadline of its opening.
+fn settings<'a>(
+    context: &StageContext<'a>,
+    layout: Option<FileLayout>,
+) -> Result<(&'a FilesConfig, FileTierConfig, Deadline), StoreError> {
+    let config = context.config.files.as_ref().ok_or_else(|| StoreError::Config {
+        setting: "files",
+        reason: "the pipeline has a file tier: set its directory".to_owned(),
+    })?;
+    let layout = layout.unwrap_or(config.layout);
+    let deadline = Deadline::after(&**context.clock, OPENING_TIMEOUT);
+    Ok((config, tier_config(config, layout), deadline))
+}
 
 fn tier_config(config: &FilesConfig, layout: FileLayout) -> FileTierConfig {
     FileTierConfig {
