@@ -313,7 +313,7 @@ impl fmt::Debug for SimDisk {
     }
 }
 
-/// Waits for the end of a call. In a world other threads can run before it even if it takes no time.
+/// Waits for the end of a call. In a world other threads can run first even if it takes no time.
 fn wait_until(due: Duration) {
     let left = due.saturating_sub(now());
     if is_simulated() || !left.is_zero() {

@@ -277,15 +277,22 @@ impl Content {
         self.pages.keys().map(|index| index * PAGE).filter(|offset| *offset < self.length)
     }
 
-    fn set_page(&mut self, index: u64, page: Option<Page>) {
-        let is_extra = index >= self.allocated_pages;
+    /// Replaces the current content of a page. Returns the old one.
+    fn replace_page(&mut self, index: u64, page: Option<Page>) -> Option<Page> {
         let is_present = page.is_some();
         let before = match page {
             Some(page) => self.pages.insert(index, page),
             None => self.pages.remove(&index),
         };
-        self.extra_pages += u64::from(is_extra && is_present && before.is_none());
-        self.extra_pages -= u64::from(is_extra && !is_present && before.is_some());
+        if index >= self.allocated_pages {
+            self.extra_pages += u64::from(is_present && before.is_none());
+            self.extra_pages -= u64::from(!is_present && before.is_some());
+        }
+        before
+    }
+
+    fn set_page(&mut self, index: u64, page: Option<Page>) {
+        let before = self.replace_page(index, page);
         let written_by = self.changes;
         let Some(history) = self.unsynced.get_mut(&index) else {
             let overwritten = Vec::new();
@@ -312,14 +319,8 @@ impl Content {
     }
 
     fn drop_from_cache(&mut self, index: u64) {
-        let Some(history) = self.unsynced.remove(&index) else { return };
-        match history.durable {
-            Some(page) => drop(self.pages.insert(index, page)),
-            None => {
-                let dropped = self.pages.remove(&index);
-                let is_extra = index >= self.allocated_pages;
-                self.extra_pages -= u64::from(is_extra && dropped.is_some());
-            }
+        if let Some(history) = self.unsynced.remove(&index) {
+            self.replace_page(index, history.durable);
         }
     }
 

@@ -328,15 +328,15 @@ impl Device {
     fn path_of(&self, inode: u64) -> Option<PathBuf> {
         self.files().into_iter().find(|(_, number)| *number == inode).map(|(path, _)| path)
     }
+}
 
-    /// Makes an event part of the hash of the world, if there is one.
-    pub(super) fn note(&self, kind: CallKind, inode: u64, offset: u64, result: &io::Result<usize>) {
-        if let Some(world) = World::current() {
-            let kind = 0xd15c_0000 | kind as u64;
-            let result = result.as_ref().map_or(u64::MAX, |bytes| *bytes as u64);
-            for event in [kind, inode, offset, result] {
-                world.note(event);
-            }
+/// Makes an event part of the hash of the world, if there is one.
+pub(super) fn note(kind: CallKind, inode: u64, offset: u64, result: &io::Result<usize>) {
+    if let Some(world) = World::current() {
+        let kind = 0xd15c_0000 | kind as u64;
+        let result = result.as_ref().map_or(u64::MAX, |bytes| *bytes as u64);
+        for event in [kind, inode, offset, result] {
+            world.note(event);
         }
     }
 }

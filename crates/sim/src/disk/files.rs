@@ -7,8 +7,8 @@ use std::time::Duration;
 use cascade_disk::io::{FileHandle, FileIdentity, FileOperations, HeldLock, LockedBy, OpenMode};
 use cascade_runtime::{now, sleep};
 
-use super::content::SyncPoint;
-use super::device::{Device, OpenFile, device_error};
+use super::content::{Content, SyncPoint};
+use super::device::{Device, OpenFile, device_error, note};
 use super::faults::{CallKind, DiskFault};
 use super::{SimDisk, wait_until};
 
@@ -42,7 +42,7 @@ impl SimFiles {
         let mut device = self.0.device();
         let result = act(&mut device, effect, now());
         let noted = result.as_ref().map(|_| bytes).map_err(|error| error.kind().into());
-        device.note(kind, 0, 0, &noted);
+        note(kind, 0, 0, &noted);
         result
     }
 
@@ -169,7 +169,7 @@ impl FileOperations for SimFiles {
                 device.count_fault(fault, now);
                 return Err(device_error());
             }
-            device.change(inode, |content| content.overwrite())
+            device.change(inode, Content::overwrite)
         })?;
         self.sync_inode(inode)?;
         Ok(bytes)

@@ -7,7 +7,7 @@ use cascade_disk::format::PAGE_BYTES;
 use cascade_disk::io::{Transfer, TransferKind};
 
 use super::content::{SECTOR_BYTES, SyncPoint};
-use super::device::{Device, bad_handle, device_error};
+use super::device::{Device, bad_handle, device_error, note};
 use super::faults::{CallKind, DiskFault};
 
 /// What the buffers of a read contain until it completes, and after it failed.
@@ -63,8 +63,7 @@ impl Device {
                 }
                 TransferKind::Write => in_flight.data = bytes_of(transfer),
                 TransferKind::Sync => {
-                    in_flight.sync_point =
-                        self.content(in_flight.inode).ok().map(|content| content.begin_sync());
+                    in_flight.sync_point = self.begin_sync(in_flight.inode).ok();
                 }
             }
         }
@@ -109,7 +108,7 @@ impl Device {
                 self.end_sync(inode, in_flight.sync_point, effect, now).map(|()| 0)
             }
         };
-        self.note(call_kind(in_flight.kind), inode, offset, &result);
+        note(call_kind(in_flight.kind), inode, offset, &result);
         result
     }
 
@@ -121,20 +120,21 @@ impl Device {
         now: Duration,
     ) -> (Option<DiskFault>, Duration) {
         let planned = self.faults.plan(kind, now, &mut self.random);
-        let latency = match kind {
+        let settings = match kind {
             CallKind::Read => self.settings.read,
             CallKind::Write => self.settings.write,
             CallKind::Sync => self.settings.sync,
             CallKind::Name => self.settings.name,
         };
-        let drawn = self.draw_latency(latency, bytes);
+        let drawn = self.draw_latency(settings, bytes);
         if planned.extra_latency > 0 {
             self.count_fault(DiskFault::Slow(planned.extra_latency), now);
         }
         if let Some(until) = planned.hangs_until {
             self.count_fault(DiskFault::Hang(kind), until);
         }
-        let due = planned.hangs_until.unwrap_or(now) + drawn * (planned.extra_latency + 1);
+        let latency = drawn.saturating_mul(planned.extra_latency.saturating_add(1));
+        let due = planned.hangs_until.unwrap_or(now).saturating_add(latency);
         (planned.effect, due)
     }
 

@@ -1,0 +1,279 @@
+//! The file tier on a simulated disk: its conformance suite, in worlds and outside of them, and
+//! crashes at any scheduling point.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use cascade_disk::conformance::{self, Reopen, StoredBlock, assert_hits, block, deadline, key};
+use cascade_disk::{
+    BlockFiles, DiskError, FileAddress, FileTierConfig, FileTierLayout, Recovery, open_with,
+};
+use cascade_memory::{HugePages, Pool, PoolConfig};
+use cascade_runtime::simulated::{Domain, Ending, Report, Settings, World};
+use cascade_runtime::{Clock, LeafMutex, SystemClock};
+use cascade_sim::disk::{DiskSettings, SimDisk};
+
+const DIRECTORY: &str = "/tier/files";
+const CAPACITY_BYTES: u64 = 24 << 20;
+const LAYOUTS: [FileTierLayout; 2] = [FileTierLayout::Segments, FileTierLayout::FilePerBlock];
+
+fn new_disk(settings: DiskSettings) -> SimDisk {
+    let disk = SimDisk::new(settings);
+    disk.make_durable_directory(Path::new(DIRECTORY)).unwrap();
+    disk
+}
+
+fn open(disk: &SimDisk, config: &FileTierConfig) -> (Arc<dyn BlockFiles>, Recovery) {
+    let clock: Arc<dyn Clock> = Arc::new(SystemClock);
+    open_with(config.clone(), disk.file_io(&clock), deadline()).unwrap()
+}
+
+/// Runs a check of the conformance suite on new disks, one for each kind of tier.
+fn for_each_tier(settings: DiskSettings, check: fn(&mut Reopen<'_>)) {
+    for layout in LAYOUTS {
+        for (durable, direct) in [(false, true), (true, true), (false, false)] {
+            let disk = new_disk(settings);
+            let config = FileTierConfig {
+                capacity_bytes: CAPACITY_BYTES,
+                segment_bytes: 4 << 20,
+                layout,
+                durable,
+                direct,
+                ..FileTierConfig::new(DIRECTORY)
+            };
+            check(&mut |_pool| open(&disk, &config));
+            assert_eq!(disk.violations(), [], "{layout:?}, durable: {durable}, direct: {direct}");
+        }
+    }
+}
+
+fn in_world(seed: u64, body: impl FnOnce() + Send + 'static) -> Report {
+    let report = World::run(Settings::from_seed(seed), body);
+    assert_eq!(report.ending, Ending::Finished, "seed {seed}");
+    assert_eq!(report.panics, [""; 0], "seed {seed}");
+    report
+}
+
+macro_rules! suite {
+    ($($check:ident: $run:expr;)*) => {
+        mod outside_of_a_world {
+            use super::*;
+            $(
+                #[test]
+                fn $check() {
+                    for_each_tier(DiskSettings::without_latency(1), $run);
+                }
+            )*
+        }
+
+        mod in_a_world {
+            use super::*;
+            $(
+                #[test]
+                fn $check() {
+                    for seed in 0..2 {
+                        let settings = DiskSettings { seed, ..DiskSettings::default() };
+                        in_world(seed, move || for_each_tier(settings, $run));
+                    }
+                }
+            )*
+        }
+    };
+}
+
+suite! {
+    blocks_are_read_back: conformance::blocks_are_read_back;
+    removals_persist: conformance::removals_persist;
+    aliases_keep_bytes: conformance::aliases_keep_bytes;
+    capacity_is_respected:
+        |reopen| conformance::capacity_is_respected(reopen, CAPACITY_BYTES);
+    restarts_leave_space_for_reclaim:
+        |reopen| conformance::restarts_leave_space_for_reclaim(reopen, CAPACITY_BYTES);
+    reclaim_keeps_selected_blocks: conformance::reclaim_keeps_selected_blocks;
+    invalid_requests_fail_alone: conformance::invalid_requests_fail_alone;
+    manifests_are_kept: conformance::manifests_are_kept;
+}
+
+#[test]
+fn a_seed_gives_the_same_run_each_time() {
+    let run = |seed| {
+        in_world(seed, move || {
+            let disk = new_disk(DiskSettings { seed, ..DiskSettings::default() });
+            let config = small_config(FileTierLayout::Segments, false);
+            conformance::removals_persist(&mut |_pool| open(&disk, &config));
+        })
+    };
+    for seed in 0..5 {
+        let first = run(seed);
+        let shift = vec![vec![0_u8; 1 << (seed + 5)]; 3];
+        assert_eq!(first, run(seed), "seed {seed}");
+        drop(shift);
+    }
+}
+
+fn small_config(layout: FileTierLayout, durable: bool) -> FileTierConfig {
+    FileTierConfig {
+        capacity_bytes: 8 << 20,
+        segment_bytes: 1 << 20,
+        layout,
+        durable,
+        ..FileTierConfig::new(DIRECTORY)
+    }
+}
+
+fn small_pool() -> Pool {
+    let config =
+        PoolConfig { capacity_bytes: 4 << 20, huge_pages: HugePages::Never, populate: false };
+    Pool::new(&config).unwrap()
+}
+
+fn length(number: u64) -> usize {
+    [300, 4096, 20_000, 65_536, 1][usize::try_from(number % 5).unwrap()]
+}
+
+/// What a writer has acknowledged before its crash.
+#[derive(Debug, Default)]
+struct Acknowledged {
+    /// Stored blocks, until their removal begins.
+    stored: BTreeMap<u64, FileAddress>,
+    /// Blocks whose removal was acknowledged, and whether a sync was since.
+    removed: BTreeMap<u64, bool>,
+    next: u64,
+}
+
+/// Writes, removes and reclaims until it is killed.
+fn write_until_killed(files: &dyn BlockFiles, pool: &Pool, shared: &LeafMutex<Acknowledged>) {
+    loop {
+        let start = shared.lock().unwrap().next;
+        shared.lock().unwrap().next += 4;
+        let blocks = (start..start + 4).map(|number| block(pool, number, length(number))).collect();
+        let mut is_full = false;
+        for (number, result) in (start..).zip(files.append(blocks, deadline())) {
+            match result {
+                Ok(address) => drop(shared.lock().unwrap().stored.insert(number, address)),
+                Err(DiskError::Full { .. }) => is_full = true,
+                Err(error) => panic!("block {number}: {error:?}"),
+            }
+        }
+        if start.is_multiple_of(12) {
+            remove_one(files, start, shared);
+        }
+        if start.is_multiple_of(40) {
+            files.checkpoint(deadline()).unwrap();
+            for synced in shared.lock().unwrap().removed.values_mut() {
+                *synced = true;
+            }
+        }
+        if is_full {
+            // A block that is not kept may be gone from here on.
+            let keep = &mut |meta: &cascade_disk::RecordMeta, _| {
+                let is_kept = meta.is_prefix && meta.written_unix_ms + 40 > start;
+                if !is_kept {
+                    shared.lock().unwrap().stored.remove(&meta.written_unix_ms);
+                }
+                is_kept
+            };
+            files.reclaim(keep, deadline()).unwrap();
+        }
+    }
+}
+
+fn remove_one(files: &dyn BlockFiles, number: u64, shared: &LeafMutex<Acknowledged>) {
+    let stored = shared.lock().unwrap().stored.remove(&number);
+    if let Some(address) = stored {
+        files.remove(&[(key(number), address)], deadline()).unwrap();
+        shared.lock().unwrap().removed.insert(number, false);
+    }
+}
+
+/// Crashes a writer again and again at any scheduling point, and checks what is left.
+fn crash_rounds(seed: u64, layout: FileTierLayout, has_power_losses: bool) {
+    let disk = new_disk(DiskSettings { seed, ..DiskSettings::default() });
+    let config = small_config(layout, has_power_losses);
+    let shared = Arc::new(LeafMutex::new(Acknowledged::default()));
+    let world = World::current().unwrap();
+    for round in 1..=8 {
+        let (io_disk, io_config, writer) = (disk.clone(), config.clone(), Arc::clone(&shared));
+        world.spawn_in(Domain(1), "writer", move || {
+            let pool = small_pool();
+            let (files, _) = open(&io_disk, &io_config);
+            write_until_killed(files.as_ref(), &pool, &writer);
+        });
+        let points = 50 + cascade_runtime::random_u64().unwrap() % (400 * round);
+        world.kill_after(points, Domain(1));
+        assert!(world.wait_for_kill(Duration::from_secs(3600)));
+        if has_power_losses {
+            disk.power_loss();
+        } else {
+            disk.kill();
+        }
+        let pool = small_pool();
+        let (files, recovery) = open(&disk, &config);
+        check(files.as_ref(), &pool, &recovery, &shared, has_power_losses);
+    }
+    let harmful: Vec<_> =
+        disk.violations().into_iter().filter(|violation| !violation.is_late).collect();
+    assert_eq!(harmful, []);
+}
+
+fn check(
+    files: &dyn BlockFiles,
+    pool: &Pool,
+    recovery: &Recovery,
+    shared: &LeafMutex<Acknowledged>,
+    after_power_loss: bool,
+) {
+    let live: BTreeMap<u64, StoredBlock> = recovery
+        .live
+        .iter()
+        .map(|(meta, address)| {
+            let number = meta.written_unix_ms;
+            (number, StoredBlock { number, length: length(number), address: *address })
+        })
+        .collect();
+    let all: Vec<_> = live.values().copied().collect();
+    for chunk in all.chunks(16) {
+        assert_hits(files, pool, chunk);
+    }
+    let mut shared = shared.lock().unwrap();
+    let lost: Vec<_> = shared.stored.keys().filter(|number| !live.contains_key(number)).collect();
+    assert!(lost.is_empty(), "acknowledged but lost: {lost:?}; {recovery:?}");
+    // A power loss may undo a removal that was not synced.
+    shared
+        .removed
+        .retain(|number, is_synced| *is_synced || !after_power_loss || !live.contains_key(number));
+    let back: Vec<_> = shared.removed.keys().filter(|number| live.contains_key(number)).collect();
+    assert!(back.is_empty(), "removed but recovered: {back:?}");
+    // What was recovered without an acknowledgement has to stay from now on.
+    shared.stored = live.into_iter().map(|(number, block)| (number, block.address)).collect();
+}
+
+#[test]
+fn no_block_of_segments_is_lost_or_wrong_after_kills() {
+    for seed in 0..30 {
+        in_world(seed, move || crash_rounds(seed, FileTierLayout::Segments, false));
+    }
+}
+
+#[test]
+fn no_block_file_is_lost_or_wrong_after_kills() {
+    for seed in 0..15 {
+        in_world(seed, move || crash_rounds(seed, FileTierLayout::FilePerBlock, false));
+    }
+}
+
+#[test]
+fn no_block_of_durable_segments_is_lost_or_wrong_after_power_losses() {
+    for seed in 0..30 {
+        in_world(seed, move || crash_rounds(seed, FileTierLayout::Segments, true));
+    }
+}
+
+#[test]
+fn no_durable_block_file_is_lost_or_wrong_after_power_losses() {
+    for seed in 0..15 {
+        in_world(seed, move || crash_rounds(seed, FileTierLayout::FilePerBlock, true));
+    }
+}
