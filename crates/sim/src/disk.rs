@@ -52,6 +52,10 @@ pub struct DiskSettings {
     pub sync: Latency,
     /// The time that any other call takes.
     pub name: Latency,
+    /// Whether the file system commits all changes of names in their order, as ext4 and XFS do: any
+    /// sync makes all earlier ones durable. Else each directory needs a sync of its own, which is
+    /// all that POSIX promises.
+    pub has_journal: bool,
     /// After a power loss, what was never synced reads as noise in one file of so many. In the
     /// others, and with 0 in all, it reads as zeroes.
     pub noise_one_in: u32,
@@ -143,6 +147,7 @@ impl Default for DiskSettings {
             write: latency(10, 10, 500),
             sync: latency(100, 200, 0),
             name: latency(2, 8, 0),
+            has_journal: false,
             noise_one_in: 4,
         }
     }
@@ -194,8 +199,8 @@ impl SimDisk {
         device.make_directory(path)?;
         for parent in path.ancestors() {
             let inode = device.resolve(parent)?;
-            let changes = device.directory(inode)?.changes();
-            device.end_directory_sync(inode, changes, None, now())?;
+            let last = device.name_changes;
+            device.end_directory_sync(inode, last, None, now())?;
         }
         Ok(())
     }

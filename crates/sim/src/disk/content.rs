@@ -60,6 +60,8 @@ struct PageHistory {
 pub(super) struct SyncPoint {
     changes: u64,
     length: u64,
+    /// The last change of a name on the disk.
+    pub(super) name_changes: u64,
 }
 
 /// Which unsynced pages of a file a power loss leaves.
@@ -188,9 +190,9 @@ impl Content {
     }
 
     /// Starts a sync. Exactly one of [`Self::end_sync`] and [`Self::fail_sync`] has to follow.
-    pub(super) fn begin_sync(&mut self) -> SyncPoint {
+    pub(super) fn begin_sync(&mut self, name_changes: u64) -> SyncPoint {
         self.syncs_in_flight += 1;
-        SyncPoint { changes: self.changes, length: self.length }
+        SyncPoint { changes: self.changes, length: self.length, name_changes }
     }
 
     /// Makes everything durable that was written before the sync began.

@@ -42,6 +42,8 @@ pub(super) struct Device {
     /// The number of the process that uses the disk. Each crash adds one.
     process: u32,
     last_number: u64,
+    /// The number of the last change of a name.
+    pub(super) name_changes: u64,
     pub(super) counts: DiskCounts,
     pub(super) violations: Vec<ContractViolation>,
 }
@@ -87,6 +89,7 @@ impl Device {
             used_pages: 0,
             process: FIRST_PROCESS,
             last_number: ROOT,
+            name_changes: 0,
             counts: DiskCounts::default(),
             violations: Vec::new(),
         }
@@ -96,6 +99,11 @@ impl Device {
     pub(super) fn next_number(&mut self) -> u64 {
         self.last_number += 1;
         self.last_number
+    }
+
+    pub(super) fn next_name_change(&mut self) -> u64 {
+        self.name_changes += 1;
+        self.name_changes
     }
 
     pub(super) fn process(&self) -> u32 {
@@ -208,7 +216,8 @@ impl Device {
         let content = Content::new(allocate_bytes);
         self.used_pages += content.used_pages();
         let inode = self.add_inode(Inode::File(content));
-        self.directory(parent)?.set(&name, Some(inode));
+        let change = self.next_name_change();
+        self.directory(parent)?.set(change, &name, Some(inode));
         Ok(inode)
     }
 
@@ -250,11 +259,7 @@ impl Device {
     pub(super) fn free_unreferenced(&mut self) {
         let mut referenced: BTreeSet<u64> = self.removed.iter().copied().collect();
         referenced.insert(ROOT);
-        for inode in self.inodes.values() {
-            if let Inode::Directory(directory) = inode {
-                referenced.extend(directory.referenced());
-            }
-        }
+        referenced.extend(self.directories().flat_map(Directory::referenced));
         self.inodes.retain(|inode, _| referenced.contains(inode));
     }
 
@@ -277,13 +282,11 @@ impl Device {
     /// Leaves what a power loss leaves.
     pub(super) fn lose_power(&mut self) {
         for inode in self.inodes.values_mut() {
-            match inode {
-                Inode::File(content) => {
-                    content.lose_power(&mut self.random, self.settings.noise_one_in);
-                }
-                Inode::Directory(directory) => directory.lose_power(&mut self.random),
+            if let Inode::File(content) = inode {
+                content.lose_power(&mut self.random, self.settings.noise_one_in);
             }
         }
+        self.lose_unsynced_names();
         let reachable = self.reachable();
         self.inodes.retain(|inode, _| reachable.contains(inode));
         self.used_pages = 0;

@@ -211,13 +211,14 @@ impl FileOperations for SimFiles {
     }
 
     fn sync_directory(&self, path: &Path) -> io::Result<()> {
-        let (inode, changes) = {
+        let (inode, last) = {
             let mut device = self.0.device();
             let inode = device.resolve(path)?;
-            (inode, device.directory(inode)?.changes())
+            device.directory(inode)?;
+            (inode, device.name_changes)
         };
         self.step(CallKind::Sync, 0, |device, effect, now| {
-            device.end_directory_sync(inode, changes, effect, now)
+            device.end_directory_sync(inode, last, effect, now)
         })
     }
 

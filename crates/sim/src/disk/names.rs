@@ -13,10 +13,8 @@ const UNSYNCED_MAX: usize = 64;
 pub(super) struct Directory {
     current: BTreeMap<OsString, u64>,
     durable: BTreeMap<OsString, u64>,
-    /// Changes that are not on stable storage, in their order.
-    unsynced: VecDeque<NameChange>,
-    /// Number of changes so far.
-    changes: u64,
+    /// Changes that are not on stable storage, in their order, with their numbers on the disk.
+    unsynced: VecDeque<(u64, NameChange)>,
 }
 
 /// New meanings of names, which reach stable storage together.
@@ -34,26 +32,25 @@ impl Directory {
     }
 
     /// Gives a name to a file, or takes it away.
-    pub(super) fn set(&mut self, name: &OsStr, inode: Option<u64>) {
-        self.change(vec![(name.to_owned(), inode)]);
+    pub(super) fn set(&mut self, change: u64, name: &OsStr, inode: Option<u64>) {
+        self.change(change, vec![(name.to_owned(), inode)]);
     }
 
     /// Renames a file; both names change together, also on stable storage.
-    pub(super) fn rename(&mut self, from: &OsStr, to: &OsStr, inode: u64) {
-        self.change(vec![(from.to_owned(), None), (to.to_owned(), Some(inode))]);
+    pub(super) fn rename(&mut self, change: u64, from: &OsStr, to: &OsStr, inode: u64) {
+        self.change(change, vec![(from.to_owned(), None), (to.to_owned(), Some(inode))]);
     }
 
-    /// The number of changes so far, all of which a sync that begins now makes durable.
-    pub(super) fn changes(&self) -> u64 {
-        self.changes
-    }
-
-    /// Makes the first changes durable.
-    pub(super) fn sync(&mut self, changes: u64) {
-        let left = self.changes.saturating_sub(changes);
-        while self.unsynced.len() as u64 > left {
+    /// Makes all changes up to this number durable.
+    pub(super) fn sync(&mut self, last: u64) {
+        while self.unsynced.front().is_some_and(|(change, _)| *change <= last) {
             self.commit_oldest();
         }
+    }
+
+    /// The numbers of the changes that are not on stable storage.
+    pub(super) fn unsynced(&self) -> impl Iterator<Item = u64> {
+        self.unsynced.iter().map(|(change, _)| *change)
     }
 
     /// A sync that fails: some of the first changes are durable.
@@ -64,30 +61,29 @@ impl Directory {
         }
     }
 
-    /// Leaves what a power loss leaves: the first of the unsynced changes, in their order.
-    pub(super) fn lose_power(&mut self, random: &mut Random) {
-        self.fail_sync(random);
+    /// The names are those on stable storage, as after a power loss.
+    pub(super) fn forget_unsynced(&mut self) {
         self.unsynced.clear();
         self.current.clone_from(&self.durable);
     }
 
     /// Everything that a name means, or may mean after a power loss.
     pub(super) fn referenced(&self) -> impl Iterator<Item = u64> {
-        let unsynced = self.unsynced.iter().flatten().filter_map(|(_, inode)| *inode);
+        let unsynced = self.unsynced.iter().flat_map(|(_, change)| change);
+        let unsynced = unsynced.filter_map(|(_, inode)| *inode);
         self.current.values().chain(self.durable.values()).copied().chain(unsynced)
     }
 
-    fn change(&mut self, change: NameChange) {
+    fn change(&mut self, number: u64, change: NameChange) {
         apply(&mut self.current, &change);
-        self.unsynced.push_back(change);
-        self.changes += 1;
+        self.unsynced.push_back((number, change));
         if self.unsynced.len() > UNSYNCED_MAX {
             self.commit_oldest();
         }
     }
 
     fn commit_oldest(&mut self) {
-        if let Some(change) = self.unsynced.pop_front() {
+        if let Some((_, change)) = self.unsynced.pop_front() {
             apply(&mut self.durable, &change);
         }
     }

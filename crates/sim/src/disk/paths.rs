@@ -78,7 +78,8 @@ impl Device {
                 return Err(io::ErrorKind::NotADirectory.into());
             }
         }
-        self.directory(directory)?.rename(&old, &new, moved);
+        let change = self.next_name_change();
+        self.directory(directory)?.rename(change, &old, &new, moved);
         if let Some(replaced) = replaced.filter(|replaced| !self.is_directory(*replaced)) {
             self.unlinked(replaced);
         }
@@ -88,12 +89,13 @@ impl Device {
     pub(super) fn set_aside(&mut self, path: &Path) -> io::Result<PathBuf> {
         let (parent, name) = self.parent(path)?;
         let inode = self.resolve(path)?;
+        let change = self.next_name_change();
         for number in 0..SET_ASIDE_MAX {
             let mut target = name.clone();
             target.push(format!(".set-aside-{number}"));
             let directory = self.directory(parent)?;
             if directory.get(&target).is_none() {
-                directory.rename(&name, &target, inode);
+                directory.rename(change, &name, &target, inode);
                 return Ok(path.with_file_name(target));
             }
         }
@@ -103,7 +105,8 @@ impl Device {
     pub(super) fn remove(&mut self, path: &Path) -> io::Result<()> {
         let inode = self.file(path)?;
         let (parent, name) = self.parent(path)?;
-        self.directory(parent)?.set(&name, None);
+        let change = self.next_name_change();
+        self.directory(parent)?.set(change, &name, None);
         self.unlinked(inode);
         Ok(())
     }
@@ -122,7 +125,8 @@ impl Device {
                 Some(_) => return Err(io::ErrorKind::NotADirectory.into()),
                 None => {
                     let created = self.add_inode(Inode::Directory(Directory::default()));
-                    self.directory(inode)?.set(name, Some(created));
+                    let change = self.next_name_change();
+                    self.directory(inode)?.set(change, name, Some(created));
                     created
                 }
             };
@@ -141,16 +145,17 @@ impl Device {
         Ok(paths)
     }
 
-    /// Ends a sync of a directory that began after so many changes.
+    /// Ends a sync of a directory that began when this change of a name was the last one.
     pub(super) fn end_directory_sync(
         &mut self,
         inode: u64,
-        changes: u64,
+        last: u64,
         effect: Option<DiskFault>,
         now: Duration,
     ) -> io::Result<()> {
         let Some(fault) = effect else {
-            self.directory(inode)?.sync(changes);
+            self.directory(inode)?.sync(last);
+            self.commit_journal(last);
             self.free_unreferenced();
             return Ok(());
         };
@@ -159,6 +164,42 @@ impl Device {
             directory.fail_sync(&mut self.random);
         }
         Err(device_error())
+    }
+
+    /// With a journal each sync makes all changes of names up to its beginning durable.
+    pub(super) fn commit_journal(&mut self, last: u64) {
+        if self.settings.has_journal {
+            for inode in self.inodes.values_mut() {
+                if let Inode::Directory(directory) = inode {
+                    directory.sync(last);
+                }
+            }
+        }
+    }
+
+    /// Leaves the names that a power loss leaves: the first of the unsynced changes, of all
+    /// directories together with a journal, else of each one.
+    pub(super) fn lose_unsynced_names(&mut self) {
+        let mut unsynced: Vec<u64> = self.directories().flat_map(Directory::unsynced).collect();
+        unsynced.sort_unstable();
+        let kept = self.random.index_below(unsynced.len() + 1);
+        let last = kept.checked_sub(1).map_or(0, |last| unsynced[last]);
+        self.commit_journal(last);
+        for inode in self.inodes.values_mut() {
+            if let Inode::Directory(directory) = inode {
+                if !self.settings.has_journal {
+                    directory.fail_sync(&mut self.random);
+                }
+                directory.forget_unsynced();
+            }
+        }
+    }
+
+    pub(super) fn directories(&self) -> impl Iterator<Item = &Directory> {
+        self.inodes.values().filter_map(|inode| match inode {
+            Inode::Directory(directory) => Some(directory),
+            Inode::File(_) => None,
+        })
     }
 
     /// Takes the lock of a path, whose file is created if there is none. `None` if it is held.

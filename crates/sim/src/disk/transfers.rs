@@ -222,7 +222,8 @@ impl Device {
     }
 
     pub(super) fn begin_sync(&mut self, inode: u64) -> io::Result<SyncPoint> {
-        Ok(self.content(inode)?.begin_sync())
+        let name_changes = self.name_changes;
+        Ok(self.content(inode)?.begin_sync(name_changes))
     }
 
     pub(super) fn end_sync(
@@ -235,6 +236,7 @@ impl Device {
         let point = point.ok_or_else(bad_handle)?;
         let Some(fault) = effect else {
             self.content(inode)?.end_sync(point);
+            self.commit_journal(point.name_changes);
             return Ok(());
         };
         self.count_fault(fault, now);

@@ -97,6 +97,26 @@ fn a_power_loss_keeps_the_first_changes_of_a_directory() {
 }
 
 #[test]
+fn with_a_journal_any_sync_makes_all_earlier_names_durable() {
+    let other = Path::new("/files/other");
+    for (has_journal, expected) in [(true, 1), (false, 3)] {
+        let mut found = BTreeSet::new();
+        for seed in 0..SEEDS {
+            let settings = DiskSettings { has_journal, ..DiskSettings::without_latency(seed) };
+            let fixture = Fixture::new(settings);
+            fixture.io.files.make_directory(other).unwrap();
+            let file = fixture.create(FILE, 0);
+            fixture.sync(&file).unwrap();
+            fixture.disk.power_loss();
+            let io = file_io(&fixture.disk);
+            found.insert((read(&io, FILE).is_ok(), io.files.list(other).is_ok()));
+        }
+        assert!(found.contains(&(true, true)), "{found:?}");
+        assert_eq!(found.len(), expected, "{found:?}");
+    }
+}
+
+#[test]
 fn a_replaced_file_is_old_or_new_after_any_crash() {
     let mut versions = BTreeSet::new();
     for seed in 0..SEEDS {
