@@ -335,6 +335,11 @@ impl Client {
         let is_allowed = match error {
             StoreError::Erasing => model.is_erasing(call.begin),
             StoreError::NoRoom { .. } => !self.shared.profile.is_dram_roomy,
+            // Others deleted the key in each attempt.
+            StoreError::Timeout { operation: "put a key that other callers delete", .. } => true,
+            StoreError::Timeout { .. } | StoreError::Busy { .. } | StoreError::Tier { .. } => {
+                model.promises.has_faults
+            }
             _ => false,
         };
         if !is_allowed {
@@ -438,9 +443,12 @@ impl Client {
             Ok(explanation) => explanation,
             Err(error) => return self.check_error(&mut model, call, keys[0], &error),
         };
+        let has_faults = model.promises.has_faults;
         for (key, block) in keys.iter().zip(&explanation.blocks) {
             match &block.state {
-                BlockState::Absent { why: why @ (Loss::Damaged | Loss::Vanished), .. } => {
+                BlockState::Absent { why: why @ (Loss::Damaged | Loss::Vanished), .. }
+                    if !has_faults =>
+                {
                     model.findings.add(format!("key {key}: its block is absent: {why}"));
                 }
                 BlockState::Present(_) => model.found(call.begin, *key, "an explanation"),

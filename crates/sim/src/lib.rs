@@ -4,6 +4,7 @@
 
 mod client;
 mod content;
+pub mod disk;
 mod finding;
 mod model;
 mod profile;

@@ -8,6 +8,7 @@ use std::collections::BTreeSet;
 
 use crate::content::Content;
 use crate::finding::Findings;
+use crate::profile::Profile;
 
 /// A moment in the order of begins and ends of calls.
 pub(crate) type Tick = u64;
@@ -21,13 +22,18 @@ pub(crate) struct Promises {
     pub(crate) has_files: bool,
     /// No block leaves the files, unless a caller removes it.
     pub(crate) files_keep_all: bool,
+    /// What was flushed survives a power loss, as it does a crash of the process.
+    pub(crate) survives_power_loss: bool,
+    /// Devices fail: calls may, and what files have after a reopening is not known.
+    pub(crate) has_faults: bool,
 }
 
 /// The blocks of all keys, as far as calls and their results tell.
 #[derive(Debug)]
 pub(crate) struct Model {
     now: Tick,
-    promises: Promises,
+    profile: Profile,
+    pub(crate) promises: Promises,
     keys: Vec<Vec<Version>>,
     /// The latest content number of each key.
     numbers: Vec<u32>,
@@ -44,6 +50,8 @@ pub(crate) struct Model {
 #[derive(Debug, Clone, Copy)]
 struct Version {
     content: Content,
+    /// It stands for every content of its key up to this one: the files may have any of them.
+    stands_for_all: bool,
     /// The begin of the put.
     begin: Tick,
     /// The end of the put; none while it is in flight.
@@ -134,12 +142,14 @@ impl Version {
 }
 
 impl Model {
-    pub(crate) fn new(key_count: u32, promises: Promises) -> Self {
+    pub(crate) fn new(profile: &Profile) -> Self {
+        let key_count = profile.key_count as usize;
         Self {
             now: 0,
-            promises,
-            keys: vec![Vec::new(); key_count as usize],
-            numbers: vec![0; key_count as usize],
+            profile: profile.clone(),
+            promises: profile.promises(),
+            keys: vec![Vec::new(); key_count],
+            numbers: vec![0; key_count],
             open: BTreeSet::new(),
             removals: Vec::new(),
             erases_in_flight: 0,
@@ -188,6 +198,7 @@ impl Model {
             versions.retain(|version| !is_over(version));
             versions.push(Version {
                 content: *content,
+                stands_for_all: false,
                 begin,
                 end: None,
                 is_acknowledged: false,
@@ -277,11 +288,15 @@ impl Model {
     }
 
     fn check_comparison(&mut self, begin: Tick, key: u32, content: Content, result: PutResult) {
-        let fits = |other: Content| match result {
-            PutResult::Present => other.has_same_bytes(content),
-            PutResult::SameLength => other.length == content.length,
-            PutResult::OtherLength => other.length != content.length,
-            _ => !other.has_same_bytes(content),
+        let fits = |version: &Version| {
+            let other = version.content;
+            version.stands_for_all
+                || match result {
+                    PutResult::Present => other.has_same_bytes(content),
+                    PutResult::SameLength => other.length == content.length,
+                    PutResult::OtherLength => other.length != content.length,
+                    _ => !other.has_same_bytes(content),
+                }
         };
         if !self.possible(key, begin).any(fits) {
             let known = self.describe(key, begin);
@@ -348,8 +363,12 @@ impl Model {
 
     /// A read returned these bytes. Returns what they are.
     pub(crate) fn hit(&mut self, begin: Tick, key: u32, bytes: &[u8]) -> Option<Content> {
-        let is_it = |content: &Content| content.first_difference(bytes).is_none();
-        let found = self.possible(key, begin).find(is_it);
+        let found = self.possible(key, begin).find_map(|version| {
+            if version.stands_for_all {
+                return self.any_content(key, version.content.number, bytes);
+            }
+            version.content.first_difference(bytes).is_none().then_some(version.content)
+        });
         if found.is_none() {
             let what = describe_bytes(bytes);
             let known = self.describe(key, begin);
@@ -393,8 +412,9 @@ impl Model {
         self.reopened();
     }
 
-    /// The process was killed. Calls in flight may have had an effect.
-    pub(crate) fn crashed(&mut self) {
+    /// The process was killed, perhaps because of a power loss. Calls in flight may have had an
+    /// effect.
+    pub(crate) fn crashed(&mut self, has_lost_power: bool) {
         let now = self.tick();
         self.open.clear();
         self.removals.clear();
@@ -405,13 +425,20 @@ impl Model {
                 version.doom(now);
             }
         }
-        self.reopened();
+        if has_lost_power && !self.promises.survives_power_loss {
+            self.forget();
+        } else {
+            self.reopened();
+        }
     }
 
     /// What was only in memory is gone; what files have may come back.
     fn reopened(&mut self) {
         let now = self.tick();
-        let Promises { has_files, files_keep_all, .. } = self.promises;
+        let Promises { has_files, files_keep_all, has_faults, .. } = self.promises;
+        if has_faults {
+            return self.forget();
+        }
         for version in self.keys.iter_mut().flatten() {
             if !has_files {
                 version.end_at(now);
@@ -419,9 +446,9 @@ impl Model {
             }
             let is_kept = files_keep_all && version.content.length > 0;
             match version.persisted {
+                Persisted::Removal => {}
                 Persisted::Block if is_kept => {}
                 Persisted::Block => version.doom(now),
-                Persisted::Removal => {}
                 // A removal that was not recorded may come to nothing.
                 Persisted::Nothing => {
                     version.dead = None;
@@ -431,10 +458,40 @@ impl Model {
         }
     }
 
-    /// Contents that a key may have had at some moment since `begin`.
-    fn possible(&self, key: u32, begin: Tick) -> impl Iterator<Item = Content> {
-        let versions = self.keys[key as usize].iter();
-        versions.filter(move |version| version.may_be_seen(begin)).map(|version| version.content)
+    /// Each key may have any block that it ever had, or none.
+    fn forget(&mut self) {
+        let now = self.tick();
+        for (key, versions) in (0..).zip(&mut self.keys) {
+            let content = self.profile.content(key, self.numbers[key as usize]);
+            versions.clear();
+            versions.push(Version {
+                content,
+                stands_for_all: true,
+                begin: 0,
+                end: Some(now),
+                is_acknowledged: false,
+                doomed: Some(now),
+                dead: None,
+                persisted: Persisted::Nothing,
+            });
+        }
+    }
+
+    /// The content of a key, up to a number, that has these bytes.
+    fn any_content(&self, key: u32, number_max: u32, bytes: &[u8]) -> Option<Content> {
+        // Short blocks do not name their content.
+        let numbers = match Content::named_in(bytes) {
+            Some(named) if named.number > number_max => return None,
+            Some(named) => named.number..=named.number,
+            None => 0..=number_max,
+        };
+        let mut contents = numbers.map(|number| self.profile.content(key, number));
+        contents.find(|content| content.first_difference(bytes).is_none())
+    }
+
+    /// What a key may have had at some moment since `begin`.
+    fn possible(&self, key: u32, begin: Tick) -> impl Iterator<Item = &Version> {
+        self.keys[key as usize].iter().filter(move |version| version.may_be_seen(begin))
     }
 
     /// Contents that a key must have had at every moment since `begin`.
@@ -452,8 +509,11 @@ impl Model {
     }
 
     fn describe(&self, key: u32, begin: Tick) -> String {
-        let known: Vec<String> =
-            self.possible(key, begin).map(|content| content.to_string()).collect();
+        let describe = |version: &Version| match version.stands_for_all {
+            true => format!("any content up to {}", version.content.number),
+            false => version.content.to_string(),
+        };
+        let known: Vec<String> = self.possible(key, begin).map(describe).collect();
         if known.is_empty() {
             "it cannot have a block".to_owned()
         } else {

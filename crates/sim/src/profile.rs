@@ -10,9 +10,12 @@ use cascade_runtime::simulated::Random;
 use cascade_store::{FileLayout, FilesConfig, HealthConfig, PolicyKind, StoreConfig, WritePolicy};
 
 use crate::content::Content;
+use crate::model::Promises;
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
+/// The directory of the file tier, on the simulated disk.
+pub(crate) const DIRECTORY: &str = "/simulated/files";
 /// Keys that share their contents in worlds with shared contents.
 const SHARING_KEYS: u32 = 4;
 
@@ -22,6 +25,19 @@ pub(crate) enum Tiers {
     Dram,
     DramAndFiles,
     Files,
+}
+
+/// What happens to the store of a world. Each kind includes those before it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Trouble {
+    /// It is closed and opened again, at most.
+    None,
+    /// Its process is killed.
+    Kills,
+    /// The machine loses power.
+    PowerLoss,
+    /// The disk fails, hangs, and loses or changes bytes.
+    Faults,
 }
 
 /// What a world is like.
@@ -45,17 +61,17 @@ pub(crate) struct Profile {
     /// Lengths of blocks, one as likely as another.
     pub(crate) lengths: Vec<u32>,
     pub(crate) clients: usize,
-    /// Calls between two reopenings; `None`: the store is opened once.
+    pub(crate) trouble: Trouble,
+    /// Calls between two reopenings, in the mean; `None`: the store is opened once.
     pub(crate) reopens_after: Option<u64>,
     hash_seed: u64,
     scrubs: bool,
 }
 
 impl Profile {
-    /// The profile of a world. `has_files` allows worlds with a file tier.
-    pub(crate) fn draw(random: &mut Random, has_files: bool) -> Self {
+    /// The profile of a world.
+    pub(crate) fn draw(random: &mut Random) -> Self {
         let tiers = match random.below(8) {
-            _ if !has_files => Tiers::Dram,
             0..2 => Tiers::Dram,
             2..7 => Tiers::DramAndFiles,
             _ => Tiers::Files,
@@ -93,6 +109,11 @@ impl Profile {
             shares_contents: random.one_in(2),
             lengths,
             clients: 3 + random.index_below(4),
+            trouble: match tiers {
+                Tiers::Dram => Trouble::None,
+                _ => [Trouble::None, Trouble::Kills, Trouble::PowerLoss, Trouble::Faults]
+                    [random.index_below(4)],
+            },
             reopens_after: random.one_in(2).then(|| 500 + random.below(8000)),
             hash_seed: random.next_u64(),
             scrubs: !random.one_in(4),
@@ -104,12 +125,20 @@ impl Profile {
         self.tiers != Tiers::Dram
     }
 
-    /// Whether no block may be dropped for want of room.
-    pub(crate) fn keeps_all(&self) -> bool {
-        match self.tiers {
+    /// What the store promises in this world.
+    pub(crate) fn promises(&self) -> Promises {
+        let is_roomy = match self.tiers {
             Tiers::Dram => self.is_dram_roomy,
             Tiers::DramAndFiles => self.is_dram_roomy || self.are_files_roomy,
             Tiers::Files => self.are_files_roomy,
+        };
+        let has_faults = self.trouble == Trouble::Faults;
+        Promises {
+            keeps_all: is_roomy && !has_faults,
+            has_files: self.has_files(),
+            files_keep_all: self.are_files_roomy && !has_faults,
+            survives_power_loss: self.is_durable && !has_faults,
+            has_faults,
         }
     }
 
@@ -132,7 +161,7 @@ impl Profile {
             layout: self.layout,
             segment_bytes: MIB,
             durable: self.is_durable,
-            ..FilesConfig::new(PathBuf::from("/simulated/files"))
+            ..FilesConfig::new(PathBuf::from(DIRECTORY))
         };
         StoreConfig {
             pipeline: pipeline.to_owned(),
@@ -183,6 +212,12 @@ impl fmt::Display for Profile {
         }
         let digest = if self.digest == DigestMode::Off { "no digests" } else { "digests" };
         let (policy, keys, clients) = (self.policy, self.key_count, self.clients);
-        write!(f, ", {policy:?}, {digest}, {keys} keys, {clients} clients")
+        write!(f, ", {policy:?}, {digest}, {keys} keys, {clients} clients")?;
+        f.write_str(match self.trouble {
+            Trouble::None => "",
+            Trouble::Kills => ", kills",
+            Trouble::PowerLoss => ", power losses",
+            Trouble::Faults => ", faults of the disk",
+        })
     }
 }

@@ -178,7 +178,7 @@ mod tests {
     #[test]
     fn operations_are_those_of_the_seed_and_name_keys_of_the_world() {
         for seed in 0..50 {
-            let profile = Profile::draw(&mut Random::new(seed, 0), true);
+            let profile = Profile::draw(&mut Random::new(seed, 0));
             let draw = |stream| {
                 let mut workload = Workload::new(&profile, seed, stream);
                 (0..200).map(|_| workload.draw()).collect::<Vec<_>>()

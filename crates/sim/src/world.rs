@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use cascade_block::with_causes;
 use cascade_runtime::simulated::{Domain, Ending, Random, Report, Settings, World};
 use cascade_runtime::thread::{Builder, JoinHandle, Killed};
 use cascade_runtime::{Plant, SystemClock, sleep};
@@ -11,8 +12,8 @@ use cascade_store::{CallOptions, HealthState, Store, StoreStats, ViewOutcome};
 
 use crate::client::{Client, Shared};
 use crate::finding::Findings;
-use crate::model::{Model, Promises};
-use crate::profile::Profile;
+use crate::model::Model;
+use crate::profile::{Profile, Trouble};
 use crate::tiers::Devices;
 
 /// The process of the store and its callers.
@@ -59,13 +60,8 @@ struct Reopenings {
 
 /// Runs one world to its end.
 pub(crate) fn run(plan: WorldPlan) -> WorldResult {
-    let profile = Profile::draw(&mut Random::new(plan.seed, PROFILE_STREAM), Devices::HAVE_FILES);
-    let promises = Promises {
-        keeps_all: profile.keeps_all(),
-        has_files: profile.has_files(),
-        files_keep_all: profile.are_files_roomy,
-    };
-    let model = Model::new(profile.key_count, promises);
+    let profile = Profile::draw(&mut Random::new(plan.seed, PROFILE_STREAM));
+    let model = Model::new(&profile);
     let shared = Arc::new(Shared::new(profile, plan.seed, model));
     let settings = Settings {
         decisions_max: DECISIONS_MAX,
@@ -103,43 +99,85 @@ pub(crate) fn run(plan: WorldPlan) -> WorldResult {
     }
 }
 
-/// The harness: starts processes with a store, and sees how they end.
+/// The harness of a world: starts processes with a store, and sees how they end.
+struct Harness {
+    world: &'static World,
+    shared: Arc<Shared>,
+    devices: Devices,
+    random: Random,
+    reopenings: Reopenings,
+}
+
 fn live(shared: &Arc<Shared>, plan: WorldPlan) -> Reopenings {
-    let world = World::current().expect("the harness runs in the world");
     let mut random = Random::new(plan.seed, HARNESS_STREAM);
-    let devices = Devices::new(&shared.profile, &mut random);
-    let mut reopenings = Reopenings::default();
-    for session in 0.. {
-        let done = shared.operations();
-        let length =
-            shared.profile.reopens_after.map_or(plan.operations, |mean| 1 + random.below(2 * mean));
-        let end = plan.operations.min(done.saturating_add(length));
-        shared.operations_end.store(end, Ordering::Relaxed);
-        let process = Process { shared: Arc::clone(shared), devices: devices.clone(), session };
-        let process = world.spawn_in(PROCESS, "process", move || process.live());
-        match process.join() {
-            Ok(()) => reopenings.closed += 1,
+    let mut harness = Harness {
+        world: World::current().expect("the harness runs in the world"),
+        shared: Arc::clone(shared),
+        devices: Devices::new(&mut random),
+        random,
+        reopenings: Reopenings::default(),
+    };
+    let mut session = 0;
+    while harness.live_once(session, plan) {
+        session += 1;
+    }
+    for what in harness.devices.violations() {
+        shared.model().findings.add(format_args!("the store misused its disk: {what}"));
+    }
+    harness.reopenings
+}
+
+impl Harness {
+    /// Runs one process to its end. Returns whether another one follows.
+    fn live_once(&mut self, session: u64, plan: WorldPlan) -> bool {
+        let profile = &self.shared.profile;
+        let length = match profile.reopens_after {
+            Some(mean) => 1 + self.random.below(2 * mean),
+            None => plan.operations,
+        };
+        let end = plan.operations.min(self.shared.operations().saturating_add(length));
+        self.shared.operations_end.store(end, Ordering::Relaxed);
+        self.devices.trouble(profile, &mut self.random);
+        let (shared, devices) = (Arc::clone(&self.shared), self.devices.clone());
+        let process = Process { shared, devices, session };
+        let process = self.world.spawn_in(PROCESS, "process", move || process.live());
+        if profile.trouble >= Trouble::Kills && self.random.one_in(2) {
+            // Early ones are as likely as late ones: an opening is short.
+            let points_max = 1 << (4 + self.random.below(16));
+            self.world.kill_after(1 + self.random.below(points_max), PROCESS);
+        }
+        let ended = process.join();
+        self.world.cancel_kill();
+        self.shared.model().findings.set_context(None);
+        match ended {
+            Ok(()) => self.check_threads(),
             Err(payload) if payload.is::<Killed>() => {
-                shared.model().crashed();
-                reopenings.crashed += 1;
+                let has_lost_power = profile.trouble >= Trouble::PowerLoss && self.random.one_in(2);
+                self.devices.crashed(has_lost_power);
+                self.shared.model().crashed(has_lost_power);
+                self.reopenings.crashed += 1;
+                // Else the last state would never be looked at.
+                return true;
             }
             // The report has the panic.
-            Err(_) => return reopenings,
+            Err(_) => return false,
         }
+        let is_over = self.shared.operations() >= plan.operations;
+        let is_over = is_over || self.shared.model().findings.is_enough();
+        self.reopenings.closed += u64::from(!is_over);
+        !is_over
+    }
+
+    /// All threads of a store that was closed end.
+    fn check_threads(&self) {
         sleep(END_TIME);
-        let live = world.live_threads(PROCESS);
+        let live = self.world.live_threads(PROCESS);
         if live > 0 {
             let what = format!("{live} threads are left {END_TIME:?} after the store was closed");
-            shared.model().findings.add(what);
-            world.kill(PROCESS);
-        }
-        if end == plan.operations || shared.model().findings.is_enough() {
-            break;
+            self.shared.model().findings.add(what);
+            self.world.kill(PROCESS);
         }
     }
-    // The last opening was not one after another.
-    reopenings.closed = reopenings.closed.saturating_sub(1);
-    reopenings
 }
 
 /// A process that opens the store, serves its clients, and closes it.
@@ -154,10 +192,21 @@ impl Process {
         let shared = &self.shared;
         let config = shared.profile.store_config();
         let registry = self.devices.registry();
-        let store = match Store::open_with(config, &registry, Arc::new(SystemClock)) {
+        let open = || Store::open_with(config.clone(), &registry, Arc::new(SystemClock));
+        let opened = open().or_else(|error| {
+            if shared.profile.trouble < Trouble::Faults {
+                return Err(error);
+            }
+            self.devices.calm();
+            open()
+        });
+        let store = match opened {
             Ok(store) => store,
             Err(error) => {
-                return shared.model().findings.add(format_args!("opening failed: {error}"));
+                let why = with_causes(&error);
+                shared.model().findings.add(format_args!("opening failed: {why}"));
+                // No other opening would succeed.
+                return shared.operations_end.store(0, Ordering::Relaxed);
             }
         };
         let clients: Vec<JoinHandle<()>> = (0..shared.profile.clients)
@@ -172,6 +221,7 @@ impl Process {
             // The report has a panic.
             drop(client.join());
         }
+        self.devices.calm();
         shared.model().findings.set_context(None);
         self.rest(&store);
         let closed = store.close();
@@ -185,16 +235,21 @@ impl Process {
     /// what it must have.
     fn rest(&self, store: &Store) {
         let shared = &self.shared;
+        if shared.profile.trouble == Trouble::Faults {
+            // It reports the failures of before.
+            drop(store.flush(CallOptions::default()));
+        }
         let begin = shared.model().begin();
         match store.flush(CallOptions::default()) {
             Ok(()) => shared.model().flushed(begin),
             Err(error) => {
-                shared.model().findings.add(format_args!("the last flush failed: {error}"));
+                let why = with_causes(&error);
+                shared.model().findings.add(format_args!("the last flush failed: {why}"));
             }
         }
         shared.model().end(begin);
         sleep(QUIET_TIME);
-        for what in contradictions(&store.stats()) {
+        for what in contradictions(&store.stats(), shared.profile.trouble) {
             shared.model().findings.add(format_args!("at rest: {what}"));
         }
         let keys: Vec<u32> = (0..shared.profile.key_count).collect();
@@ -222,7 +277,7 @@ impl Process {
 }
 
 /// What does not add up in the figures of a store that nobody uses.
-fn contradictions(stats: &StoreStats) -> Vec<String> {
+fn contradictions(stats: &StoreStats, trouble: Trouble) -> Vec<String> {
     let mut found = Vec::new();
     let mut check = |is_right: bool, what: String| {
         if !is_right {
@@ -246,7 +301,10 @@ fn contradictions(stats: &StoreStats) -> Vec<String> {
     check(counters.puts == outcomes, format!("{} puts, {outcomes} outcomes", counters.puts));
     let hits: u64 = stats.hits_by_tier.iter().map(|tier| tier.blocks).sum();
     check(counters.hits == hits, format!("{} hits, {hits} in the tiers", counters.hits));
-    check(counters.damaged_blocks == 0, format!("{} blocks were damaged", counters.damaged_blocks));
+    check(
+        counters.damaged_blocks == 0 || trouble >= Trouble::PowerLoss,
+        format!("{} blocks were damaged", counters.damaged_blocks),
+    );
     let pool = &stats.pool;
     check(
         pool.reserved_bytes + pool.magazine_bytes + pool.free_bytes == pool.capacity_bytes,

@@ -1,5 +1,7 @@
 //! What the model allows and what it does not.
 
+use cascade_runtime::simulated::Random;
+
 use super::*;
 
 fn content(owner: u32, number: u32) -> Content {
@@ -7,7 +9,19 @@ fn content(owner: u32, number: u32) -> Content {
 }
 
 fn model(has_files: bool) -> Model {
-    Model::new(4, Promises { keeps_all: true, has_files, files_keep_all: has_files })
+    let mut profile = Profile::draw(&mut Random::new(0, 0));
+    profile.key_count = 4;
+    profile.shares_contents = false;
+    profile.lengths = vec![100];
+    let mut model = Model::new(&profile);
+    model.promises = Promises {
+        keeps_all: true,
+        has_files,
+        files_keep_all: has_files,
+        survives_power_loss: false,
+        has_faults: false,
+    };
+    model
 }
 
 fn put(model: &mut Model, key: u32, content: Content, result: PutResult) {
@@ -103,7 +117,7 @@ fn a_crash_leaves_what_was_flushed() {
     flush(&mut model);
     delete(&mut model, 2);
     put(&mut model, 3, block(3), PutResult::Stored);
-    model.crashed();
+    model.crashed(false);
     assert_eq!(violations(&mut model, 0, block(0)), (false, true), "flushed");
     assert_eq!(violations(&mut model, 1, block(1)), (true, false), "its removal was flushed");
     assert_eq!(violations(&mut model, 2, block(2)), (false, false), "its removal was not");
@@ -116,4 +130,23 @@ fn nothing_is_left_of_memory() {
     put(&mut model, 0, content(0, 0), PutResult::Stored);
     model.closed(true);
     assert_eq!(violations(&mut model, 0, content(0, 0)), (true, false));
+}
+
+#[test]
+fn after_a_power_loss_files_that_are_not_durable_may_have_anything_old() {
+    let mut model = model(true);
+    for number in 0..3 {
+        assert_eq!(model.number(0, number > 0), number);
+        put(&mut model, 0, content(0, number), PutResult::Stored);
+        delete(&mut model, 0);
+        flush(&mut model);
+    }
+    model.crashed(true);
+    for number in 0..3 {
+        assert_eq!(violations(&mut model, 0, content(0, number)), (false, false));
+    }
+    assert_eq!(violations(&mut model, 0, content(0, 3)), (true, false), "it was never put");
+    assert_eq!(violations(&mut model, 0, content(1, 0)), (true, false), "it is another key's");
+    put(&mut model, 0, content(0, 3), PutResult::Stored);
+    assert_eq!(violations(&mut model, 0, content(0, 1)), (true, true));
 }
