@@ -296,7 +296,7 @@ mod tests {
     use super::*;
     use crate::TransferEngineKind;
     use crate::conformance::deadline;
-    use crate::io::{Buffer, PageBuffer};
+    use crate::io::{Buffer, PageBuffer, SystemFiles};
 
     /// A short read executed and reported the whole transfer, so no test covered the continuation.
     #[test]
@@ -328,5 +328,43 @@ mod tests {
             assert_eq!(transfer.unwrap().buffers[0].bytes(), content);
             assert_eq!(plan.calls(), if is_permanent { 3 } else { 2 });
         }
+    }
+
+    /// An operation that is not counted reaches the system: there it fails with another error, or
+    /// succeeds.
+    #[test]
+    fn each_file_operation_is_a_call_that_can_fail() {
+        let directory = tempfile::tempdir().unwrap();
+        let (there, path) = (directory.path(), directory.path().join("one"));
+        let plan = FaultPlan::new(Fault::Io, 1, true);
+        let inner: Arc<dyn FileOperations> = Arc::new(SystemFiles);
+        let files = FaultyFiles { inner, plan: Arc::clone(&plan) };
+        let held = files.lock_file(&there.join("held")).unwrap();
+        let file = FileHandle::other(1);
+        let failed = [
+            files.open(&path, OpenMode::Create { allocate_bytes: 0 }, false).map(drop),
+            files.truncate(&file, 0),
+            files.length(&file).map(drop),
+            files.read(&file, 0, &mut [0; 8]).map(drop),
+            files.sync(&file),
+            files.next_data(&file, 0).map(drop),
+            files.replace(&path, &[1]),
+            files.rename(&path, &there.join("two")),
+            files.overwrite(&path).map(drop),
+            files.set_aside(&path).map(drop),
+            files.remove(&path),
+            files.make_directory(there),
+            files.directory_identity(there).map(drop),
+            files.directory_mode(there).map(drop),
+            files.lock_file(&path).map(drop),
+            held.is_current().map(drop),
+            files.sync_directory(there),
+            files.list(there).map(drop),
+        ];
+        for (at, result) in failed.iter().enumerate() {
+            let error = result.as_ref().unwrap_err().raw_os_error();
+            assert_eq!(error, io_error().raw_os_error(), "operation {at}");
+        }
+        assert_eq!(plan.calls(), 1 + failed.len() as u64);
     }
 }

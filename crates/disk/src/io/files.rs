@@ -46,12 +46,12 @@ pub struct FileIdentity {
 pub trait HeldLock: Send + Sync + fmt::Debug {
     /// Whether the path of the lock still leads to what is locked.
     ///
-    /// False if nothing has the path any longer, or a directory has it: the caller then locks the
-    /// path again.
+    /// False if nothing has the path any longer, or a directory has it. The caller then locks the
+    /// path again, which succeeds even while this value lives, and drops this value after that.
     ///
     /// # Errors
     /// If another file has the path, since another process may hold a lock of that one, and if the
-    /// path cannot be checked. The caller then stops writing.
+    /// path cannot be checked. The probe of the tier then fails.
     fn is_current(&self) -> io::Result<bool>;
 }
 
@@ -151,7 +151,8 @@ pub trait FileOperations: Send + Sync + fmt::Debug {
     /// nothing is lost. Returns the new path.
     fn set_aside(&self, path: &Path) -> io::Result<PathBuf>;
 
-    /// Removes a file. Open handles of it stay usable.
+    /// Removes a file; fails with `IsADirectory` for a directory. Open handles of the file stay
+    /// usable.
     fn remove(&self, path: &Path) -> io::Result<()>;
 
     /// Creates a directory and its parents, accessible to this user alone. Succeeds if it exists.
@@ -187,7 +188,8 @@ pub trait FileOperations: Send + Sync + fmt::Debug {
     /// Syncs creations, renames and removals in a directory to stable storage.
     fn sync_directory(&self, path: &Path) -> io::Result<()>;
 
-    /// Lists the paths of what is in a directory, in any order.
+    /// Lists the paths of what is in a directory, in any order. Fails with `NotFound` if there is no
+    /// such directory, and with `NotADirectory` for a file.
     fn list(&self, path: &Path) -> io::Result<Vec<PathBuf>>;
 }
 

@@ -181,6 +181,7 @@ impl SegmentFiles {
 
     /// Adds the aliases. They are completely in memory, so a damaged frame loses none.
     fn checkpoint_aliases(&self, next_sequence: u64, entries: &mut Vec<RecordEntry>) {
+        let first = entries.len();
         let blocks: HashMap<FileAddress, Checksum> = entries
             .iter()
             .filter(|entry| entry.kind == EntryKind::Block)
@@ -200,6 +201,8 @@ impl SegmentFiles {
                 });
             }
         }
+        // The order of a hash table differs from run to run; the file must not.
+        entries[first..].sort_unstable_by_key(|alias| alias.sequence);
     }
 }
 
