@@ -4,6 +4,7 @@ pub(crate) mod changes;
 pub(crate) mod erase;
 pub(crate) mod find;
 pub(crate) mod flush;
+mod planted;
 pub(crate) mod prefetch;
 pub(crate) mod prepare;
 pub(crate) mod put;
