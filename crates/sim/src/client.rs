@@ -16,6 +16,7 @@ use cascade_store::{
 
 use crate::content::Content;
 use crate::finding::Context;
+use crate::lease::Leases;
 use crate::model::{Model, PutResult, Scope, Tick};
 use crate::profile::Profile;
 use crate::workload::{Operation, PutBatch, Workload};
@@ -92,6 +93,7 @@ pub(crate) struct Client {
     /// The operation in progress, and when its call began.
     operation: u64,
     held: VecDeque<HeldView>,
+    leases: Leases,
     pinned: Vec<u32>,
 }
 
@@ -115,11 +117,12 @@ impl Client {
         let workload = Workload::new(&shared.profile, shared.world_seed, stream);
         Self {
             shared: Arc::clone(shared),
-            store,
             workload,
             number,
             operation: 0,
             held: VecDeque::new(),
+            leases: Leases::new(&store),
+            store,
             pinned: Vec::new(),
         }
     }
@@ -134,6 +137,7 @@ impl Client {
         }
         self.unpin();
         self.release(0);
+        self.end_leases(0);
     }
 
     fn pause(&mut self) {
@@ -150,6 +154,7 @@ impl Client {
             Operation::PutSlabs(batch) => self.put_slabs(&batch),
             Operation::Get(keys) => self.get(&keys),
             Operation::View(keys) => self.view(&keys),
+            Operation::Lease(keys) => self.lease(&keys),
             Operation::Acquire(keys) => self.acquire(&keys),
             Operation::LookupPrefix(keys) => self.lookup(&keys),
             Operation::Contains(keys) => self.contains(&keys),
@@ -185,7 +190,10 @@ impl Client {
                 }
             }),
             Operation::Stats => self.unchecked("stats", |client| note(client.store.stats().keys)),
-            Operation::Release => self.release(0),
+            Operation::Release => {
+                self.release(0);
+                self.end_leases(0);
+            }
         }
     }
 
@@ -389,6 +397,40 @@ impl Client {
         self.end(call);
     }
 
+    /// Leases blocks, as a node does for a process that maps its memory.
+    fn lease(&mut self, keys: &[u32]) {
+        let call = self.begin("lease");
+        let views = self.store.view(&self.shared.block_keys(keys), CallOptions::default());
+        let is_given_up = self.workload.random().one_in(16);
+        let leased = self.leases.grant(views.len(), is_given_up, |at| match &views[at] {
+            ViewOutcome::Hit { slab, .. } => Some(slab.clone()),
+            ViewOutcome::Miss | ViewOutcome::Failed(_) => None,
+        });
+        // From here on, only the holds keep the slabs.
+        let codes: Vec<u64> = views.iter().map(|view| u64::from(is_hit(view))).collect();
+        drop(views);
+        yield_now();
+        for (at, lease) in leased {
+            let content = self.checked(call).hit(call.begin, keys[at], &lease.bytes());
+            match content {
+                Some(content) => self.leases.keep(lease, keys[at], content),
+                None => self.leases.end(&lease),
+            }
+        }
+        note_all(codes.into_iter());
+        self.end(call);
+        self.end_leases(HELD_MAX);
+    }
+
+    /// Ends the oldest leases, up to some. Their bytes must be as they were.
+    fn end_leases(&mut self, most: usize) {
+        while let Some((key, content, lease)) = self.leases.oldest(most, HELD_BYTES_MAX) {
+            self.check_unchanged("a lease", key, content, &lease.bytes());
+            self.leases.end(&lease);
+            yield_now();
+        }
+    }
+
     fn acquire(&mut self, keys: &[u32]) {
         let call = self.begin("acquire");
         let block_keys = self.shared.block_keys(keys);
@@ -465,19 +507,20 @@ impl Client {
         while self.held.len() > most || bytes > HELD_BYTES_MAX {
             let Some(HeldView { key, content, slab }) = self.held.pop_front() else { return };
             bytes -= slab.len();
-            if let Some(at) = content.first_difference(&slab) {
-                let mut model = self.shared.model();
-                let (client, operation) = (self.number, self.operation);
-                let name = "release";
-                model.findings.set_context(Some(Context { client, operation, name }));
-                let named = Content::named_in(&slab);
-                let now = named.map_or_else(String::new, |now| format!("; it begins as {now} now"));
-                let what =
-                    format!("key {key}: the bytes of a view of {content} changed at {at}{now}");
-                model.findings.add_wrong_bytes(what);
-            }
+            self.check_unchanged("a view", key, content, &slab);
             yield_now();
         }
+    }
+
+    fn check_unchanged(&self, what: &str, key: u32, content: Content, bytes: &[u8]) {
+        let Some(at) = content.first_difference(bytes) else { return };
+        let named = Content::named_in(bytes);
+        let now = named.map_or_else(String::new, |now| format!("; they begin as {now} now"));
+        let (client, operation) = (self.number, self.operation);
+        let mut model = self.shared.model();
+        model.findings.set_context(Some(Context { client, operation, name: "release" }));
+        let text = format!("key {key}: the bytes of {what} of {content} changed at {at}{now}");
+        model.findings.add_wrong_bytes(text);
     }
 
     fn lookup(&mut self, keys: &[u32]) {
@@ -595,6 +638,10 @@ impl Client {
         note(u64::from(flushed.is_ok()));
         self.end(call);
     }
+}
+
+fn is_hit(view: &ViewOutcome) -> bool {
+    matches!(view, ViewOutcome::Hit { .. })
 }
 
 /// Makes a result part of the event hash.

@@ -6,6 +6,7 @@ mod client;
 mod content;
 pub mod disk;
 mod finding;
+mod lease;
 mod model;
 mod profile;
 mod report;

@@ -19,6 +19,8 @@ pub(crate) enum Operation {
     Get(Vec<u32>),
     /// Takes views, and holds some of them for a while.
     View(Vec<u32>),
+    /// Leases blocks, as a node does for a process that maps its memory, for a while.
+    Lease(Vec<u32>),
     /// Looks a chain up and takes views of what it matched.
     Acquire(Vec<u32>),
     LookupPrefix(Vec<u32>),
@@ -62,11 +64,11 @@ pub(crate) struct Workload {
     weights: [u64; KINDS],
 }
 
-const KINDS: usize = 20;
+const KINDS: usize = 21;
 /// How often an operation is drawn, in the order of their arms in `draw`.
 const WEIGHTS: [u64; KINDS] = [
-    2500, 1000, 1500, 1200, 500, 500, 200, 100, 500, 5, 2, 150, 150, 300, 100, 150, 100, 10, 50,
-    300,
+    2500, 1000, 1500, 1000, 400, 500, 500, 200, 100, 500, 5, 2, 150, 150, 300, 100, 150, 100, 10,
+    50, 300,
 ];
 
 impl Workload {
@@ -81,7 +83,7 @@ impl Workload {
             key_count: profile.key_count,
             chain_length: profile.chain_length,
             // Something has to be put and read.
-            weights: std::array::from_fn(|at| weights[at].max(u64::from(at < 4) * WEIGHTS[at] / 4)),
+            weights: std::array::from_fn(|at| weights[at].max(u64::from(at < 5) * WEIGHTS[at] / 4)),
         }
     }
 
@@ -98,21 +100,22 @@ impl Workload {
             1 => Operation::PutSlabs(self.put_batch()),
             2 => Operation::Get(self.keys()),
             3 => Operation::View(self.keys()),
-            4 => Operation::Acquire(self.chain()),
-            5 => Operation::LookupPrefix(self.chain()),
-            6 => Operation::Contains(self.keys()),
-            7 => Operation::Locate(self.keys()),
-            8 => Operation::Delete(self.keys()),
-            9 => Operation::Clear,
-            10 => Operation::Erase,
-            11 => Operation::Pin(self.keys()),
-            12 => Operation::Unpin,
-            13 => Operation::Prefetch(self.keys()),
-            14 => Operation::Hint(self.chain()),
-            15 => Operation::Flush,
-            16 => Operation::Explain(self.keys()),
-            17 => Operation::Scrub,
-            18 => Operation::Stats,
+            4 => Operation::Lease(self.keys()),
+            5 => Operation::Acquire(self.chain()),
+            6 => Operation::LookupPrefix(self.chain()),
+            7 => Operation::Contains(self.keys()),
+            8 => Operation::Locate(self.keys()),
+            9 => Operation::Delete(self.keys()),
+            10 => Operation::Clear,
+            11 => Operation::Erase,
+            12 => Operation::Pin(self.keys()),
+            13 => Operation::Unpin,
+            14 => Operation::Prefetch(self.keys()),
+            15 => Operation::Hint(self.chain()),
+            16 => Operation::Flush,
+            17 => Operation::Explain(self.keys()),
+            18 => Operation::Scrub,
+            19 => Operation::Stats,
             _ => Operation::Release,
         }
     }
