@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use cascade_block::{BlockKey, key_of_id};
+use cascade_block::{BlockKey, key_of_id, with_causes};
 use cascade_memory::Slab;
 use cascade_runtime::simulated::World;
 use cascade_runtime::{LeafMutex, now, sleep, yield_now};
@@ -18,7 +18,7 @@ use crate::content::Content;
 use crate::finding::Context;
 use crate::lease::Leases;
 use crate::model::{Model, PutResult, Scope, Tick};
-use crate::profile::Profile;
+use crate::profile::{Profile, Trouble};
 use crate::workload::{Operation, PutBatch, Workload};
 
 /// A call may take so much longer than its time-out.
@@ -318,9 +318,10 @@ impl Client {
             model.findings.add(format!("took {took:?}"));
         }
         let mut results = Vec::with_capacity(blocks.len());
-        for (((key, _), outcome), is_settled) in blocks.iter().zip(outcomes).zip(is_settled) {
+        for (((key, content), outcome), is_settled) in blocks.iter().zip(outcomes).zip(is_settled) {
             results.push(match outcome {
-                PutOutcome::Stored | PutOutcome::Deduplicated => PutResult::Stored,
+                PutOutcome::Stored => PutResult::Stored,
+                PutOutcome::Deduplicated => PutResult::Linked,
                 PutOutcome::Present if *is_settled => PutResult::SameLength,
                 PutOutcome::Present => PutResult::Present,
                 PutOutcome::Conflict if *is_settled => PutResult::OtherLength,
@@ -328,7 +329,16 @@ impl Client {
                 PutOutcome::Declined(DeclineReason::Partial) => PutResult::Refused,
                 PutOutcome::Declined(_) => PutResult::Declined,
                 PutOutcome::Failed(error) => {
-                    self.check_error(&mut model, call, *key, error);
+                    // A file tier cannot store an empty block.
+                    let is_empty = content.length == 0 && self.shared.profile.has_files();
+                    // Nor one that is removed, or reclaimed, while the caller waits for its write.
+                    let is_refused = matches!(error, StoreError::Tier { .. })
+                        && (is_empty
+                            || !self.shared.profile.are_files_roomy
+                            || model.is_doomed(call.begin, *key));
+                    if !is_refused {
+                        self.check_error(&mut model, call, *key, error);
+                    }
                     PutResult::Failed
                 }
             });
@@ -351,7 +361,8 @@ impl Client {
             _ => false,
         };
         if !is_allowed {
-            model.findings.add(format!("key {key}: failed with `{error}`"));
+            let why = with_causes(error);
+            model.findings.add(format!("key {key}: failed with `{why}`"));
         }
     }
 
@@ -485,11 +496,12 @@ impl Client {
             Ok(explanation) => explanation,
             Err(error) => return self.check_error(&mut model, call, keys[0], &error),
         };
-        let has_faults = model.promises.has_faults;
+        // A write that a crash cut is found when it is read.
+        let has_crashes = self.shared.profile.trouble >= Trouble::Kills;
         for (key, block) in keys.iter().zip(&explanation.blocks) {
             match &block.state {
                 BlockState::Absent { why: why @ (Loss::Damaged | Loss::Vanished), .. }
-                    if !has_faults =>
+                    if !has_crashes =>
                 {
                     model.findings.add(format!("key {key}: its block is absent: {why}"));
                 }

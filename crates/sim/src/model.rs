@@ -58,6 +58,8 @@ struct Version {
     end: Option<Tick>,
     /// The store said that it has the block.
     is_acknowledged: bool,
+    /// It shares the bytes of another key. Until files know this key, it can be absent for a read.
+    is_linked: bool,
     /// From here on it may be absent.
     doomed: Option<Tick>,
     /// From here on it is certainly absent.
@@ -96,6 +98,8 @@ pub(crate) enum Scope {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum PutResult {
     Stored,
+    /// Stored, by the bytes of another key.
+    Linked,
     Present,
     /// Present with the same length; the bytes were not compared.
     SameLength,
@@ -202,6 +206,7 @@ impl Model {
                 begin,
                 end: None,
                 is_acknowledged: false,
+                is_linked: false,
                 doomed: is_removed.then_some(begin),
                 dead: None,
                 persisted: Persisted::Nothing,
@@ -220,13 +225,14 @@ impl Model {
         let now = self.tick();
         // Stored blocks first: others of the same batch can be equal to them.
         for ((key, content), result) in blocks.iter().zip(results) {
-            if *result == PutResult::Stored {
-                self.stored(begin, now, *key, *content);
+            if matches!(result, PutResult::Stored | PutResult::Linked) {
+                let is_linked = *result == PutResult::Linked;
+                self.stored((begin, now), *key, *content, is_linked);
             }
         }
         for ((key, content), result) in blocks.iter().zip(results) {
             match result {
-                PutResult::Stored => {}
+                PutResult::Stored | PutResult::Linked => {}
                 PutResult::Failed => {
                     if let Some(own) = self.unended(begin, *key, *content) {
                         own.end = Some(now);
@@ -253,6 +259,12 @@ impl Model {
         self.open.remove(&begin);
     }
 
+    /// Whether a block that a put in flight brings may have been removed already.
+    pub(crate) fn is_doomed(&self, begin: Tick, key: u32) -> bool {
+        let mut versions = self.keys[key as usize].iter();
+        versions.any(|version| version.begin == begin && version.doomed.is_some())
+    }
+
     fn unended(&mut self, begin: Tick, key: u32, content: Content) -> Option<&mut Version> {
         let versions = self.keys[key as usize].iter_mut();
         let mut own = versions.filter(|version| version.begin == begin && version.end.is_none());
@@ -270,7 +282,7 @@ impl Model {
     }
 
     /// The key was absent at one moment of the call, and has had this content since.
-    fn stored(&mut self, begin: Tick, now: Tick, key: u32, content: Content) {
+    fn stored(&mut self, (begin, now): (Tick, Tick), key: u32, content: Content, is_linked: bool) {
         let kept: Vec<Content> = self.certain(key, begin).collect();
         for old in kept {
             let what = format!("key {key}: stored {content}, although it must have had {old}");
@@ -284,6 +296,7 @@ impl Model {
         if let Some(own) = self.unended(begin, key, content) {
             own.end = Some(now);
             own.is_acknowledged = true;
+            own.is_linked = is_linked;
         }
     }
 
@@ -393,6 +406,10 @@ impl Model {
 
     /// A flush that began at `begin` has succeeded.
     pub(crate) fn flushed(&mut self, begin: Tick) {
+        // An erase cancels removals that are queued.
+        if self.is_erasing(begin) {
+            return;
+        }
         for version in self.keys.iter_mut().flatten() {
             version.persisted = match version.dead {
                 Some(dead) if dead < begin => Persisted::Removal,
@@ -470,6 +487,7 @@ impl Model {
                 begin: 0,
                 end: Some(now),
                 is_acknowledged: false,
+                is_linked: false,
                 doomed: Some(now),
                 dead: None,
                 persisted: Persisted::Nothing,
@@ -496,7 +514,7 @@ impl Model {
 
     /// Contents that a key must have had at every moment since `begin`.
     fn certain(&self, key: u32, begin: Tick) -> impl Iterator<Item = Content> {
-        let keeps_all = self.promises.keeps_all;
+        let Promises { keeps_all, has_files, .. } = self.promises;
         let versions = self.keys[key as usize].iter();
         let certain = versions.filter(move |version| {
             keeps_all
@@ -504,6 +522,7 @@ impl Model {
                 && version.is_before(begin)
                 && version.doomed.is_none()
                 && version.dead.is_none()
+                && (!version.is_linked || !has_files || version.persisted == Persisted::Block)
         });
         certain.map(|version| version.content)
     }

@@ -302,7 +302,7 @@ fn contradictions(stats: &StoreStats, trouble: Trouble) -> Vec<String> {
     let hits: u64 = stats.hits_by_tier.iter().map(|tier| tier.blocks).sum();
     check(counters.hits == hits, format!("{} hits, {hits} in the tiers", counters.hits));
     check(
-        counters.damaged_blocks == 0 || trouble >= Trouble::PowerLoss,
+        counters.damaged_blocks == 0 || trouble >= Trouble::Kills,
         format!("{} blocks were damaged", counters.damaged_blocks),
     );
     let pool = &stats.pool;
