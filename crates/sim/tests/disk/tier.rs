@@ -8,15 +8,16 @@ use std::time::Duration;
 
 use cascade_block::{Manifest, Namespace, TenantSecret};
 use cascade_disk::conformance::{
-    self, Reopen, StoredBlock, assert_hits, assert_recovered, block, deadline, key,
+    self, Reopen, StoredBlock, assert_hits, assert_recovered, block, content, deadline, key, meta,
 };
 use cascade_disk::{
-    BlockFiles, DiskError, FileAddress, FileTierConfig, FileTierLayout, Recovery, open_with,
+    BlockFiles, DiskError, FileAddress, FileTierConfig, FileTierLayout, ReadOutcome, ReadRequest,
+    RecordMeta, Recovery, open_with,
 };
-use cascade_memory::{HugePages, Pool, PoolConfig};
-use cascade_runtime::simulated::{Domain, Ending, Report, Settings, World};
-use cascade_runtime::{Clock, LeafMutex, SystemClock, sleep};
-use cascade_sim::disk::{DiskSettings, SimDisk};
+use cascade_memory::{HugePages, Pool, PoolConfig, Slab};
+use cascade_runtime::simulated::{Domain, Ending, Random, Report, Settings, World};
+use cascade_runtime::{Clock, Deadline, LeafMutex, SystemClock, now, sleep};
+use cascade_sim::disk::{DiskSettings, Episode, SimDisk};
 
 const DIRECTORY: &str = "/tier/files";
 const CAPACITY_BYTES: u64 = 24 << 20;
@@ -172,7 +173,7 @@ fn write_until_killed(files: &dyn BlockFiles, pool: &Pool, shared: &LeafMutex<Ac
         }
         if is_full {
             // A block that is not kept may be gone from here on.
-            let keep = &mut |meta: &cascade_disk::RecordMeta, _| {
+            let keep = &mut |meta: &RecordMeta, _| {
                 let is_kept = meta.is_prefix && meta.written_unix_ms + 40 > start;
                 if !is_kept {
                     shared.lock().unwrap().stored.remove(&meta.written_unix_ms);
@@ -312,4 +313,83 @@ fn no_durable_block_file_is_lost_or_wrong_after_power_losses() {
     for seed in 0..15 {
         in_world(seed, move || crash_rounds(seed, FileTierLayout::FilePerBlock, true));
     }
+}
+
+fn soon() -> Deadline {
+    Deadline::after(&SystemClock, Duration::from_millis(100))
+}
+
+/// Reads blocks. Each is right, or it is not there. Returns how many were there.
+fn count_hits(files: &dyn BlockFiles, pool: &Pool, blocks: &[StoredBlock]) -> usize {
+    let mut hits = 0;
+    for stored in blocks {
+        let Some(slab) = pool.allocate(stored.length) else { continue };
+        let request = ReadRequest { address: stored.address, key: key(stored.number), slab };
+        if let ReadOutcome::Hit(slab) = files.read(vec![request], soon()).remove(0) {
+            assert!(slab[..] == content(stored.number, stored.length), "{stored:?}");
+            hits += 1;
+        }
+    }
+    hits
+}
+
+/// Runs a tier through faults, and checks every byte that it returns meanwhile and afterwards.
+/// Returns the number of calls that failed.
+fn fault_rounds(seed: u64, layout: FileTierLayout) -> usize {
+    let disk = new_disk(DiskSettings { seed, ..DiskSettings::default() });
+    let config = small_config(layout, seed.is_multiple_of(2));
+    let pool = small_pool();
+    let (files, _) = open(&disk, &config);
+    let mut random = Random::new(seed, 0);
+    for _ in 0..6 {
+        disk.inject(Episode::draw(&mut random, now()..now() + Duration::from_millis(300)));
+    }
+    let (mut stored, mut failed) = (Vec::new(), 0);
+    for start in (0..160).step_by(4) {
+        let numbers = start..start + 4;
+        let Some(slabs) = numbers.clone().map(|number| new_block(&pool, number)).collect() else {
+            // Late transfers still have the memory.
+            sleep(Duration::from_millis(50));
+            continue;
+        };
+        for (number, result) in numbers.zip(files.append(slabs, soon())) {
+            match result {
+                Ok(address) => stored.push(StoredBlock { number, length: length(number), address }),
+                Err(_) => failed += 1,
+            }
+        }
+        let first = random.index_below(stored.len() + 1);
+        count_hits(files.as_ref(), &pool, &stored[first..stored.len().min(first + 4)]);
+        failed += usize::from(start % 20 == 0 && files.sync(soon()).is_err());
+    }
+    let end = disk.faults_end();
+    disk.clear_faults();
+    sleep(end.saturating_sub(now()) + Duration::from_secs(1));
+    count_hits(files.as_ref(), &pool, &stored);
+    drop(files);
+    let (files, recovery) = open(&disk, &config);
+    let recovered = recovery.live.iter().map(|(meta, address)| {
+        let number = meta.written_unix_ms;
+        StoredBlock { number, length: length(number), address: *address }
+    });
+    count_hits(files.as_ref(), &pool, &recovered.collect::<Vec<_>>());
+    failed
+}
+
+fn new_block(pool: &Pool, number: u64) -> Option<(RecordMeta, Slab)> {
+    let mut slab = pool.allocate(length(number))?;
+    slab.copy_from_slice(&content(number, length(number)));
+    Some((meta(number, length(number)), slab.seal()))
+}
+
+#[test]
+fn a_tier_with_faults_returns_no_wrong_byte() {
+    let failed = Arc::new(LeafMutex::new(0));
+    for seed in 0..60 {
+        for layout in LAYOUTS {
+            let sum = Arc::clone(&failed);
+            in_world(seed, move || *sum.lock().unwrap() += fault_rounds(seed, layout));
+        }
+    }
+    assert!(*failed.lock().unwrap() > 500, "{failed:?}");
 }
