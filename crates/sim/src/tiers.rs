@@ -9,13 +9,15 @@ use cascade_runtime::{now, sleep};
 use cascade_store::stages::{FilesStage, StageContext, StageRegistry};
 use cascade_store::{FileLayout, StoreError};
 
-use crate::disk::{ContractViolation, DiskSettings, Episode, SimDisk};
+use crate::disk::{CallKind, ContractViolation, DiskFault, DiskSettings, Episode, SimDisk};
 use crate::profile::{DIRECTORY, Profile, Trouble};
 
 /// Faults of one opening of a store at most.
 const EPISODES_MAX: u64 = 6;
 /// Virtual time after the opening in which faults begin.
 const EPISODES_WITHIN: Duration = Duration::from_secs(2);
+/// A call that hangs for longer than its caller may wait.
+const LONG_HANG: Duration = Duration::from_secs(1);
 /// Virtual time in which circuits close again, once the faults have ended.
 const RECOVERY: Duration = Duration::from_secs(2);
 
@@ -58,6 +60,12 @@ impl Devices {
         }
         for _ in 0..1 + random.below(EPISODES_MAX) {
             self.disk.inject(Episode::draw(random, now()..now() + EPISODES_WITHIN));
+        }
+        // Longer than the time-out of a call.
+        if random.one_in(2) {
+            let kind = [CallKind::Sync, CallKind::Name][random.index_below(2)];
+            let from = now() + Duration::from_micros(random.below(500_000));
+            self.disk.inject(Episode::new(DiskFault::Hang(kind), from, from + LONG_HANG));
         }
     }
 
