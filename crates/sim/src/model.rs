@@ -15,6 +15,7 @@ pub(crate) type Tick = u64;
 
 /// What a world promises about blocks that were put.
 #[derive(Debug, Clone, Copy)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a promise of its own")]
 pub(crate) struct Promises {
     /// No block leaves the store while it is open, unless a caller removes it.
     pub(crate) keeps_all: bool,
@@ -528,9 +529,11 @@ impl Model {
     }
 
     fn describe(&self, key: u32, begin: Tick) -> String {
-        let describe = |version: &Version| match version.stands_for_all {
-            true => format!("any content up to {}", version.content.number),
-            false => version.content.to_string(),
+        let describe = |version: &Version| {
+            if version.stands_for_all {
+                return format!("any content up to {}", version.content.number);
+            }
+            version.content.to_string()
         };
         let known: Vec<String> = self.possible(key, begin).map(describe).collect();
         if known.is_empty() {

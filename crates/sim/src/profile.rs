@@ -42,6 +42,7 @@ pub(crate) enum Trouble {
 
 /// What a world is like.
 #[derive(Debug, Clone)]
+#[expect(clippy::struct_excessive_bools, reason = "each is drawn by itself")]
 pub(crate) struct Profile {
     pub(crate) tiers: Tiers,
     /// Whether DRAM holds all blocks of the world at once.

@@ -147,14 +147,13 @@ impl SimOptions {
 
     /// The command that runs one world again.
     fn repeat(&self, number: u64) -> String {
-        let mut command = format!("cascade sim --nodes 1 --seed {} --world {number}", self.seed);
-        if let Length::Operations(operations) = self.length {
-            command.push_str(&format!(" --operations {operations}"));
-        }
-        if let Some(plant) = self.plant {
-            command.push_str(&format!(" --plant {plant}"));
-        }
-        command
+        let operations = match self.length {
+            Length::Operations(operations) => format!(" --operations {operations}"),
+            Length::Time(_) => String::new(),
+        };
+        let plant = self.plant.map_or_else(String::new, |plant| format!(" --plant {plant}"));
+        let seed = self.seed;
+        format!("cascade sim --nodes 1 --seed {seed} --world {number}{operations}{plant}")
     }
 }
 

@@ -58,7 +58,7 @@ impl Devices {
         if profile.trouble != Trouble::Faults {
             return;
         }
-        for _ in 0..1 + random.below(EPISODES_MAX) {
+        for _ in 0..=random.below(EPISODES_MAX) {
             self.disk.inject(Episode::draw(random, now()..now() + EPISODES_WITHIN));
         }
         // Longer than the time-out of a call.

@@ -44,6 +44,7 @@ pub(crate) enum Operation {
 
 /// The blocks of a put.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[expect(clippy::struct_excessive_bools, reason = "each is drawn by itself")]
 pub(crate) struct PutBatch {
     pub(crate) keys: Vec<u32>,
     /// Puts contents that no earlier put had.

@@ -1,5 +1,4 @@
 //! Planted bugs: the simulator finds each, and finds nothing in the same worlds without it.
-#![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
 use cascade_runtime::{Plant, SystemClock};
 use cascade_sim::{Length, Progress, SimOptions, SimResult, WORLD_OPERATIONS, run};

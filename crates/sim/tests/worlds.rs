@@ -1,7 +1,6 @@
 //! A few worlds of each simulation: nothing goes wrong, and equal seeds give equal runs.
 //!
 //! A failure prints the command that runs its world again. `cascade sim` runs many more.
-#![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
 use std::time::Duration;
 

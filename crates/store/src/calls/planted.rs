@@ -1,6 +1,6 @@
 //! A bug for the simulator to find: blocks that are published before their bytes are complete.
 
-use cascade_memory::Slab;
+use cascade_memory::{Slab, SlabMut};
 
 use crate::calls::put::PutBatch;
 use crate::core::catalog::Content;
@@ -18,7 +18,7 @@ impl StoreCore {
             let key = puts.batch[*index].key;
             let is_new = state.catalog.find(&key).is_none();
             let unfilled = self.pool.allocate(slab.len()).filter(|_| is_new);
-            let first = unfilled.map_or_else(|| slab.clone(), |unfilled| unfilled.seal());
+            let first = unfilled.map_or_else(|| slab.clone(), SlabMut::seal);
             self.publish_new(&mut state, puts, *index, &first, now);
             if let Some(found) = state.catalog.find(&key).filter(|_| is_new) {
                 let content = state.catalog.entry(found).content;
