@@ -1,4 +1,5 @@
-//! What a world is like: tiers and their sizes, settings of the store, callers. Drawn from its seed.
+//! What a world is like, drawn from its seed: tiers and their sizes, settings of the store,
+//! callers.
 
 use std::fmt;
 use std::num::NonZeroU64;

@@ -12,7 +12,9 @@ impl HoldGuard for NoGuard {
         guards.into_iter().for_each(drop);
     }
 
-    fn keep(self) {}
+    fn keep(self) {
+        drop(self);
+    }
 }
 
 fn pool() -> Pool {
