@@ -19,6 +19,7 @@ mod replay;
 mod screen;
 mod serve;
 mod shadow;
+mod sim;
 mod size;
 mod status;
 mod tenant;
@@ -84,6 +85,8 @@ enum Verb {
     /// Measure this build against the limits of this machine.
     #[command(subcommand)]
     Bench(bench::BenchVerb),
+    /// Simulate stores on virtual time with a seed, and check what they promise.
+    Sim(sim::SimArgs),
     /// Show the state of a running node.
     Status(status::StatusArgs),
     /// Show the state of a running node, updated live.
@@ -163,6 +166,7 @@ fn run(verb: Verb, interpreter: Option<PathBuf>, screen: &mut Screen) -> Result<
         Verb::Doctor(args) => doctor::run(&args, screen),
         Verb::Replay(args) => replay::run(&args, screen),
         Verb::Bench(args) => bench::run(&args, interpreter, screen),
+        Verb::Sim(args) => sim::run(&args, screen),
         Verb::Status(args) => status::run(&args, screen),
         Verb::Top(args) => top::run(&args, screen),
         Verb::Ping(args) => ping::ping(&args, screen),

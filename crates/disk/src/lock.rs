@@ -31,7 +31,7 @@ impl DirectoryLock {
     ) -> Result<Arc<Self>, DiskError> {
         let (directory, writer) = (config.directory.clone(), config.writer.clone());
         io.call("lock", &config.directory, deadline, move |files| {
-            files.make_directory(&directory)?;
+            make_durable(files, &directory)?;
             let opened = files.directory_identity(&directory)?;
             let mode = files.directory_mode(&directory)?;
             Ok(lock_writer(files, &directory, &writer).map(|held| {
@@ -68,6 +68,22 @@ impl DirectoryLock {
         }
         Ok(())
     }
+}
+
+/// Creates a directory and its parents unless they exist, and syncs the names that are new: a power
+/// loss that removed one of them would remove all blocks.
+fn make_durable(files: &dyn FileOperations, directory: &Path) -> io::Result<()> {
+    let is_missing = |path: &&Path| match files.directory_identity(path) {
+        Err(error) => error.kind() == io::ErrorKind::NotFound && path.file_name().is_some(),
+        Ok(_) => false,
+    };
+    let missing: Vec<&Path> = directory.ancestors().take_while(is_missing).collect();
+    files.make_directory(directory)?;
+    for path in missing {
+        let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+        files.sync_directory(parent.unwrap_or(Path::new(".")))?;
+    }
+    Ok(())
 }
 
 fn lock_path(directory: &Path, writer: &WriterName) -> PathBuf {

@@ -73,10 +73,12 @@ pub(crate) fn register(
     };
     let text = serde_json::to_vec_pretty(&file)
         .map_err(|error| DiskError::Manifest { path: path.clone(), reason: error.to_string() })?;
-    let target = path.clone();
+    let (target, top) = (path.clone(), directory.to_owned());
     io.call("write", &path, deadline, move |files| {
         if let Some(parent) = target.parent() {
             make_tier_directory(files, parent)?;
+            // The name of the directory itself.
+            files.sync_directory(&top)?;
         }
         files.replace(&target, &text)
     })

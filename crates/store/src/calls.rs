@@ -4,6 +4,8 @@ pub(crate) mod changes;
 pub(crate) mod erase;
 pub(crate) mod find;
 pub(crate) mod flush;
+pub mod holds;
+mod planted;
 pub(crate) mod prefetch;
 pub(crate) mod prepare;
 pub(crate) mod put;

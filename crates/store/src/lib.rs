@@ -36,6 +36,7 @@ pub use crate::core::history::Loss;
 pub use block_store::BlockStore;
 pub use call_options::{CallOptions, WriterId};
 pub use calls::erase::{EraseReport, TierEraseReport};
+pub use calls::holds;
 pub use change::{Change, ChangeCursor, Changes};
 pub use config::{
     EncryptionConfig, FileLayout, FilesConfig, IoEngine, KeepPool, StoreConfig, WritePolicy,

@@ -9,6 +9,7 @@ use cascade_memory::Slab;
 use cascade_runtime::Deadline;
 
 use super::PerBlockFiles;
+use super::durable_directories::DurableDirectories;
 use crate::alignment::{read_buffers, slab_from_read, write_buffers};
 use crate::error::is_misplaced;
 use crate::format::{
@@ -105,8 +106,10 @@ impl PerBlockFiles {
         let paths: Vec<_> =
             images.iter().map(|each| self.temporary_path(&each.meta.key, each.address)).collect();
         let (targets, direct) = (paths.clone(), self.is_direct);
+        let directories = Arc::clone(&self.durable_directories);
         let created = self.io.call("create", &self.config.directory, deadline, move |files| {
-            Ok(targets.iter().map(|path| create(files, path, direct)).collect::<Vec<_>>())
+            let create = |path: &PathBuf| create(files, path, direct, &directories);
+            Ok(targets.iter().map(create).collect::<Vec<_>>())
         });
         let created = match created {
             Ok(created) => created,
@@ -359,6 +362,7 @@ impl PerBlockFiles {
         deadline: Deadline,
     ) -> Result<(), DiskError> {
         let directory = self.config.directory.clone();
+        let durable = Arc::clone(&self.durable_directories);
         self.io.call("sync files under", &directory, deadline, move |files| {
             let mut directories: Vec<_> =
                 paths.iter().filter_map(|path| path.parent().map(Path::to_owned)).collect();
@@ -372,7 +376,7 @@ impl PerBlockFiles {
             }
             directories.sort_unstable();
             directories.dedup();
-            directories.iter().try_for_each(|path| match files.sync_directory(path) {
+            directories.iter().try_for_each(|path| match durable.sync(files, path) {
                 Err(error) if !is_misplaced(&error) => Err(error),
                 Ok(()) | Err(_) => Ok(()),
             })
@@ -443,7 +447,12 @@ pub(super) fn remove_file(
 }
 
 /// Creates a file, and its directory if that is missing.
-fn create(files: &dyn FileOperations, path: &Path, direct: bool) -> io::Result<FileHandle> {
+fn create(
+    files: &dyn FileOperations,
+    path: &Path,
+    direct: bool,
+    directories: &DurableDirectories,
+) -> io::Result<FileHandle> {
     let mode = OpenMode::Create { allocate_bytes: 0 };
     match files.open(path, mode, direct) {
         Err(error) if is_misplaced(&error) => {}
@@ -455,6 +464,7 @@ fn create(files: &dyn FileOperations, path: &Path, direct: bool) -> io::Result<F
             make_tier_directory(files, blocks)?;
         }
         make_tier_directory(files, directory)?;
+        directories.created(directory);
     }
     files.open(path, mode, direct)
 }

@@ -7,6 +7,7 @@
 //! every call checks the disk.
 
 mod block_file;
+mod durable_directories;
 mod erase;
 mod recovery;
 mod table;
@@ -23,6 +24,7 @@ use cascade_runtime::{Deadline, DeadlineMutex, Mutex, MutexGuard};
 
 use self::block_file::{BlockImage, file_bytes, remove_file};
 pub(crate) use self::block_file::{address_of, key_of, read_header};
+use self::durable_directories::DurableDirectories;
 use self::table::BlockFileTable;
 use crate::format::RecordEntry;
 use crate::io::{FileHandle, FileIo, FileOperations, OpenMode, Transfer};
@@ -46,6 +48,7 @@ pub struct PerBlockFiles {
     reclaim_lock: DeadlineMutex<()>,
     /// Locked while the file under a name is changed.
     rename_lock: Arc<DeadlineMutex<()>>,
+    durable_directories: Arc<DurableDirectories>,
     /// The number of the next write. It starts at random, so that processes do not use the same
     /// numbers.
     next_nonce: AtomicU64,
@@ -184,13 +187,14 @@ impl PerBlockFiles {
     ) -> Result<FileAddress, DiskError> {
         let path = self.path(&entry.meta.key);
         let (from, to, durable) = (temporary.clone(), path.clone(), self.config.durable);
+        let directories = Arc::clone(&self.durable_directories);
         let published =
             written.map_err(|source| DiskError::from_io("write", &path, source)).and_then(|()| {
                 self.with_rename_lock("rename", &path, deadline, move |files| {
                     // The rename publishes the block: before it no reader finds the file.
                     files.rename(&from, &to)?;
                     match to.parent() {
-                        Some(directory) if durable => files.sync_directory(directory),
+                        Some(directory) if durable => directories.sync(files, directory),
                         _ => Ok(()),
                     }
                 })

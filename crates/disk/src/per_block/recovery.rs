@@ -9,6 +9,7 @@ use cascade_block::BlockKey;
 use cascade_runtime::{Deadline, DeadlineMutex, Mutex, random_u64};
 
 use super::block_file::{NO_SEGMENT, address_of, key_of, read_header};
+use super::durable_directories::DurableDirectories;
 use super::table::{BlockFileTable, DamagedFile};
 use super::{BlockFileCounters, PerBlockFiles};
 use crate::device_probe::probe_direct;
@@ -65,6 +66,7 @@ impl PerBlockFiles {
             table: Mutex::new(table),
             reclaim_lock: DeadlineMutex::default(),
             rename_lock: Arc::default(),
+            durable_directories: Arc::new(DurableDirectories::new(directory)),
             next_nonce: AtomicU64::new(first_nonce),
             counters: BlockFileCounters::default(),
             problems,

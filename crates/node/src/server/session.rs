@@ -2,6 +2,7 @@
 
 use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
+use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -12,12 +13,13 @@ use std::{fmt, io};
 use cascade_block::{BlockKey, Namespace};
 use cascade_memory::SlabMut;
 use cascade_runtime::{Clock, SystemClock};
+use cascade_store::holds::HoldGuard as _;
 use cascade_store::{CallOptions, FlushMark, Process, StoreError};
 use cascade_wire::{Access, HoldRange, SealedBlock, SessionId};
 use nix::sys::socket::{getsockopt, sockopt};
 
 use super::accounts::{Account, bytes_limit_error};
-use super::holds::{ClientHold, HeldMemory, Holds, LedgerGuard, counted_bytes};
+use super::holds::{ClientHold, HeldMemory, Holds, LedgerGuard, counted_bytes, hold_numbers};
 use super::mapped;
 use crate::tenants::Tenant;
 
@@ -204,21 +206,19 @@ impl ClientSession {
     ) -> Result<PendingGrants<'_>, StoreError> {
         let hold_count = count as u64;
         let count = u32::try_from(count).expect("messages keep to their limits");
-        let range = HoldRange { first, count };
         // Reserved before the call: concurrent calls of the process cannot exceed the limit
         // together.
         self.account.reserve_holds(hold_count)?;
-        if let Err(error) = self.holds().begin_grants(range) {
-            self.account.release_holds(hold_count);
-            return Err(error);
-        }
-        Ok(PendingGrants { session: self, range, granted: Cell::new(0) })
+        let begun = self.holds().begin_grants(first, count);
+        let numbers = begun.inspect_err(|_| self.account.release_holds(hold_count))?;
+        Ok(PendingGrants { session: self, numbers, granted: Cell::new(0) })
     }
 
     pub(super) fn release(&self, ranges: &[HoldRange]) {
         // The lock ends with this line: returning memory takes the locks of the ledger and the
         // pool.
-        let released = self.holds().release(ranges);
+        let numbers = ranges.iter().copied().map(hold_numbers).collect();
+        let released = self.holds().release(numbers);
         self.uncharge(&released);
         ClientHold::release_all(released);
     }
@@ -433,7 +433,7 @@ impl ClientSession {
 /// A call in flight that may grant holds.
 pub(super) struct PendingGrants<'a> {
     session: &'a ClientSession,
-    range: HoldRange,
+    numbers: Range<u64>,
     /// The number of holds granted so far.
     granted: Cell<u64>,
 }
@@ -466,7 +466,7 @@ impl PendingGrants<'_> {
             if !session.account.try_reserve_bytes(bytes, session.hold_bytes_max) {
                 refused.push((index, session.bytes_limit_error()));
                 unused.push(hold);
-            } else if let Some(hold) = holds.grant(self.range.first + index as u64, hold) {
+            } else if let Some(hold) = holds.grant(self.numbers.start + index as u64, hold) {
                 session.account.release_bytes(bytes);
                 unused.push(hold);
             } else {
@@ -483,10 +483,10 @@ impl PendingGrants<'_> {
 
 impl Drop for PendingGrants<'_> {
     fn drop(&mut self) {
-        self.session.holds().finish_grants(self.range);
+        self.session.holds().finish_grants(&self.numbers);
         // A granted hold leaves the account when it is released; the others leave it now.
         // `granted` never exceeds the range: each index of the call is granted once.
-        let not_granted = u64::from(self.range.count) - self.granted.get();
+        let not_granted = self.numbers.end - self.numbers.start - self.granted.get();
         self.session.account.release_holds(not_granted);
     }
 }

@@ -65,6 +65,8 @@ struct FetchSource {
     generation: u32,
     stage: usize,
     address: Address,
+    /// Whether the stage had recorded all key changes when the read was planned.
+    knows_all_keys: bool,
 }
 
 impl FetchSource {
@@ -337,7 +339,10 @@ impl StoreCore {
         state = again;
         match slab {
             Ok(mut slab) => {
-                let from = FetchSource { content: index, generation, stage, address };
+                let tickets = state.key_tickets[stage];
+                let knows_all_keys = tickets.settled == tickets.pushed;
+                let from =
+                    FetchSource { content: index, generation, stage, address, knows_all_keys };
                 // After a kill of this process, the kernel may still write into the slab.
                 self.note_load(&mut slab);
                 plan.fetches.push(Fetch { pending, from, slab });
@@ -551,19 +556,18 @@ fn forget_address(state: &mut StoreState, from: FetchSource, why: Loss) {
     }
 }
 
-/// The stage does not know this key. For the only key of a content, its bytes are gone. Otherwise
-/// the addition of the key may still be queued for the stage; if it is not, forget this key alone.
+/// The stage does not know this key. Its addition may still have been queued when the stage was
+/// asked; then nothing is known. Else, for the only key of a content, its bytes are gone; otherwise
+/// forget this key alone.
 fn forget_key(state: &mut StoreState, pending: &PendingRead, from: FetchSource) {
     let Some(content) = state.catalog.live_content(from.place()) else { return };
-    if content.address(from.stage) != Some(from.address) {
+    if content.address(from.stage) != Some(from.address) || !from.knows_all_keys {
         return;
     }
     if content.key_count == 1 {
         return forget_address(state, from, Loss::Vanished);
     }
-    let tickets = state.key_tickets[from.stage];
-    if tickets.settled == tickets.pushed
-        && let Some(key) = state.catalog.find(&pending.key)
+    if let Some(key) = state.catalog.find(&pending.key)
         && state.catalog.entry(key).content == from.content
     {
         state.forget(key, Loss::Vanished);

@@ -1,5 +1,6 @@
 //! Write-through: a put returns only once every tier has its blocks.
 
+use crate::core::history::Loss;
 use crate::outcome::PutOutcome;
 use crate::shared::StoreCore;
 use crate::shared::call::CallContext;
@@ -29,10 +30,19 @@ impl StoreCore {
                     return Err(StoreError::Closed);
                 }
                 let Some(key) = state.catalog.find(&put.key) else {
+                    // Removed after the put by another caller, which says nothing about the stage.
+                    let why = state.history.loss_of(&put.key).map(|(why, _)| why);
+                    if matches!(why, Some(Loss::Deleted | Loss::Cleared)) {
+                        return Ok(());
+                    }
                     return Err(self.stage_error(&state, stage, "write a block"));
                 };
                 let content = state.catalog.entry(key).content;
                 let entry = state.catalog.content(content);
+                if entry.bytes as usize != put.bytes.len() {
+                    // Removed after the put, and put with other bytes by another caller.
+                    return Ok(());
+                }
                 if entry.dirty & (1 << stage) == 0 {
                     if entry.address(stage).is_some() {
                         break;

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use cascade_block::BlockKey;
 use cascade_memory::Slab;
-use cascade_runtime::{Deadline, thread};
+use cascade_runtime::{Deadline, Plant, is_planted, thread};
 
 use crate::address::Address;
 use crate::core::catalog::ContentIndex;
@@ -405,6 +405,9 @@ fn apply_room(core: &StoreCore, stage: usize, room: &MakeRoomOutcome) {
     let settled = apply_room_to_changes(&mut state.key_changes[stage], room);
     state.key_tickets[stage].settled += settled;
     for (key, old, new) in &room.moved {
+        if is_planted(Plant::StaleAddress) {
+            break;
+        }
         if let Some(content) = content_at(&mut state, stage, key, *old) {
             state.set_address(content, stage, *new);
         }

@@ -1,0 +1,19 @@
+//! The simulator: real stores on virtual time with simulated devices, each result checked against a
+//! naive model. A seed decides everything.
+#![forbid(unsafe_code)]
+
+mod client;
+mod content;
+pub mod disk;
+mod finding;
+mod lease;
+mod model;
+mod profile;
+mod report;
+mod run;
+mod tiers;
+mod workload;
+mod world;
+
+pub use report::{Seconds, SimResult, Violation};
+pub use run::{Length, Progress, SimOptions, WORLD_OPERATIONS, run};

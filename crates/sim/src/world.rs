@@ -1,0 +1,329 @@
+//! One world: a real store with its callers on virtual time, and the checks at quiet moments.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use cascade_block::with_causes;
+use cascade_runtime::simulated::{Domain, Ending, Random, Report, Settings, World};
+use cascade_runtime::thread::{Builder, JoinHandle, Killed};
+use cascade_runtime::{Plant, SystemClock, sleep};
+use cascade_store::{CallOptions, HealthState, Store, StoreStats, ViewOutcome};
+
+use crate::client::{Client, Shared};
+use crate::finding::Findings;
+use crate::model::Model;
+use crate::profile::{Profile, Trouble};
+use crate::tiers::Devices;
+
+/// The process of the store and its callers.
+const PROCESS: Domain = Domain(1);
+/// Streams of a world's seed. Those of the clients follow.
+const PROFILE_STREAM: u64 = 80;
+const HARNESS_STREAM: u64 = 81;
+const CLIENT_STREAMS: u64 = 100;
+/// Decisions of the scheduler after which a world counts as a livelock.
+const DECISIONS_MAX: u64 = 50_000_000;
+/// Virtual time in which a store without callers has to come to rest.
+const QUIET_TIME: Duration = Duration::from_secs(10);
+/// Virtual time in which all threads of a closed store have to end.
+const END_TIME: Duration = Duration::from_secs(2);
+/// Keys that are read at once at the end. Their views hold memory.
+const READ_KEYS: usize = 4;
+
+/// What to run.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct WorldPlan {
+    pub(crate) seed: u64,
+    pub(crate) operations: u64,
+    pub(crate) plant: Option<Plant>,
+}
+
+/// What a world came to.
+#[derive(Debug)]
+pub(crate) struct WorldResult {
+    pub(crate) report: Report,
+    pub(crate) findings: Findings,
+    pub(crate) operations: u64,
+    pub(crate) reopenings: u64,
+    pub(crate) crashes: u64,
+    /// What the world was like.
+    pub(crate) profile: Profile,
+}
+
+/// How often the store was opened again, and after what.
+#[derive(Debug, Clone, Copy, Default)]
+struct Reopenings {
+    closed: u64,
+    crashed: u64,
+}
+
+/// Runs one world to its end.
+pub(crate) fn run(plan: WorldPlan) -> WorldResult {
+    let profile = Profile::draw(&mut Random::new(plan.seed, PROFILE_STREAM));
+    let model = Model::new(&profile);
+    let shared = Arc::new(Shared::new(profile, plan.seed, model));
+    let settings = Settings {
+        decisions_max: DECISIONS_MAX,
+        plant: plan.plant,
+        ..Settings::from_seed(plan.seed)
+    };
+    let counted = Arc::new(cascade_runtime::LeafMutex::new(Reopenings::default()));
+    let (inside, counting) = (Arc::clone(&shared), Arc::clone(&counted));
+    let report = World::run(settings, move || {
+        let reopenings = live(&inside, plan);
+        *counting.lock().expect("nothing panics with this lock") = reopenings;
+    });
+    let mut findings = std::mem::take(&mut shared.model().findings);
+    findings.set_context(None);
+    match &report.ending {
+        Ending::Finished => {}
+        Ending::Panicked(what) => findings.add(format_args!("the harness panicked: {what}")),
+        Ending::Deadlock(what) => findings.add(format_args!("deadlock: {what}")),
+        Ending::Livelock(what) => findings.add(format_args!("livelock: {what}")),
+        Ending::WaitWhileUnwinding(what) => {
+            findings.add(format_args!("a thread waited while it unwound: {what}"));
+        }
+    }
+    for panic in &report.panics {
+        findings.add(format_args!("panic: {panic}"));
+    }
+    let reopenings = *counted.lock().expect("nothing panics with this lock");
+    WorldResult {
+        findings,
+        operations: shared.operations(),
+        reopenings: reopenings.closed + reopenings.crashed,
+        crashes: reopenings.crashed,
+        profile: shared.profile.clone(),
+        report,
+    }
+}
+
+/// The harness of a world: starts processes with a store, and sees how they end.
+struct Harness {
+    world: &'static World,
+    shared: Arc<Shared>,
+    devices: Devices,
+    random: Random,
+    reopenings: Reopenings,
+}
+
+fn live(shared: &Arc<Shared>, plan: WorldPlan) -> Reopenings {
+    let mut random = Random::new(plan.seed, HARNESS_STREAM);
+    let mut harness = Harness {
+        world: World::current().expect("the harness runs in the world"),
+        shared: Arc::clone(shared),
+        devices: Devices::new(&mut random),
+        random,
+        reopenings: Reopenings::default(),
+    };
+    let mut session = 0;
+    while harness.live_once(session, plan) {
+        session += 1;
+    }
+    for what in harness.devices.violations() {
+        shared.model().findings.add(format_args!("the store misused its disk: {what}"));
+    }
+    harness.reopenings
+}
+
+impl Harness {
+    /// Runs one process to its end. Returns whether another one follows.
+    fn live_once(&mut self, session: u64, plan: WorldPlan) -> bool {
+        let profile = &self.shared.profile;
+        let length = match profile.reopens_after {
+            Some(mean) => 1 + self.random.below(2 * mean),
+            None => plan.operations,
+        };
+        let end = plan.operations.min(self.shared.operations().saturating_add(length));
+        self.shared.operations_end.store(end, Ordering::Relaxed);
+        self.devices.trouble(profile, &mut self.random);
+        let (shared, devices) = (Arc::clone(&self.shared), self.devices.clone());
+        let process = Process { shared, devices, session };
+        let process = self.world.spawn_in(PROCESS, "process", move || process.live());
+        if profile.trouble >= Trouble::Kills && self.random.one_in(2) {
+            // Early ones are as likely as late ones: an opening is short.
+            let points_max = 1 << (4 + self.random.below(16));
+            self.world.kill_after(1 + self.random.below(points_max), PROCESS);
+        }
+        let ended = process.join();
+        self.world.cancel_kill();
+        self.shared.model().findings.set_context(None);
+        match ended {
+            Ok(()) => self.check_threads(),
+            Err(payload) if payload.is::<Killed>() => {
+                let has_lost_power = profile.trouble >= Trouble::PowerLoss && self.random.one_in(2);
+                self.devices.crashed(has_lost_power);
+                self.shared.model().crashed(has_lost_power);
+                self.reopenings.crashed += 1;
+                // Else the last state would never be looked at.
+                return true;
+            }
+            // The report has the panic.
+            Err(_) => return false,
+        }
+        let is_over = self.shared.operations() >= plan.operations;
+        let is_over = is_over || self.shared.model().findings.is_enough();
+        self.reopenings.closed += u64::from(!is_over);
+        !is_over
+    }
+
+    /// All threads of a store that was closed end.
+    fn check_threads(&self) {
+        sleep(END_TIME);
+        let live = self.world.live_threads(PROCESS);
+        if live > 0 {
+            let what = format!("{live} threads are left {END_TIME:?} after the store was closed");
+            self.shared.model().findings.add(what);
+            self.world.kill(PROCESS);
+        }
+    }
+}
+
+/// A process that opens the store, serves its clients, and closes it.
+struct Process {
+    shared: Arc<Shared>,
+    devices: Devices,
+    session: u64,
+}
+
+impl Process {
+    fn live(self) {
+        let shared = &self.shared;
+        let config = shared.profile.store_config();
+        let registry = self.devices.registry();
+        let open = || Store::open_with(config.clone(), &registry, Arc::new(SystemClock));
+        let opened = open().or_else(|error| {
+            if shared.profile.trouble < Trouble::Faults {
+                return Err(error);
+            }
+            self.devices.calm();
+            open()
+        });
+        let store = match opened {
+            Ok(store) => store,
+            Err(error) => {
+                let why = with_causes(&error);
+                shared.model().findings.add(format_args!("opening failed: {why}"));
+                // No other opening would succeed.
+                return shared.operations_end.store(0, Ordering::Relaxed);
+            }
+        };
+        let clients: Vec<JoinHandle<()>> = (0..shared.profile.clients)
+            .map(|number| {
+                let stream = CLIENT_STREAMS * (self.session + 1) + number as u64;
+                let client = Client::new(shared, store.clone(), number, stream);
+                let builder = Builder::new().name(format!("client {number}"));
+                builder.spawn(move || client.run()).expect("worlds start all threads")
+            })
+            .collect();
+        for client in clients {
+            // The report has a panic.
+            drop(client.join());
+        }
+        self.devices.calm();
+        shared.model().findings.set_context(None);
+        self.rest(&store);
+        let closed = store.close();
+        if let Err(error) = &closed {
+            shared.model().findings.add(format_args!("closing failed: {error}"));
+        }
+        shared.model().closed(closed.is_ok());
+    }
+
+    /// Without callers the store comes to rest. Then its figures have to add up, and it still has
+    /// what it must have.
+    fn rest(&self, store: &Store) {
+        let shared = &self.shared;
+        if shared.profile.trouble == Trouble::Faults {
+            // It reports the failures of before.
+            drop(store.flush(CallOptions::default()));
+        }
+        let begin = shared.model().begin();
+        match store.flush(CallOptions::default()) {
+            Ok(()) => shared.model().flushed(begin),
+            Err(error) => {
+                let why = with_causes(&error);
+                shared.model().findings.add(format_args!("the last flush failed: {why}"));
+            }
+        }
+        shared.model().end(begin);
+        sleep(QUIET_TIME);
+        for what in contradictions(&store.stats(), shared.profile.trouble) {
+            shared.model().findings.add(format_args!("at rest: {what}"));
+        }
+        let keys: Vec<u32> = (0..shared.profile.key_count).collect();
+        for keys in keys.chunks(READ_KEYS) {
+            let begin = shared.model().begin();
+            let views = store.view(&shared.block_keys(keys), CallOptions::default());
+            let mut model = shared.model();
+            for (key, view) in keys.iter().zip(views) {
+                match view {
+                    ViewOutcome::Hit { slab, .. } => {
+                        model.hit(begin, *key, &slab);
+                    }
+                    ViewOutcome::Miss => {
+                        model.miss(begin, *key, "the last read");
+                    }
+                    ViewOutcome::Failed(error) => {
+                        let what = format!("key {key}: the last read failed: {error}");
+                        model.findings.add(what);
+                    }
+                }
+            }
+            model.end(begin);
+        }
+    }
+}
+
+/// What does not add up in the figures of a store that nobody uses.
+fn contradictions(stats: &StoreStats, trouble: Trouble) -> Vec<String> {
+    let mut found = Vec::new();
+    let mut check = |is_right: bool, what: String| {
+        if !is_right {
+            found.push(what);
+        }
+    };
+    let counters = &stats.counters;
+    check(
+        counters.gets == counters.hits + counters.misses + counters.get_failures,
+        format!(
+            "{} gets are not {} hits, {} misses and {} failures",
+            counters.gets, counters.hits, counters.misses, counters.get_failures
+        ),
+    );
+    let outcomes = counters.stored
+        + counters.deduplicated
+        + counters.present
+        + counters.conflicts
+        + counters.declined
+        + counters.put_failures;
+    check(counters.puts == outcomes, format!("{} puts, {outcomes} outcomes", counters.puts));
+    let hits: u64 = stats.hits_by_tier.iter().map(|tier| tier.blocks).sum();
+    check(counters.hits == hits, format!("{} hits, {hits} in the tiers", counters.hits));
+    check(
+        counters.damaged_blocks == 0 || trouble >= Trouble::Kills,
+        format!("{} blocks were damaged", counters.damaged_blocks),
+    );
+    let pool = &stats.pool;
+    check(
+        pool.reserved_bytes + pool.magazine_bytes + pool.free_bytes == pool.capacity_bytes,
+        format!(
+            "{} reserved, {} cached and {} free bytes are not {}",
+            pool.reserved_bytes, pool.magazine_bytes, pool.free_bytes, pool.capacity_bytes
+        ),
+    );
+    check(
+        pool.requested_bytes as u64 == stats.dram_bytes,
+        format!("slabs have {} bytes, resident blocks {}", pool.requested_bytes, stats.dram_bytes),
+    );
+    check(stats.pending_bytes == 0, format!("{} bytes are pending", stats.pending_bytes));
+    for (tier, health) in &stats.health {
+        let state = health.state;
+        check(
+            state == HealthState::Healthy && health.stuck_calls == 0,
+            format!("tier {tier} is {state:?} with {} stuck calls", health.stuck_calls),
+        );
+    }
+    found
+}

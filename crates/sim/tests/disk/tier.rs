@@ -1,0 +1,395 @@
+//! The file tier on a simulated disk: its conformance suite, in worlds and outside of them, and
+//! crashes at any scheduling point.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use cascade_block::{Manifest, Namespace, TenantSecret};
+use cascade_disk::conformance::{
+    self, Reopen, StoredBlock, assert_hits, assert_recovered, block, content, deadline, key, meta,
+};
+use cascade_disk::{
+    BlockFiles, DiskError, FileAddress, FileTierConfig, FileTierLayout, ReadOutcome, ReadRequest,
+    RecordMeta, Recovery, open_with,
+};
+use cascade_memory::{HugePages, Pool, PoolConfig, Slab};
+use cascade_runtime::simulated::{Domain, Ending, Random, Report, Settings, World};
+use cascade_runtime::{Clock, Deadline, LeafMutex, SystemClock, now, sleep};
+use cascade_sim::disk::{DiskSettings, Episode, SimDisk};
+
+const DIRECTORY: &str = "/tier/files";
+const CAPACITY_BYTES: u64 = 24 << 20;
+const LAYOUTS: [FileTierLayout; 2] = [FileTierLayout::Segments, FileTierLayout::FilePerBlock];
+
+fn new_disk(settings: DiskSettings) -> SimDisk {
+    let disk = SimDisk::new(settings);
+    // The tier creates its own directory.
+    disk.make_durable_directory(Path::new("/tier")).unwrap();
+    disk
+}
+
+fn open(disk: &SimDisk, config: &FileTierConfig) -> (Arc<dyn BlockFiles>, Recovery) {
+    let clock: Arc<dyn Clock> = Arc::new(SystemClock);
+    open_with(config.clone(), disk.file_io(&clock), deadline()).unwrap()
+}
+
+/// Runs a check of the conformance suite on new disks, one for each kind of tier.
+fn for_each_tier(settings: DiskSettings, check: fn(&mut Reopen<'_>)) {
+    for layout in LAYOUTS {
+        for (durable, direct) in [(false, true), (true, true), (false, false)] {
+            let disk = new_disk(settings);
+            let config = FileTierConfig {
+                capacity_bytes: CAPACITY_BYTES,
+                segment_bytes: 4 << 20,
+                layout,
+                durable,
+                direct,
+                ..FileTierConfig::new(DIRECTORY)
+            };
+            check(&mut |_pool| open(&disk, &config));
+            assert_eq!(disk.violations(), [], "{layout:?}, durable: {durable}, direct: {direct}");
+        }
+    }
+}
+
+fn in_world(seed: u64, body: impl FnOnce() + Send + 'static) -> Report {
+    let report = World::run(Settings::from_seed(seed), body);
+    assert_eq!(report.ending, Ending::Finished, "seed {seed}");
+    assert_eq!(report.panics, [""; 0], "seed {seed}");
+    report
+}
+
+macro_rules! suite {
+    ($($check:ident: $run:expr;)*) => {
+        mod outside_of_a_world {
+            use super::*;
+            $(
+                #[test]
+                fn $check() {
+                    for_each_tier(DiskSettings::without_latency(1), $run);
+                }
+            )*
+        }
+
+        mod in_a_world {
+            use super::*;
+            $(
+                #[test]
+                fn $check() {
+                    for seed in 0..2 {
+                        let settings = DiskSettings { seed, ..DiskSettings::default() };
+                        in_world(seed, move || for_each_tier(settings, $run));
+                    }
+                }
+            )*
+        }
+    };
+}
+
+suite! {
+    blocks_are_read_back: conformance::blocks_are_read_back;
+    removals_persist: conformance::removals_persist;
+    aliases_keep_bytes: conformance::aliases_keep_bytes;
+    capacity_is_respected:
+        |reopen| conformance::capacity_is_respected(reopen, CAPACITY_BYTES);
+    restarts_leave_space_for_reclaim:
+        |reopen| conformance::restarts_leave_space_for_reclaim(reopen, CAPACITY_BYTES);
+    reclaim_keeps_selected_blocks: conformance::reclaim_keeps_selected_blocks;
+    invalid_requests_fail_alone: conformance::invalid_requests_fail_alone;
+    manifests_are_kept: conformance::manifests_are_kept;
+}
+
+#[test]
+fn a_seed_gives_the_same_run_each_time() {
+    let run = |seed| {
+        in_world(seed, move || {
+            let disk = new_disk(DiskSettings { seed, ..DiskSettings::default() });
+            let config = small_config(FileTierLayout::Segments, false);
+            conformance::removals_persist(&mut |_pool| open(&disk, &config));
+        })
+    };
+    for seed in 0..5 {
+        let first = run(seed);
+        let shift = vec![vec![0_u8; 1 << (seed + 5)]; 3];
+        assert_eq!(first, run(seed), "seed {seed}");
+        drop(shift);
+    }
+}
+
+fn small_config(layout: FileTierLayout, durable: bool) -> FileTierConfig {
+    FileTierConfig {
+        capacity_bytes: 8 << 20,
+        segment_bytes: 1 << 20,
+        layout,
+        durable,
+        ..FileTierConfig::new(DIRECTORY)
+    }
+}
+
+fn small_pool() -> Pool {
+    let config =
+        PoolConfig { capacity_bytes: 4 << 20, huge_pages: HugePages::Never, populate: false };
+    Pool::new(&config).unwrap()
+}
+
+fn length(number: u64) -> usize {
+    [300, 4096, 20_000, 65_536, 1][usize::try_from(number % 5).unwrap()]
+}
+
+/// What a writer has acknowledged before its crash.
+#[derive(Debug, Default)]
+struct Acknowledged {
+    /// Stored blocks, until their removal begins.
+    stored: BTreeMap<u64, FileAddress>,
+    /// Blocks whose removal was acknowledged, and whether a sync was since.
+    removed: BTreeMap<u64, bool>,
+    next: u64,
+}
+
+/// Writes, removes and reclaims until it is killed.
+fn write_until_killed(files: &dyn BlockFiles, pool: &Pool, shared: &LeafMutex<Acknowledged>) {
+    loop {
+        let start = shared.lock().unwrap().next;
+        shared.lock().unwrap().next += 4;
+        let blocks = (start..start + 4).map(|number| block(pool, number, length(number))).collect();
+        let mut is_full = false;
+        for (number, result) in (start..).zip(files.append(blocks, deadline())) {
+            match result {
+                Ok(address) => drop(shared.lock().unwrap().stored.insert(number, address)),
+                Err(DiskError::Full { .. }) => is_full = true,
+                Err(error) => panic!("block {number}: {error:?}"),
+            }
+        }
+        if start.is_multiple_of(12) {
+            remove_one(files, start, shared);
+        }
+        if start.is_multiple_of(40) {
+            files.checkpoint(deadline()).unwrap();
+            for synced in shared.lock().unwrap().removed.values_mut() {
+                *synced = true;
+            }
+        }
+        if is_full {
+            // A block that is not kept may be gone from here on.
+            let keep = &mut |meta: &RecordMeta, _| {
+                let is_kept = meta.is_prefix && meta.written_unix_ms + 40 > start;
+                if !is_kept {
+                    shared.lock().unwrap().stored.remove(&meta.written_unix_ms);
+                }
+                is_kept
+            };
+            files.reclaim(keep, deadline()).unwrap();
+        }
+    }
+}
+
+fn remove_one(files: &dyn BlockFiles, number: u64, shared: &LeafMutex<Acknowledged>) {
+    let stored = shared.lock().unwrap().stored.remove(&number);
+    if let Some(address) = stored {
+        files.remove(&[(key(number), address)], deadline()).unwrap();
+        shared.lock().unwrap().removed.insert(number, false);
+    }
+}
+
+/// Crashes a writer again and again at any scheduling point, and checks what is left.
+fn crash_rounds(seed: u64, layout: FileTierLayout, has_power_losses: bool) {
+    let disk = new_disk(DiskSettings { seed, ..DiskSettings::default() });
+    let config = small_config(layout, has_power_losses);
+    let shared = Arc::new(LeafMutex::new(Acknowledged::default()));
+    let world = World::current().unwrap();
+    for round in 1..=8 {
+        let (io_disk, io_config, writer) = (disk.clone(), config.clone(), Arc::clone(&shared));
+        world.spawn_in(Domain(1), "writer", move || {
+            let pool = small_pool();
+            let (files, _) = open(&io_disk, &io_config);
+            write_until_killed(files.as_ref(), &pool, &writer);
+        });
+        let random = cascade_runtime::random_u64().unwrap();
+        if random.is_multiple_of(2) {
+            world.kill_after(50 + random % (400 * round), Domain(1));
+            assert!(world.wait_for_kill(Duration::from_secs(3600)));
+        } else {
+            // There is no scheduling point while the disk works.
+            sleep(Duration::from_micros(random % (3000 * round)));
+            world.kill(Domain(1));
+        }
+        if has_power_losses {
+            disk.power_loss();
+        } else {
+            disk.kill();
+        }
+        let pool = small_pool();
+        let (files, recovery) = open(&disk, &config);
+        check(files.as_ref(), &pool, &recovery, &shared, has_power_losses);
+    }
+    let harmful: Vec<_> =
+        disk.violations().into_iter().filter(|violation| !violation.is_late).collect();
+    assert_eq!(harmful, []);
+}
+
+fn check(
+    files: &dyn BlockFiles,
+    pool: &Pool,
+    recovery: &Recovery,
+    shared: &LeafMutex<Acknowledged>,
+    after_power_loss: bool,
+) {
+    let live: BTreeMap<u64, StoredBlock> = recovery
+        .live
+        .iter()
+        .map(|(meta, address)| {
+            let number = meta.written_unix_ms;
+            (number, StoredBlock { number, length: length(number), address: *address })
+        })
+        .collect();
+    let all: Vec<_> = live.values().copied().collect();
+    for chunk in all.chunks(16) {
+        assert_hits(files, pool, chunk);
+    }
+    let mut shared = shared.lock().unwrap();
+    let lost: Vec<_> = shared.stored.keys().filter(|number| !live.contains_key(number)).collect();
+    assert!(lost.is_empty(), "acknowledged but lost: {lost:?}; {recovery:?}");
+    // A power loss may undo a removal that was not synced.
+    shared
+        .removed
+        .retain(|number, is_synced| *is_synced || !after_power_loss || !live.contains_key(number));
+    let back: Vec<_> = shared.removed.keys().filter(|number| live.contains_key(number)).collect();
+    assert!(back.is_empty(), "removed but recovered: {back:?}");
+    // What was recovered without an acknowledgement has to stay from now on.
+    shared.stored = live.into_iter().map(|(number, block)| (number, block.address)).collect();
+}
+
+/// A durable block file was lost: the name of its directory was never synced.
+#[test]
+fn a_power_loss_after_the_first_acknowledgement_loses_nothing() {
+    for seed in 0..100 {
+        for layout in LAYOUTS {
+            let disk = new_disk(DiskSettings::without_latency(seed));
+            let config = small_config(layout, seed % 2 == 0);
+            let pool = small_pool();
+            let (files, _) = open(&disk, &config);
+            let stored = conformance::append(files.as_ref(), &pool, &[(1, 5000), (2, 300)]);
+            let manifest = Manifest::new().with("dtype", "bf16");
+            let namespace = Namespace::new(manifest, &TenantSecret::new([1, 2, 3]));
+            files.register_manifest(&namespace, deadline()).unwrap();
+            if !config.durable {
+                files.sync(deadline()).unwrap();
+            }
+            disk.power_loss();
+            drop(files);
+            let (files, recovery) = open(&disk, &config);
+            assert_recovered(&recovery, &stored);
+            assert_hits(files.as_ref(), &pool, &stored);
+            assert_eq!(files.manifests(deadline()).unwrap().len(), 1, "seed {seed}");
+        }
+    }
+}
+
+#[test]
+fn no_block_of_segments_is_lost_or_wrong_after_kills() {
+    for seed in 0..30 {
+        in_world(seed, move || crash_rounds(seed, FileTierLayout::Segments, false));
+    }
+}
+
+#[test]
+fn no_block_file_is_lost_or_wrong_after_kills() {
+    for seed in 0..15 {
+        in_world(seed, move || crash_rounds(seed, FileTierLayout::FilePerBlock, false));
+    }
+}
+
+#[test]
+fn no_block_of_durable_segments_is_lost_or_wrong_after_power_losses() {
+    for seed in 0..30 {
+        in_world(seed, move || crash_rounds(seed, FileTierLayout::Segments, true));
+    }
+}
+
+#[test]
+fn no_durable_block_file_is_lost_or_wrong_after_power_losses() {
+    for seed in 0..15 {
+        in_world(seed, move || crash_rounds(seed, FileTierLayout::FilePerBlock, true));
+    }
+}
+
+fn soon() -> Deadline {
+    Deadline::after(&SystemClock, Duration::from_millis(100))
+}
+
+/// Reads blocks. Each is right, or it is not there. Returns how many were there.
+fn count_hits(files: &dyn BlockFiles, pool: &Pool, blocks: &[StoredBlock]) -> usize {
+    let mut hits = 0;
+    for stored in blocks {
+        let Some(slab) = pool.allocate(stored.length) else { continue };
+        let request = ReadRequest { address: stored.address, key: key(stored.number), slab };
+        if let ReadOutcome::Hit(slab) = files.read(vec![request], soon()).remove(0) {
+            assert!(slab[..] == content(stored.number, stored.length), "{stored:?}");
+            hits += 1;
+        }
+    }
+    hits
+}
+
+/// Runs a tier through faults, and checks every byte that it returns meanwhile and afterwards.
+/// Returns the number of calls that failed.
+fn fault_rounds(seed: u64, layout: FileTierLayout) -> usize {
+    let disk = new_disk(DiskSettings { seed, ..DiskSettings::default() });
+    let config = small_config(layout, seed.is_multiple_of(2));
+    let pool = small_pool();
+    let (files, _) = open(&disk, &config);
+    let mut random = Random::new(seed, 0);
+    for _ in 0..6 {
+        disk.inject(Episode::draw(&mut random, now()..now() + Duration::from_millis(300)));
+    }
+    let (mut stored, mut failed) = (Vec::new(), 0);
+    for start in (0..160).step_by(4) {
+        let numbers = start..start + 4;
+        let Some(slabs) = numbers.clone().map(|number| new_block(&pool, number)).collect() else {
+            // Late transfers still have the memory.
+            sleep(Duration::from_millis(50));
+            continue;
+        };
+        for (number, result) in numbers.zip(files.append(slabs, soon())) {
+            match result {
+                Ok(address) => stored.push(StoredBlock { number, length: length(number), address }),
+                Err(_) => failed += 1,
+            }
+        }
+        let first = random.index_below(stored.len() + 1);
+        count_hits(files.as_ref(), &pool, &stored[first..stored.len().min(first + 4)]);
+        failed += usize::from(start % 20 == 0 && files.sync(soon()).is_err());
+    }
+    let end = disk.faults_end();
+    disk.clear_faults();
+    sleep(end.saturating_sub(now()) + Duration::from_secs(1));
+    count_hits(files.as_ref(), &pool, &stored);
+    drop(files);
+    let (files, recovery) = open(&disk, &config);
+    let recovered = recovery.live.iter().map(|(meta, address)| {
+        let number = meta.written_unix_ms;
+        StoredBlock { number, length: length(number), address: *address }
+    });
+    count_hits(files.as_ref(), &pool, &recovered.collect::<Vec<_>>());
+    failed
+}
+
+fn new_block(pool: &Pool, number: u64) -> Option<(RecordMeta, Slab)> {
+    let mut slab = pool.allocate(length(number))?;
+    slab.copy_from_slice(&content(number, length(number)));
+    Some((meta(number, length(number)), slab.seal()))
+}
+
+#[test]
+fn a_tier_with_faults_returns_no_wrong_byte() {
+    let failed = Arc::new(LeafMutex::new(0));
+    for seed in 0..60 {
+        for layout in LAYOUTS {
+            let sum = Arc::clone(&failed);
+            in_world(seed, move || *sum.lock().unwrap() += fault_rounds(seed, layout));
+        }
+    }
+    assert!(*failed.lock().unwrap() > 500, "{failed:?}");
+}
