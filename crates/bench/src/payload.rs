@@ -2,9 +2,9 @@
 
 use cascade_block::BlockKey;
 
-/// Added to the state for each word: 2^64 divided by the golden ratio, as an odd number.
-///
-/// With an odd step a state repeats only after 2^64 words. So all words of a block differ.
+/// Added to the state for each word: 2^64 divided by the golden ratio, rounded to an integer that
+/// is not divisible by two. The state then has a period of 2^64 words, so all words of a block
+/// differ.
 const STEP: u64 = 0x9E37_79B9_7F4A_7C15;
 
 /// Words that are compared without a branch between them, so that the comparison is vectorised.

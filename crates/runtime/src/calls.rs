@@ -128,7 +128,8 @@ impl Calls {
         self.threads_max
     }
 
-    /// Queues work that nobody waits for. Returns an error if no thread could be started for it.
+    /// Queues work without waiting for its result. Returns an error if no thread could be started
+    /// for it.
     pub fn submit(&self, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
         self.push(Box::new(move |_, _| work()), None).map(drop)
     }
@@ -162,6 +163,7 @@ impl Calls {
                 return shared.end(number);
             }
             // The caller shares no state with the call that a panic could leave inconsistent.
+            // `None` after a panic: the caller gets `CallError::Panicked`, and the hook reports it.
             let result = catch_unwind(AssertUnwindSafe(work)).ok();
             // Before the caller continues: it may need the thread again.
             shared.end(number);

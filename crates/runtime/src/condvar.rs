@@ -27,7 +27,7 @@ impl WaitTimeoutResult {
 }
 
 impl Condvar {
-    /// A condition variable nobody waits for.
+    /// A condition variable without waiting threads.
     #[inline]
     pub const fn new() -> Self {
         Self(std::sync::Condvar::new())
@@ -136,7 +136,7 @@ impl Condvar {
         time: Option<Duration>,
     ) -> LockResult<Waited<'a, T>> {
         let mutex = guard.release.0;
-        // Waiting begins before the unlock, and nobody else runs in between: this makes a wait
+        // Waiting begins before the unlock, and no other thread runs in between: this makes a wait
         // atomic. The unlock does not switch while the thread is registered as waiting.
         world.begin_wait_for_notification(address_of(self), time);
         drop(guard);

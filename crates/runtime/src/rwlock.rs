@@ -47,7 +47,7 @@ impl<T> RwLock<T> {
 }
 
 impl<T: ?Sized> RwLock<T> {
-    /// Waits until nobody writes or waits to write.
+    /// Waits until no thread writes or waits to write.
     #[inline]
     #[track_caller]
     pub fn read(&self) -> LockResult<RwLockReadGuard<'_, T>> {
@@ -58,7 +58,7 @@ impl<T: ?Sized> RwLock<T> {
         self.read_result(self.0.read())
     }
 
-    /// Waits until nobody reads or writes.
+    /// Waits until no thread reads or writes.
     #[inline]
     #[track_caller]
     pub fn write(&self) -> LockResult<RwLockWriteGuard<'_, T>> {

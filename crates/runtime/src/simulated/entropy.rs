@@ -62,8 +62,8 @@ impl EventHash {
     /// The hash of the sequence with one more event.
     #[inline]
     pub(super) fn with(self, event: u64) -> Self {
-        // Bijective in the state and in the event: sequences of which one event differs have
-        // different hashes, and later events that are equal keep them apart.
+        // For a given event, different states give different results, and the reverse. So if one
+        // event of two sequences differs, their hashes differ, also after equal later events.
         Self((self.0 ^ event).wrapping_mul(GOLDEN).rotate_left(29).wrapping_add(GOLDEN))
     }
 

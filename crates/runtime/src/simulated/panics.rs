@@ -29,6 +29,7 @@ impl World {
         let location = info.location().map(ToString::to_string).unwrap_or_default();
         // A second panic in a hook would abort, so this one takes no cell that the scheduler, if it
         // is what panicked, may have borrowed.
+        // Without it the panic is recorded under the scheduler's name.
         let threads = self.threads.try_borrow().ok();
         let running = threads.as_ref().and_then(|it| it.get(self.current.get() as usize));
         let name = running.map_or("the scheduler", |thread| &thread.name);

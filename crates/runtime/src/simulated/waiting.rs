@@ -61,7 +61,7 @@ impl Waiting {
 }
 
 impl World {
-    /// Registers a wait for a notification. Nobody else runs before `end_wait`.
+    /// Registers a wait for a notification. No other thread runs before `end_wait`.
     #[track_caller]
     pub(crate) fn begin_wait_for_notification(&self, condition: usize, time: Option<Duration>) {
         self.begin_wait(Reason::Notification(condition), time);
@@ -172,7 +172,7 @@ impl World {
         self.waiting.borrow_mut().kills.retain(|thread| !self.wake(*thread));
     }
 
-    /// Wakes a thread that nobody has notified: `std` allows it.
+    /// Wakes a thread without a notification, as `std` may do.
     pub(super) fn wake_spuriously(&self) {
         let mut waiting = self.waiting.borrow_mut();
         let count = waiting.notifications.len();

@@ -224,7 +224,8 @@ fn send_key_changes(
         }
         changes.drain(..count);
         settled += count as u64;
-        rounds = 0;
+        // Up to the full length again: many short runs would each move the rest of the changes.
+        (run_max, rounds) = ((run_max * 2).min(KEY_CHANGES_PER_CALL), 0);
     }
     core.lock().key_tickets[stage].settled += settled;
     Ok(())
