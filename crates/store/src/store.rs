@@ -479,8 +479,7 @@ impl StoreInner {
             mover::fail_queue(&mut state, stage, &StageError::Timeout);
             // Otherwise the joins below could wait for a stage that hangs.
             self.core.stages[stage].end_all_waits();
-            state.key_tickets[stage].settled += state.key_changes[stage].len() as u64;
-            state.key_changes[stage].clear();
+            state.cancel_key_changes(stage);
         }
         drop(state);
         self.core.notify_movers();

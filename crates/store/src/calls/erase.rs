@@ -257,9 +257,8 @@ impl CancelledRemovals {
     /// Empties the queues of key changes, and keeps the removals.
     fn take(&mut self, state: &mut StoreState) {
         for (stage, removed) in self.0.iter_mut().enumerate() {
-            state.key_tickets[stage].settled += state.key_changes[stage].len() as u64;
             let is_removal = |change: &KeyChange| matches!(change, KeyChange::Remove(..));
-            removed.extend(state.key_changes[stage].drain(..).filter(is_removal));
+            removed.extend(state.cancel_key_changes(stage).into_iter().filter(is_removal));
         }
     }
 }

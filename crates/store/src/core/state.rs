@@ -16,6 +16,7 @@ use cascade_runtime::Clock;
 
 use crate::HealthConfig;
 use crate::address::Address;
+use crate::core::additions::Additions;
 use crate::core::catalog::{Catalog, ContentIndex, ExpectedAccess, KeyIndex, LOWER_STAGES_MAX};
 use crate::core::circuit::Breaker;
 use crate::core::eviction::{Eviction, EvictionChoice, Incoming, RemovalReason};
@@ -83,6 +84,8 @@ pub(crate) struct StoreState {
     pub(crate) queues: [VecDeque<PendingWrite>; LOWER_STAGES_MAX],
     pub(crate) block_tickets: [Tickets; LOWER_STAGES_MAX],
     pub(crate) key_changes: [Vec<KeyChange>; LOWER_STAGES_MAX],
+    /// The additions among the key changes that are queued or being recorded.
+    pub(crate) additions: [Additions; LOWER_STAGES_MAX],
     /// Blocks and key changes that each stage failed to store since the start.
     pub(crate) write_failures: FlushMark,
     /// Failures before the last erase: no flush reports these, because the blocks are erased.
@@ -153,6 +156,7 @@ impl StoreState {
             queues: Default::default(),
             block_tickets: Default::default(),
             key_changes: Default::default(),
+            additions: Default::default(),
             write_failures: FlushMark::default(),
             failures_before_erase: FlushMark::default(),
             reported_failures: FlushMark::default(),
@@ -447,8 +451,22 @@ impl StoreState {
     /// Queues a key change for the mover of a stage.
     pub(crate) fn push_key_change(&mut self, stage: usize, change: KeyChange) {
         self.limit_key_changes(stage);
+        self.additions[stage].push(&change);
         self.key_changes[stage].push(change);
         self.key_tickets[stage].pushed += 1;
+    }
+
+    /// A stage has recorded these key changes, or they were dropped.
+    pub(crate) fn settle_key_changes(&mut self, stage: usize, changes: &[KeyChange]) {
+        self.additions[stage].settle(changes);
+        self.key_tickets[stage].settled += changes.len() as u64;
+    }
+
+    /// Takes all queued key changes of a stage. They will not be sent.
+    pub(crate) fn cancel_key_changes(&mut self, stage: usize) -> Vec<KeyChange> {
+        let cancelled = std::mem::take(&mut self.key_changes[stage]);
+        self.settle_key_changes(stage, &cancelled);
+        cancelled
     }
 
     /// Queues a content for the mover of a stage; the content keeps its slab until it is written.

@@ -238,9 +238,9 @@ impl StoreState {
         }
         // Half at once, because each removal at the front moves the rest of the queue. Dropped
         // changes settle their tickets: a flush must not wait for them.
-        let count = (KEY_CHANGES_MAX / 2) as u64;
-        self.key_changes[stage].drain(..KEY_CHANGES_MAX / 2);
-        self.key_tickets[stage].settled += count;
+        let dropped: Vec<_> = self.key_changes[stage].drain(..KEY_CHANGES_MAX / 2).collect();
+        self.settle_key_changes(stage, &dropped);
+        let count = dropped.len() as u64;
         self.counters.name_failures += count;
         self.write_failures.count(stage, count);
     }

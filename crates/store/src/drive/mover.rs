@@ -187,7 +187,6 @@ fn send_key_changes(
     mut changes: Vec<KeyChange>,
     deadline: Deadline,
 ) -> Result<(), StageError> {
-    let mut settled = 0;
     let (mut run_max, mut rounds) = (KEY_CHANGES_PER_CALL, 0);
     while !changes.is_empty() {
         let count = run_length(&changes, run_max);
@@ -196,7 +195,8 @@ fn send_key_changes(
             match make_room(core, stage, rounds < KEEPING_ROUNDS_MAX, deadline) {
                 Ok(room) => {
                     apply_room(core, stage, &room);
-                    settled += apply_room_to_changes(&mut changes, &room);
+                    let dropped = apply_room_to_changes(&mut changes, &room);
+                    core.lock().settle_key_changes(stage, &dropped);
                     // The stage may have recorded a part of the run, which takes room each time.
                     (run_max, rounds) = ((count / 2).max(1), rounds + 1);
                     continue;
@@ -215,19 +215,17 @@ fn send_key_changes(
             state.note_error(stage, error.clone());
             if !state.is_closed {
                 // Stop at the first failure: later changes of a key must not overtake earlier ones.
-                state.key_tickets[stage].settled += settled;
                 state.requeue_key_changes(stage, &changes);
                 return Err(error);
             }
             state.counters.name_failures += count as u64;
             state.write_failures.count(stage, count as u64);
         }
+        core.lock().settle_key_changes(stage, &changes[..count]);
         changes.drain(..count);
-        settled += count as u64;
         // Up to the full length again: many short runs would each move the rest of the changes.
         (run_max, rounds) = ((run_max * 2).min(KEY_CHANGES_PER_CALL), 0);
     }
-    core.lock().key_tickets[stage].settled += settled;
     Ok(())
 }
 
@@ -382,11 +380,11 @@ fn should_keep(
 }
 
 /// Gives key changes the new addresses of their blocks, and removes the keys to be added to dropped
-/// blocks. Returns their number.
-fn apply_room_to_changes(changes: &mut Vec<KeyChange>, room: &MakeRoomOutcome) -> u64 {
-    let before = changes.len();
+/// blocks. Returns these.
+fn apply_room_to_changes(changes: &mut Vec<KeyChange>, room: &MakeRoomOutcome) -> Vec<KeyChange> {
     let moved: HashMap<_, _> = room.moved.iter().map(|(_, old, new)| (*old, *new)).collect();
     let dropped: HashSet<_> = room.dropped.iter().map(|(_, address)| *address).collect();
+    let mut removed = Vec::new();
     changes.retain_mut(|change| {
         let (KeyChange::Add(_, address) | KeyChange::Remove(_, address)) = change;
         // First: if only some keys of a block did not fit, the block has moved all the same.
@@ -394,9 +392,13 @@ fn apply_room_to_changes(changes: &mut Vec<KeyChange>, room: &MakeRoomOutcome) -
             *address = *new;
             return true;
         }
-        !dropped.contains(address) || matches!(change, KeyChange::Remove(..))
+        let is_kept = !dropped.contains(address) || matches!(change, KeyChange::Remove(..));
+        if !is_kept {
+            removed.push(*change);
+        }
+        is_kept
     });
-    (before - changes.len()) as u64
+    removed
 }
 
 /// Applies moves and drops of a stage to the catalog and the queued key changes.
@@ -404,7 +406,7 @@ fn apply_room(core: &StoreCore, stage: usize, room: &MakeRoomOutcome) {
     let mut state = core.lock();
     state.history.set_time(core.clock.unix_ms());
     let settled = apply_room_to_changes(&mut state.key_changes[stage], room);
-    state.key_tickets[stage].settled += settled;
+    state.settle_key_changes(stage, &settled);
     for (key, old, new) in &room.moved {
         if is_planted(Plant::StaleAddress) {
             break;
