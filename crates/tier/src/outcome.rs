@@ -1,12 +1,9 @@
-//! Results of store calls: one outcome for each block, and errors with what the caller can do.
-
-use std::sync::Arc;
+//! Results of store calls: one outcome for each block.
 
 use cascade_block::{BlockKey, NamespaceId};
-use cascade_memory::{MemoryError, Slab, SlabMut};
-use thiserror::Error;
+use cascade_memory::{Slab, SlabMut};
 
-use crate::PipelineError;
+use crate::StoreError;
 
 /// The name of a tier in results and statistics: `dram`, `files`, or the name of another stage.
 pub type TierName = &'static str;
@@ -45,8 +42,8 @@ impl<'a> Put<'a> {
     }
 }
 
-/// One block that the caller wrote in place, into a slab from [`crate::Store::reserve`] or
-/// [`crate::Store::prepare`].
+/// One block that the caller wrote in place, into a slab from `Store::reserve` or
+/// `Store::prepare`.
 #[derive(Debug)]
 pub struct PutSlab {
     /// Key of the block.
@@ -115,12 +112,12 @@ pub enum PutOutcome {
 /// Outcome of the first phase of a two-phase put, for one block.
 #[derive(Debug)]
 pub enum PrepareOutcome {
-    /// Write the block into this slab, then pass it to [`crate::Store::put_slabs`].
+    /// Write the block into this slab, then pass it to `Store::put_slabs`.
     Slab(SlabMut),
     /// The put of this block is complete; there is nothing to write.
     Settled(PutOutcome),
-    /// The key is present. Compare its bytes, from [`crate::Store::peek`], and report the
-    /// result to [`crate::Store::count_completed_puts`].
+    /// The key is present. Compare its bytes, from `Store::peek`, and report the
+    /// result to `Store::count_completed_puts`.
     Compare,
     /// Complete the puts of the blocks before this one, then prepare it again.
     Deferred,
@@ -168,102 +165,4 @@ pub enum ViewOutcome {
 pub struct PrefixMatch {
     /// The fastest tier of each matched block, root first.
     pub tiers: Vec<TierName>,
-}
-
-/// A failure; the variant says what the caller can do.
-#[derive(Debug, Clone, Error)]
-#[non_exhaustive]
-pub enum StoreError {
-    /// The deadline of the call passed. Retry later, or compute.
-    #[error("could not {operation} within {timeout_ms} ms; retry later or raise the timeout")]
-    Timeout {
-        /// The operation in progress.
-        operation: &'static str,
-        /// The timeout of the call.
-        timeout_ms: u64,
-    },
-    /// The write backlog of a lower tier is at its limit. Retry later.
-    #[error(
-        "the write backlog is at its limit: {pending_bytes} bytes wait to be written, most to tier \
-         {tier}; retry later or raise dirty_max"
-    )]
-    Busy {
-        /// The tier with the largest backlog.
-        tier: TierName,
-        /// Backlog of all tiers together.
-        pending_bytes: u64,
-    },
-    /// Every byte of DRAM is pinned or held by views. Drop views, use smaller batches, or enlarge
-    /// DRAM.
-    #[error(
-        "no room for {needed_bytes} bytes: all of DRAM is pinned or held by views; drop views, \
-         unpin blocks or enlarge DRAM"
-    )]
-    NoRoom {
-        /// Length of the block.
-        needed_bytes: usize,
-    },
-    /// The client reached its share of a resource that the clients of a store share. Release some:
-    /// drop views, unpin blocks, or make fewer concurrent calls.
-    #[error("the limit of this client is reached: {most} {limit}; release some first")]
-    Limit {
-        /// The resource.
-        limit: &'static str,
-        /// The current limit for one client.
-        most: u64,
-    },
-    /// A tier failed. Compute.
-    #[error("tier {tier} failed to {operation}")]
-    Tier {
-        /// The tier.
-        tier: TierName,
-        /// The operation that failed.
-        operation: &'static str,
-        /// The cause.
-        #[source]
-        source: Arc<dyn std::error::Error + Send + Sync>,
-    },
-    /// The pipeline is not valid.
-    #[error(transparent)]
-    Pipeline(#[from] PipelineError),
-    /// A setting is not valid.
-    #[error("{setting}: {reason}")]
-    Config {
-        /// Name of the setting.
-        setting: &'static str,
-        /// What is wrong and which values are valid.
-        reason: String,
-    },
-    /// The pool could not be created.
-    #[error("cannot create the DRAM tier")]
-    Memory(#[source] Arc<MemoryError>),
-    /// A thread could not be started.
-    #[error("cannot start the threads of the store")]
-    Threads {
-        /// The error of the operating system.
-        #[source]
-        source: Arc<std::io::Error>,
-    },
-    /// The store is being erased. Retry once the erase has ended.
-    #[error("the store is being erased; retry once the erase has ended")]
-    Erasing,
-    /// The store was closed.
-    #[error("the store is closed")]
-    Closed,
-    /// The node is unavailable. Compute; the client reconnects by itself.
-    #[error("the node at {socket} is unavailable: {reason}")]
-    Unavailable {
-        /// Socket of the node.
-        socket: String,
-        /// The last error.
-        reason: String,
-    },
-    /// The node refuses this client. Change the credentials or the settings of the client.
-    #[error("the node at {socket} refuses this client: {reason}")]
-    Refused {
-        /// Socket of the node.
-        socket: String,
-        /// The reason that the node gave.
-        reason: String,
-    },
 }

@@ -13,10 +13,9 @@ use std::time::Duration;
 use cascade_block::{BlockKey, Manifest, Namespace, TenantSecret};
 use cascade_runtime::{Deadline, SystemClock, yield_now};
 
-use crate::outcome::PutSlab;
 use crate::{
     BlockStore, CallOptions, Change, ChangeCursor, DeclineReason, GetOutcome, Put, PutOutcome,
-    Request, StoreCounters, StoreError, TierName, ViewOutcome,
+    PutSlab, Request, StoreCounters, StoreError, TierName, ViewOutcome,
 };
 
 /// A fresh store under test, with a pool of [`DRAM_BYTES`].

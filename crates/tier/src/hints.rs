@@ -29,7 +29,7 @@ pub enum Priority {
 
 /// The hints for one chain.
 ///
-/// Hints come with a request, or later through [`super::Eviction::hint`]: an engine learns only
+/// Hints come with a request, or later through `Eviction::hint` of the store: an engine learns only
 /// after the request how it ended or that its session is over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Hints {

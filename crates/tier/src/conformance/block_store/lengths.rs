@@ -3,8 +3,9 @@
 use cascade_block::{Manifest, Namespace, TenantSecret};
 
 use super::{NOW, Subject, bytes_of, keys, tier_of};
-use crate::outcome::{PrepareOutcome, PutSlab};
-use crate::{GetOutcome, Put, PutOutcome, Request, StoreError, ViewOutcome};
+use crate::{
+    GetOutcome, PrepareOutcome, Put, PutOutcome, PutSlab, Request, StoreError, ViewOutcome,
+};
 
 /// More blocks than fit one message.
 const MANY: u64 = 10_000;

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use cascade_block::BlockKey;
 
-use crate::core::eviction::Hints;
+use crate::Hints;
 
 /// One lookup of a whole chain.
 #[derive(Debug, Clone, Copy)]

@@ -10,8 +10,7 @@ use cascade_block::{BlockKey, NamespaceId};
 use cascade_memory::{HugePages, Pool, PoolConfig, Slab};
 use cascade_runtime::{Deadline, SystemClock};
 
-use super::{BlockFacts, Load, LoadOutcome, Stage};
-use crate::address::Address;
+use crate::tier::{Address, BlockFacts, Load, LoadOutcome, Stage};
 
 /// The stage and the pool of one check.
 #[derive(Debug)]

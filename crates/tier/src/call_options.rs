@@ -8,7 +8,7 @@ use std::time::Duration;
 pub struct CallOptions {
     /// Timeout of the call. Default: the timeout of the store.
     pub timeout: Option<Duration>,
-    /// Identifier of the caller, kept with the blocks that it puts, for [`crate::Store::explain`].
+    /// Identifier of the caller, kept with the blocks that it puts, for `Store::explain`.
     pub writer: Option<WriterId>,
 }
 

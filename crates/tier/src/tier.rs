@@ -1,10 +1,8 @@
 //! Stages: the tiers below DRAM in a pipeline, behind one small trait.
 //!
 //! A stage keeps bytes at its own addresses and answers in batches. The store decides which blocks
-//! are stored, kept and removed. To add a stage: implement [`Stage`], run [`conformance`] over it,
-//! register it in a [`crate::stages::StageRegistry`].
-
-pub mod conformance;
+//! are stored, kept and removed. To add a stage: implement [`Stage`], run
+//! [`crate::conformance::tier`] over it, register it in the `StageRegistry` of the store.
 
 use std::error::Error;
 use std::fmt;
@@ -17,8 +15,6 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::TierName;
-pub use crate::address::Address;
-pub use crate::not_erased::NotErased;
 
 /// A block's properties besides its bytes; a persistent stage returns them after a restart.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -232,4 +228,17 @@ pub trait Stage: Send + Sync + fmt::Debug {
 
     /// Its statistics.
     fn stats(&self) -> StageStats;
+}
+
+/// Where a stage below DRAM keeps a block; only that stage understands it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Address(pub u64);
+
+/// Something that was not erased.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NotErased {
+    /// A file, a tier, or memory.
+    pub what: String,
+    /// The reason.
+    pub why: String,
 }

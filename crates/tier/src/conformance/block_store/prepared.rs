@@ -6,8 +6,7 @@ use cascade_block::BlockKey;
 use cascade_runtime::{Deadline, SystemClock, yield_now};
 
 use super::{DRAM_BYTES, EVENT_TIMEOUT, NOW, Subject, bytes_of, key, keys};
-use crate::outcome::{PrepareOutcome, PutSlab};
-use crate::{CallOptions, DeclineReason, Put, PutOutcome, StoreError};
+use crate::{CallOptions, DeclineReason, PrepareOutcome, Put, PutOutcome, PutSlab, StoreError};
 
 impl Subject {
     fn prepare(

@@ -21,11 +21,11 @@ pub enum Change {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ChangeCursor {
     /// Identifies the log; differs after every start.
-    pub(crate) epoch: u64,
+    pub epoch: u64,
     /// Number of changes before the next one.
-    pub(crate) sequence: u64,
+    pub sequence: u64,
     /// Index of the next entry to scan; `None` once the scan is complete.
-    pub(crate) scan: Option<u32>,
+    pub scan: Option<u32>,
 }
 
 impl ChangeCursor {
@@ -42,7 +42,7 @@ impl ChangeCursor {
     }
 
     /// Decodes a cursor. Any bytes are valid; for a cursor that did not come from this store,
-    /// [`crate::Store::changes`] returns `is_lost`.
+    /// `Store::changes` returns `is_lost`.
     pub fn from_bytes(bytes: [u8; Self::BYTES]) -> Self {
         let word = |first: usize| u64::from_le_bytes(std::array::from_fn(|at| bytes[first + at]));
         let scan = u32::from_le_bytes(std::array::from_fn(|at| bytes[16 + at]));
@@ -50,7 +50,7 @@ impl ChangeCursor {
     }
 }
 
-/// Result of [`crate::Store::changes`].
+/// Result of `Store::changes`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Changes {
     /// The cursor for the next call.
