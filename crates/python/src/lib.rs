@@ -64,5 +64,5 @@ fn replace_trace(
 #[pyo3(signature = (arguments, /))]
 fn run_command(py: Python<'_>, arguments: Vec<OsString>) -> PyResult<i32> {
     let interpreter: Option<PathBuf> = py.import("sys")?.getattr("executable")?.extract()?;
-    Ok(py.detach(|| cascade_bench::cli::main(arguments.into_iter(), interpreter)))
+    Ok(py.detach(|| cascade_command::main(arguments.into_iter(), interpreter)))
 }
