@@ -13,9 +13,11 @@ mod client;
 mod connection;
 mod live_sessions;
 mod session;
+mod socket;
 mod trace;
 
 pub use administrator::{AdminError, Administrator};
-pub use cascade_wire::{Access, TraceContext};
+pub use cascade_wire::{Access, SOCKET_PATH_BYTES_MAX, TraceContext};
 pub use client::{Client, ConnectOptions};
+pub use socket::{default_socket, socket_of_process};
 pub use trace::{TraceScope, replace as replace_trace};
