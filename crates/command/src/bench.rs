@@ -101,18 +101,14 @@ pub(super) struct NodeArgs {
     soak: Option<u64>,
 }
 
-/// Runs one of the benchmarks. `interpreter` is the first choice for that of vLLM.
-pub(super) fn run(
-    args: &BenchVerb,
-    interpreter: Option<PathBuf>,
-    screen: &mut Screen,
-) -> Result<i32, Failure> {
+/// Runs one of the benchmarks.
+pub(super) fn run(args: &BenchVerb, screen: &mut Screen) -> Result<i32, Failure> {
     match args {
         BenchVerb::Core(args) => core(args, screen),
         BenchVerb::Node(args) => node(args, screen),
         BenchVerb::Eviction(args) => eviction::run(args, screen),
         BenchVerb::Shadow(args) => shadow::run(args, screen),
-        BenchVerb::Vllm(args) => vllm::run(args, interpreter, screen),
+        BenchVerb::Vllm(args) => vllm::run(args, screen),
         BenchVerb::NodeWorker => {
             let commands = std::io::stdin().lock();
             node::run_worker(commands, std::io::stdout().lock())

@@ -24,7 +24,6 @@ mod tenant;
 mod top;
 
 use std::ffi::OsString;
-use std::path::PathBuf;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
@@ -38,6 +37,8 @@ pub use status::render as render_status;
 
 /// The commit that this program was built from.
 const COMMIT: &str = env!("CASCADE_COMMIT");
+/// What `--version` prints after the name.
+const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), " (", env!("CASCADE_COMMIT"), ")");
 
 /// The command succeeded.
 pub const EXIT_OK: i32 = 0;
@@ -50,7 +51,7 @@ pub const EXIT_INTERRUPTED: i32 = 130;
 
 /// Keeps the KV cache of LLM inference engines in DRAM and files, and measures what it saves.
 #[derive(Debug, Parser)]
-#[command(name = "cascade", version, propagate_version = true, max_term_width = 100)]
+#[command(name = "cascade", version = VERSION, propagate_version = true, max_term_width = 100)]
 #[command(arg_required_else_help = true, subcommand_required = true)]
 #[command(after_help = "\
 Examples:
@@ -132,10 +133,7 @@ Examples:
 }
 
 /// Runs one command line (its first element is the program's name) and returns the exit code.
-///
-/// `interpreter` is the Python interpreter that runs this program, if any. `cascade bench vllm`
-/// tries it first.
-pub fn main(args: impl Iterator<Item = OsString>, interpreter: Option<PathBuf>) -> i32 {
+pub fn main(args: impl Iterator<Item = OsString>) -> i32 {
     let command = match Command::try_parse_from(args) {
         Ok(command) => command,
         Err(usage) => {
@@ -145,7 +143,7 @@ pub fn main(args: impl Iterator<Item = OsString>, interpreter: Option<PathBuf>) 
         }
     };
     let mut screen = Screen::of_process();
-    match run(command.verb, interpreter, &mut screen) {
+    match run(command.verb, &mut screen) {
         Ok(code) => code,
         Err(failure) => {
             let code = failure.exit_code();
@@ -160,12 +158,12 @@ pub fn definition() -> clap::Command {
     Command::command()
 }
 
-fn run(verb: Verb, interpreter: Option<PathBuf>, screen: &mut Screen) -> Result<i32, Failure> {
+fn run(verb: Verb, screen: &mut Screen) -> Result<i32, Failure> {
     match verb {
         Verb::Serve(args) => serve::run(*args, screen),
         Verb::Doctor(args) => doctor::run(&args, screen),
         Verb::Replay(args) => replay::run(&args, screen),
-        Verb::Bench(args) => bench::run(&args, interpreter, screen),
+        Verb::Bench(args) => bench::run(&args, screen),
         Verb::Sim(args) => sim::run(&args, screen),
         Verb::Status(args) => status::run(&args, screen),
         Verb::Top(args) => top::run(&args, screen),

@@ -57,22 +57,10 @@ pub(super) fn kernel_bytes() -> Result<u64, MeasureError> {
     Ok(field("SUnreclaim:") + field("KernelStack:") + field("PageTables:"))
 }
 
-/// The command line of this process up to `bench`, for a child process.
-///
-/// The program may be Python. Then its first arguments are the script of the command, and its path
-/// must stay as it was given: a virtual environment's interpreter is a link, and Python finds the
-/// environment by the path of the link.
+/// This program, for a child process.
 pub(super) fn this_command() -> Result<Command, MeasureError> {
-    let mut arguments = std::env::args_os().take_while(|argument| argument != "bench");
-    let program = arguments.next().ok_or_else(|| {
-        MeasureError::usage(
-            "the command line has no program name",
-            "run it as `cascade bench node`",
-        )
-    })?;
-    let mut command = Command::new(program);
-    command.args(arguments);
-    Ok(command)
+    let program = std::env::current_exe();
+    program.map(Command::new).map_err(|error| MeasureError::other("find this program", error))
 }
 
 /// Raises the limit of file descriptors, which child processes inherit: each client needs some.

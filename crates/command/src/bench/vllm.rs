@@ -38,7 +38,7 @@ pub(crate) struct VllmArgs {
     /// Write the figures as JSON to FILE, and the environment to a file beside it.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// Python with vllm and cascadekv [default: the running one, then .cache/vllm/bin/python].
+    /// Python with vllm and cascadekv [default: beside cascade, then .cache/vllm/bin/python].
     #[arg(long, value_name = "PATH")]
     python: Option<PathBuf>,
     /// Models, by their number of parameters.
@@ -106,12 +106,8 @@ enum Baseline {
 }
 
 /// Runs the benchmark in a Python that has vLLM and returns its exit code.
-pub(super) fn run(
-    args: &VllmArgs,
-    interpreter: Option<PathBuf>,
-    screen: &mut Screen,
-) -> Result<i32, Failure> {
-    let python = find_python(args.python.as_deref(), interpreter)?;
+pub(super) fn run(args: &VllmArgs, screen: &mut Screen) -> Result<i32, Failure> {
+    let python = find_python(args.python.as_deref())?;
     let environment =
         serde_json::to_string(&Environment::capture(crate::COMMIT, Some(&args.directory)))
             .map_err(|error| Failure::measure("vLLM", error))?;
@@ -164,10 +160,10 @@ fn joined(values: impl Iterator<Item = String>) -> String {
 }
 
 /// The requested interpreter, or the first candidate that has both packages.
-fn find_python(requested: Option<&Path>, interpreter: Option<PathBuf>) -> Result<PathBuf, Failure> {
+fn find_python(requested: Option<&Path>) -> Result<PathBuf, Failure> {
     let candidates = match requested {
         Some(path) => vec![path.to_owned()],
-        None => interpreter.into_iter().chain([PathBuf::from(INSTALLED)]).collect(),
+        None => python_beside_program().into_iter().chain([PathBuf::from(INSTALLED)]).collect(),
     };
     candidates.iter().find(|python| has_vllm(python)).cloned().ok_or_else(|| {
         let tried = joined(candidates.iter().map(|python| python.display().to_string()));
@@ -176,6 +172,12 @@ fn find_python(requested: Option<&Path>, interpreter: Option<PathBuf>) -> Result
             "run make bench-vllm, which installs them below .cache, or give one with --python",
         )
     })
+}
+
+/// The interpreter of the environment in which this program is installed.
+fn python_beside_program() -> Option<PathBuf> {
+    let python = std::env::current_exe().ok()?.with_file_name("python");
+    python.exists().then_some(python)
 }
 
 fn has_vllm(python: &Path) -> bool {
@@ -219,7 +221,7 @@ mod tests {
     #[test]
     fn an_interpreter_without_vllm_is_refused_with_the_command_that_installs_it() {
         let missing = Path::new("/nonexistent/python");
-        let failure = find_python(Some(missing), None).unwrap_err();
+        let failure = find_python(Some(missing)).unwrap_err();
         let text = failure.explain();
         assert!(text.contains("/nonexistent/python") && text.contains("make bench-vllm"), "{text}");
         assert_eq!(failure.exit_code(), crate::EXIT_USAGE);
