@@ -21,10 +21,9 @@ pub use change::{Change, ChangeCursor, Changes};
 pub use error::{PipelineError, StoreError};
 pub use health::{CircuitHealth, HealthState, StageHealth};
 pub use hints::{Hints, Priority, StopReason};
-pub use names::intern;
+pub use names::{TierName, intern};
 pub use outcome::{
-    DeclineReason, GetOutcome, PrefixMatch, PrepareOutcome, Put, PutOutcome, PutSlab, TierName,
-    ViewOutcome,
+    DeclineReason, GetOutcome, PrefixMatch, PrepareOutcome, Put, PutOutcome, PutSlab, ViewOutcome,
 };
 pub use request::Request;
 pub use stats::{ShadowFigure, ShadowRates, StoreCounters, StoreStats, TierHits, WarmStats};

@@ -1,4 +1,4 @@
-//! Interned names of tiers and operations that another process sends as text.
+//! Names of tiers, and interned names that another process sends as text.
 
 use std::collections::BTreeSet;
 use std::sync::PoisonError;
@@ -6,7 +6,8 @@ use std::sync::PoisonError;
 use cascade_runtime::LeafMutex;
 use serde::{Deserialize, Deserializer};
 
-use crate::TierName;
+/// The name of a tier in results and statistics: `dram`, `files`, or the name of another stage.
+pub type TierName = &'static str;
 
 /// Maximum number of interned names, which are never freed. A build has a few dozen.
 const NAMES_MAX: usize = 1024;

@@ -3,10 +3,7 @@
 use cascade_block::{BlockKey, NamespaceId};
 use cascade_memory::{Slab, SlabMut};
 
-use crate::StoreError;
-
-/// The name of a tier in results and statistics: `dram`, `files`, or the name of another stage.
-pub type TierName = &'static str;
+use crate::{StoreError, TierName};
 
 /// One block to store.
 #[derive(Debug, Clone, Copy)]
