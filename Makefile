@@ -12,6 +12,8 @@ export CARGO_TARGET_DIR
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Container images often set it. Each engine would then compile vLLM's imports again: 12 s of CPU.
 export PYTHONDONTWRITEBYTECODE :=
+# packaging/wheel_backend.py, the backend of `pip install .`, calls maturin: no warning is needed.
+export MATURIN_NO_MISSING_BUILD_BACKEND_WARNING := 1
 # The interpreter for which cargo builds the Python binding.
 export PYO3_PYTHON := $(CURDIR)/.venv/bin/python
 
