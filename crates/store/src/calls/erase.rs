@@ -4,15 +4,14 @@ use std::collections::HashSet;
 
 use cascade_block::with_causes;
 use cascade_memory::WipeReport;
+use cascade_tier::tier::{NotErased, StageEraseReport};
+use cascade_tier::{CallOptions, StoreError, TierName};
 
 use crate::core::catalog::LOWER_STAGES_MAX;
 use crate::core::history::{History, Loss};
 use crate::core::state::{KeyChange, StoreState};
-use crate::not_erased::NotErased;
 use crate::shared::StoreCore;
 use crate::shared::call::CallContext;
-use crate::stage::StageEraseReport;
-use crate::{CallOptions, StoreError, TierName};
 
 /// Result of erasing a store.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

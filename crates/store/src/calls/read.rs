@@ -3,8 +3,9 @@
 use cascade_block::BlockKey;
 use cascade_memory::{Slab, SlabMut};
 use cascade_runtime::{Clock, MutexGuard};
+use cascade_tier::tier::{Address, Load, LoadOutcome, StageError};
+use cascade_tier::{CallOptions, GetOutcome, StoreError, ViewOutcome};
 
-use crate::address::Address;
 use crate::calls::read_counters::ReadResult;
 use crate::core::catalog::{ContentIndex, ExpectedAccess, KeyIndex};
 use crate::core::circuit::Direction;
@@ -13,8 +14,6 @@ use crate::core::state::{KeyChange, StoreState};
 use crate::drive::breaker::HealthSignal;
 use crate::shared::call::{CallContext, KEYS_PER_LOCK};
 use crate::shared::{AllocationFailure, StoreCore};
-use crate::stage::{Load, LoadOutcome, StageError};
-use crate::{CallOptions, GetOutcome, StoreError, ViewOutcome};
 
 /// A step of a copying get holds at most DRAM divided by this.
 const GET_SHARE: usize = 8;

@@ -13,9 +13,10 @@ use std::time::Duration;
 
 use cascade_block::{BlockKey, FingerprintSeed};
 use cascade_runtime::Clock;
+use cascade_tier::tier::{Address, BlockFacts, StageError};
+use cascade_tier::{PutOutcome, StoreCounters};
 
 use crate::HealthConfig;
-use crate::address::Address;
 use crate::core::additions::Additions;
 use crate::core::catalog::{Catalog, ContentIndex, ExpectedAccess, KeyIndex, LOWER_STAGES_MAX};
 use crate::core::circuit::Breaker;
@@ -23,9 +24,6 @@ use crate::core::eviction::{Eviction, EvictionChoice, Incoming, RemovalReason};
 use crate::core::flush_mark::FlushMark;
 use crate::core::history::{History, Loss};
 use crate::durable::ledger::{Ledger, unknown_namespace};
-use crate::outcome::PutOutcome;
-use crate::stage::{BlockFacts, StageError};
-use crate::stats::StoreCounters;
 
 /// A block queued to be written to a lower stage.
 #[derive(Debug, Clone, Copy)]

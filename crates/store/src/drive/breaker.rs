@@ -4,12 +4,13 @@
 //! While the write circuit is open, no block is queued for the stage; blocks that it should have
 //! are listed, and queued when the circuit closes. An open write circuit does not affect reads.
 
+use cascade_tier::tier::{LoadOutcome, StageError};
+
 use crate::core::catalog::{Content, LOWER_STAGES_MAX};
 use crate::core::circuit::{CircuitChange, Direction};
 use crate::core::state::{KeyChange, PendingWrite, StoreState};
 use crate::drive::mover;
 use crate::shared::StoreCore;
-use crate::stage::{LoadOutcome, StageError};
 
 /// Maximum number of blocks listed as missing in a stage. Beyond it the oldest, which are evicted
 /// first, are dropped from the list.

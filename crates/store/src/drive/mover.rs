@@ -11,15 +11,14 @@ use std::time::Duration;
 use cascade_block::BlockKey;
 use cascade_memory::Slab;
 use cascade_runtime::{Deadline, Plant, is_planted, thread};
+use cascade_tier::tier::{Address, BlockFacts, MakeRoomOutcome, StageError};
 
-use crate::address::Address;
 use crate::core::catalog::ContentIndex;
 use crate::core::circuit::Direction;
 use crate::core::history::Loss;
 use crate::core::state::{KeyChange, PendingWrite, StoreState};
 use crate::drive::breaker::HealthSignal;
 use crate::shared::StoreCore;
-use crate::stage::{BlockFacts, MakeRoomOutcome, StageError};
 
 /// Maximum bytes of one batch.
 const BATCH_BYTES: u64 = 16 << 20;

@@ -1,13 +1,14 @@
 //! Explain: the state of each block of a chain, and why a request did not match more of it.
 
 use cascade_block::{BlockKey, ManifestDifference, Namespace, NamespaceId};
+use cascade_tier::{CallOptions, StoreError, TierName, WriterId};
 
+use crate::Store;
 use crate::core::catalog::KeyIndex;
 use crate::core::history::Loss;
 use crate::core::state::StoreState;
 use crate::shared::StoreCore;
 use crate::shared::call::KEYS_PER_LOCK;
-use crate::{CallOptions, Store, StoreError, TierName, WriterId};
 
 /// The state of the blocks of a chain.
 #[derive(Debug, Clone, PartialEq, Eq)]

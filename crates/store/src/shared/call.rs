@@ -3,8 +3,7 @@
 use std::time::Duration;
 
 use cascade_runtime::{Clock, Deadline};
-
-use crate::{StoreError, WriterId};
+use cascade_tier::{StoreError, WriterId};
 
 /// Keys of one batch that are processed before the lock is released and the deadline is checked.
 pub(crate) const KEYS_PER_LOCK: usize = 512;
