@@ -2,6 +2,7 @@
 
 pub(crate) mod changes;
 pub(crate) mod erase;
+mod fetch_source;
 pub(crate) mod find;
 pub(crate) mod flush;
 pub mod holds;

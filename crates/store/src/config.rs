@@ -22,7 +22,9 @@ pub enum WritePolicy {
     /// lower tiers soon after.
     #[default]
     Back,
-    /// Write-through: a put returns once every tier has the block.
+    /// Write-through: a put returns once every tier has written the block, or another caller has
+    /// removed it. It fails if a tier does not accept the block, such as an empty block in a file
+    /// tier; DRAM may still have it.
     Through,
 }
 

@@ -1,6 +1,7 @@
 //! What the store knows and decides, without I/O or threads: catalog, state, eviction, circuits.
 
 pub(crate) mod additions;
+pub(crate) mod awaited;
 pub(crate) mod catalog;
 pub(crate) mod change_log;
 pub(crate) mod circuit;

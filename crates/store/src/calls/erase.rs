@@ -64,6 +64,7 @@ impl StoreCore {
         if std::mem::replace(&mut state.is_erasing, true) {
             return Err(StoreError::Erasing);
         }
+        state.erases += 1;
         let mut erased =
             EraseReport { tiers: self.empty_catalog(&mut state), ..EraseReport::default() };
         let mut removed = CancelledRemovals::default();
@@ -86,6 +87,8 @@ impl StoreCore {
         }
         state.is_erasing = false;
         drop(state);
+        // Flushes wait for the end.
+        self.notify_changed();
         Ok(erased)
     }
 

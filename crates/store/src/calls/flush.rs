@@ -43,20 +43,37 @@ impl StoreCore {
         self.flush_since(&mut reported, self.call(options))
     }
 
-    fn flush_since(&self, reported: &mut FlushMark, call: CallContext) -> Result<(), StoreError> {
+    /// Waits until the stages have everything that is queued now.
+    fn wait_for_queues(&self, call: CallContext) -> Result<(), StoreError> {
         let mut state = self.lock();
-        if state.is_closed {
-            return Err(StoreError::Closed);
+        loop {
+            if state.is_closed {
+                return Err(StoreError::Closed);
+            }
+            // An erase cancels the removals of deleted blocks. They are done when it ends: the
+            // stage is erased, or the removals are queued again.
+            if state.is_erasing {
+                state = self.wait_or_time_out(state, "flush", call)?;
+                continue;
+            }
+            let erases = state.erases;
+            // Blocks that are queued after this line belong to a later flush. Without fixed
+            // tickets, steady puts would keep this call waiting.
+            let tickets = state.block_tickets.map(|tickets| tickets.pushed);
+            while (0..self.stages.len()).any(|at| state.block_tickets[at].settled < tickets[at]) {
+                state = self.wait_or_time_out(state, "flush", call)?;
+            }
+            // A written block can queue key changes for its stage: draw these tickets only now.
+            let tickets = state.key_tickets.map(|tickets| tickets.pushed);
+            state = self.wait_for_key_changes(state, tickets, "flush", call)?;
+            if state.erases == erases {
+                return Ok(());
+            }
         }
-        // Blocks that are queued after this line belong to a later flush. Without fixed tickets,
-        // steady puts would keep this call waiting.
-        let tickets = state.block_tickets.map(|tickets| tickets.pushed);
-        while (0..self.stages.len()).any(|at| state.block_tickets[at].settled < tickets[at]) {
-            state = self.wait_or_time_out(state, "flush", call)?;
-        }
-        // A written block can queue key changes for its stage: draw these tickets only now.
-        let tickets = state.key_tickets.map(|tickets| tickets.pushed);
-        drop(self.wait_for_key_changes(state, tickets, "flush", call)?);
+    }
+
+    fn flush_since(&self, reported: &mut FlushMark, call: CallContext) -> Result<(), StoreError> {
+        self.wait_for_queues(call)?;
         // Read once: exactly the stages that are skipped below are reported at the end, even if a
         // circuit changes meanwhile.
         let open_circuits = self.lock().open_write_circuits;

@@ -11,9 +11,10 @@ use cascade_tier::{CallOptions, DeclineReason, Put, PutOutcome, PutSlab, StoreEr
 
 use crate::WritePolicy;
 use crate::calls::put_check::PutCheck;
+use crate::core::awaited::Place;
 use crate::core::catalog::{ContentIndex, NewKey};
 use crate::core::eviction::{Incoming, Slot};
-use crate::core::state::{KeyChange, StoreState};
+use crate::core::state::StoreState;
 use crate::shared::call::{CallContext, KEYS_PER_LOCK};
 use crate::shared::{AllocationFailure, StoreCore, Timestamps};
 
@@ -42,6 +43,8 @@ pub(super) struct PutBatch<'a> {
     /// The last block that was declined. Its descendants are declined too, also in later rounds:
     /// there a child would look like a block without a parent and evict its own ancestors.
     declined: Option<(BlockKey, DeclineReason)>,
+    /// The blocks that were stored, if the put waits for their writes.
+    awaited: Vec<(usize, Place)>,
     call: CallContext,
 }
 
@@ -125,7 +128,8 @@ impl StoreCore {
         let outcomes = batch.iter().map(|_| None).collect();
         let digests = vec![None; batch.len()];
         let call = self.call(options);
-        let mut puts = PutBatch { batch, digests, outcomes, declined: None, call };
+        let awaited = Vec::new();
+        let mut puts = PutBatch { batch, digests, outcomes, declined: None, awaited, call };
         self.hash(&mut puts);
         for _ in 0..ATTEMPTS_MAX {
             let undecided = puts.undecided();
@@ -137,7 +141,7 @@ impl StoreCore {
             // the meantime, the comparison has no result and the next attempt puts a new block.
             self.compare_undecided(&mut puts);
         }
-        let PutBatch { outcomes, call, .. } = puts;
+        let PutBatch { outcomes, mut awaited, call, .. } = puts;
         // Only a key that others deleted in every attempt, between the check and the comparison,
         // has no outcome here.
         let retries_exhausted = || {
@@ -146,7 +150,8 @@ impl StoreCore {
         };
         let outcomes =
             outcomes.into_iter().map(|outcome| outcome.unwrap_or_else(retries_exhausted));
-        self.finish_put(batch, outcomes.collect(), call)
+        awaited.sort_unstable_by_key(|(index, _)| *index);
+        self.finish_put(batch, outcomes.collect(), &awaited, call)
     }
 
     /// Allocates a slab outside any batch, to write a block in place.
@@ -354,7 +359,14 @@ impl StoreCore {
         puts.outcomes[index] = match self.check_put(state, put, digest, now) {
             PutCheck::Settled(outcome) => Some(outcome),
             PutCheck::Compare => None,
-            PutCheck::New => Some(self.publish(state, put, digest, slab.clone(), (puts.call, now))),
+            PutCheck::New => {
+                let place = self.publish(state, put, digest, slab.clone(), (puts.call, now));
+                if self.waits_for_writes() {
+                    state.awaited.begin(place);
+                    puts.awaited.push((index, place));
+                }
+                Some(PutOutcome::Stored)
+            }
         };
     }
 
@@ -382,10 +394,14 @@ impl StoreCore {
             state.record(key, Some(&facts));
             state.make_resident(key, now.policy);
         }
+        // The new key is the first one.
+        let other = state.catalog.each_key_of(content).nth(1);
+        let other = state.catalog.entry(other.expect("the content had a key")).key;
+        let place = (content, state.catalog.content(content).generation);
         for stage in 0..self.stages.len() {
             // For a content that is still queued, the mover adds its other keys after the write.
             if let Some(address) = state.catalog.content(content).address(stage) {
-                state.push_key_change(stage, KeyChange::Add(facts, address));
+                state.push_addition(stage, facts, address, (place, other));
             }
         }
         PutOutcome::Deduplicated
@@ -400,7 +416,7 @@ impl StoreCore {
         digest: Option<Digest>,
         slab: Slab,
         (call, now): (CallContext, Timestamps),
-    ) -> PutOutcome {
+    ) -> Place {
         let facts = self.facts(put, digest);
         let bytes = u64::from(facts.bytes);
         state.counters.bytes_written += bytes;
@@ -417,6 +433,7 @@ impl StoreCore {
         let entry = state.catalog.content_mut(content);
         entry.put_stamp = put_stamp;
         entry.writer = call.writer.map_or(0, |writer| writer.0.get());
+        let place = (content, entry.generation);
         state.put_slab(content, slab, Some(&facts));
         for stage in 0..self.stages.len() {
             if state.catalog.content(content).address(stage).is_none() {
@@ -424,7 +441,7 @@ impl StoreCore {
             }
         }
         state.make_resident(key, now.policy);
-        PutOutcome::Stored
+        place
     }
 
     /// Waits for the stages if the write policy requires it, then counts the outcomes.
@@ -432,13 +449,14 @@ impl StoreCore {
         &self,
         batch: &[Put<'_>],
         mut outcomes: Vec<PutOutcome>,
+        awaited: &[(usize, Place)],
         call: CallContext,
     ) -> Vec<PutOutcome> {
-        // Without DRAM no tier keeps the block until a stage has written it, so that the put waits
-        // as with write-through.
-        if self.config.write == WritePolicy::Through || !self.pipeline.has_dram {
-            for (put, outcome) in batch.iter().zip(&mut outcomes) {
-                if let Err(error) = self.wait_written(put, outcome, call) {
+        if self.waits_for_writes() {
+            let mut awaited = awaited.iter().peekable();
+            for (at, (put, outcome)) in batch.iter().zip(&mut outcomes).enumerate() {
+                let place = awaited.next_if(|(index, _)| *index == at).map(|(_, place)| *place);
+                if let Err(error) = self.wait_written(put, outcome, place, call) {
                     *outcome = PutOutcome::Failed(error);
                 }
             }

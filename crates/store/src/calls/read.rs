@@ -6,11 +6,12 @@ use cascade_runtime::{Clock, MutexGuard};
 use cascade_tier::tier::{Address, Load, LoadOutcome, StageError};
 use cascade_tier::{CallOptions, GetOutcome, StoreError, ViewOutcome};
 
+use crate::calls::fetch_source::FetchSource;
 use crate::calls::read_counters::ReadResult;
-use crate::core::catalog::{ContentIndex, ExpectedAccess, KeyIndex};
+use crate::core::catalog::{ExpectedAccess, KeyIndex};
 use crate::core::circuit::Direction;
 use crate::core::history::Loss;
-use crate::core::state::{KeyChange, StoreState};
+use crate::core::state::StoreState;
 use crate::drive::breaker::HealthSignal;
 use crate::shared::call::{CallContext, KEYS_PER_LOCK};
 use crate::shared::{AllocationFailure, StoreCore};
@@ -55,26 +56,6 @@ struct Fetch {
     pending: PendingRead,
     from: FetchSource,
     slab: SlabMut,
-}
-
-/// Where a block is read from.
-#[derive(Debug, Clone, Copy)]
-struct FetchSource {
-    content: ContentIndex,
-    generation: u32,
-    stage: usize,
-    address: Address,
-    /// Whether the stage was still to record the key when the read was planned.
-    is_pending: bool,
-    /// Number of keys that the stage had recorded by then.
-    recorded: u64,
-}
-
-impl FetchSource {
-    /// The content, with its generation: a later content can reuse the index.
-    fn place(self) -> (ContentIndex, u32) {
-        (self.content, self.generation)
-    }
 }
 
 /// The blocks without an outcome after one lookup in the catalog.
@@ -340,17 +321,8 @@ impl StoreCore {
         state = again;
         match slab {
             Ok(mut slab) => {
-                let additions = &state.additions[stage];
-                let (is_pending, recorded) =
-                    (additions.is_pending(&pending.key), additions.settled());
-                let from = FetchSource {
-                    content: index,
-                    generation,
-                    stage,
-                    address,
-                    is_pending,
-                    recorded,
-                };
+                let place = (index, generation);
+                let from = FetchSource::new(&state, place, (stage, address), pending.key);
                 // After a kill of this process, the kernel may still write into the slab.
                 self.note_load(&mut slab);
                 plan.fetches.push(Fetch { pending, from, slab });
@@ -391,7 +363,7 @@ impl StoreCore {
             let mut places = Vec::with_capacity(fetches.len());
             for Fetch { pending, from, slab } in fetches {
                 places.push((pending, from));
-                loads.push(Load { key: pending.key, address: from.address, slab });
+                loads.push(Load { key: from.key, address: from.address, slab });
             }
             // Measured before the load: a time-out is a failure of the stage only if the call had
             // at least the time of a probe.
@@ -429,6 +401,8 @@ impl StoreCore {
         }
         let tier = self.tier_name(1 + from.stage);
         match loaded {
+            // Read as another key of its content, which may be a key of other bytes by now.
+            LoadOutcome::Hit(_) if from.key != pending.key && !from.has_same_key(state) => {}
             LoadOutcome::Hit(slab) => {
                 let slab = slab.seal();
                 self.promote(state, pending, from, &slab, batch.purpose);
@@ -455,10 +429,13 @@ impl StoreCore {
             LoadOutcome::Gone if self.stages[from.stage].keeps_names_only() => {
                 pending.avoid |= 1 << from.stage;
             }
-            LoadOutcome::Gone => settle_gone(state, pending, from),
+            LoadOutcome::Gone => {
+                let can_be_read = from.settle_gone(state, &pending.key);
+                pending.avoid |= u8::from(!can_be_read) << from.stage;
+            }
             LoadOutcome::Damaged => {
                 state.counters.damaged_blocks += 1;
-                forget_address(state, from, Loss::Damaged);
+                from.forget_address(state, Loss::Damaged);
             }
         }
         pending.tries += 1;
@@ -548,42 +525,6 @@ fn resident(
         state.touch(key, now);
     }
     Some(slab)
-}
-
-/// The bytes are no longer at the address in the catalog: removes the address for all keys of the
-/// content.
-fn forget_address(state: &mut StoreState, from: FetchSource, why: Loss) {
-    let Some(content) = state.catalog.live_content(from.place()) else { return };
-    if content.address(from.stage) == Some(from.address) {
-        state.clear_address(from.content, from.stage);
-        for key in state.catalog.keys_of(from.content) {
-            let name = state.catalog.entry(key).key;
-            state.push_key_change(from.stage, KeyChange::Remove(name, from.address));
-        }
-        state.forget_if_in_no_tier(from.content, why);
-    }
-}
-
-/// The stage does not know this key. For the only key of a content, its bytes are gone; otherwise
-/// forget this key alone. Not if the stage has recorded it since, or is still to record it.
-fn settle_gone(state: &mut StoreState, pending: &mut PendingRead, from: FetchSource) {
-    let recorded = state.additions[from.stage].settled();
-    let Some(content) = state.catalog.live_content(from.place()) else { return };
-    if content.address(from.stage) != Some(from.address) || recorded != from.recorded {
-        return;
-    }
-    if from.is_pending {
-        pending.avoid |= 1 << from.stage;
-        return;
-    }
-    if content.key_count == 1 {
-        return forget_address(state, from, Loss::Vanished);
-    }
-    if let Some(key) = state.catalog.find(&pending.key)
-        && state.catalog.entry(key).content == from.content
-    {
-        state.forget(key, Loss::Vanished);
-    }
 }
 
 fn copy_out(view: ViewOutcome, buffer: &mut [u8], batch_bytes: usize) -> GetOutcome {

@@ -18,6 +18,7 @@ use cascade_tier::{PutOutcome, StoreCounters};
 
 use crate::HealthConfig;
 use crate::core::additions::Additions;
+use crate::core::awaited::AwaitedWrites;
 use crate::core::catalog::{Catalog, ContentIndex, ExpectedAccess, KeyIndex, LOWER_STAGES_MAX};
 use crate::core::circuit::Breaker;
 use crate::core::eviction::{Eviction, EvictionChoice, Incoming, RemovalReason};
@@ -81,6 +82,7 @@ pub(crate) struct StoreState {
     /// Blocks to be written, by stage.
     pub(crate) queues: [VecDeque<PendingWrite>; LOWER_STAGES_MAX],
     pub(crate) block_tickets: [Tickets; LOWER_STAGES_MAX],
+    pub(crate) awaited: AwaitedWrites,
     pub(crate) key_changes: [Vec<KeyChange>; LOWER_STAGES_MAX],
     /// The additions among the key changes that are queued or being recorded.
     pub(crate) additions: [Additions; LOWER_STAGES_MAX],
@@ -130,6 +132,8 @@ pub(crate) struct StoreState {
     pub(crate) is_closing: bool,
     /// Puts are refused while the store is erased.
     pub(crate) is_erasing: bool,
+    /// Number of erases that have begun.
+    pub(crate) erases: u64,
     /// Every call is refused, and the threads end.
     pub(crate) is_closed: bool,
 }
@@ -153,6 +157,7 @@ impl StoreState {
             tier_matches: [0; 1 + LOWER_STAGES_MAX],
             queues: Default::default(),
             block_tickets: Default::default(),
+            awaited: AwaitedWrites::default(),
             key_changes: Default::default(),
             additions: Default::default(),
             write_failures: FlushMark::default(),
@@ -180,6 +185,7 @@ impl StoreState {
             lower_stages,
             is_closing: false,
             is_erasing: false,
+            erases: 0,
             is_closed: false,
         }
     }
@@ -449,22 +455,8 @@ impl StoreState {
     /// Queues a key change for the mover of a stage.
     pub(crate) fn push_key_change(&mut self, stage: usize, change: KeyChange) {
         self.limit_key_changes(stage);
-        self.additions[stage].push(&change);
         self.key_changes[stage].push(change);
         self.key_tickets[stage].pushed += 1;
-    }
-
-    /// A stage has recorded these key changes, or they were dropped.
-    pub(crate) fn settle_key_changes(&mut self, stage: usize, changes: &[KeyChange]) {
-        self.additions[stage].settle(changes);
-        self.key_tickets[stage].settled += changes.len() as u64;
-    }
-
-    /// Takes all queued key changes of a stage. They will not be sent.
-    pub(crate) fn cancel_key_changes(&mut self, stage: usize) -> Vec<KeyChange> {
-        let cancelled = std::mem::take(&mut self.key_changes[stage]);
-        self.settle_key_changes(stage, &cancelled);
-        cancelled
     }
 
     /// Queues a content for the mover of a stage; the content keeps its slab until it is written.

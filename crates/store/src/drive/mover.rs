@@ -220,6 +220,7 @@ fn send_key_changes(
             state.counters.name_failures += count as u64;
             state.write_failures.count(stage, count as u64);
         }
+        // Before the next run, which can remove keys: until then, reads of the added keys use them.
         core.lock().settle_key_changes(stage, &changes[..count]);
         changes.drain(..count);
         // Up to the full length again: many short runs would each move the rest of the changes.
@@ -449,6 +450,7 @@ fn settle(
 ) {
     state.pending_bytes[stage] -= u64::from(pending.facts.bytes);
     let place = (pending.content, pending.generation);
+    state.awaited.note(place, stage, &result);
     let Some(content) = state.catalog.live_content(place) else {
         // Deleted during the write.
         let address = result.ok();
@@ -508,7 +510,8 @@ fn add_other_keys(state: &mut StoreState, stage: usize, pending: &PendingWrite, 
             expires_unix_ms: (expires != 0).then_some(expires),
             ..pending.facts
         };
-        state.push_key_change(stage, KeyChange::Add(facts, address));
+        let written = ((pending.content, pending.generation), pending.facts.key);
+        state.push_addition(stage, facts, address, written);
     }
     if !has_written_key {
         state.push_key_change(stage, KeyChange::Remove(pending.facts.key, address));
