@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use cascade_block::{BlockKey, DigestMode, key_of_id, with_causes};
+use cascade_block::{BlockKey, key_of_id, with_causes};
 use cascade_memory::Slab;
 use cascade_runtime::simulated::World;
 use cascade_runtime::{LeafMutex, now, sleep, yield_now};
@@ -406,12 +406,12 @@ impl Client {
         // A write that a crash cut is found when it is read.
         let profile = &self.shared.profile;
         let has_crashes = profile.trouble >= Trouble::Kills;
-        // So is a record under a name of an earlier run, in an encrypted tier.
-        let has_names = profile.is_encrypted && profile.digest != DigestMode::Off;
+        // So is a record under a name of an earlier run.
+        let loses_names = profile.loses_names();
         for (key, block) in keys.iter().zip(&explanation.blocks) {
             match &block.state {
                 BlockState::Absent { why: why @ (Loss::Damaged | Loss::Vanished), .. }
-                    if !has_crashes && !(has_names && *why == Loss::Vanished) =>
+                    if !has_crashes && !(loses_names && *why == Loss::Vanished) =>
                 {
                     model.findings.add(format!("key {key}: its block is absent: {why}"));
                 }

@@ -480,9 +480,7 @@ impl Model {
                 version.end_at(now);
                 continue;
             }
-            // An encrypted tier does not trust the names of a record that earlier runs gave it.
-            let is_trusted = !version.is_linked || !self.profile.is_encrypted;
-            let is_kept = files_keep_all && version.content.length > 0 && is_trusted;
+            let is_kept = files_keep_all && version.content.length > 0;
             match version.persisted {
                 Persisted::Removal => {}
                 Persisted::Block if is_kept => {}
@@ -541,7 +539,7 @@ impl Model {
     /// Contents that a key must have had at every moment since `begin`.
     fn certain(&self, key: u32, begin: Tick) -> impl Iterator<Item = Content> {
         let Promises { keeps_all, has_files, .. } = self.promises;
-        let are_links_kept = !self.profile.is_encrypted;
+        let loses_names = self.profile.loses_names();
         let versions = self.keys[key as usize].iter();
         let certain = versions.filter(move |version| {
             keeps_all
@@ -549,9 +547,8 @@ impl Model {
                 && version.is_before(begin)
                 && version.doomed.is_none()
                 && version.dead.is_none()
-                && (!version.is_linked
-                    || !has_files
-                    || (version.persisted == Persisted::Block && are_links_kept))
+                && !loses_names
+                && (!version.is_linked || !has_files || version.persisted == Persisted::Block)
         });
         certain.map(|version| version.content)
     }

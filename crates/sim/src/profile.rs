@@ -146,6 +146,12 @@ impl Profile {
         self.tiers != Tiers::Dram
     }
 
+    /// Whether keys with equal bytes can lose them: an encrypted tier keeps one record for all, and
+    /// does not trust the names that earlier runs gave it.
+    pub(crate) fn loses_names(&self) -> bool {
+        self.is_encrypted && self.digest != DigestMode::Off
+    }
+
     /// What the store promises in this world.
     pub(crate) fn promises(&self) -> Promises {
         let is_roomy = match self.tiers {
