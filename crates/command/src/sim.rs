@@ -1,5 +1,7 @@
 //! `cascade sim`: simulates stores on virtual time and checks what they promise.
 
+use std::ffi::OsString;
+use std::io::{self, BufReader};
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
@@ -7,7 +9,7 @@ use std::thread;
 use std::time::Duration;
 
 use cascade_runtime::{Plant, SystemClock, random_u64};
-use cascade_sim::{Length, Progress, SimOptions, SimResult, Violation};
+use cascade_sim::{Length, Processes, Progress, SimOptions, SimResult, Violation, Workers, serve};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
@@ -21,6 +23,10 @@ use crate::{
 const OPERATIONS: u64 = 1_000_000;
 /// How often the progress bar is redrawn.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
+/// Worlds that one process runs. A process starts in milliseconds and a world takes some hundred.
+const WORLDS_MAX: u64 = 50;
+/// Real time that a world may take. It takes seconds in a build without optimisation.
+const WORLD_TIME: Duration = Duration::from_secs(300);
 /// Two runs of one seed differed.
 const EXIT_DIFFERENT: i32 = 3;
 
@@ -61,7 +67,7 @@ pub(super) struct SimArgs {
     /// Run only the world with this number.
     #[arg(long, value_name = "N")]
     world: Option<u64>,
-    /// Worlds to run at the same time [default: one for each processor].
+    /// Worlds to run at the same time, a process for each [default: one for each processor].
     #[arg(long, value_name = "N")]
     jobs: Option<NonZeroUsize>,
     /// Run each world twice and compare.
@@ -73,6 +79,9 @@ pub(super) struct SimArgs {
     /// Write the result as JSON to FILE; - is standard output.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
+    /// Run the worlds whose numbers come in: what the processes of a simulation do.
+    #[arg(long, hide = true, requires = "seed", conflicts_with_all = ["json", "world"])]
+    worker: bool,
 }
 
 /// The result with the build that it is of.
@@ -105,10 +114,13 @@ pub(super) fn run(args: &SimArgs, screen: &mut Screen) -> Result<i32, Failure> {
             "give the --operations of the simulation that has this world",
         ));
     }
+    if args.worker {
+        return serve_worlds(&options);
+    }
     interrupt::install_handler()?;
     // First, so that it is known also if this process does not live to its end.
     screen.notice(format!("simulating with seed {seed}; Control-C stops and reports"))?;
-    let (result, was_stopped) = simulate(&options, screen);
+    let (result, was_stopped) = simulate(&options, screen)?;
     write(args, &result, screen)?;
     Ok(match () {
         () if result.violations > 0 || result.wrong_bytes > 0 => EXIT_FAILED,
@@ -118,12 +130,51 @@ pub(super) fn run(args: &SimArgs, screen: &mut Screen) -> Result<i32, Failure> {
     })
 }
 
+/// What a process of a simulation does: it runs the worlds that its parent names.
+fn serve_worlds(options: &SimOptions) -> Result<i32, Failure> {
+    let served = serve(options, BufReader::new(io::stdin()), io::stdout());
+    served.map_err(|error| Failure::other("serve a simulation as one of its processes", error))?;
+    Ok(EXIT_OK)
+}
+
+/// The command line of this process up to `sim`, with the arguments of a process of a simulation.
+///
+/// The program may be Python. Then its first arguments are the script of the command, and its path
+/// must stay as it was given: a virtual environment's interpreter is a link, and Python finds the
+/// environment by the path of the link.
+fn worker_command(options: &SimOptions) -> Result<(OsString, Vec<OsString>), Failure> {
+    let mut own = std::env::args_os().take_while(|argument| argument != "sim");
+    let program = own.next().ok_or_else(|| {
+        Failure::usage("the command line has no program name", "run it as `cascade sim`")
+    })?;
+    Ok((program, own.chain(worker_arguments(options)).collect()))
+}
+
+fn worker_arguments(options: &SimOptions) -> Vec<OsString> {
+    let mut arguments =
+        vec!["sim".into(), "--worker".into(), format!("--seed={}", options.seed).into()];
+    arguments.push(match options.length {
+        Length::Operations(operations) => format!("--operations={operations}").into(),
+        Length::Time(time) => format!("--seconds={}ms", time.as_millis().max(1)).into(),
+    });
+    if options.twice {
+        arguments.push("--twice".into());
+    }
+    arguments.extend(options.plant.map(|plant| format!("--plant={plant}").into()));
+    arguments
+}
+
 /// Simulates in a thread while this one updates the progress bar and handles Control-C.
-fn simulate(options: &SimOptions, screen: &Screen) -> (SimResult, bool) {
+fn simulate(options: &SimOptions, screen: &Screen) -> Result<(SimResult, bool), Failure> {
     let progress = Progress::default();
     let bar = progress_bar(options, screen);
+    let failed = |error| Failure::other("start a process of the simulation", error);
+    let command = worker_command(options)?;
+    let processes = Processes { command, worlds_max: WORLDS_MAX, world_time: WORLD_TIME };
+    let workers = Workers::Processes(&processes);
     let result = thread::scope(|scope| {
-        let simulation = scope.spawn(|| cascade_sim::run(options, &progress, &SystemClock));
+        let simulation =
+            scope.spawn(|| cascade_sim::run(options, workers, &progress, &SystemClock));
         while !simulation.is_finished() {
             if interrupt::is_requested() {
                 progress.is_stopped.store(true, Ordering::Relaxed);
@@ -137,7 +188,7 @@ fn simulate(options: &SimOptions, screen: &Screen) -> (SimResult, bool) {
     });
     bar.finish_and_clear();
     match result {
-        Ok(result) => (result, progress.is_stopped.load(Ordering::Relaxed)),
+        Ok(result) => Ok((result.map_err(failed)?, progress.is_stopped.load(Ordering::Relaxed))),
         Err(panic) => std::panic::resume_unwind(panic),
     }
 }
@@ -197,7 +248,16 @@ fn summarize(result: &SimResult, screen: &mut Screen) -> Result<(), Failure> {
         let repeat = screen.dim(&format!("  in: {profile}\n  repeat: {repeat}"));
         screen.line(repeat)?;
     }
+    if result.late_transfers > 0 {
+        screen.line(format!(
+            "  {} uses of transfers that had not ended at the deadline of their call",
+            result.late_transfers
+        ))?;
+    }
     if result.differences > 0 {
+        for repeat in &result.repeat_differences {
+            screen.line(format!("differs: {repeat}"))?;
+        }
         let text = format!("{} worlds differed in their second run", result.differences);
         let text = screen.verdict(false, &text);
         screen.line(text)?;

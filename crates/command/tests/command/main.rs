@@ -9,6 +9,7 @@ mod node;
 mod port;
 mod replay;
 mod serve;
+mod sim;
 mod usage;
 
 use std::path::{Path, PathBuf};
