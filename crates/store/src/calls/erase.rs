@@ -65,6 +65,7 @@ impl StoreCore {
             return Err(StoreError::Erasing);
         }
         state.erases += 1;
+        state.are_removals_cancelled = true;
         let mut erased =
             EraseReport { tiers: self.empty_catalog(&mut state), ..EraseReport::default() };
         let mut removed = CancelledRemovals::default();
@@ -79,6 +80,9 @@ impl StoreCore {
         self.wait_for_calls(&mut erased, &mut removed, call);
         self.wait_for_stuck_calls(&mut erased, call);
         self.erase_stages(&mut erased, removed, call);
+        self.lock().are_removals_cancelled = false;
+        // Flushes wait for this.
+        self.notify_changed();
         self.wipe(&mut erased, call);
         let mut state = self.lock();
         // The records of the erased blocks were cleared, but still contain their keys and digests.
@@ -87,8 +91,6 @@ impl StoreCore {
         }
         state.is_erasing = false;
         drop(state);
-        // Flushes wait for the end.
-        self.notify_changed();
         Ok(erased)
     }
 

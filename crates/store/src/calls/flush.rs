@@ -50,9 +50,9 @@ impl StoreCore {
             if state.is_closed {
                 return Err(StoreError::Closed);
             }
-            // An erase cancels the removals of deleted blocks. They are done when it ends: the
-            // stage is erased, or the removals are queued again.
-            if state.is_erasing {
+            // An erase cancels the removals of deleted blocks, until it has erased the stages, or
+            // has queued the removals again.
+            if state.are_removals_cancelled {
                 state = self.wait_or_time_out(state, "flush", call)?;
                 continue;
             }

@@ -129,9 +129,10 @@ impl StoreCore {
             return Err(StoreError::Closed);
         }
         match state.history.loss_of(&put.key) {
-            Some((Loss::EvictedUnwritten | Loss::Unwritten | Loss::Damaged, _)) => {
-                Err(self.stage_error(state, stage, "write a block"))
-            }
+            Some((
+                Loss::EvictedUnwritten | Loss::Unwritten | Loss::Damaged | Loss::PutFailed,
+                _,
+            )) => Err(self.stage_error(state, stage, "write a block")),
             _ => Ok(()),
         }
     }

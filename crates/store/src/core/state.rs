@@ -132,6 +132,8 @@ pub(crate) struct StoreState {
     pub(crate) is_closing: bool,
     /// Puts are refused while the store is erased.
     pub(crate) is_erasing: bool,
+    /// An erase has cancelled key changes, and has yet to erase the stages or to queue them again.
+    pub(crate) are_removals_cancelled: bool,
     /// Number of erases that have begun.
     pub(crate) erases: u64,
     /// Every call is refused, and the threads end.
@@ -185,6 +187,7 @@ impl StoreState {
             lower_stages,
             is_closing: false,
             is_erasing: false,
+            are_removals_cancelled: false,
             erases: 0,
             is_closed: false,
         }
