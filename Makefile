@@ -248,7 +248,8 @@ sanitize: export CARGO_TARGET_DIR := $(CARGO_TARGET_DIR)/asan
 sanitize: export RUSTC_BOOTSTRAP := 1
 sanitize: export RUSTFLAGS := -Zsanitizer=address
 sanitize:
-	cargo test --locked --quiet --target $(HOST) --package cascade-memory --package cascade-disk \
+	cargo test --locked --quiet --target $(HOST) --package cascade-runtime \
+		--package cascade-memory --package cascade-disk --features cascade-runtime/sanitizer \
 		--lib --tests
 	cargo test --locked --quiet --target $(HOST) --package cascade-store --test race
 

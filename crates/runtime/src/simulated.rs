@@ -119,6 +119,7 @@ impl World {
         let world_thread = std::thread::Builder::new()
             .name("cascade-world".to_owned())
             .spawn(move || {
+                coroutine::ignore_leaks();
                 let world: &'static Self = Box::leak(Box::new(Self::new(settings)));
                 WORLD.set(Some(world));
                 world.start_thread("main".to_owned(), Domain::HARNESS, Box::new(body));

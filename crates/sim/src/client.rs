@@ -411,7 +411,7 @@ impl Client {
         for (key, block) in keys.iter().zip(&explanation.blocks) {
             match &block.state {
                 BlockState::Absent { why: why @ (Loss::Damaged | Loss::Vanished), .. }
-                    if !has_crashes && !(loses_names && *why == Loss::Vanished) =>
+                    if !(has_crashes || loses_names && *why == Loss::Vanished) =>
                 {
                     model.findings.add(format!("key {key}: its block is absent: {why}"));
                 }

@@ -15,12 +15,11 @@ const KEY: [u8; 32] = [0x5c; 32];
 /// The path of the file. It lives as long as this process.
 pub(crate) fn path() -> io::Result<PathBuf> {
     static FILE: OnceLock<File> = OnceLock::new();
-    let file = match FILE.get() {
-        Some(file) => file,
-        None => {
-            let fresh = make()?;
-            FILE.get_or_init(|| fresh)
-        }
+    let file = if let Some(file) = FILE.get() {
+        file
+    } else {
+        let fresh = make()?;
+        FILE.get_or_init(|| fresh)
     };
     Ok(PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd())))
 }

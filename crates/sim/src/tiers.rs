@@ -98,7 +98,7 @@ impl Devices {
     }
 
     /// How often callers did that to a transfer whose call the deadline had ended.
-    pub(crate) fn late_transfers(&self) -> u64 {
+    pub(crate) fn count_late_transfers(&self) -> u64 {
         self.disk.counts().late_violations
     }
 }

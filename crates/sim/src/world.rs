@@ -135,7 +135,7 @@ fn live(shared: &Arc<Shared>, plan: WorldPlan) -> Counts {
     for what in harness.devices.violations() {
         shared.model().findings.add(format_args!("the store misused its disk: {what}"));
     }
-    harness.counts.late_transfers = harness.devices.late_transfers();
+    harness.counts.late_transfers = harness.devices.count_late_transfers();
     harness.counts
 }
 

@@ -64,7 +64,7 @@ fn a_process_that_hangs_is_killed() {
 
 #[test]
 fn a_result_of_another_world_is_refused() {
-    let result = simulate(r#"while read -r world; do answer 9; done"#, 50, LONG);
+    let result = simulate("while read -r world; do answer 9; done", 50, LONG);
     assert_eq!((result.worlds, result.violations), (5, 5));
     let text = &result.listed[0].text;
     assert!(text.ends_with("gave no valid result: a result of world 9"), "{text}");
