@@ -147,7 +147,11 @@ impl Simulation<'_> {
         report
     }
 
+    /// Whether the time is over. One world runs in any time.
     fn is_late(&self) -> bool {
+        if self.next.load(Ordering::Relaxed) == self.options.world.unwrap_or(0) {
+            return false;
+        }
         let passed = self.clock.monotonic().saturating_sub(self.began);
         matches!(self.options.length, Length::Time(time) if passed >= time)
     }

@@ -9,7 +9,6 @@ use cascade_runtime::{Clock, MutexGuard, Plant, is_planted};
 use cascade_tier::tier::BlockFacts;
 use cascade_tier::{CallOptions, DeclineReason, Put, PutOutcome, PutSlab, StoreError};
 
-use crate::WritePolicy;
 use crate::calls::put_check::PutCheck;
 use crate::core::awaited::Place;
 use crate::core::catalog::{ContentIndex, NewKey};

@@ -3,7 +3,7 @@
 use cascade_block::BlockKey;
 use cascade_memory::{Slab, SlabMut};
 use cascade_runtime::{Clock, MutexGuard};
-use cascade_tier::tier::{Address, Load, LoadOutcome, StageError};
+use cascade_tier::tier::{Load, LoadOutcome, StageError};
 use cascade_tier::{CallOptions, GetOutcome, StoreError, ViewOutcome};
 
 use crate::calls::fetch_source::FetchSource;
