@@ -1,7 +1,5 @@
 //! Checks that crates depend on each other only as the drawing in `ARCHITECTURE.md` has it.
 
-#![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
-
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
