@@ -43,7 +43,7 @@ UV_VERSION := 0.13.9
 PROFILE ?= release
 # Wheels carry no symbols; `make STRIP= ...` keeps them for perf and backtraces.
 STRIP ?= --strip
-STRIP_PROGRAM = $(if $(STRIP),-- -C link-arg=-s)
+STRIP_PROGRAM = $(if $(STRIP),-- -C strip=symbols)
 # The program `cascade`, where pyproject.toml has maturin find it for the wheel.
 PROGRAM := target/wheel/scripts/cascade
 # Platforms of a release's wheels; docs/installation.md has the table.
