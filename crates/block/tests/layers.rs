@@ -1,5 +1,6 @@
 //! Checks that crates depend on each other only as the drawing in `ARCHITECTURE.md` has it.
 
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
