@@ -1,6 +1,5 @@
 //! Checks that crates depend on each other only as the drawing in `ARCHITECTURE.md` has it.
 
-
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
