@@ -1,7 +1,5 @@
 //! Blocks with equal bytes share them in a lower tier, also while the tier has yet to record a key.
 
-#![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
-
 mod blocks;
 mod third_party;
 

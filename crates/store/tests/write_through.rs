@@ -113,7 +113,7 @@ fn a_put_succeeds_if_the_block_that_replaced_its_own_is_not_written() {
         assert_eq!(store.delete(&[key(0)]), [true]);
         let other = thread::Builder::new().spawn({
             let store = store.clone();
-            move || store.put(&[Put::new(key(0), &[7; BLOCK])], CallOptions::default())
+            move || store.put(&[Put::new(key(0), &vec![7; BLOCK])], CallOptions::default())
         });
         fail_second_write(&stage);
         let other = other.unwrap().join().unwrap();

@@ -449,3 +449,19 @@ fn the_default_capacity_of_the_file_tier_is_reported_at_start_and_by_the_doctor(
     let found = check["found"].as_str().unwrap();
     assert!(found.contains("by default") && is_reason(found), "{found}");
 }
+
+/// The kernel sends SIGXFSZ for a file beyond the limit, which ends a process without a handler.
+#[test]
+fn a_limit_of_file_sizes_does_not_end_a_node() {
+    // Less than a segment, in units of 512 or of 1,024 bytes.
+    let mut limited = Command::new("sh");
+    limited.args(["-c", "ulimit -f 65000; exec \"$0\" \"$@\""]).arg(env!("CARGO_BIN_EXE_cascade"));
+    // Segments of 64 MiB.
+    let settings = "files = \"HERE/files\"\nfiles_capacity = \"1GiB\"\n";
+    let node = ServedNode::start_as(settings, &mut limited, |_| ());
+    fs::write(node.path("block"), [7; 4096]).unwrap();
+    let file = node.path("block").display().to_string();
+    node.output(&["put", KEY, &file]);
+    assert_eq!(node.run(&["flush"]).status.code(), Some(1), "no segment can be created");
+    assert!(node.output(&["explain", KEY]).contains("dram"), "the node serves on");
+}

@@ -192,8 +192,8 @@ impl FileOperations for SimFiles {
             let inode = device.resolve(directory)?;
             device.directory(inode)?;
             // Not at an opening, which holds no lock: the tier would keep to the other directory.
-            let is_other = !device.locks.is_empty()
-                && device.faults.is_active(DiskFault::OtherDirectory, now);
+            let is_other =
+                !device.locks.is_empty() && device.faults.is_active(DiskFault::OtherDirectory, now);
             if is_other {
                 device.count_fault(DiskFault::OtherDirectory, now);
             }

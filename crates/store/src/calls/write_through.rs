@@ -32,15 +32,14 @@ impl StoreCore {
             return Ok(());
         }
         let mut state = self.lock();
-        let place = match place {
-            Some(place) => place,
-            None => {
-                let Some(place) = place_of(&state, put) else {
-                    return self.result_without_block(&state, put, 0);
-                };
-                state.awaited.begin(place);
-                place
-            }
+        let place = if let Some(place) = place {
+            place
+        } else {
+            let Some(place) = place_of(&state, put) else {
+                return self.result_without_block(&state, put, 0);
+            };
+            state.awaited.begin(place);
+            place
         };
         let (mut state, written) = self.wait_for_stages(state, put, place, call);
         state.awaited.end(place);
