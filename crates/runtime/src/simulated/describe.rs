@@ -51,5 +51,8 @@ fn describe_holders(lock: usize, threads: &[Thread]) -> String {
         format!("`{}`{over} since {}", thread.name, held.location)
     });
     let names: Vec<String> = names.collect();
-    if names.is_empty() { "no thread, while a writer waits".to_owned() } else { names.join(" and ") }
+    if names.is_empty() {
+        return "no thread, while a writer waits".to_owned();
+    }
+    names.join(" and ")
 }
