@@ -60,6 +60,11 @@ impl Additions {
         self.pending.contains_key(key)
     }
 
+    /// The contents that queued additions name.
+    pub(crate) fn places(&self) -> Vec<Place> {
+        self.pending.values().map(|pending| pending.place).collect()
+    }
+
     /// Grows with each addition that the stage has recorded.
     pub(crate) fn settled(&self) -> u64 {
         self.settled

@@ -13,6 +13,7 @@ use cascade_memory::Slab;
 use cascade_runtime::{Deadline, Plant, is_planted, thread};
 use cascade_tier::tier::{Address, BlockFacts, MakeRoomOutcome, StageError};
 
+use crate::core::awaited::Place;
 use crate::core::catalog::ContentIndex;
 use crate::core::circuit::Direction;
 use crate::core::history::Loss;
@@ -405,6 +406,7 @@ fn apply_room_to_changes(changes: &mut Vec<KeyChange>, room: &MakeRoomOutcome) -
 fn apply_room(core: &StoreCore, stage: usize, room: &MakeRoomOutcome) {
     let mut state = core.lock();
     state.history.set_time(core.clock.unix_ms());
+    let pending = state.additions[stage].places();
     let settled = apply_room_to_changes(&mut state.key_changes[stage], room);
     state.settle_key_changes(stage, &settled);
     for (key, old, new) in &room.moved {
@@ -420,13 +422,40 @@ fn apply_room(core: &StoreCore, stage: usize, room: &MakeRoomOutcome) {
         // The first dropped key of a content clears the address; for its other keys there is
         // nothing left to do.
         if let Some(content) = content_at(&mut state, stage, key, *address) {
-            state.clear_address(content, stage);
-            state.catalog.content_mut(content).was_reclaimed = true;
-            state.forget_if_in_no_tier(content, Loss::Reclaimed);
+            forget_dropped(&mut state, stage, content);
         }
     }
+    apply_room_to_pending(&mut state, stage, &pending, room);
     drop(state);
     core.notify_changed();
+}
+
+/// Applies moves and drops to contents whose keys the stage has yet to record. It cannot name them:
+/// it knows such a content by a key that was deleted.
+fn apply_room_to_pending(
+    state: &mut StoreState,
+    stage: usize,
+    pending: &[Place],
+    room: &MakeRoomOutcome,
+) {
+    let moved: HashMap<_, _> = room.moved.iter().map(|(_, old, new)| (*old, *new)).collect();
+    let dropped: HashSet<_> = room.dropped.iter().map(|(_, address)| *address).collect();
+    for place in pending {
+        let content = state.catalog.live_content(*place);
+        let Some(address) = content.and_then(|content| content.address(stage)) else { continue };
+        if let Some(new) = moved.get(&address) {
+            state.set_address(place.0, stage, *new);
+        } else if dropped.contains(&address) {
+            forget_dropped(state, stage, place.0);
+        }
+    }
+}
+
+/// A stage has dropped a content for room.
+fn forget_dropped(state: &mut StoreState, stage: usize, content: ContentIndex) {
+    state.clear_address(content, stage);
+    state.catalog.content_mut(content).was_reclaimed = true;
+    state.forget_if_in_no_tier(content, Loss::Reclaimed);
 }
 
 /// The content of a key, if the stage has it at this address; not if it was moved or deleted since.

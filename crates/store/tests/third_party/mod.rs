@@ -208,6 +208,11 @@ impl MapStage {
         blocks.values().map(|kept| kept.bytes.len() as u64).sum()
     }
 
+    /// The bytes that it keeps.
+    pub(crate) fn used_bytes(&self) -> u64 {
+        Self::used(&self.blocks.lock().unwrap())
+    }
+
     /// Stores a block as if by an earlier run.
     pub(crate) fn add_survivor(&self, facts: BlockFacts, bytes: Vec<u8>) {
         let address = self.next.fetch_add(1, Ordering::Relaxed);
