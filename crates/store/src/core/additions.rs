@@ -3,14 +3,15 @@
 //! A key that shares the bytes of another one is in the catalog before a stage knows it. Until then
 //! its bytes are read under a key that the stage has: its `via`.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use cascade_block::BlockKey;
+use cascade_tier::tier::{Address, BlockFacts, MakeRoomOutcome};
 
 use crate::core::awaited::Place;
+use crate::core::catalog::ContentIndex;
+use crate::core::history::Loss;
 use crate::core::state::{KeyChange, StoreState};
-use cascade_tier::tier::Address;
-use cascade_tier::tier::BlockFacts;
 
 /// Most steps from a pending key to one that the stage has. Only deletions make the way long.
 const STEPS_MAX: usize = 8;
@@ -123,5 +124,48 @@ impl StoreState {
             };
         }
         None
+    }
+
+    /// Applies moves and drops to contents whose keys a stage has yet to record. It cannot name
+    /// them: it knows such a content by a key that was deleted.
+    pub(crate) fn apply_room_to_pending(
+        &mut self,
+        stage: usize,
+        pending: &[Place],
+        room: &MakeRoomOutcome,
+        names: &HashSet<(BlockKey, Address)>,
+    ) {
+        let moved: HashMap<_, _> = room.moved.iter().map(|(_, old, new)| (*old, *new)).collect();
+        let dropped: HashSet<_> = room.dropped.iter().map(|(_, address)| *address).collect();
+        for place in pending {
+            let content = self.catalog.live_content(*place);
+            let Some(address) = content.and_then(|content| content.address(stage)) else {
+                continue;
+            };
+            if let Some(new) = moved.get(&address) {
+                self.set_address(place.0, stage, *new);
+            } else if dropped.contains(&address) {
+                self.forget_dropped(stage, (place.0, address), names);
+            }
+        }
+    }
+
+    /// A stage has dropped a content for room, with these names among others. It may have the bytes
+    /// under further names, such as a block file each, which a restart would recover.
+    pub(crate) fn forget_dropped(
+        &mut self,
+        stage: usize,
+        (content, address): (ContentIndex, Address),
+        names: &HashSet<(BlockKey, Address)>,
+    ) {
+        for key in self.catalog.keys_of(content) {
+            let name = self.catalog.entry(key).key;
+            if !names.contains(&(name, address)) {
+                self.push_key_change(stage, KeyChange::Remove(name, address));
+            }
+        }
+        self.clear_address(content, stage);
+        self.catalog.content_mut(content).was_reclaimed = true;
+        self.forget_if_in_no_tier(content, Loss::Reclaimed);
     }
 }

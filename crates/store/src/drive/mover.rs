@@ -13,7 +13,6 @@ use cascade_memory::Slab;
 use cascade_runtime::{Deadline, Plant, is_planted, thread};
 use cascade_tier::tier::{Address, BlockFacts, MakeRoomOutcome, StageError};
 
-use crate::core::awaited::Place;
 use crate::core::catalog::ContentIndex;
 use crate::core::circuit::Direction;
 use crate::core::history::Loss;
@@ -417,45 +416,18 @@ fn apply_room(core: &StoreCore, stage: usize, room: &MakeRoomOutcome) {
             state.set_address(content, stage, *new);
         }
     }
+    let names: HashSet<_> = room.dropped.iter().copied().collect();
     for (key, address) in &room.dropped {
         state.counters.reclaimed_blocks += 1;
         // The first dropped key of a content clears the address; for its other keys there is
         // nothing left to do.
         if let Some(content) = content_at(&mut state, stage, key, *address) {
-            forget_dropped(&mut state, stage, content);
+            state.forget_dropped(stage, (content, *address), &names);
         }
     }
-    apply_room_to_pending(&mut state, stage, &pending, room);
+    state.apply_room_to_pending(stage, &pending, room, &names);
     drop(state);
     core.notify_changed();
-}
-
-/// Applies moves and drops to contents whose keys the stage has yet to record. It cannot name them:
-/// it knows such a content by a key that was deleted.
-fn apply_room_to_pending(
-    state: &mut StoreState,
-    stage: usize,
-    pending: &[Place],
-    room: &MakeRoomOutcome,
-) {
-    let moved: HashMap<_, _> = room.moved.iter().map(|(_, old, new)| (*old, *new)).collect();
-    let dropped: HashSet<_> = room.dropped.iter().map(|(_, address)| *address).collect();
-    for place in pending {
-        let content = state.catalog.live_content(*place);
-        let Some(address) = content.and_then(|content| content.address(stage)) else { continue };
-        if let Some(new) = moved.get(&address) {
-            state.set_address(place.0, stage, *new);
-        } else if dropped.contains(&address) {
-            forget_dropped(state, stage, place.0);
-        }
-    }
-}
-
-/// A stage has dropped a content for room.
-fn forget_dropped(state: &mut StoreState, stage: usize, content: ContentIndex) {
-    state.clear_address(content, stage);
-    state.catalog.content_mut(content).was_reclaimed = true;
-    state.forget_if_in_no_tier(content, Loss::Reclaimed);
 }
 
 /// The content of a key, if the stage has it at this address; not if it was moved or deleted since.

@@ -337,18 +337,22 @@ impl Stage for FilesStage {
                 other.place = *new;
             }
         }
-        for (key, address) in &reclaimed.dropped {
-            if alias_locations.get(key).is_some_and(|other| other.place == *address) {
-                alias_locations.remove(key);
+        let dropped = reclaimed.dropped.into_iter().map(|(key, place)| {
+            match alias_locations.get(&key).copied() {
+                Some(other) if other.place == place => {
+                    alias_locations.remove(&key);
+                    (key, other.shared)
+                }
+                _ => (key, place),
             }
-        }
+        });
+        let dropped: Vec<_> = dropped.map(|(key, at)| (key, stage_address(at))).collect();
         let moved = reclaimed.moved.into_iter();
-        let dropped = reclaimed.dropped.into_iter();
         Ok(MakeRoomOutcome {
             moved: moved
                 .map(|(key, old, new)| (key, stage_address(old), stage_address(new)))
                 .collect(),
-            dropped: dropped.map(|(key, address)| (key, stage_address(address))).collect(),
+            dropped,
             freed_bytes: reclaimed.bytes_freed,
         })
     }
