@@ -13,7 +13,7 @@ use cascade_store::{
 };
 use third_party::{MapStage, flush, open};
 
-use blocks::{bytes_of, dram, key, keys, put};
+use blocks::{bytes_of, check, dram, key, keys, put};
 
 const BLOCK: usize = 64 << 10;
 
@@ -174,4 +174,25 @@ fn a_key_whose_block_is_dropped_before_it_is_recorded_is_absent() {
     let explained = store.explain(&[key(1)], None, CallOptions::default()).unwrap();
     let state = &explained.blocks[0].state;
     assert!(matches!(state, BlockState::Absent { why: Loss::Reclaimed, .. }), "{state:?}");
+}
+
+/// Both writes of the key reached the tier in one batch, and the later one replaced the bytes of the
+/// other key before that was recorded.
+#[test]
+fn a_key_that_is_put_again_leaves_the_bytes_of_another_one() {
+    let digest = DigestMode::On(DigestAlgorithm::Blake3);
+    let (store, stage) = open(StoreConfig { digest, ..dram(4) });
+    stage.has_one_block_a_key.store(true, Ordering::Relaxed);
+    let stores = stage.hold_stores();
+    put(&store, &keys(600..601), BLOCK);
+    stores.wait_until_reached();
+    assert!(matches!(put_as(&store, 1), PutOutcome::Stored));
+    assert!(matches!(put_as(&store, 2), PutOutcome::Deduplicated));
+    assert_eq!(store.delete(&[key(1)]), [true]);
+    put(&store, &keys(1..2), BLOCK);
+    drop(stores);
+    flush(&store);
+    evict(&store);
+    assert_hit(&store, 2);
+    assert!(check(&store, &keys(1..2))[0].is_some());
 }

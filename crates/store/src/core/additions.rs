@@ -9,9 +9,9 @@ use cascade_block::BlockKey;
 use cascade_tier::tier::{Address, BlockFacts, MakeRoomOutcome};
 
 use crate::core::awaited::Place;
-use crate::core::catalog::ContentIndex;
+use crate::core::catalog::{ContentIndex, KeyIndex};
 use crate::core::history::Loss;
-use crate::core::state::{KeyChange, StoreState};
+use crate::core::state::{KeyChange, PendingWrite, StoreState};
 
 /// Most steps from a pending key to one that the stage has. Only deletions make the way long.
 const STEPS_MAX: usize = 8;
@@ -73,6 +73,34 @@ impl Additions {
 }
 
 impl StoreState {
+    /// What a stage records of a key that shares a content. The rest is that of `content`.
+    pub(crate) fn facts_of(&self, key: KeyIndex, content: &BlockFacts) -> BlockFacts {
+        let entry = self.catalog.entry(key);
+        let expires = entry.expires_unix_ms;
+        BlockFacts {
+            key: entry.key,
+            parent: self.catalog.parent_of(key).map(|parent| self.catalog.entry(parent).key),
+            is_prefix: entry.is_prefix(),
+            expires_unix_ms: (expires != 0).then_some(expires),
+            ..*content
+        }
+    }
+
+    /// The write of a content under one of its keys. The key that it was queued with may have been
+    /// deleted and put again with other bytes: a stage with one block for each key would replace
+    /// the first by the second, while other keys share its bytes.
+    pub(crate) fn with_current_key(&mut self, pending: PendingWrite) -> PendingWrite {
+        let found = self.catalog.find(&pending.facts.key);
+        let is_current =
+            found.is_some_and(|key| self.catalog.entry(key).content == pending.content);
+        let place = (pending.content, pending.generation);
+        if is_current || self.catalog.live_content(place).is_none() {
+            return pending;
+        }
+        let Some(key) = self.catalog.each_key_of(pending.content).next() else { return pending };
+        PendingWrite { facts: self.facts_of(key, &pending.facts), ..pending }
+    }
+
     /// Queues another key of a content that a stage has. Until the stage has recorded it, its bytes
     /// are read as those of `other`, a key that the stage has or records before it.
     pub(crate) fn push_addition(

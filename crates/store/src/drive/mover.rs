@@ -129,6 +129,7 @@ fn next_batch(core: &StoreCore, stage: usize, batch_bytes: u64) -> Option<WriteB
         while (bytes < batch_bytes || batch.blocks.is_empty()) && batch.blocks.len() < BATCH_BLOCKS
         {
             let Some(pending) = state.queues[stage].pop_front() else { break };
+            let pending = state.with_current_key(pending);
             let place = (pending.content, pending.generation);
             let slab = state.catalog.live_content(place).and_then(|content| content.slab.clone());
             let Some(slab) = slab else {
@@ -503,14 +504,7 @@ fn add_other_keys(state: &mut StoreState, stage: usize, pending: &PendingWrite, 
             has_written_key = true;
             continue;
         }
-        let expires = entry.expires_unix_ms;
-        let facts = BlockFacts {
-            key: entry.key,
-            parent: state.catalog.parent_of(key).map(|parent| state.catalog.entry(parent).key),
-            is_prefix: entry.is_prefix(),
-            expires_unix_ms: (expires != 0).then_some(expires),
-            ..pending.facts
-        };
+        let facts = state.facts_of(key, &pending.facts);
         let written = ((pending.content, pending.generation), pending.facts.key);
         state.push_addition(stage, facts, address, written);
     }

@@ -214,6 +214,18 @@ fn stage_error(error: DiskError) -> StageError {
     }
 }
 
+/// Where the bytes of a key are that the store has at this address. A key that was deleted and added
+/// again has two addresses for a while, and only one of them can be an alias.
+fn place_of(
+    alias_locations: &BTreeMap<BlockKey, AliasLocation>,
+    key: &BlockKey,
+    address: Address,
+) -> cascade_disk::FileAddress {
+    let address = file_address(address);
+    let other = alias_locations.get(key).filter(|other| other.shared == address);
+    other.map_or(address, |other| other.place)
+}
+
 impl Stage for FilesStage {
     fn name(&self) -> TierName {
         self.name
@@ -253,14 +265,12 @@ impl Stage for FilesStage {
         };
         let requests = {
             let alias_locations = self.alias_locations();
-            let place = |load: Load| ReadRequest {
-                address: alias_locations
-                    .get(&load.key)
-                    .map_or(file_address(load.address), |other| other.place),
+            let request = |load: Load| ReadRequest {
+                address: place_of(&alias_locations, &load.key, load.address),
                 key: load.key,
                 slab: load.slab,
             };
-            batch.into_iter().map(place).collect()
+            batch.into_iter().map(request).collect()
         };
         let outcomes = files.read(requests, deadline).into_iter();
         outcomes
@@ -307,10 +317,10 @@ impl Stage for FilesStage {
     fn remove(&self, batch: &[(BlockKey, Address)], deadline: Deadline) -> Result<(), StageError> {
         let places: Vec<_> = {
             let alias_locations = self.alias_locations();
-            let place = |key: &BlockKey, address: Address| {
-                alias_locations.get(key).map_or(file_address(address), |other| other.place)
+            let place = |(key, address): &(BlockKey, Address)| {
+                (*key, place_of(&alias_locations, key, *address))
             };
-            batch.iter().map(|(key, address)| (*key, place(key, *address))).collect()
+            batch.iter().map(place).collect()
         };
         self.files()?.remove(&places, deadline).map_err(stage_error)?;
         // Only now: a removal that failed is tried again.

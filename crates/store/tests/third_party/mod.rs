@@ -73,6 +73,8 @@ pub(crate) struct MapStage {
     pub(crate) fails_writes: AtomicBool,
     /// This many stores fail from now on.
     pub(crate) fails_stores: AtomicU64,
+    /// Storing a block removes its key from earlier ones, as a file for each key does.
+    pub(crate) has_one_block_a_key: AtomicBool,
     /// Removing names fails.
     pub(crate) fails_removes: AtomicBool,
     pub(crate) damages: AtomicBool,
@@ -284,6 +286,9 @@ impl Stage for MapStage {
                 return Err(StageError::Full);
             }
             let address = self.next.fetch_add(1, Ordering::Relaxed);
+            if self.has_one_block_a_key.load(Ordering::Relaxed) {
+                blocks.retain(|_, kept| !kept.names.remove(&facts.key) || !kept.names.is_empty());
+            }
             let names = BTreeSet::from([facts.key]);
             blocks.insert(address, StoredBlock { names, bytes: slab.to_vec() });
             self.stored.fetch_add(1, Ordering::Relaxed);
