@@ -376,7 +376,10 @@ fn should_keep(
         let was_referenced = content.referenced & (1 << stage) != 0;
         // A second chance: the next reclaim keeps the block only if it is read again by then.
         content.referenced &= !(1 << stage);
-        was_referenced || is_prefix || content.slab.is_some()
+        let is_kept = was_referenced || is_prefix || content.slab.is_some();
+        // From now on: a read can meet the dropped block before the stage reports it.
+        content.was_reclaimed |= !is_kept;
+        is_kept
     })
 }
 

@@ -96,6 +96,7 @@ pub(crate) struct MapStage {
     names_held: Arc<HangSwitch>,
     loads_held: Arc<HangSwitch>,
     loaded_held: Arc<HangSwitch>,
+    rooms_held: Arc<HangSwitch>,
     /// Whether it can erase what it keeps.
     pub(crate) erases: AtomicBool,
     /// Whether it fails to keep manifests.
@@ -202,6 +203,11 @@ impl MapStage {
     }
 
     /// Number of stored blocks.
+    /// Holds calls to make room, once they have removed blocks.
+    pub(crate) fn hold_rooms(&self) -> HangGuard {
+        HangGuard::new(&self.rooms_held)
+    }
+
     pub(crate) fn block_count(&self) -> usize {
         self.blocks.lock().unwrap().len()
     }
@@ -382,6 +388,7 @@ impl Stage for MapStage {
                 room.dropped.extend(names.into_iter().map(|name| (name, Address(at))));
             }
         }
+        self.rooms_held.wait();
         Ok(room)
     }
 
