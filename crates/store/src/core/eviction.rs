@@ -21,7 +21,7 @@ use std::time::Duration;
 
 use crate::PolicyKind;
 pub use arc::Arc;
-use blocks::Adoption;
+use blocks::ChainWalk;
 pub use blocks::{BLOCKS_MAX, BlockList, BlockTable, Incoming, Slot};
 pub use ghosts::Ghosts;
 pub use hints::{Hints, Priority, StopReason};
@@ -272,6 +272,7 @@ impl Eviction {
     /// Inserts a block; the caller has made room. Blocks of one request are inserted root first.
     pub fn insert(&mut self, now: Duration, incoming: &Incoming) -> Slot {
         self.advance(now);
+        self.free_unfinished();
         let is_protected = incoming.is_protected && self.has_quota_for(incoming.bytes);
         let slot = self.blocks.insert(incoming, is_protected);
         self.stats.inserted += 1;
@@ -292,6 +293,7 @@ impl Eviction {
     /// If the slot holds no block.
     pub fn remove(&mut self, slot: Slot, why: RemovalReason) {
         assert!(self.blocks.is_resident(slot), "a block leaves once: slot {}", slot.index());
+        self.free_unfinished();
         if self.blocks.is_protected(slot) {
             self.protected.remove(&mut self.blocks, slot);
             self.stats.protected_blocks -= 1;
@@ -397,7 +399,17 @@ impl Eviction {
     /// have been deleted and put again. Cuts the chain where it contradicts the known parents, so
     /// no block occurs twice among the leading ones.
     fn leading<'a>(&mut self, chain: &'a [RequestedBlock]) -> (&'a [RequestedBlock], usize) {
-        let mut before = None;
+        let mut walk = ChainWalk::default();
+        let counted = self.count_leading(chain, &mut walk);
+        self.blocks.end_walk(chain, &walk);
+        counted
+    }
+
+    fn count_leading<'a>(
+        &mut self,
+        chain: &'a [RequestedBlock],
+        walk: &mut ChainWalk,
+    ) -> (&'a [RequestedBlock], usize) {
         for (at, requested) in chain.iter().enumerate() {
             // A slot that is not resident any more counts as a miss.
             let resident = requested.resident.filter(|slot| self.blocks.is_resident(*slot));
@@ -407,18 +419,24 @@ impl Eviction {
                 requested.fingerprint,
                 "a slot of another block"
             );
-            if let Some(parent) = before {
-                match self.blocks.adopt(slot, parent) {
-                    Adoption::Settled(None) => {}
-                    Adoption::Settled(Some(leaf)) => {
-                        self.policy.became_leaf(&mut self.blocks, leaf);
-                    }
-                    Adoption::Contradiction => return (&chain[..at], at),
+            if at > 0 {
+                let adoption = self.blocks.adopt(slot, &chain[..at], walk);
+                for leaf in adoption.leaves.into_iter().flatten() {
+                    self.policy.became_leaf(&mut self.blocks, leaf);
+                }
+                if adoption.is_contradiction {
+                    return (&chain[..at], at);
                 }
             }
-            before = Some(slot);
         }
         (chain, chain.len())
+    }
+
+    /// Frees some slots of deleted blocks that an earlier operation left.
+    fn free_unfinished(&mut self) {
+        if let Some(leaf) = self.blocks.free_unfinished() {
+            self.policy.became_leaf(&mut self.blocks, leaf);
+        }
     }
 
     fn has_quota_for(&self, bytes: u32) -> bool {

@@ -1,11 +1,23 @@
 //! The table of resident blocks, which the mechanism shares with every policy.
 
+#[cfg(test)]
+mod tests;
+
+use super::RequestedBlock;
+
 /// The place of a resident block in the table; reused once the block is removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Slot(u32);
 
 /// No slot: the end of a list, or a block without parent.
 const NONE: u32 = u32::MAX;
+
+/// Most slots of deleted blocks that one operation frees. The rest is freed by later operations.
+const FREED_MAX: usize = 16;
+
+/// Most ancestors of a chain's first block that a request visits. With more, the block loses its
+/// parent.
+const ANCESTORS_ABOVE_MAX: usize = 1024;
 
 /// Most blocks that a table holds.
 pub const BLOCKS_MAX: usize = (NONE - 1) as usize;
@@ -37,7 +49,11 @@ struct Block {
     newer: u32,
     state: u32,
     status: SlotStatus,
+    /// Whether the current request visited the block, or an ancestor of its first block.
+    is_visited: bool,
 }
+
+const _: () = assert!(size_of::<Block>() == 40, "a million blocks take 40 MB");
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum SlotStatus {
@@ -72,6 +88,11 @@ pub struct BlockTable {
     free: Vec<u32>,
     resident: usize,
     bytes: u64,
+    /// Blocks that still count a child that was freed: its parents above them are freed later.
+    unfinished: Vec<u32>,
+    /// Ancestors visited in corrections of parents, for tests of their cost.
+    #[cfg(test)]
+    pub(super) visits: usize,
 }
 
 impl BlockTable {
@@ -148,7 +169,8 @@ impl BlockTable {
 
     /// Memory of the table, including spare capacity.
     pub fn memory_bytes(&self) -> usize {
-        self.table.capacity() * size_of::<Block>() + self.free.capacity() * size_of::<u32>()
+        let lists = self.free.capacity() + self.unfinished.capacity();
+        self.table.capacity() * size_of::<Block>() + lists * size_of::<u32>()
     }
 
     pub(super) fn insert(&mut self, incoming: &Incoming, is_protected: bool) -> Slot {
@@ -164,6 +186,7 @@ impl BlockTable {
             newer: NONE,
             state: 0,
             status: if is_protected { SlotStatus::Protected } else { SlotStatus::Ordinary },
+            is_visited: false,
         };
         if let Some(parent) = parent {
             self.table[parent.index()].children += 1;
@@ -191,39 +214,87 @@ impl BlockTable {
         None
     }
 
-    /// Corrects the parent of a block that was put while its parent was not resident.
-    pub(super) fn adopt(&mut self, child: Slot, parent: Slot) -> Adoption {
+    /// Corrects the parent of a block that was put while its parent was not resident. `earlier` are
+    /// the blocks of the request before the child, root first; the last one is the new parent.
+    pub(super) fn adopt(
+        &mut self,
+        child: Slot,
+        earlier: &[RequestedBlock],
+        walk: &mut ChainWalk,
+    ) -> Adoption {
+        let slot_at = |at: usize| earlier[at].resident.expect("the blocks before are resident");
+        let parent = slot_at(earlier.len() - 1);
         let before = Slot::some(self.table[child.index()].parent);
         if before == Some(parent) {
-            return Adoption::Settled(None);
+            return Adoption::default();
         }
-        // A block without children is no ancestor of another block. Blocks of a chain that were put
-        // without parents are adopted root first, so none of them needs the walk to the root; with
-        // it, the first lookup of the chain would take quadratic time.
-        let can_be_ancestor = parent == child || self.table[child.index()].children > 0;
-        if can_be_ancestor && self.descends_from(parent, child) {
-            return Adoption::Contradiction;
+        // A block without children is no ancestor of another block.
+        let mut leaf = None;
+        if parent == child || self.table[child.index()].children > 0 {
+            // Parents must not form a cycle, but callers' chains may contradict each other. The
+            // ancestors of the new parent are the blocks before it in this request and the
+            // ancestors of the first one. Each is visited once in a request.
+            if walk.visited == 0 {
+                leaf = self.visit_above(slot_at(0), walk);
+            }
+            for at in walk.visited..earlier.len() {
+                self.visit(slot_at(at));
+            }
+            walk.visited = earlier.len();
+            if self.table[child.index()].is_visited {
+                return Adoption { is_contradiction: true, leaves: [leaf, None] };
+            }
         }
         // The new parent counts the child before the former one loses it. If the former parent is a
         // deleted descendant of the new one, removal goes up the chain and would otherwise report
         // the new parent as a leaf.
+        let before = Slot::some(self.table[child.index()].parent);
         self.table[parent.index()].children += 1;
         self.table[child.index()].parent = parent.0;
-        Adoption::Settled(before.and_then(|before| self.remove_child(before)))
+        let orphaned = before.and_then(|before| self.remove_child(before));
+        Adoption { is_contradiction: false, leaves: [leaf, orphaned] }
     }
 
-    /// Guards against callers whose chains contradict each other: parents must not form a cycle.
-    fn descends_from(&self, mut slot: Slot, ancestor: Slot) -> bool {
+    /// Visits the ancestors of a request's first block. If there are too many, the block loses its
+    /// parent instead; returns the parent if it became a leaf.
+    fn visit_above(&mut self, first: Slot, walk: &mut ChainWalk) -> Option<Slot> {
+        let above = self.next_ancestor(first);
         // Ends, because no adoption makes a cycle.
-        loop {
-            if slot == ancestor {
-                return true;
-            }
-            let Some(parent) = Slot::some(self.table[slot.index()].parent) else { return false };
-            slot = parent;
+        let mut ancestors = std::iter::successors(above, |at| self.next_ancestor(*at));
+        if ancestors.nth(ANCESTORS_ABOVE_MAX).is_some() {
+            // A lookup names a chain from its root on, so the block should have no parent.
+            self.table[first.index()].parent = NONE;
+            return above.and_then(|above| self.remove_child(above));
+        }
+        let mut at = above;
+        while let Some(slot) = at {
+            self.visit(slot);
+            at = self.next_ancestor(slot);
+        }
+        walk.above = above;
+        None
+    }
+
+    fn visit(&mut self, slot: Slot) {
+        self.table[slot.index()].is_visited = true;
+        #[cfg(test)]
+        {
+            self.visits += 1;
         }
     }
 
+    /// Ends a request's corrections of parents.
+    pub(super) fn end_walk(&mut self, chain: &[RequestedBlock], walk: &ChainWalk) {
+        for requested in &chain[..walk.visited] {
+            let slot = requested.resident.expect("only resident blocks were visited");
+            self.table[slot.index()].is_visited = false;
+        }
+        let mut at = walk.above;
+        while let Some(slot) = at.filter(|slot| self.table[slot.index()].is_visited) {
+            self.table[slot.index()].is_visited = false;
+            at = self.next_ancestor(slot);
+        }
+    }
     fn release(&mut self, slot: Slot) -> Option<Slot> {
         let parent = Slot::some(self.table[slot.index()].parent);
         self.table[slot.index()].status = SlotStatus::Free;
@@ -231,10 +302,17 @@ impl BlockTable {
         parent.and_then(|parent| self.remove_child(parent))
     }
 
+    /// Frees further slots of deleted blocks, if an operation left some. Returns the resident parent
+    /// that became a leaf by this, if any.
+    pub(super) fn free_unfinished(&mut self) -> Option<Slot> {
+        let parent = self.unfinished.pop()?;
+        self.remove_child(Slot(parent))
+    }
+
     /// Counts one child less. Frees deleted parents that waited for their last child, up the chain.
     /// Returns the first resident parent that became a leaf.
     fn remove_child(&mut self, mut parent: Slot) -> Option<Slot> {
-        loop {
+        for _ in 0..FREED_MAX {
             let block = &mut self.table[parent.index()];
             block.children -= 1;
             if block.children > 0 {
@@ -248,16 +326,31 @@ impl BlockTable {
             self.free.push(parent.0);
             parent = Slot::some(block.parent)?;
         }
+        // A chain that was deleted from its root on is freed at once by its last block. It may be
+        // long, so the rest is freed by later operations. Until then the parent counts the freed
+        // child, so that its slot stays in use.
+        self.unfinished.push(parent.0);
+        None
     }
 }
 
+/// A request's corrections of parents.
+#[derive(Debug, Default)]
+pub(super) struct ChainWalk {
+    /// How many blocks of the chain are marked as visited.
+    visited: usize,
+    /// The first ancestor of the first block that is marked as visited.
+    above: Option<Slot>,
+}
+
 /// Result of correcting a parent.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Adoption {
-    /// The parent is correct; names the former parent if it became a leaf.
-    Settled(Option<Slot>),
-    /// The parent is a descendant of the child: the caller's chains contradict each other.
-    Contradiction,
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Adoption {
+    /// The parent is a descendant of the child: the caller's chains contradict each other. The
+    /// parent is not corrected.
+    pub(super) is_contradiction: bool,
+    /// Former parents that became leaves.
+    pub(super) leaves: [Option<Slot>; 2],
 }
 
 /// An ordered list of blocks, linked through the table. A block is in at most one list.
