@@ -1,9 +1,11 @@
 //! The table of resident blocks, which the mechanism shares with every policy.
 
+mod parking;
 #[cfg(test)]
 mod tests;
 
-use super::RequestedBlock;
+use super::{RequestedBlock, Search, Visits};
+pub use parking::ParkReason;
 
 /// The place of a resident block in the table; reused once the block is removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -51,6 +53,10 @@ struct Block {
     status: SlotStatus,
     /// Whether the current request visited the block, or an ancestor of its first block.
     is_visited: bool,
+    /// Why the block is no candidate for eviction now, apart from children.
+    parked: Option<ParkReason>,
+    /// Whether `BlockTable::parked` has the slot. Belongs to the slot, not to its block.
+    is_in_parked: bool,
 }
 
 const _: () = assert!(size_of::<Block>() == 40, "a million blocks take 40 MB");
@@ -90,6 +96,12 @@ pub struct BlockTable {
     bytes: u64,
     /// Blocks that still count a child that was freed: its parents above them are freed later.
     unfinished: Vec<u32>,
+    /// Ordinary and protected leaves that are not parked: all candidates for eviction.
+    candidates: [usize; 2],
+    /// Slots of parked blocks, and some whose block is not parked any more.
+    parked: Vec<u32>,
+    /// Number of parked blocks by reason.
+    parked_counts: [usize; 2],
     /// Ancestors visited in corrections of parents, for tests of their cost.
     #[cfg(test)]
     pub(super) visits: usize,
@@ -169,7 +181,7 @@ impl BlockTable {
 
     /// Memory of the table, including spare capacity.
     pub fn memory_bytes(&self) -> usize {
-        let lists = self.free.capacity() + self.unfinished.capacity();
+        let lists = self.free.capacity() + self.unfinished.capacity() + self.parked.capacity();
         self.table.capacity() * size_of::<Block>() + lists * size_of::<u32>()
     }
 
@@ -187,14 +199,18 @@ impl BlockTable {
             state: 0,
             status: if is_protected { SlotStatus::Protected } else { SlotStatus::Ordinary },
             is_visited: false,
+            parked: None,
+            is_in_parked: false,
         };
         if let Some(parent) = parent {
-            self.table[parent.index()].children += 1;
+            self.add_child(parent);
         }
         self.resident += 1;
         self.bytes += u64::from(incoming.bytes);
+        self.candidates[usize::from(is_protected)] += 1;
         if let Some(index) = self.free.pop() {
-            self.table[index as usize] = block;
+            let is_in_parked = self.table[index as usize].is_in_parked;
+            self.table[index as usize] = Block { is_in_parked, ..block };
             return Slot(index);
         }
         assert!(self.table.len() < BLOCKS_MAX, "more than {BLOCKS_MAX} blocks in one tier");
@@ -205,6 +221,10 @@ impl BlockTable {
     /// Removes a block, which must be in no list. Returns the resident parent that became a leaf by
     /// this, if any.
     pub(super) fn remove(&mut self, slot: Slot) -> Option<Slot> {
+        self.unpark(slot);
+        if self.is_leaf(slot) {
+            self.candidates[usize::from(self.is_protected(slot))] -= 1;
+        }
         self.resident -= 1;
         self.bytes -= u64::from(self.bytes_of(slot));
         if self.is_leaf(slot) {
@@ -242,17 +262,18 @@ impl BlockTable {
             }
             walk.visited = earlier.len();
             if self.table[child.index()].is_visited {
-                return Adoption { is_contradiction: true, leaves: [leaf, None] };
+                let leaves = [leaf, None];
+                return Adoption { is_contradiction: true, is_change: true, leaves };
             }
         }
         // The new parent counts the child before the former one loses it. If the former parent is a
         // deleted descendant of the new one, removal goes up the chain and would otherwise report
         // the new parent as a leaf.
         let before = Slot::some(self.table[child.index()].parent);
-        self.table[parent.index()].children += 1;
+        self.add_child(parent);
         self.table[child.index()].parent = parent.0;
         let orphaned = before.and_then(|before| self.remove_child(before));
-        Adoption { is_contradiction: false, leaves: [leaf, orphaned] }
+        Adoption { is_contradiction: false, is_change: true, leaves: [leaf, orphaned] }
     }
 
     /// Visits the ancestors of a request's first block. If there are too many, the block loses its
@@ -295,6 +316,13 @@ impl BlockTable {
             at = self.next_ancestor(slot);
         }
     }
+    fn add_child(&mut self, parent: Slot) {
+        if self.is_candidate(parent) {
+            self.candidates[usize::from(self.is_protected(parent))] -= 1;
+        }
+        self.table[parent.index()].children += 1;
+    }
+
     fn release(&mut self, slot: Slot) -> Option<Slot> {
         let parent = Slot::some(self.table[slot.index()].parent);
         self.table[slot.index()].status = SlotStatus::Free;
@@ -320,6 +348,9 @@ impl BlockTable {
             }
             // A resident parent is a leaf now. A deleted one has waited for this child.
             if block.status != SlotStatus::Orphaning {
+                if self.is_candidate(parent) {
+                    self.candidates[usize::from(self.is_protected(parent))] += 1;
+                }
                 return Some(parent);
             }
             block.status = SlotStatus::Free;
@@ -349,6 +380,8 @@ pub(super) struct Adoption {
     /// The parent is a descendant of the child: the caller's chains contradict each other. The
     /// parent is not corrected.
     pub(super) is_contradiction: bool,
+    /// Whether a block has another parent now, or none.
+    pub(super) is_change: bool,
     /// Former parents that became leaves.
     pub(super) leaves: [Option<Slot>; 2],
 }
@@ -434,24 +467,27 @@ impl BlockList {
         }
     }
 
-    /// The oldest block that `may_go` allows, among the `among` oldest. Blocks before it are
-    /// pinned, new or have children: they move to the newest end, so that no search visits them
-    /// twice.
-    pub fn oldest_allowed(
+    /// The oldest candidate for eviction except `spared`, among the `among` oldest blocks. Blocks
+    /// before it move to the newest end, so that no search visits them twice. Counts `among` down.
+    pub fn oldest_candidate(
         &mut self,
         blocks: &mut BlockTable,
-        may_go: &mut super::EvictionFilter<'_>,
-        among: usize,
-    ) -> Option<Slot> {
-        // At most one look at each block, although blocks move to the other end.
-        for _ in 0..self.len.min(among) {
-            let slot = self.oldest()?;
-            if may_go(blocks, slot) {
-                return Some(slot);
+        spared: Option<Slot>,
+        among: &mut usize,
+        visits: &mut Visits,
+    ) -> Search {
+        while *among > 0 {
+            let Some(slot) = self.oldest() else { break };
+            if !visits.take(1) {
+                return Search::Unfinished;
+            }
+            *among -= 1;
+            if Some(slot) != spared && blocks.is_candidate(slot) {
+                return Search::Found(slot);
             }
             self.move_to_newest(blocks, slot);
         }
-        None
+        Search::None
     }
 
     fn link(&mut self, blocks: &mut BlockTable, slot: Slot, older: u32, newer: u32) {

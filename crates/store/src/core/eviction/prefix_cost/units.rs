@@ -1,5 +1,7 @@
 //! Units: blocks last used by the same request, which are counted and evicted as one.
 
+use std::collections::BTreeSet;
+
 use super::age::{BINS, EDGES};
 use super::cells::Cells;
 use crate::core::eviction::BlockList;
@@ -39,6 +41,8 @@ pub(super) struct Unit {
     pub(super) turn: u8,
     /// Whether it is in its cell's list of units with an eviction candidate.
     pub(super) is_listed: bool,
+    /// Whether it waits for the request that is expected to use it, and is in no cell's list.
+    is_waiting: bool,
     in_bin: Links,
     in_cell: Links,
 }
@@ -56,11 +60,15 @@ pub(super) struct Units {
     free: Vec<u32>,
     /// Units of each bin, oldest and newest.
     bins: [(u32, u32); BINS],
+    /// Waiting units by the time until which they wait, in bits: times are not negative, so that
+    /// their bits are in the order of the times.
+    waiting: BTreeSet<(u64, u32)>,
 }
 
 impl Default for Units {
     fn default() -> Self {
-        Self { table: Vec::new(), free: Vec::new(), bins: [(NONE, NONE); BINS] }
+        let bins = [(NONE, NONE); BINS];
+        Self { table: Vec::new(), free: Vec::new(), bins, waiting: BTreeSet::new() }
     }
 }
 
@@ -99,6 +107,7 @@ impl Units {
             bin: 0,
             turn,
             is_listed: false,
+            is_waiting: false,
             in_bin: UNLINKED,
             in_cell: UNLINKED,
         };
@@ -142,7 +151,7 @@ impl Units {
         let cell = &mut cells.cells[usize::from(unit.cell)];
         cell.weigh(bin, -weight, crossed_at, now);
         cell.weigh(bin + 1, weight, crossed_at, now);
-        self.unlist(cells, index);
+        self.remove_from_cell(cells, index);
         self.remove_bin(index);
         self[index].bin += 1;
         self.push_bin(index);
@@ -177,17 +186,63 @@ impl Units {
         // From now on only: exposure up to now stays with the former cell.
         cells.cells[usize::from(unit.cell)].weigh(bin, -weight, now, now);
         cells.cells[usize::from(cell)].weigh(bin, weight, now, now);
-        self.unlist(cells, index);
+        self.remove_from_cell(cells, index);
         self[index].cell = cell;
         if was_listed {
             self.list(cells, index);
         }
     }
 
+    /// Notes that a queued request uses a unit by then.
+    pub(super) fn expect(&mut self, cells: &mut Cells, index: u32, until: f64) {
+        if until > self[index].expected_until {
+            let was_waiting = self[index].is_waiting;
+            self.unlist_waiting(index);
+            self[index].expected_until = until;
+            if was_waiting {
+                self.wait(cells, index);
+            }
+        }
+    }
+
+    /// Takes a unit out of its cell's list until the time by which a queued request uses it.
+    pub(super) fn wait(&mut self, cells: &mut Cells, index: u32) {
+        self.unlist(cells, index);
+        let unit = &mut self[index];
+        unit.is_waiting = true;
+        let until = unit.expected_until.to_bits();
+        self.waiting.insert((until, index));
+    }
+
+    /// Lists a waiting unit again whose time has passed, if there is one.
+    pub(super) fn end_wait(&mut self, cells: &mut Cells, now: f64) -> bool {
+        let Some((until, index)) = self.waiting.first().copied() else { return false };
+        let is_over = f64::from_bits(until) <= now;
+        if is_over {
+            self.unlist_waiting(index);
+            self.list(cells, index);
+        }
+        is_over
+    }
+
+    /// The waiting unit that is expected last, before `before` in that order.
+    pub(super) fn last_waiting(&self, before: Option<u32>) -> Option<u32> {
+        let of = |index: u32| (self[index].expected_until.to_bits(), index);
+        let mut waiting = self.waiting.range(..before.map_or((u64::MAX, NONE), of));
+        waiting.next_back().map(|(_, index)| *index)
+    }
+
+    fn unlist_waiting(&mut self, index: u32) {
+        if std::mem::take(&mut self[index].is_waiting) {
+            let until = self[index].expected_until.to_bits();
+            self.waiting.remove(&(until, index));
+        }
+    }
+
     /// Adds a unit to its cell's list as the newest.
     pub(super) fn list(&mut self, cells: &mut Cells, index: u32) {
         let unit = &self[index];
-        if unit.is_listed {
+        if unit.is_listed || unit.is_waiting {
             return;
         }
         let bin = usize::from(unit.bin);
@@ -206,8 +261,14 @@ impl Units {
         unit.is_listed = true;
     }
 
-    /// Removes a unit from its cell's list, if it is there.
+    /// Makes a unit no candidate: removes it from its cell's list, if it is there, and ends its
+    /// wait.
     pub(super) fn unlist(&mut self, cells: &mut Cells, index: u32) {
+        self.unlist_waiting(index);
+        self.remove_from_cell(cells, index);
+    }
+
+    fn remove_from_cell(&mut self, cells: &mut Cells, index: u32) {
         let unit = &mut self[index];
         if !unit.is_listed {
             return;
