@@ -1,5 +1,8 @@
 //! Searches for a victim, each over one or more holds of the store's lock.
 
+#[cfg(test)]
+mod tests;
+
 use std::time::Duration;
 
 use super::{Eviction, EvictionChoice, Incoming, ParkReason, RemovalReason, Slot};
