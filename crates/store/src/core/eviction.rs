@@ -7,6 +7,7 @@
 
 mod arc;
 mod blocks;
+mod chunks;
 pub mod conformance;
 mod ghosts;
 mod hints;

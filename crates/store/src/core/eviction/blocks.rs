@@ -4,6 +4,7 @@ mod parking;
 #[cfg(test)]
 mod tests;
 
+use super::chunks::Chunks;
 use super::{RequestedBlock, Search, Visits};
 pub use parking::ParkReason;
 
@@ -90,16 +91,16 @@ pub struct Incoming {
 /// into their [`BlockList`]s through it.
 #[derive(Debug, Default)]
 pub struct BlockTable {
-    table: Vec<Block>,
-    free: Vec<u32>,
+    table: Chunks<Block>,
+    free: Chunks<u32>,
     resident: usize,
     bytes: u64,
     /// Blocks that still count a child that was freed: its parents above them are freed later.
-    unfinished: Vec<u32>,
+    unfinished: Chunks<u32>,
     /// Ordinary and protected leaves that are not parked: all candidates for eviction.
     candidates: [usize; 2],
     /// Slots of parked blocks, and some whose block is not parked any more.
-    parked: Vec<u32>,
+    parked: Chunks<u32>,
     /// Number of parked blocks by reason.
     parked_counts: [usize; 2],
     /// Ancestors visited in corrections of parents, for tests of their cost.
@@ -181,8 +182,8 @@ impl BlockTable {
 
     /// Memory of the table, including spare capacity.
     pub fn memory_bytes(&self) -> usize {
-        let lists = self.free.capacity() + self.unfinished.capacity() + self.parked.capacity();
-        self.table.capacity() * size_of::<Block>() + lists * size_of::<u32>()
+        let lists = [&self.free, &self.unfinished, &self.parked];
+        self.table.memory_bytes() + lists.map(Chunks::memory_bytes).iter().sum::<usize>()
     }
 
     pub(super) fn insert(&mut self, incoming: &Incoming, is_protected: bool) -> Slot {

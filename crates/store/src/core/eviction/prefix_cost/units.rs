@@ -5,11 +5,15 @@ use std::collections::BTreeSet;
 use super::age::{BINS, EDGES};
 use super::cells::Cells;
 use crate::core::eviction::BlockList;
+use crate::core::eviction::chunks::Chunks;
 
 /// No unit: the end of a list.
 pub(super) const NONE: u32 = u32::MAX;
 /// Most units: a [`super::mark::Mark`] has 25 bits for the number.
 pub(super) const UNITS_MAX: usize = 1 << 25;
+
+/// Most units that one call moves to older bins.
+const MOVES_PER_CALL: usize = 256;
 
 /// Links of one of the two lists that a unit is in.
 #[derive(Debug, Clone, Copy)]
@@ -56,8 +60,8 @@ impl Unit {
 /// All units, linked by age over all cells, and by age within their cells.
 #[derive(Debug)]
 pub(super) struct Units {
-    table: Vec<Unit>,
-    free: Vec<u32>,
+    table: Chunks<Unit>,
+    free: Chunks<u32>,
     /// Units of each bin, oldest and newest.
     bins: [(u32, u32); BINS],
     /// Waiting units by the time until which they wait, in bits: times are not negative, so that
@@ -68,7 +72,8 @@ pub(super) struct Units {
 impl Default for Units {
     fn default() -> Self {
         let bins = [(NONE, NONE); BINS];
-        Self { table: Vec::new(), free: Vec::new(), bins, waiting: BTreeSet::new() }
+        let (table, free) = (Chunks::default(), Chunks::default());
+        Self { table, free, bins, waiting: BTreeSet::new() }
     }
 }
 
@@ -128,15 +133,22 @@ impl Units {
         self.table.len() - self.free.len()
     }
 
-    /// Moves units to the next bin once they are old enough; each bin's list is in order of age.
+    /// Moves units to the bins of their ages; each bin's list is in order of age. Moves a limited
+    /// number of them: after a pause, all units may have to move. The others move in later calls.
     pub(super) fn age(&mut self, cells: &mut Cells, now: f64) {
-        // From the youngest bin on, so that a unit can cross several edges in one call.
-        for bin in 0..BINS - 1 {
+        let mut left = MOVES_PER_CALL;
+        // From the oldest bin on, so that each list stays in order although units pass several bins
+        // at once.
+        for bin in (0..BINS - 1).rev() {
             loop {
                 let index = self.bins[bin].0;
                 if index == NONE || self[index].at + EDGES[bin + 1] > now {
                     break;
                 }
+                if left == 0 {
+                    return;
+                }
+                left -= 1;
                 self.cross(cells, index, now);
             }
         }
@@ -144,16 +156,20 @@ impl Units {
 
     fn cross(&mut self, cells: &mut Cells, index: u32, now: f64) {
         let unit = &self[index];
-        let (bin, weight) = (usize::from(unit.bin), unit.weight());
-        // The change is effective from when the unit reached the edge, not from now, so that
-        // exposure does not depend on how often units are aged.
-        let (crossed_at, was_listed) = (unit.at + EDGES[bin + 1], unit.is_listed);
-        let cell = &mut cells.cells[usize::from(unit.cell)];
-        cell.weigh(bin, -weight, crossed_at, now);
-        cell.weigh(bin + 1, weight, crossed_at, now);
+        let (mut bin, weight, was_listed) = (usize::from(unit.bin), unit.weight(), unit.is_listed);
+        let (at, cell) = (unit.at, usize::from(unit.cell));
         self.remove_from_cell(cells, index);
         self.remove_bin(index);
-        self[index].bin += 1;
+        while bin + 1 < BINS && at + EDGES[bin + 1] <= now {
+            // The change is effective from when the unit reached the edge, not from now, so that
+            // exposure does not depend on how often units are aged.
+            let crossed_at = at + EDGES[bin + 1];
+            let cell = &mut cells.cells[cell];
+            cell.weigh(bin, -weight, crossed_at, now);
+            cell.weigh(bin + 1, weight, crossed_at, now);
+            bin += 1;
+        }
+        self[index].bin = u8::try_from(bin).expect("bins are few");
         self.push_bin(index);
         if was_listed {
             self.list(cells, index);
@@ -292,7 +308,7 @@ impl Units {
     }
 
     pub(super) fn memory_bytes(&self) -> usize {
-        self.table.capacity() * size_of::<Unit>() + self.free.capacity() * size_of::<u32>()
+        self.table.memory_bytes() + self.free.memory_bytes()
     }
 
     fn push_bin(&mut self, index: u32) {
@@ -317,5 +333,49 @@ impl Units {
             NONE => self.bins[bin].1 = older,
             newer => self[newer].in_bin.older = older,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::features::{Features, UnitKind};
+    use super::*;
+    use crate::core::eviction::Priority;
+
+    /// After a pause, the next call moved every unit, under the store's lock.
+    #[test]
+    fn after_a_pause_units_move_to_their_bins_in_several_calls() {
+        const UNITS: usize = 1000;
+        let (mut units, mut cells) = (Units::default(), Cells::at_most(4));
+        let features = Features {
+            kind: UnitKind::Superseded,
+            workload: None,
+            stop: None,
+            priority: Priority::Normal,
+        };
+        let cell = cells.add(features, 0, 0.0);
+        for number in 0..UNITS {
+            let at = if number < UNITS / 2 { 0.0 } else { 1.0 };
+            let index = units.add(&mut cells, at, cell, 1, (0, 1));
+            units.list(&mut cells, index);
+        }
+        let now = EDGES[10] + 1.5;
+        let in_bin = |units: &Units, bin: usize| {
+            units.table.iter().filter(|unit| usize::from(unit.bin) == bin).count()
+        };
+        for moved in [MOVES_PER_CALL, 2 * MOVES_PER_CALL, 3 * MOVES_PER_CALL, UNITS, UNITS] {
+            units.age(&mut cells, now);
+            assert_eq!((in_bin(&units, 10), in_bin(&units, 0)), (moved, UNITS - moved));
+        }
+        // Each bin that a unit has passed was exposed to it for the whole of its width.
+        let cell = &mut cells.cells[usize::from(cell)];
+        for bin in 0..10 {
+            let exposure = cell.exposure(bin, now);
+            assert!((exposure - UNITS as f64).abs() < 1e-6, "bin {bin}: {exposure}");
+        }
+        let mut order = std::iter::successors(Some(units.bins[10].0), |index| {
+            Some(units[*index].in_bin.newer).filter(|newer| *newer != NONE)
+        });
+        assert!(order.by_ref().map(|index| units[index].at).is_sorted(), "in order of age");
     }
 }
