@@ -182,7 +182,7 @@ impl Policy for Arc {
                     self.search = Some(ArcSearch { shrinks_once, pass, left });
                     return Search::Unfinished;
                 }
-                found => return found,
+                found @ Search::Found(_) => return found,
             }
             let next = if shrinks_once == (pass == 1) { &self.once } else { &self.often };
             left = next.len();

@@ -331,8 +331,8 @@ impl BlockTable {
         parent.and_then(|parent| self.remove_child(parent))
     }
 
-    /// Frees further slots of deleted blocks, if an operation left some. Returns the resident parent
-    /// that became a leaf by this, if any.
+    /// Frees further slots of deleted blocks, if an operation left some. Returns the resident
+    /// parent that became a leaf by this, if any.
     pub(super) fn free_unfinished(&mut self) -> Option<Slot> {
         let parent = self.unfinished.pop()?;
         self.remove_child(Slot(parent))

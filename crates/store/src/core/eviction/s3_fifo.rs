@@ -256,7 +256,7 @@ impl Policy for S3Fifo {
                     self.search = Some(S3FifoSearch { begins_with_small, pass, left });
                     return Search::Unfinished;
                 }
-                found => return found,
+                found @ Search::Found(_) => return found,
             }
         }
         // Blocks were moved while the search was not finished. It begins again.

@@ -346,6 +346,7 @@ mod tests {
     #[test]
     fn after_a_pause_units_move_to_their_bins_in_several_calls() {
         const UNITS: usize = 1000;
+        const WEIGHT: f64 = 1000.0;
         let (mut units, mut cells) = (Units::default(), Cells::at_most(4));
         let features = Features {
             kind: UnitKind::Superseded,
@@ -371,7 +372,7 @@ mod tests {
         let cell = &mut cells.cells[usize::from(cell)];
         for bin in 0..10 {
             let exposure = cell.exposure(bin, now);
-            assert!((exposure - UNITS as f64).abs() < 1e-6, "bin {bin}: {exposure}");
+            assert!((exposure - WEIGHT).abs() < 1e-6, "bin {bin}: {exposure}");
         }
         let mut order = std::iter::successors(Some(units.bins[10].0), |index| {
             Some(units[*index].in_bin.newer).filter(|newer| *newer != NONE)
