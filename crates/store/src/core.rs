@@ -9,3 +9,4 @@ pub mod eviction;
 pub(crate) mod flush_mark;
 pub(crate) mod history;
 pub(crate) mod state;
+pub(crate) mod usable;

@@ -14,7 +14,7 @@ use cascade_tier::{CallOptions, StoreError, TierName};
 use crate::StoreConfig;
 use crate::core::catalog::{LOWER_STAGES_MAX, NewKey};
 use crate::core::eviction;
-use crate::core::eviction::{Eviction, EvictionLimits, Incoming};
+use crate::core::eviction::{AncestorSearch, Eviction, EvictionLimits, Incoming};
 use crate::core::history::History;
 use crate::core::state::{EvictionResult, KeyChange, StoreState};
 use crate::durable::ledger::Recovered;
@@ -26,6 +26,9 @@ use crate::stages::{Pipeline, StageContext, StageRegistry, encryption};
 
 /// Poll interval of waits, for events without a notification, such as the drop of a view.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
+
+/// Most releases of slabs that one hold of the lock applies.
+const RELEASES_PER_HOLD: usize = 256;
 
 /// The core of a store, shared by its handles and its threads.
 #[derive(Debug)]
@@ -140,7 +143,10 @@ impl StoreCore {
     pub(crate) fn lock(&self) -> MutexGuard<'_, StoreState> {
         // After a panic under the lock the invariants may not hold; continuing could serve wrong
         // bytes.
-        self.state.lock().expect("no thread panics while it holds the lock of the store")
+        let state = self.state.lock();
+        let mut state = state.expect("no thread panics while it holds the lock of the store");
+        state.eviction.begin_hold();
+        state
     }
 
     /// A new, empty eviction state.
@@ -168,7 +174,9 @@ impl StoreCore {
         // loop.
         let until = Deadline::at(call.deadline.time().min(now.saturating_add(POLL_INTERVAL)));
         let waited = self.changed.wait_until(state, until, &*self.clock);
-        (waited.unwrap_or_else(PoisonError::into_inner).0, true)
+        let mut state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        state.eviction.begin_hold();
+        (state, true)
     }
 
     /// As `wait_for_change`, with an error if the deadline has passed.
@@ -296,6 +304,7 @@ impl StoreCore {
         if bytes > self.pool.region().bytes() {
             return (state, Err(AllocationFailure::TooLarge));
         }
+        let mut ancestors = AncestorSearch::default();
         // Each round tries in order: free memory, memory of dead processes, eviction, waiting.
         loop {
             if state.is_erasing {
@@ -314,10 +323,20 @@ impl StoreCore {
                 continue;
             }
             let now = self.policy_now(&state);
-            match state.evict_one(now, incoming) {
+            let has_more = self.apply_releases(&mut state);
+            match state.evict_one(now, incoming, &mut ancestors) {
                 EvictionResult::Evicted => continue,
+                EvictionResult::NoneEvictable if !has_more => {}
+                EvictionResult::Searching | EvictionResult::NoneEvictable => {
+                    if call.deadline.has_passed(&*self.clock) {
+                        return (state, Err(AllocationFailure::TimedOut));
+                    }
+                    // The search goes on in another hold of the lock, after those who wait for it.
+                    drop(state);
+                    state = self.lock();
+                    continue;
+                }
                 EvictionResult::AllWorthMore => return (state, Err(AllocationFailure::WorthLess)),
-                EvictionResult::NoneEvictable => {}
             }
             // Slabs in flight, writes and the scrubber free memory or make blocks evictable soon.
             // Without any of these, waiting is pointless.
@@ -334,6 +353,18 @@ impl StoreCore {
                 return (state, Err(AllocationFailure::TimedOut));
             }
         }
+    }
+
+    /// Makes blocks candidates for eviction again that readers have released. Returns whether there
+    /// are more.
+    fn apply_releases(&self, state: &mut StoreState) -> bool {
+        let mut tokens = std::mem::take(&mut state.released);
+        let has_more = self.pool.take_released(RELEASES_PER_HOLD, &mut tokens);
+        for token in tokens.drain(..) {
+            state.note_released(token);
+        }
+        state.released = tokens;
+        has_more
     }
 
     fn has_block_room(&self, state: &StoreState) -> bool {

@@ -330,6 +330,9 @@ impl Store {
             let entry = state.catalog.entry_mut(found);
             // Unchanged at the limits: the result for this block is then false.
             entry.pins = changed.unwrap_or(entry.pins);
+            if changed == Some(0) {
+                state.release_key(found);
+            }
             changed.is_some()
         };
         let mut changed = Vec::with_capacity(keys.len());

@@ -21,9 +21,10 @@ use crate::core::additions::Additions;
 use crate::core::awaited::AwaitedWrites;
 use crate::core::catalog::{Catalog, ContentIndex, ExpectedAccess, KeyIndex, LOWER_STAGES_MAX};
 use crate::core::circuit::Breaker;
-use crate::core::eviction::{Eviction, EvictionChoice, Incoming, RemovalReason};
+use crate::core::eviction::{AncestorSearch, Eviction, Incoming, RemovalReason, VictimSearch};
 use crate::core::flush_mark::FlushMark;
 use crate::core::history::{History, Loss};
+use crate::core::usable::verdict;
 use crate::durable::ledger::{Ledger, unknown_namespace};
 
 /// A block queued to be written to a lower stage.
@@ -54,6 +55,8 @@ pub(crate) enum EvictionResult {
     Evicted,
     /// The policy values every evictable block more than the incoming one.
     AllWorthMore,
+    /// This hold of the lock has visited enough blocks: release it and call again.
+    Searching,
     /// Every block is pinned, being read, or not written yet.
     NoneEvictable,
 }
@@ -121,6 +124,8 @@ pub(crate) struct StoreState {
     pub(crate) slabs_in_flight: u64,
     /// Blocks in the current step of the scrubber.
     pub(crate) blocks_in_scrub: u64,
+    /// Empty between calls; kept to save allocations of [`crate::shared::StoreCore`].
+    pub(crate) released: Vec<usize>,
     /// The latest time of a request that has one. The policy uses these instead of the clock.
     pub(crate) policy_time: Option<Duration>,
     /// The ledger of a named pool: lets the next process restore the blocks in DRAM.
@@ -181,6 +186,7 @@ impl StoreState {
             dram_bytes: 0,
             slabs_in_flight: 0,
             blocks_in_scrub: 0,
+            released: Vec::new(),
             policy_time: None,
             ledger: None,
             has_dram,
@@ -225,17 +231,24 @@ impl StoreState {
 
     /// Notes that a chain lookup matched this block: its caller will read it.
     pub(crate) fn expect_read(&mut self, key: KeyIndex) {
+        self.replace_expected_access(key, ExpectedAccess::ReportedAccess);
+    }
+
+    /// Replaces the access that is expected for a block, because the block is used.
+    fn replace_expected_access(&mut self, key: KeyIndex, by: ExpectedAccess) -> ExpectedAccess {
         let entry = self.catalog.entry_mut(key);
-        let awaited = std::mem::replace(&mut entry.expected_access, ExpectedAccess::ReportedAccess);
-        self.counters.prefetched_used += u64::from(awaited == ExpectedAccess::FirstUse);
+        let awaited = std::mem::replace(&mut entry.expected_access, by);
+        if awaited == ExpectedAccess::FirstUse {
+            self.counters.prefetched_used += 1;
+            self.release_key(key);
+        }
+        awaited
     }
 
     /// Reports an access to the policy, unless a chain lookup has reported it already.
     pub(crate) fn touch(&mut self, key: KeyIndex, now: Duration) {
-        let entry = self.catalog.entry_mut(key);
-        let awaited = std::mem::replace(&mut entry.expected_access, ExpectedAccess::None);
-        self.counters.prefetched_used += u64::from(awaited == ExpectedAccess::FirstUse);
-        match entry.slot() {
+        let awaited = self.replace_expected_access(key, ExpectedAccess::None);
+        match self.catalog.entry(key).slot() {
             Some(_) if awaited == ExpectedAccess::ReportedAccess => {}
             Some(slot) => self.eviction.touch(now, slot),
             None => self.make_resident(key, now),
@@ -243,45 +256,28 @@ impl StoreState {
     }
 
     /// Evicts one block from DRAM. With an incoming block, evicts only a block that the policy
-    /// values less.
+    /// values less. `ancestors` keeps the progress of a search between holds of the lock.
     pub(crate) fn evict_one(
         &mut self,
         now: Duration,
         incoming: Option<&Incoming>,
+        ancestors: &mut AncestorSearch,
     ) -> EvictionResult {
         let catalog = &self.catalog;
-        let (mut any_evictable, mut any_dirty) = (false, false);
-        let mut usable = |owner: u32| {
-            let entry = catalog.entry(KeyIndex(owner));
-            any_dirty |= catalog.content(entry.content).dirty > 0;
-            // The policy offers ordinary blocks first. A dirty one becomes evictable as soon as it
-            // is written: wait for it rather than evict a protected block.
-            let waits_for_dirty = entry.is_prefix() && any_dirty;
-            let is_evictable_now = !waits_for_dirty && is_evictable(catalog, KeyIndex(owner));
-            any_evictable |= is_evictable_now;
-            is_evictable_now
-        };
-        let victim = match incoming {
-            None => self.eviction.victim(now, &mut usable),
-            Some(incoming) => match self.eviction.victim_for(now, incoming, &mut usable) {
-                EvictionChoice::Evict(slot) => Some(slot),
-                EvictionChoice::Decline => None,
-            },
-        };
+        let mut usable = |owner: u32| verdict(catalog, KeyIndex(owner));
+        let mut search = self.eviction.search(now, incoming, &mut usable);
+        if incoming.is_some() {
+            self.eviction.count_declined(search);
+        }
         // Leaves that wait for write-back are usable soon. Leaves that are held are not.
-        let all_held = victim.is_none() && !any_evictable && !any_dirty;
-        let victim = if all_held {
-            let mut usable = |owner: u32| is_evictable(catalog, KeyIndex(owner));
-            self.eviction.victim_above_used_leaf(incoming, &mut usable)
-        } else {
-            victim
-        };
-        let Some(slot) = victim else {
-            return if any_evictable {
-                EvictionResult::AllWorthMore
-            } else {
-                EvictionResult::NoneEvictable
-            };
+        if search == VictimSearch::None && !self.eviction.waits_for_write() {
+            search = self.eviction.search_above(incoming, &mut usable, ancestors);
+        }
+        let slot = match search {
+            VictimSearch::Found(slot) => slot,
+            VictimSearch::AllWorthMore => return EvictionResult::AllWorthMore,
+            VictimSearch::Unfinished => return EvictionResult::Searching,
+            VictimSearch::None => return EvictionResult::NoneEvictable,
         };
         let key = KeyIndex(self.eviction.blocks().owner(slot));
         let is_protected = self.eviction.blocks().is_protected(slot);
@@ -347,6 +343,9 @@ impl StoreState {
         let content = self.catalog.content_mut(index);
         if content.slab.replace(slab).is_none() {
             self.dram_bytes += u64::from(content.bytes);
+        } else {
+            // The readers of the former slab do not hold the new one.
+            self.release_content(index);
         }
         self.note_readability(index, was_readable);
         if let Some(ledger) = &mut self.ledger {
@@ -528,6 +527,7 @@ impl StoreState {
                 let entry = self.catalog.entry_mut(key);
                 if entry.expected_access == ExpectedAccess::FirstUse {
                     entry.expected_access = ExpectedAccess::None;
+                    self.release_key(key);
                 }
             }
         }
@@ -564,15 +564,4 @@ fn record_key(ledger: &mut Ledger, catalog: &Catalog, key: KeyIndex, facts: Opti
     let record = BlockFacts { digest, ..facts.copied().unwrap_or_else(known) };
     let addresses = std::array::from_fn(|stage| content.address(stage));
     ledger.record(key, &record, facts.is_some(), slab, addresses);
-}
-
-/// Whether a block may be evicted from DRAM: not pinned, not prefetched and unused, no reader holds
-/// its slab, and written to all stages.
-fn is_evictable(catalog: &Catalog, key: KeyIndex) -> bool {
-    let entry = catalog.entry(key);
-    let content = catalog.content(entry.content);
-    // The catalog itself is one holder.
-    let is_held = content.slab.as_ref().is_some_and(|slab| slab.holders() > 1);
-    let is_prefetched = entry.expected_access == ExpectedAccess::FirstUse;
-    entry.pins == 0 && !is_prefetched && content.dirty == 0 && !is_held
 }

@@ -460,11 +460,12 @@ fn settle(
         return;
     };
     // Also after a failure: a block that a stage does not take must become evictable.
-    content.dirty &= !(1 << stage);
-    let is_clean = content.dirty == 0;
+    if result.is_ok() {
+        content.was_reclaimed = false;
+    }
+    let is_clean = state.clear_dirty(pending.content, stage);
     match result {
         Ok(address) => {
-            content.was_reclaimed = false;
             state.set_address(pending.content, stage, address);
             state.counters.demoted_blocks += 1;
             state.counters.demoted_bytes += u64::from(pending.facts.bytes);
