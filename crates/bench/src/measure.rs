@@ -4,6 +4,7 @@ mod cold;
 mod disk;
 mod figure;
 mod hashing;
+mod hold;
 mod index;
 mod memory;
 pub mod node;
@@ -45,6 +46,7 @@ impl Bench<'_> {
         index::run(self)?;
         memory::run(self)?;
         hashing::run(self)?;
+        hold::run(self)?;
         disk::run(self)?;
         restart::run(self)
     }

@@ -8,7 +8,7 @@ use cascade_block::DigestMode;
 use cascade_memory::{HugePages, PoolConfig};
 
 use crate::core::eviction::policy_kind::PolicyKind;
-use crate::{HealthConfig, StoreError};
+use crate::{HealthConfig, HoldRecorder, StoreError};
 
 const MIB: u64 = 1 << 20;
 /// Maximum length of the change log: 8.25 GiB.
@@ -164,6 +164,8 @@ pub struct StoreConfig {
     /// Fixed seed of the hash tables, for tests and studies. An attacker who knows the seed can
     /// choose keys that collide. Default: random.
     pub hash_seed: Option<u64>,
+    /// Records each hold of the store's lock, for measurements and tests. Default: none.
+    pub holds: Option<HoldRecorder>,
 }
 
 impl Default for StoreConfig {
@@ -189,6 +191,7 @@ impl Default for StoreConfig {
             health: HealthConfig::default(),
             scrub_bytes_per_second: NonZeroU64::new(256 * MIB),
             hash_seed: None,
+            holds: None,
         }
     }
 }

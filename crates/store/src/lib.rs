@@ -11,6 +11,7 @@ pub mod conformance;
 mod core;
 mod drive;
 mod durable;
+mod hold_recorder;
 mod insight;
 mod names;
 mod not_erased;
@@ -43,6 +44,7 @@ pub use config::{
 };
 pub use drive::scrub::ScrubReport;
 pub use durable::ledger::{HeldId, HeldKind, HeldPiece, LeftoverPool, Process, leftover_pools};
+pub use hold_recorder::{Hold, HoldRecorder, HoldTimes};
 pub use insight::explain::{
     BlockExplanation, BlockState, Explanation, NamespaceDifference, PresentBlock,
 };

@@ -7,7 +7,7 @@ use crate::names::{by_tier, tier_name};
 use crate::outcome::PutOutcome;
 use crate::shadow_figure::ShadowFigure;
 use crate::stage::StageStats;
-use crate::{StageHealth, TierName, WarmStats};
+use crate::{HoldTimes, StageHealth, TierName, WarmStats};
 
 /// Counters since the store was opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -147,6 +147,9 @@ pub struct StoreStats {
     pub catalog_bytes: u64,
     /// Bytes waiting to be written to lower stages.
     pub pending_bytes: u64,
+    /// How long the store's lock was held for many keys at once.
+    #[serde(default)]
+    pub lock_holds: HoldTimes,
     /// Statistics of the memory pool.
     pub pool: PoolStats,
     /// Statistics of the lower stages, fast to slow.

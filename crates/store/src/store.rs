@@ -15,7 +15,7 @@ use crate::core::state::StoreState;
 use crate::drive::{mover, prober, scrub};
 use crate::insight::shadow::ChainLookup;
 use crate::outcome::PutSlab;
-use crate::shared::call::KEYS_PER_LOCK;
+use crate::shared::hold::KEYS_PER_HOLD;
 use crate::shared::{StoreCore, tier_error};
 use crate::stage::StageError;
 use crate::stages::StageRegistry;
@@ -270,8 +270,8 @@ impl Store {
     ) -> Vec<T> {
         let now_unix_ms = self.core().clock.unix_ms();
         let mut results = Vec::with_capacity(keys.len());
-        let mut found = Vec::with_capacity(keys.len().min(KEYS_PER_LOCK));
-        for keys in keys.chunks(KEYS_PER_LOCK) {
+        let mut found = Vec::with_capacity(keys.len().min(KEYS_PER_HOLD));
+        for keys in keys.chunks(KEYS_PER_HOLD) {
             let state = self.core().lock();
             state.catalog.find_batch(keys, &mut found);
             let content_of = |found| {
@@ -332,7 +332,7 @@ impl Store {
             changed.is_some()
         };
         let mut changed = Vec::with_capacity(keys.len());
-        for keys in keys.chunks(KEYS_PER_LOCK) {
+        for keys in keys.chunks(KEYS_PER_HOLD) {
             let mut state = core.lock();
             state.history.set_time(now_unix_ms);
             let now = core.policy_now(&state);
@@ -350,7 +350,7 @@ impl Store {
     pub fn delete(&self, keys: &[BlockKey]) -> Vec<bool> {
         let core = self.core();
         let mut deleted = Vec::with_capacity(keys.len());
-        for keys in keys.chunks(KEYS_PER_LOCK) {
+        for keys in keys.chunks(KEYS_PER_HOLD) {
             let mut state = core.lock();
             // A removal that is queued now might not reach the stages.
             if state.is_closing {
@@ -545,6 +545,7 @@ impl StoreCore {
             protection_refused: eviction.protection_refused,
             catalog_bytes: (state.catalog.memory_bytes() + state.eviction.memory_bytes()) as u64,
             pending_bytes: state.pending_total(),
+            lock_holds: self.lock_holds(),
             pool,
             stage_blocks: (0..stages.len()).map(|at| state.catalog.stage_blocks(at)).collect(),
             stages,

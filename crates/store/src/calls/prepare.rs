@@ -11,7 +11,8 @@ use crate::calls::put_check::PutCheck;
 use crate::core::eviction::Slot;
 use crate::outcome::{PrepareOutcome, PutOutcome};
 use crate::shared::StoreCore;
-use crate::shared::call::{CallContext, KEYS_PER_LOCK};
+use crate::shared::call::CallContext;
+use crate::shared::hold::KEYS_PER_HOLD;
 use crate::{
     CallOptions, DeclineReason, Put, Store, StoreError, TierName, ViewOutcome, WritePolicy,
 };
@@ -183,7 +184,7 @@ impl StoreCore {
         let mut allocated_bytes = 0;
         let mut state = self.lock();
         let now = self.timestamps(&mut state);
-        for (put, bytes) in batch.iter().zip(lengths).take(KEYS_PER_LOCK) {
+        for (put, bytes) in batch.iter().zip(lengths).take(KEYS_PER_HOLD) {
             if allocated_bytes > 0 && allocated_bytes + bytes > bytes_max.min(BATCH_BYTES) {
                 break;
             }
@@ -248,7 +249,7 @@ impl StoreCore {
             return true;
         }
         let now_unix_ms = self.clock.unix_ms();
-        keys.chunks(KEYS_PER_LOCK).all(|keys| {
+        keys.chunks(KEYS_PER_HOLD).all(|keys| {
             let mut found = Vec::with_capacity(keys.len());
             let state = self.lock();
             state.catalog.find_batch(keys, &mut found);

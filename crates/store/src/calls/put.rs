@@ -5,14 +5,15 @@
 
 use cascade_block::{BlockKey, Digest, DigestMode};
 use cascade_memory::{Slab, SlabMut};
-use cascade_runtime::{Clock, MutexGuard, Plant, is_planted};
+use cascade_runtime::{Clock, Plant, is_planted};
 
 use crate::calls::put_check::PutCheck;
 use crate::core::catalog::{ContentIndex, NewKey};
 use crate::core::eviction::{Incoming, Slot};
 use crate::core::state::{KeyChange, StoreState};
 use crate::outcome::PutSlab;
-use crate::shared::call::{CallContext, KEYS_PER_LOCK};
+use crate::shared::call::CallContext;
+use crate::shared::hold::{KEYS_PER_HOLD, StateGuard};
 use crate::shared::{AllocationFailure, StoreCore, Timestamps};
 use crate::stage::BlockFacts;
 use crate::{CallOptions, DeclineReason, Put, PutOutcome, StoreError, WritePolicy};
@@ -202,7 +203,7 @@ impl StoreCore {
             // Both limits are checked before the block is decided, and need an earlier one: every
             // round decides at least one block, also one that is larger than a round.
             let is_full = allocated.len() == ROUND_BLOCKS || allocated_bytes >= ROUND_BYTES;
-            if is_full || done == KEYS_PER_LOCK {
+            if is_full || done == KEYS_PER_HOLD {
                 self.unlock(state);
                 return (allocated, done);
             }
@@ -256,11 +257,11 @@ impl StoreCore {
     /// way to them.
     pub(crate) fn allocate_for_put<'a>(
         &'a self,
-        state: MutexGuard<'a, StoreState>,
+        state: StateGuard<'a>,
         candidate: PutCandidate<'_>,
         holds_some: bool,
         call: CallContext,
-    ) -> (MutexGuard<'a, StoreState>, Result<SlabMut, AllocationFailure>) {
+    ) -> (StateGuard<'a>, Result<SlabMut, AllocationFailure>) {
         let PutCandidate { put, bytes, ancestor } = candidate;
         if !self.stages.is_empty() {
             // Ends the round instead of waiting: other calls may wait for the slabs that this call
@@ -295,9 +296,9 @@ impl StoreCore {
     /// Back-pressure: waits while the write backlog is at its limit. False if the deadline passed.
     fn wait_for_backlog<'a>(
         &'a self,
-        mut state: MutexGuard<'a, StoreState>,
+        mut state: StateGuard<'a>,
         call: CallContext,
-    ) -> (MutexGuard<'a, StoreState>, bool) {
+    ) -> (StateGuard<'a>, bool) {
         while self.is_backlogged(&state) {
             // The stage may hang. A failed probe opens its circuit, which drops the queue and ends
             // this wait.
@@ -443,7 +444,7 @@ impl StoreCore {
                 }
             }
         }
-        for (batch, outcomes) in batch.chunks(KEYS_PER_LOCK).zip(outcomes.chunks(KEYS_PER_LOCK)) {
+        for (batch, outcomes) in batch.chunks(KEYS_PER_HOLD).zip(outcomes.chunks(KEYS_PER_HOLD)) {
             let mut state = self.lock();
             let now = self.policy_now(&state);
             for (put, outcome) in batch.iter().zip(outcomes) {

@@ -2,7 +2,7 @@
 
 use cascade_block::BlockKey;
 use cascade_memory::{Slab, SlabMut};
-use cascade_runtime::{Clock, MutexGuard};
+use cascade_runtime::Clock;
 
 use crate::address::Address;
 use crate::calls::read_counters::ReadResult;
@@ -11,7 +11,8 @@ use crate::core::circuit::Direction;
 use crate::core::history::Loss;
 use crate::core::state::{KeyChange, StoreState};
 use crate::drive::breaker::HealthSignal;
-use crate::shared::call::{CallContext, KEYS_PER_LOCK};
+use crate::shared::call::CallContext;
+use crate::shared::hold::{KEYS_PER_HOLD, StateGuard};
 use crate::shared::{AllocationFailure, StoreCore};
 use crate::stage::{Load, LoadOutcome, StageError};
 use crate::{CallOptions, GetOutcome, StoreError, ViewOutcome};
@@ -138,7 +139,7 @@ impl StoreCore {
                 break;
             }
             let keys: Vec<BlockKey> =
-                rest.iter().take(KEYS_PER_LOCK).map(|(key, _)| *key).collect();
+                rest.iter().take(KEYS_PER_HOLD).map(|(key, _)| *key).collect();
             let step = &keys[..self.step_keys(&keys)];
             for (view, (_, bytes)) in
                 self.read(step, call, ReadPurpose::Compare).into_iter().zip(rest)
@@ -192,7 +193,7 @@ impl StoreCore {
     /// The number of leading keys to read in one step, so that their blocks take at most a fixed
     /// share of DRAM; at least one.
     pub(crate) fn step_keys(&self, keys: &[BlockKey]) -> usize {
-        let keys = &keys[..keys.len().min(KEYS_PER_LOCK)];
+        let keys = &keys[..keys.len().min(KEYS_PER_HOLD)];
         let most = (self.pool.region().bytes() / GET_SHARE).min(GET_BYTES);
         let mut found = Vec::with_capacity(keys.len());
         let state = self.lock();
@@ -229,7 +230,7 @@ impl StoreCore {
         let mut idle = 0;
         while !pending.is_empty() {
             // A queue: new blocks first, waiting ones at the end.
-            let later = pending.split_off(pending.len().min(KEYS_PER_LOCK));
+            let later = pending.split_off(pending.len().min(KEYS_PER_HOLD));
             let state = self.lock();
             let (state, plan) = self.plan(state, &pending, &mut batch);
             self.unlock(state);
@@ -256,10 +257,10 @@ impl StoreCore {
     /// another call.
     fn plan<'a>(
         &'a self,
-        mut state: MutexGuard<'a, StoreState>,
+        mut state: StateGuard<'a>,
         pending: &[PendingRead],
         batch: &mut ReadBatch,
-    ) -> (MutexGuard<'a, StoreState>, ReadPlan) {
+    ) -> (StateGuard<'a>, ReadPlan) {
         let now = self.policy_now(&state);
         let now_unix_ms = self.clock.unix_ms();
         state.history.set_time(now_unix_ms);
@@ -307,12 +308,12 @@ impl StoreCore {
     /// allocates a slab. Returns an outcome instead if no stage is usable or no slab is available.
     fn plan_fetch<'a>(
         &'a self,
-        mut state: MutexGuard<'a, StoreState>,
+        mut state: StateGuard<'a>,
         pending: PendingRead,
         key: KeyIndex,
         plan: &mut ReadPlan,
         batch: &mut ReadBatch,
-    ) -> (MutexGuard<'a, StoreState>, Option<ViewOutcome>) {
+    ) -> (StateGuard<'a>, Option<ViewOutcome>) {
         let (index, open_circuits) = (state.catalog.entry(key).content, state.open_read_circuits);
         let content = state.catalog.content_mut(index);
         if content.is_loading {

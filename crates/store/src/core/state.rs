@@ -22,9 +22,13 @@ use crate::core::eviction::{Eviction, EvictionChoice, Incoming, RemovalReason};
 use crate::core::flush_mark::FlushMark;
 use crate::core::history::{History, Loss};
 use crate::durable::ledger::{Ledger, unknown_namespace};
+use crate::hold_recorder::HoldRecorder;
 use crate::outcome::PutOutcome;
 use crate::stage::{BlockFacts, StageError};
 use crate::stats::StoreCounters;
+
+/// What an eviction costs a hold of the lock, in keys looked up.
+const EVICTION_COST: u32 = 4;
 
 /// A block queued to be written to a lower stage.
 #[derive(Debug, Clone, Copy)]
@@ -122,6 +126,10 @@ pub(crate) struct StoreState {
     pub(crate) policy_time: Option<Duration>,
     /// The ledger of a named pool: lets the next process restore the blocks in DRAM.
     pub(crate) ledger: Option<Ledger>,
+    /// What the current hold of the lock has done so far; see [`StoreState::charge`].
+    pub(crate) cost: u32,
+    /// Records the holds of the lock, if the configuration wants that.
+    pub(crate) recorder: Option<HoldRecorder>,
     pub(crate) has_dram: bool,
     /// Number of stages below DRAM.
     pub(crate) lower_stages: usize,
@@ -174,6 +182,8 @@ impl StoreState {
             blocks_in_scrub: 0,
             policy_time: None,
             ledger: None,
+            cost: 0,
+            recorder: None,
             has_dram,
             lower_stages,
             is_closing: false,
@@ -265,6 +275,7 @@ impl StoreState {
         } else {
             victim
         };
+        self.charge(EVICTION_COST);
         let Some(slot) = victim else {
             return if any_evictable {
                 EvictionResult::AllWorthMore

@@ -6,7 +6,7 @@ use crate::core::catalog::KeyIndex;
 use crate::core::history::Loss;
 use crate::core::state::StoreState;
 use crate::shared::StoreCore;
-use crate::shared::call::KEYS_PER_LOCK;
+use crate::shared::hold::KEYS_PER_HOLD;
 use crate::{CallOptions, Store, StoreError, TierName, WriterId};
 
 /// The state of the blocks of a chain.
@@ -112,7 +112,7 @@ impl Store {
         let core = self.core();
         let now_unix_ms = core.clock.unix_ms();
         let mut blocks = Vec::with_capacity(keys.len());
-        for keys in keys.chunks(KEYS_PER_LOCK) {
+        for keys in keys.chunks(KEYS_PER_HOLD) {
             let state = core.lock();
             blocks.extend(keys.iter().map(|key| BlockExplanation {
                 key: *key,

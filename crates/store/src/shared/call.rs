@@ -6,9 +6,6 @@ use cascade_runtime::{Clock, Deadline};
 
 use crate::{StoreError, WriterId};
 
-/// Keys of one batch that are processed before the lock is released and the deadline is checked.
-pub(crate) const KEYS_PER_LOCK: usize = 512;
-
 /// Deadline and writer of one call, shared by all its steps.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct CallContext {
