@@ -1,6 +1,7 @@
 //! The calls of a store: put, prepare, read, flush, erase, find, changes.
 
 pub(crate) mod changes;
+mod clear;
 pub(crate) mod erase;
 pub(crate) mod find;
 pub(crate) mod flush;

@@ -305,7 +305,11 @@ impl StoreCore {
                 return (state, Ok(slab));
             }
             // Before eviction, because this memory costs no block.
-            if self.release_dead_holders() {
+            if self.is_sweep_of_holders_due() {
+                // Without the lock: it reads `/proc` for each process.
+                self.unlock(state);
+                self.release_dead_holders();
+                state = self.lock();
                 continue;
             }
             let now = self.policy_now(&state);
@@ -318,12 +322,13 @@ impl StoreCore {
                 EvictionResult::AllWorthMore => return (state, Err(AllocationFailure::WorthLess)),
                 EvictionResult::NoneEvictable => {}
             }
-            // Slabs in flight, writes and the scrubber free memory or make blocks evictable soon.
+            // Slabs in flight, writes, a clear and the scrubber free memory or make blocks evictable soon.
             // Without any of these, waiting is pointless.
             if holds_some
                 || (state.pending_total() == 0
                     && state.slabs_in_flight == 0
-                    && state.blocks_in_scrub == 0)
+                    && state.blocks_in_scrub == 0
+                    && state.catalog.cleared_keys() == 0)
             {
                 return (state, Err(AllocationFailure::Full));
             }

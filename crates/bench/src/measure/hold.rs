@@ -324,10 +324,7 @@ impl Fixture {
 
     /// Times `contains` of one key in a second thread while the call runs, in microseconds,
     /// ascending.
-    fn contains_beside(
-        &self,
-        call: fn(&Self) -> Result<(), Failure>,
-    ) -> Result<Vec<f64>, Failure> {
+    fn contains_beside(&self, call: fn(&Self) -> Result<(), Failure>) -> Result<Vec<f64>, Failure> {
         let (has_begun, has_ended) = (AtomicBool::new(false), AtomicBool::new(false));
         let key = &self.chain[..1];
         std::thread::scope(|scope| {

@@ -1,6 +1,8 @@
 //! Builds a status from the statistics of stores and sessions.
 
-use cascade_store::{HealthState as StoreHealth, HoldTimes, ShadowFigure, StoreCounters, StoreStats};
+use cascade_store::{
+    HealthState as StoreHealth, HoldTimes, ShadowFigure, StoreCounters, StoreStats,
+};
 
 use crate::server::ClientSnapshot;
 use crate::status::{

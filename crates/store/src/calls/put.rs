@@ -105,7 +105,8 @@ impl StoreCore {
                 }
                 // No back-pressure here: the slabs are allocated already, so waiting would free no
                 // memory. `reserve` and `prepare` have waited for the backlog.
-                let mut state = self.lock();
+                let mut state = self.lock_for(round.len());
+                state.charge_keys(round);
                 let now = self.timestamps(&mut state);
                 for at in round {
                     self.publish_new(&mut state, puts, *at, &slabs[*at], now);
@@ -197,16 +198,17 @@ impl StoreCore {
         let mut allocated_bytes = 0;
         // The last block that got a slab in this round, and its nearest resident ancestor.
         let mut previous: Option<(BlockKey, Option<Slot>)> = None;
-        let mut state = self.lock();
+        let mut state = self.lock_for(undecided.len().min(ROUND_BLOCKS));
         let now = self.timestamps(&mut state);
         for (done, at) in undecided.iter().enumerate() {
             // Both limits are checked before the block is decided, and need an earlier one: every
             // round decides at least one block, also one that is larger than a round.
             let is_full = allocated.len() == ROUND_BLOCKS || allocated_bytes >= ROUND_BYTES;
-            if is_full || done == KEYS_PER_HOLD {
+            if is_full || state.is_hold_full() {
                 self.unlock(state);
                 return (allocated, done);
             }
+            state.charge(1);
             let put = &puts.batch[*at];
             match self.check_put(&mut state, put, puts.digests[*at], now) {
                 PutCheck::Settled(outcome) => puts.outcomes[*at] = Some(outcome),
@@ -329,7 +331,8 @@ impl StoreCore {
         if is_planted(Plant::EarlyPublish) {
             return self.publish_unfilled(puts, &sealed);
         }
-        let mut state = self.lock();
+        let mut state = self.lock_for(sealed.len());
+        state.charge_keys(&sealed);
         let now = self.timestamps(&mut state);
         for (index, slab) in sealed {
             // Under the same hold of the lock as the publication: an allocation that counts what
@@ -445,7 +448,8 @@ impl StoreCore {
             }
         }
         for (batch, outcomes) in batch.chunks(KEYS_PER_HOLD).zip(outcomes.chunks(KEYS_PER_HOLD)) {
-            let mut state = self.lock();
+            let mut state = self.lock_for(batch.len());
+            state.charge_keys(batch);
             let now = self.policy_now(&state);
             for (put, outcome) in batch.iter().zip(outcomes) {
                 state.count_put(&put.key, outcome);

@@ -112,6 +112,9 @@ impl ReadBatch {
     }
 }
 
+/// What the result of a read from a stage costs a hold of the lock, in keys looked up.
+const SETTLE_COST: u32 = 4;
+
 impl StoreCore {
     pub(crate) fn view(&self, keys: &[BlockKey], options: CallOptions) -> Vec<ViewOutcome> {
         let outcomes = self.read(keys, self.call(options), ReadPurpose::Use);
@@ -196,7 +199,8 @@ impl StoreCore {
         let keys = &keys[..keys.len().min(KEYS_PER_HOLD)];
         let most = (self.pool.region().bytes() / GET_SHARE).min(GET_BYTES);
         let mut found = Vec::with_capacity(keys.len());
-        let state = self.lock();
+        let mut state = self.lock_for(keys.len());
+        state.charge_keys(keys);
         state.catalog.find_batch(keys, &mut found);
         let mut bytes = 0;
         let mut fits = |found: &Option<KeyIndex>| {
@@ -231,7 +235,7 @@ impl StoreCore {
         while !pending.is_empty() {
             // A queue: new blocks first, waiting ones at the end.
             let later = pending.split_off(pending.len().min(KEYS_PER_HOLD));
-            let state = self.lock();
+            let state = self.lock_for(pending.len());
             let (state, plan) = self.plan(state, &pending, &mut batch);
             self.unlock(state);
             idle = if plan.waiting.len() < pending.len() { 0 } else { idle + pending.len() };
@@ -267,6 +271,7 @@ impl StoreCore {
         let stamp = state.history.stamp();
         let keys: Vec<BlockKey> = pending.iter().map(|pending| pending.key).collect();
         let mut found = Vec::with_capacity(keys.len());
+        state.charge_keys(&keys);
         state.catalog.find_batch(&keys, &mut found);
         if std::mem::take(&mut batch.is_first_lookup) && !state.is_closed {
             state.count_direct_requests(&found, now_unix_ms, self.memory_tier());
@@ -392,10 +397,12 @@ impl StoreCore {
             let loaded = self.stages[stage].load(loads, batch.call.deadline);
             let signal = HealthSignal::of_load(&loaded, time >= self.config.health.probe_timeout);
             let now_unix_ms = self.clock.unix_ms();
-            let mut state = self.lock();
+            let mut state = self.lock_for(places.len());
             self.record_health(&mut state, stage, Direction::Reads, signal);
             state.history.set_time(now_unix_ms);
             for ((mut pending, from), loaded) in places.into_iter().zip(loaded) {
+                state = self.end_full_hold(state);
+                state.charge(SETTLE_COST);
                 state.slabs_in_flight -= 1;
                 if !self.settle(&mut state, &mut pending, from, loaded, batch) {
                     again.push(pending);

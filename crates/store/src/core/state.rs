@@ -29,6 +29,8 @@ use crate::stats::StoreCounters;
 
 /// What an eviction costs a hold of the lock, in keys looked up.
 const EVICTION_COST: u32 = 4;
+/// Names of a content that are walked for the price of one key.
+const NAMES_PER_KEY: u32 = 8;
 
 /// A block queued to be written to a lower stage.
 #[derive(Debug, Clone, Copy)]
@@ -401,19 +403,10 @@ impl StoreState {
         }
     }
 
-    /// Removes every key from every tier.
-    pub(crate) fn forget_all(&mut self, why: Loss) {
-        // Detaches the change log: this becomes one change, not one for each key.
-        let log = self.catalog.changes_mut().take();
-        for key in self.catalog.all_keys() {
-            self.forget(key, why);
-        }
-        *self.catalog.changes_mut() = log;
-        self.note_cleared();
-    }
-
     /// Removes a key, and with the last key its content, from every tier.
     pub(crate) fn forget(&mut self, key: KeyIndex, why: Loss) {
+        let names = self.catalog.content(self.catalog.entry(key).content).key_count;
+        self.charge(names / NAMES_PER_KEY);
         if let Some(ledger) = &mut self.ledger {
             ledger.clear(key);
         }

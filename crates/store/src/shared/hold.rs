@@ -104,7 +104,10 @@ impl StateLock {
         drop(hold);
         let state = match until {
             Some((deadline, clock)) => {
-                condition.wait_until(state, deadline, clock).unwrap_or_else(PoisonError::into_inner).0
+                condition
+                    .wait_until(state, deadline, clock)
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .0
             }
             None => condition.wait(state).unwrap_or_else(PoisonError::into_inner),
         };
@@ -158,6 +161,11 @@ impl StoreState {
         }
     }
 
+    /// Counts a part of a batch that is handled in the current hold.
+    pub(crate) fn charge_keys<T>(&mut self, keys: &[T]) {
+        self.charge(u32::try_from(keys.len()).unwrap_or(u32::MAX));
+    }
+
     /// Whether the current hold has done as much as one hold may do.
     #[inline]
     pub(crate) fn is_hold_full(&self) -> bool {
@@ -166,10 +174,10 @@ impl StoreState {
 }
 
 impl StoreCore {
-    /// Takes the lock for a part of a batch; see [`StateLock::lock_in_turn`].
+    /// Takes the lock for this many keys of a batch: in turn, if they are many.
     #[track_caller]
-    pub(crate) fn lock_in_turn(&self, keys: usize) -> StateGuard<'_> {
-        self.state.lock_in_turn(keys)
+    pub(crate) fn lock_for(&self, keys: usize) -> StateGuard<'_> {
+        if keys < TIMED_KEYS_MIN { self.state.lock() } else { self.state.lock_in_turn(keys) }
     }
 
     /// The times of the holds of the lock for many keys.
@@ -183,7 +191,7 @@ impl StoreCore {
             return state;
         }
         self.unlock(state);
-        self.lock_in_turn(KEYS_PER_HOLD)
+        self.lock_for(KEYS_PER_HOLD)
     }
 
     /// Handles items in as many holds of the lock as needed, until the deadline of the call.
@@ -199,7 +207,7 @@ impl StoreCore {
             if done > 0 && call.is_some_and(|call| call.has_timed_out(&*self.clock)) {
                 break;
             }
-            let mut state = self.lock_in_turn(items.len() - done);
+            let mut state = self.lock_for(items.len() - done);
             state.history.set_time(self.clock.unix_ms());
             while done < items.len() && !state.is_hold_full() {
                 state.charge(1);
