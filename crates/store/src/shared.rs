@@ -322,8 +322,8 @@ impl StoreCore {
                 EvictionResult::AllWorthMore => return (state, Err(AllocationFailure::WorthLess)),
                 EvictionResult::NoneEvictable => {}
             }
-            // Slabs in flight, writes, a clear and the scrubber free memory or make blocks evictable soon.
-            // Without any of these, waiting is pointless.
+            // Slabs in flight, writes, a clear and the scrubber free memory or make blocks
+            // evictable soon. Without any of these, waiting is pointless.
             if holds_some
                 || (state.pending_total() == 0
                     && state.slabs_in_flight == 0

@@ -9,8 +9,8 @@ mod blocks;
 use std::time::Duration;
 
 use cascade_store::{
-    CallOptions, Change, DeclineReason, FilesConfig, GetOutcome, HoldRecorder, Loss, Put,
-    PutOutcome, Request, Store, StoreConfig, ViewOutcome,
+    CallOptions, Change, DeclineReason, FileLayout, FilesConfig, GetOutcome, HoldRecorder, Loss,
+    Put, PutOutcome, Request, Store, StoreConfig, ViewOutcome,
 };
 
 use blocks::{bytes_of, check, dram, keys, put};
@@ -193,6 +193,37 @@ fn a_store_with_files_ends_its_holds_while_it_writes_reads_and_deletes() {
     let is_last =
         |it: &ViewOutcome| matches!(it, ViewOutcome::Hit { slab, .. } if slab.len() == 1024);
     assert!(views.iter().all(is_last));
+}
+
+/// A file of a block is named by its key: a removal that came after the new block would remove it.
+#[test]
+fn a_block_that_is_put_while_it_is_cleared_stays_in_its_file() {
+    let directory = tempfile::tempdir().unwrap();
+    let config = || {
+        let mut files = FilesConfig::new(directory.path().join("store"));
+        files.layout = FileLayout::FilePerBlock;
+        StoreConfig { pipeline: "Dram|Files".to_owned(), files: Some(files), ..dram(16) }
+    };
+    let (store, _) = open(config());
+    let many = keys(0..2000);
+    let options = CallOptions { timeout: Some(Duration::from_secs(300)), ..Default::default() };
+    put(&store, &many, 64);
+    store.flush(options).unwrap();
+    let others = store.clone();
+    let clear = std::thread::spawn(move || others.clear());
+    // From the last one on, while the clear removes them from the first one on.
+    let outcomes: Vec<_> = many.rchunks(10).flat_map(|some| put(&store, some, 64)).collect();
+    clear.join().unwrap();
+    let is_known = |it: &PutOutcome| matches!(it, PutOutcome::Stored | PutOutcome::Present);
+    assert!(outcomes.iter().all(is_known), "{outcomes:?}");
+    // Those that were put before the clear are gone; the others must be in their files.
+    let kept: Vec<_> = many.iter().copied().filter(|key| store.contains(&[*key])[0]).collect();
+    store.flush(options).unwrap();
+    store.close().unwrap();
+    drop(store);
+    let (store, _) = open(config());
+    assert!(check(&store, &kept).iter().all(Option::is_some));
+    assert_eq!(store.stats().keys, kept.len() as u64, "no removed block is back");
 }
 
 #[test]
