@@ -246,7 +246,9 @@ impl Ledger {
         // Clearing a record zeroes only its first word; an erase must leave no names.
         let rest = self.free.get(from..).filter(|rest| !rest.is_empty())?;
         let some = &rest[..rest.len().min(KEYS_PER_HOLD)];
-        some.iter().for_each(|place| record::wipe(self.table.block(*place)));
+        for place in some {
+            record::wipe(self.table.block(*place));
+        }
         Some(from + some.len())
     }
 
