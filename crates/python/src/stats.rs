@@ -1,11 +1,11 @@
 //! The statistics of a store as dictionaries with the names of the Rust fields.
 
 use cascade_memory::PoolStats;
-use cascade_store::stage::StageStats;
 use cascade_store::{
     HealthState, ShadowFigure, ShadowRates, StageHealth, StoreCounters, StoreStats, TierHits,
     TierName,
 };
+use cascade_tier::tier::StageStats;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 

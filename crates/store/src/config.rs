@@ -6,9 +6,10 @@ use std::time::Duration;
 
 use cascade_block::DigestMode;
 use cascade_memory::{HugePages, PoolConfig};
+use cascade_tier::StoreError;
 
 use crate::core::eviction::policy_kind::PolicyKind;
-use crate::{HealthConfig, HoldRecorder, StoreError};
+use crate::{HealthConfig, HoldRecorder};
 
 const MIB: u64 = 1 << 20;
 /// Maximum length of the change log: 8.25 GiB.

@@ -1,5 +1,6 @@
 //! What the store knows and decides, without I/O or threads: catalog, state, eviction, circuits.
 
+pub(crate) mod additions;
 pub(crate) mod catalog;
 pub(crate) mod change_log;
 pub(crate) mod circuit;

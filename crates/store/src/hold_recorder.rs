@@ -5,12 +5,10 @@ use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use cascade_runtime::{LeafMutex, thread_cpu_time};
-use serde::{Deserialize, Serialize};
+use cascade_tier::HoldTimes;
 
 /// Most holds that are kept until the next [`HoldRecorder::take`]; later ones are dropped.
 const HOLDS_MAX: usize = 1 << 21;
-/// Upper bounds of the classes of [`HoldTimes`], in microseconds.
-const BOUNDS_US: [u64; 10] = [50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 100_000, 1_000_000];
 
 /// One hold of the store's lock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -78,32 +76,17 @@ impl PartialEq for HoldRecorder {
 
 impl Eq for HoldRecorder {}
 
-/// How long the store's lock was held, over holds for many keys.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub struct HoldTimes {
-    /// Numbers of holds up to each of [`HoldTimes::bounds_us`], and of longer ones.
-    pub counts: Vec<u64>,
-    /// The sum of their times, in nanoseconds.
-    pub sum_ns: u64,
-}
-
-impl HoldTimes {
-    /// Upper bounds of the classes, in microseconds.
-    pub fn bounds_us() -> &'static [u64] {
-        &BOUNDS_US
-    }
-}
-
 /// Counts the times of holds without a lock of its own.
 #[derive(Debug, Default)]
 pub(crate) struct HoldCounters {
-    counts: [AtomicU64; BOUNDS_US.len() + 1],
+    counts: [AtomicU64; HoldTimes::BOUNDS_US.len() + 1],
     sum_ns: AtomicU64,
 }
 
 impl HoldCounters {
     pub(crate) fn count(&self, time: Duration) {
-        let class = BOUNDS_US.partition_point(|bound| Duration::from_micros(*bound) < time);
+        let class =
+            HoldTimes::BOUNDS_US.partition_point(|bound| Duration::from_micros(*bound) < time);
         self.counts[class].fetch_add(1, Ordering::Relaxed);
         let nanos = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
         self.sum_ns.fetch_add(nanos, Ordering::Relaxed);

@@ -9,7 +9,10 @@ use std::time::Duration;
 use cascade_block::FingerprintSeed;
 use cascade_memory::{Pool, SlabMut};
 use cascade_runtime::{Clock, Condvar, Deadline, Mutex, random_u64};
+use cascade_tier::tier::{BlockFacts, StageError};
+use cascade_tier::{CallOptions, StoreError, TierName};
 
+use crate::StoreConfig;
 use crate::core::catalog::{LOWER_STAGES_MAX, NewKey};
 use crate::core::eviction;
 use crate::core::eviction::{Eviction, EvictionLimits, Incoming};
@@ -20,10 +23,8 @@ use crate::durable::named_pool::{NamedPool, OpenedPool, open_pool};
 use crate::insight::traffic::Insight;
 use crate::shared::call::CallContext;
 use crate::shared::hold::{StateGuard, StateLock};
-use crate::stage::{BlockFacts, StageError};
 use crate::stages::guard::Guarded;
 use crate::stages::{Pipeline, StageContext, StageRegistry, encryption};
-use crate::{CallOptions, StoreConfig, StoreError, TierName};
 
 /// Poll interval of waits, for events without a notification, such as the drop of a view.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
@@ -428,7 +429,7 @@ fn insert_recovered(
     state: &mut StoreState,
     stage: usize,
     facts: &BlockFacts,
-    address: crate::address::Address,
+    address: cascade_tier::tier::Address,
 ) {
     debug_assert!(stage < LOWER_STAGES_MAX, "the pipeline limits the number of stages");
     let new = NewKey {

@@ -1,11 +1,18 @@
 //! The store's public API: batches in, an outcome for each block out, a deadline on every call.
 
+mod block_store;
+
 use std::sync::{Arc, PoisonError};
 
 use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId};
 use cascade_memory::SlabMut;
 use cascade_runtime::thread::{Builder, JoinHandle};
 use cascade_runtime::{Clock, Deadline, Mutex, SystemClock};
+use cascade_tier::tier::StageError;
+use cascade_tier::{
+    CallOptions, GetOutcome, PrefixMatch, Put, PutOutcome, PutSlab, Request, StoreError,
+    StoreStats, TierHits, TierName, ViewOutcome,
+};
 
 use crate::calls::prefetch::{PrefetchQueue, run_prefetch};
 use crate::core::catalog::{Content, KeyIndex};
@@ -14,16 +21,10 @@ use crate::core::history::Loss;
 use crate::core::state::StoreState;
 use crate::drive::{mover, prober, scrub, settle};
 use crate::insight::shadow::ChainLookup;
-use crate::outcome::PutSlab;
 use crate::shared::hold::KEYS_PER_HOLD;
 use crate::shared::{StoreCore, tier_error};
-use crate::stage::StageError;
 use crate::stages::StageRegistry;
-use crate::stats::{StoreStats, TierHits};
-use crate::{
-    CallOptions, EraseReport, GetOutcome, PrefixMatch, Put, PutOutcome, Request, StoreConfig,
-    StoreError, TierName, ViewOutcome,
-};
+use crate::{EraseReport, StoreConfig};
 
 /// Threads that execute prefetch hints.
 const PREFETCH_THREADS: usize = 2;
@@ -471,8 +472,7 @@ impl StoreInner {
             settle::settle_queue(&mut state, stage, &StageError::Timeout);
             // Otherwise the joins below could wait for a stage that hangs.
             self.core.stages[stage].end_all_waits();
-            state.key_tickets[stage].settled += state.key_changes[stage].len() as u64;
-            state.key_changes[stage].clear();
+            state.cancel_key_changes(stage);
         }
         drop(state);
         self.core.notify_movers();

@@ -3,8 +3,8 @@
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
 use cascade_block::{DigestAlgorithm, DigestMode};
-use cascade_store::conformance::{DRAM_BYTES, Subject, all};
 use cascade_store::{FilesConfig, PolicyKind, Store, StoreConfig, WritePolicy};
+use cascade_tier::conformance::block_store::{DRAM_BYTES, Subject, all};
 
 fn dram() -> StoreConfig {
     StoreConfig {

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use cascade_block::{DigestAlgorithm, DigestMode};
-use cascade_store::conformance::{DRAM_BYTES, Subject, all};
 use cascade_store::{FilesConfig, PolicyKind, StoreConfig, WritePolicy};
+use cascade_tier::conformance::block_store::{DRAM_BYTES, Subject, all};
 
 use crate::test_node::TestNode;
 

@@ -92,7 +92,7 @@ impl TenantStatus {
 #[expect(clippy::cast_precision_loss, reason = "bounds and a sum for display")]
 fn lock_hold_s(times: &HoldTimes) -> Histogram {
     Histogram {
-        bounds: HoldTimes::bounds_us().iter().map(|bound| *bound as f64 / 1e6).collect(),
+        bounds: HoldTimes::BOUNDS_US.iter().map(|bound| *bound as f64 / 1e6).collect(),
         counts: times.counts.clone(),
         sum: times.sum_ns as f64 / 1e9,
     }

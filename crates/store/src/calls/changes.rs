@@ -10,12 +10,13 @@
 //! key that changed, its last change comes after every piece that was read before the change, and
 //! every later piece agrees with it.
 
-use crate::change::{Change, ChangeCursor, Changes};
+use cascade_tier::{Change, ChangeCursor, Changes, StoreError};
+
+use crate::Store;
 use crate::core::catalog::{ContentIndex, KeyIndex};
 use crate::core::change_log::ChangeLog;
 use crate::core::history::Loss;
 use crate::core::state::StoreState;
-use crate::{Store, StoreError};
 
 /// Changes returned and entries scanned while the lock is held once.
 const PIECE_KEYS: u32 = 256;

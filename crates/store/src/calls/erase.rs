@@ -2,16 +2,15 @@
 
 use cascade_block::with_causes;
 use cascade_memory::WipeReport;
+use cascade_tier::tier::{NotErased, StageEraseReport};
+use cascade_tier::{CallOptions, StoreError, TierName};
 
 use crate::core::catalog::LOWER_STAGES_MAX;
 use crate::core::history::Loss;
 use crate::core::state::{KeyChange, StoreState};
-use crate::not_erased::NotErased;
 use crate::shared::StoreCore;
 use crate::shared::call::CallContext;
 use crate::shared::hold::KEYS_PER_HOLD;
-use crate::stage::StageEraseReport;
-use crate::{CallOptions, StoreError, TierName};
 
 /// Result of erasing a store.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -265,8 +264,7 @@ impl CancelledRemovals {
     /// Empties the queues of key changes.
     fn take(&mut self, state: &mut StoreState) {
         for (stage, taken) in self.0.iter_mut().enumerate() {
-            let changes = std::mem::take(&mut state.key_changes[stage]);
-            state.key_tickets[stage].settled += changes.len() as u64;
+            let changes = state.cancel_key_changes(stage);
             if !changes.is_empty() {
                 taken.push(changes);
             }

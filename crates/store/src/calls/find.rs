@@ -1,8 +1,9 @@
 //! Search for keys by their first digits, as pages and logs show them.
 
 use cascade_block::BlockKey;
+use cascade_tier::{CallOptions, StoreError};
 
-use crate::{CallOptions, Store, StoreError};
+use crate::Store;
 
 /// Catalog entries scanned while the lock is held once.
 const PIECE_KEYS: u32 = 256;

@@ -1,12 +1,14 @@
 //! Flush, and the write failures that each caller has been informed of.
 
+use cascade_tier::tier::StageError;
+use cascade_tier::{CallOptions, StoreError};
+
+use crate::Store;
 use crate::core::circuit::Direction;
 use crate::core::flush_mark::FlushMark;
 use crate::drive::breaker::HealthSignal;
 use crate::shared::call::CallContext;
 use crate::shared::{StoreCore, tier_error};
-use crate::stage::StageError;
-use crate::{CallOptions, Store, StoreError};
 
 impl Store {
     /// Returns once every block put so far is written to all lower stages and would survive a

@@ -5,17 +5,17 @@ use std::time::Duration;
 
 use cascade_block::{BlockKey, DigestMode};
 use cascade_memory::Region;
+use cascade_tier::{
+    CallOptions, DeclineReason, PrepareOutcome, Put, PutOutcome, StoreError, TierName, ViewOutcome,
+};
 
 use crate::calls::put::{PutCandidate, resident_ancestor};
 use crate::calls::put_check::PutCheck;
 use crate::core::eviction::Slot;
-use crate::outcome::{PrepareOutcome, PutOutcome};
 use crate::shared::StoreCore;
 use crate::shared::call::CallContext;
 use crate::shared::hold::KEYS_PER_HOLD;
-use crate::{
-    CallOptions, DeclineReason, Put, Store, StoreError, TierName, ViewOutcome, WritePolicy,
-};
+use crate::{Store, WritePolicy};
 
 /// Maximum bytes of slabs in one step. A batch of large blocks takes several steps, so that the
 /// copies of one step overlap with the evictions of the next.

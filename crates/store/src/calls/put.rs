@@ -6,17 +6,17 @@
 use cascade_block::{BlockKey, Digest, DigestMode};
 use cascade_memory::{Slab, SlabMut};
 use cascade_runtime::{Clock, Plant, is_planted};
+use cascade_tier::tier::BlockFacts;
+use cascade_tier::{CallOptions, DeclineReason, Put, PutOutcome, PutSlab, StoreError};
 
+use crate::WritePolicy;
 use crate::calls::put_check::PutCheck;
 use crate::core::catalog::{ContentIndex, NewKey};
 use crate::core::eviction::{Incoming, Slot};
 use crate::core::state::{KeyChange, StoreState};
-use crate::outcome::PutSlab;
 use crate::shared::call::CallContext;
 use crate::shared::hold::{KEYS_PER_HOLD, StateGuard};
 use crate::shared::{AllocationFailure, StoreCore, Timestamps};
-use crate::stage::BlockFacts;
-use crate::{CallOptions, DeclineReason, Put, PutOutcome, StoreError, WritePolicy};
 
 /// Maximum bytes that one round of a put holds outside the catalog.
 const ROUND_BYTES: usize = 16 << 20;
@@ -93,7 +93,7 @@ impl StoreCore {
         let mut slabs = Vec::with_capacity(batch.len());
         let mut facts = Vec::with_capacity(batch.len());
         for put in batch {
-            facts.push(put.facts());
+            facts.push(facts_of_slab(&put));
             slabs.push(put.slab.seal());
         }
         let puts: Vec<Put<'_>> =
@@ -559,16 +559,15 @@ fn outcome_of_comparison(is_same: Result<Option<bool>, StoreError>) -> Option<Pu
     }
 }
 
-impl PutSlab {
-    fn facts(&self) -> Put<'static> {
-        Put {
-            key: self.key,
-            bytes: &[],
-            parent: self.parent,
-            namespace: self.namespace,
-            is_prefix: self.is_prefix,
-            is_partial: self.is_partial,
-            ttl_ms: self.ttl_ms,
-        }
+/// A put with the properties of a slab and without its bytes.
+fn facts_of_slab(slab: &PutSlab) -> Put<'static> {
+    Put {
+        key: slab.key,
+        bytes: &[],
+        parent: slab.parent,
+        namespace: slab.namespace,
+        is_prefix: slab.is_prefix,
+        is_partial: slab.is_partial,
+        ttl_ms: slab.ttl_ms,
     }
 }

@@ -1,11 +1,11 @@
 //! Checks a put against the catalog before its bytes are copied.
 
 use cascade_block::{Digest, DigestMode};
+use cascade_tier::{DeclineReason, Put, PutOutcome, StoreError};
 
 use crate::core::catalog::ContentIndex;
 use crate::core::state::StoreState;
 use crate::shared::{StoreCore, Timestamps};
-use crate::{DeclineReason, Put, PutOutcome, StoreError};
 
 /// Result of checking a put against the catalog.
 pub(crate) enum PutCheck {

@@ -3,8 +3,9 @@
 use cascade_block::BlockKey;
 use cascade_memory::{Slab, SlabMut};
 use cascade_runtime::Clock;
+use cascade_tier::tier::{Address, Load, LoadOutcome, StageError};
+use cascade_tier::{CallOptions, GetOutcome, StoreError, ViewOutcome};
 
-use crate::address::Address;
 use crate::calls::read_counters::ReadResult;
 use crate::core::catalog::{ContentIndex, ExpectedAccess, KeyIndex};
 use crate::core::circuit::Direction;
@@ -14,8 +15,6 @@ use crate::drive::breaker::HealthSignal;
 use crate::shared::call::CallContext;
 use crate::shared::hold::{KEYS_PER_HOLD, StateGuard};
 use crate::shared::{AllocationFailure, StoreCore};
-use crate::stage::{Load, LoadOutcome, StageError};
-use crate::{CallOptions, GetOutcome, StoreError, ViewOutcome};
 
 /// A step of a copying get holds at most DRAM divided by this.
 const GET_SHARE: usize = 8;
@@ -66,8 +65,10 @@ struct FetchSource {
     generation: u32,
     stage: usize,
     address: Address,
-    /// Whether the stage had recorded all key changes when the read was planned.
-    knows_all_keys: bool,
+    /// Whether the stage was still to record the key when the read was planned.
+    is_pending: bool,
+    /// Number of keys that the stage had recorded by then.
+    recorded: u64,
 }
 
 impl FetchSource {
@@ -345,10 +346,17 @@ impl StoreCore {
         state = again;
         match slab {
             Ok(mut slab) => {
-                let tickets = state.key_tickets[stage];
-                let knows_all_keys = tickets.settled == tickets.pushed;
-                let from =
-                    FetchSource { content: index, generation, stage, address, knows_all_keys };
+                let additions = &state.additions[stage];
+                let (is_pending, recorded) =
+                    (additions.is_pending(&pending.key), additions.settled());
+                let from = FetchSource {
+                    content: index,
+                    generation,
+                    stage,
+                    address,
+                    is_pending,
+                    recorded,
+                };
                 // After a kill of this process, the kernel may still write into the slab.
                 self.note_load(&mut slab);
                 plan.fetches.push(Fetch { pending, from, slab });
@@ -455,7 +463,7 @@ impl StoreCore {
             LoadOutcome::Gone if self.stages[from.stage].keeps_names_only() => {
                 pending.avoid |= 1 << from.stage;
             }
-            LoadOutcome::Gone => forget_key(state, pending, from),
+            LoadOutcome::Gone => settle_gone(state, pending, from),
             LoadOutcome::Damaged => {
                 state.counters.damaged_blocks += 1;
                 forget_address(state, from, Loss::Damaged);
@@ -564,12 +572,16 @@ fn forget_address(state: &mut StoreState, from: FetchSource, why: Loss) {
     }
 }
 
-/// The stage does not know this key. Its addition may still have been queued when the stage was
-/// asked; then nothing is known. Else, for the only key of a content, its bytes are gone; otherwise
-/// forget this key alone.
-fn forget_key(state: &mut StoreState, pending: &PendingRead, from: FetchSource) {
+/// The stage does not know this key. For the only key of a content, its bytes are gone; otherwise
+/// forget this key alone. Not if the stage has recorded it since, or is still to record it.
+fn settle_gone(state: &mut StoreState, pending: &mut PendingRead, from: FetchSource) {
+    let recorded = state.additions[from.stage].settled();
     let Some(content) = state.catalog.live_content(from.place()) else { return };
-    if content.address(from.stage) != Some(from.address) || !from.knows_all_keys {
+    if content.address(from.stage) != Some(from.address) || recorded != from.recorded {
+        return;
+    }
+    if from.is_pending {
+        pending.avoid |= 1 << from.stage;
         return;
     }
     if content.key_count == 1 {

@@ -1,9 +1,10 @@
 //! Counters of get and view: blocks requested, hits and misses.
 
+use cascade_tier::{GetOutcome, ViewOutcome};
+
 use crate::core::catalog::{KeyIndex, LOWER_STAGES_MAX};
 use crate::core::state::StoreState;
 use crate::shared::StoreCore;
-use crate::{GetOutcome, ViewOutcome};
 
 impl StoreCore {
     pub(crate) fn count_gets(&self, gets: usize, results: impl Iterator<Item = ReadResult>) {
@@ -80,7 +81,7 @@ impl StoreState {
 
 /// The outcome of one read, as the counters need it.
 pub(crate) enum ReadResult {
-    Hit { tier: crate::TierName, bytes: u64 },
+    Hit { tier: cascade_tier::TierName, bytes: u64 },
     Miss,
     Failed,
 }

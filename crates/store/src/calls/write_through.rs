@@ -1,10 +1,10 @@
 //! Write-through: a put returns only once every tier has its blocks.
 
+use cascade_tier::{Put, PutOutcome, StoreError};
+
 use crate::core::history::Loss;
-use crate::outcome::PutOutcome;
 use crate::shared::StoreCore;
 use crate::shared::call::CallContext;
-use crate::{Put, StoreError};
 
 impl StoreCore {
     /// Waits until every stage has the block. A block that is only in DRAM, because an earlier

@@ -10,9 +10,9 @@ mod table;
 
 use cascade_block::{BlockKey, Digest, FingerprintSeed};
 use cascade_memory::Slab;
+use cascade_tier::Change;
+use cascade_tier::tier::Address;
 
-use crate::Change;
-use crate::address::Address;
 use crate::core::change_log::ChangeLog;
 use crate::core::eviction::Slot;
 use arena::Arena;

@@ -9,7 +9,6 @@ mod arc;
 mod blocks;
 pub mod conformance;
 mod ghosts;
-mod hints;
 mod lru;
 pub(crate) mod policy_kind;
 mod prefix_cost;
@@ -19,12 +18,13 @@ mod waterfall;
 use std::fmt;
 use std::time::Duration;
 
+pub use cascade_tier::{Hints, Priority, StopReason};
+
 use crate::PolicyKind;
 pub use arc::Arc;
 use blocks::Adoption;
 pub use blocks::{BLOCKS_MAX, BlockList, BlockTable, Incoming, Slot};
 pub use ghosts::Ghosts;
-pub use hints::{Hints, Priority, StopReason};
 pub use lru::Lru;
 pub use prefix_cost::PrefixCost;
 pub use s3_fifo::S3Fifo;

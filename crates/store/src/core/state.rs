@@ -13,9 +13,11 @@ use std::time::Duration;
 
 use cascade_block::{BlockKey, FingerprintSeed};
 use cascade_runtime::Clock;
+use cascade_tier::tier::{Address, BlockFacts, StageError};
+use cascade_tier::{PutOutcome, StoreCounters};
 
 use crate::HealthConfig;
-use crate::address::Address;
+use crate::core::additions::Additions;
 use crate::core::catalog::{Catalog, ContentIndex, ExpectedAccess, KeyIndex, LOWER_STAGES_MAX};
 use crate::core::circuit::Breaker;
 use crate::core::eviction::{Eviction, EvictionChoice, Incoming, RemovalReason};
@@ -23,9 +25,6 @@ use crate::core::flush_mark::FlushMark;
 use crate::core::history::{History, Loss};
 use crate::durable::ledger::{Ledger, unknown_namespace};
 use crate::hold_recorder::HoldRecorder;
-use crate::outcome::PutOutcome;
-use crate::stage::{BlockFacts, StageError};
-use crate::stats::StoreCounters;
 
 /// What an eviction costs a hold of the lock, in keys looked up.
 const EVICTION_COST: u32 = 4;
@@ -89,6 +88,8 @@ pub(crate) struct StoreState {
     pub(crate) queues: [VecDeque<PendingWrite>; LOWER_STAGES_MAX],
     pub(crate) block_tickets: [Tickets; LOWER_STAGES_MAX],
     pub(crate) key_changes: [Vec<KeyChange>; LOWER_STAGES_MAX],
+    /// The additions among the key changes that are queued or being recorded.
+    pub(crate) additions: [Additions; LOWER_STAGES_MAX],
     /// Blocks and key changes that each stage failed to store since the start.
     pub(crate) write_failures: FlushMark,
     /// Failures before the last erase: no flush reports these, because the blocks are erased.
@@ -163,6 +164,7 @@ impl StoreState {
             queues: Default::default(),
             block_tickets: Default::default(),
             key_changes: Default::default(),
+            additions: Default::default(),
             write_failures: FlushMark::default(),
             failures_before_erase: FlushMark::default(),
             reported_failures: FlushMark::default(),
@@ -406,7 +408,8 @@ impl StoreState {
     /// Removes a key, and with the last key its content, from every tier.
     pub(crate) fn forget(&mut self, key: KeyIndex, why: Loss) {
         let names = self.catalog.content(self.catalog.entry(key).content).key_count;
-        self.charge(names / NAMES_PER_KEY);
+        // Takes about twice as long as a lookup.
+        self.charge(1 + names / NAMES_PER_KEY);
         if let Some(ledger) = &mut self.ledger {
             ledger.clear(key);
         }
@@ -451,8 +454,22 @@ impl StoreState {
     /// Queues a key change for the mover of a stage.
     pub(crate) fn push_key_change(&mut self, stage: usize, change: KeyChange) {
         self.limit_key_changes(stage);
+        self.additions[stage].push(&change);
         self.key_changes[stage].push(change);
         self.key_tickets[stage].pushed += 1;
+    }
+
+    /// A stage has recorded these key changes, or they were dropped.
+    pub(crate) fn settle_key_changes(&mut self, stage: usize, changes: &[KeyChange]) {
+        self.additions[stage].settle(changes);
+        self.key_tickets[stage].settled += changes.len() as u64;
+    }
+
+    /// Takes all queued key changes of a stage. They will not be sent.
+    pub(crate) fn cancel_key_changes(&mut self, stage: usize) -> Vec<KeyChange> {
+        let cancelled = std::mem::take(&mut self.key_changes[stage]);
+        self.settle_key_changes(stage, &cancelled);
+        cancelled
     }
 
     /// Queues a content for the mover of a stage; the content keeps its slab until it is written.

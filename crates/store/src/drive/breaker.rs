@@ -4,11 +4,12 @@
 //! While the write circuit is open, no block is queued for the stage; blocks that it should have
 //! are listed, and queued when the circuit closes. An open write circuit does not affect reads.
 
+use cascade_tier::tier::{LoadOutcome, StageError};
+
 use crate::core::catalog::{Content, LOWER_STAGES_MAX};
 use crate::core::circuit::{CircuitChange, Direction};
 use crate::core::state::{KeyChange, PendingWrite, StoreState};
 use crate::shared::StoreCore;
-use crate::stage::{LoadOutcome, StageError};
 
 /// Maximum number of blocks listed as missing in a stage. Beyond it the oldest, which are evicted
 /// first, are dropped from the list.
@@ -240,9 +241,9 @@ impl StoreState {
         }
         // Half at once, because each removal at the front moves the rest of the queue. Dropped
         // changes settle their tickets: a flush must not wait for them.
-        let count = (KEY_CHANGES_MAX / 2) as u64;
-        self.key_changes[stage].drain(..KEY_CHANGES_MAX / 2);
-        self.key_tickets[stage].settled += count;
+        let dropped: Vec<_> = self.key_changes[stage].drain(..KEY_CHANGES_MAX / 2).collect();
+        self.settle_key_changes(stage, &dropped);
+        let count = dropped.len() as u64;
         self.counters.name_failures += count;
         self.write_failures.count(stage, count);
     }

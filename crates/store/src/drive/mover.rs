@@ -11,8 +11,8 @@ use std::time::Duration;
 use cascade_block::BlockKey;
 use cascade_memory::Slab;
 use cascade_runtime::{Deadline, Plant, is_planted, thread};
+use cascade_tier::tier::{Address, BlockFacts, MakeRoomOutcome, StageError};
 
-use crate::address::Address;
 use crate::core::catalog::ContentIndex;
 use crate::core::circuit::Direction;
 use crate::core::history::Loss;
@@ -20,7 +20,7 @@ use crate::core::state::{KeyChange, PendingWrite, StoreState};
 use crate::drive::breaker::HealthSignal;
 use crate::drive::settle::{fail_queue, settle};
 use crate::shared::StoreCore;
-use crate::stage::{BlockFacts, MakeRoomOutcome, StageError};
+use crate::shared::hold::KEYS_PER_HOLD;
 
 /// Maximum bytes of one batch.
 const BATCH_BYTES: u64 = 16 << 20;
@@ -192,7 +192,6 @@ fn send_key_changes(
     mut changes: Vec<KeyChange>,
     deadline: Deadline,
 ) -> Result<(), StageError> {
-    let mut settled = 0;
     let (mut run_max, mut rounds) = (KEY_CHANGES_PER_CALL, 0);
     while !changes.is_empty() {
         let count = run_length(&changes, run_max);
@@ -202,7 +201,8 @@ fn send_key_changes(
                 Ok(room) => {
                     apply_room(core, stage, &room);
                     let (moved, dropped) = maps_of(&room);
-                    settled += apply_room_to_changes(&mut changes, &moved, &dropped);
+                    let dropped = apply_room_to_changes(&mut changes, &moved, &dropped);
+                    core.lock().settle_key_changes(stage, &dropped);
                     // The stage may have recorded a part of the run, which takes room each time.
                     (run_max, rounds) = ((count / 2).max(1), rounds + 1);
                     continue;
@@ -221,19 +221,19 @@ fn send_key_changes(
             state.note_error(stage, error.clone());
             if !state.is_closed {
                 // Stop at the first failure: later changes of a key must not overtake earlier ones.
-                state.key_tickets[stage].settled += settled;
                 state.requeue_key_changes(stage, changes);
                 return Err(error);
             }
             state.counters.name_failures += count as u64;
             state.write_failures.count(stage, count as u64);
         }
+        for some in changes[..count].chunks(KEYS_PER_HOLD) {
+            core.lock_for(some.len()).settle_key_changes(stage, some);
+        }
         changes.drain(..count);
-        settled += count as u64;
         // Up to the full length again: many short runs would each move the rest of the changes.
         (run_max, rounds) = ((run_max * 2).min(KEY_CHANGES_PER_CALL), 0);
     }
-    core.lock().key_tickets[stage].settled += settled;
     Ok(())
 }
 
@@ -394,13 +394,13 @@ fn maps_of(room: &MakeRoomOutcome) -> (HashMap<Address, Address>, HashSet<Addres
 }
 
 /// Gives key changes the new addresses of their blocks, and removes the keys to be added to dropped
-/// blocks. Returns their number.
+/// blocks. Returns these.
 fn apply_room_to_changes(
     changes: &mut Vec<KeyChange>,
     moved: &HashMap<Address, Address>,
     dropped: &HashSet<Address>,
-) -> u64 {
-    let before = changes.len();
+) -> Vec<KeyChange> {
+    let mut removed = Vec::new();
     changes.retain_mut(|change| {
         let (KeyChange::Add(_, address) | KeyChange::Remove(_, address)) = change;
         // First: if only some keys of a block did not fit, the block has moved all the same.
@@ -408,9 +408,13 @@ fn apply_room_to_changes(
             *address = *new;
             return true;
         }
-        !dropped.contains(address) || matches!(change, KeyChange::Remove(..))
+        let is_kept = !dropped.contains(address) || matches!(change, KeyChange::Remove(..));
+        if !is_kept {
+            removed.push(*change);
+        }
+        is_kept
     });
-    (before - changes.len()) as u64
+    removed
 }
 
 /// Applies moves and drops of a stage to the catalog and the queued key changes.
@@ -435,8 +439,8 @@ fn apply_room(core: &StoreCore, stage: usize, room: &MakeRoomOutcome) {
     let (moved, dropped) = maps_of(room);
     // Last: until here, changes with the old addresses were queued.
     let mut state = core.lock_for(room.moved.len() + room.dropped.len());
-    let settled = apply_room_to_changes(&mut state.key_changes[stage], &moved, &dropped);
-    state.key_tickets[stage].settled += settled;
+    let dropped = apply_room_to_changes(&mut state.key_changes[stage], &moved, &dropped);
+    state.settle_key_changes(stage, &dropped);
     drop(state);
     core.notify_changed();
 }

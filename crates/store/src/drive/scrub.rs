@@ -11,12 +11,13 @@ use std::time::Duration;
 use cascade_block::checksum;
 use cascade_memory::Slab;
 use cascade_runtime::thread::{Builder, JoinHandle};
+use cascade_tier::CallOptions;
+use cascade_tier::tier::BlockFacts;
 
+use crate::Store;
 use crate::core::catalog::{Catalog, ContentIndex};
 use crate::core::state::{PendingWrite, StoreState};
 use crate::shared::StoreCore;
-use crate::stage::BlockFacts;
-use crate::{CallOptions, Store};
 
 /// Maximum bytes of one step. Its blocks cannot be evicted meanwhile.
 const STEP_BYTES: usize = 4 << 20;

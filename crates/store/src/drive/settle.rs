@@ -1,11 +1,11 @@
 //! The results of writes to a stage, applied to the state.
 
-use crate::address::Address;
+use cascade_tier::tier::{Address, BlockFacts, StageError};
+
 use crate::core::history::Loss;
 use crate::core::state::{KeyChange, PendingWrite, StoreState};
 use crate::shared::StoreCore;
 use crate::shared::hold::StateGuard;
-use crate::stage::{BlockFacts, StageError};
 
 /// Failed writes of one block, with a closed circuit, before the block is given up: the block
 /// itself may be the cause.

@@ -22,13 +22,11 @@ use std::time::Duration;
 use cascade_block::{NamespaceId, checksum};
 use cascade_memory::{MemoryError, Pool, PoolFiles, Slab, SlabMut};
 use cascade_runtime::LeafMutex;
+use cascade_tier::tier::{Address, BlockFacts};
+use cascade_tier::{StoreError, WarmStats};
 
-use crate::StoreError;
-use crate::address::Address;
 use crate::core::catalog::{KeyIndex, LOWER_STAGES_MAX};
 use crate::shared::hold::KEYS_PER_HOLD;
-use crate::stage::BlockFacts;
-use crate::warm_stats::WarmStats;
 pub(crate) use leftover::remove_unused;
 pub use leftover::{LeftoverPool, leftover_pools};
 pub(crate) use opening::{open, remove};

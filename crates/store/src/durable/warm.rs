@@ -6,13 +6,14 @@ use std::time::Duration;
 
 use cascade_block::BlockKey;
 use cascade_memory::SlabMut;
+use cascade_tier::StoreError;
 
 use crate::core::catalog::{ContentIndex, NewKey};
 use crate::core::state::StoreState;
 use crate::durable::ledger::{HeldId, HeldPiece, Process, Recovered};
 use crate::durable::named_pool::millis;
 use crate::shared::StoreCore;
-use crate::{KeepPool, Store, StoreError};
+use crate::{KeepPool, Store};
 
 /// Blocks restored to DRAM, by key, for the comparison with the blocks of the stages.
 #[derive(Debug, Default)]
@@ -24,7 +25,7 @@ impl RestoredBlocks {
         &self,
         key: &BlockKey,
         stage: usize,
-        address: crate::address::Address,
+        address: cascade_tier::tier::Address,
     ) -> bool {
         self.0.get(key).is_some_and(|recovered| recovered.is_stored_at(stage, address))
     }

@@ -1,12 +1,13 @@
 //! Explain: the state of each block of a chain, and why a request did not match more of it.
 
 use cascade_block::{BlockKey, ManifestDifference, Namespace, NamespaceId};
+use cascade_tier::{CallOptions, StoreError, TierName, WriterId};
 
+use crate::Store;
 use crate::core::catalog::KeyIndex;
 use crate::core::history::Loss;
 use crate::core::state::StoreState;
 use crate::shared::StoreCore;
-use crate::{CallOptions, Store, StoreError, TierName, WriterId};
 
 /// What the description of a block costs a hold of the lock, beside its lookup.
 const EXPLAIN_COST: u32 = 1;

@@ -4,14 +4,15 @@ use std::sync::PoisonError;
 
 use cascade_block::BlockKey;
 use cascade_runtime::MutexGuard;
+use cascade_tier::TierName;
 
+use crate::Store;
 use crate::core::catalog::KeyIndex;
 use crate::core::state::StoreState;
 use crate::insight::hot::WatchedPrefix;
 use crate::insight::traffic::Insight;
 use crate::shared::StoreCore;
 use crate::shared::hold::KEYS_PER_HOLD;
-use crate::{Store, TierName};
 
 /// A prefix that many requests share.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -3,8 +3,7 @@
 use std::time::Duration;
 
 use cascade_runtime::{Clock, Deadline};
-
-use crate::{StoreError, WriterId};
+use cascade_tier::{StoreError, WriterId};
 
 /// Deadline and writer of one call, shared by all its steps.
 #[derive(Debug, Clone, Copy)]

@@ -9,8 +9,8 @@ use std::sync::{PoisonError, TryLockError};
 use std::time::Duration;
 
 use cascade_runtime::{Clock, Condvar, Deadline, Mutex, MutexGuard, now};
+use cascade_tier::HoldTimes;
 
-use crate::HoldTimes;
 use crate::core::state::StoreState;
 use crate::hold_recorder::{HoldCounters, HoldRecorder};
 use crate::shared::StoreCore;

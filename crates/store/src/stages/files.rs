@@ -11,14 +11,14 @@ use cascade_disk::{
 };
 use cascade_memory::Slab;
 use cascade_runtime::{Clock, Deadline, Mutex, MutexGuard, RwLock};
+use cascade_tier::tier::{
+    Address, BlockFacts, Load, LoadOutcome, MakeRoomOutcome, NotErased, Stage, StageEraseReport,
+    StageError, StageStats,
+};
+use cascade_tier::{StoreError, TierName};
 
 use super::StageContext;
-use crate::address::Address;
-use crate::not_erased::NotErased;
-use crate::stage::{
-    BlockFacts, Load, LoadOutcome, MakeRoomOutcome, Stage, StageEraseReport, StageError, StageStats,
-};
-use crate::{FileLayout, FilesConfig, IoEngine, StoreError, TierName};
+use crate::{FileLayout, FilesConfig, IoEngine};
 
 /// Stores blocks in files.
 #[derive(Debug)]

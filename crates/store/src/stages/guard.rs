@@ -11,13 +11,13 @@ use std::time::Duration;
 use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId};
 use cascade_memory::Slab;
 use cascade_runtime::{CallError, CallLimit, Calls, Cancel, Clock, Deadline, LeafMutex};
-
-use crate::TierName;
-use crate::address::Address;
-use crate::core::circuit::Direction;
-use crate::stage::{
-    BlockFacts, Load, LoadOutcome, MakeRoomOutcome, Stage, StageEraseReport, StageError, StageStats,
+use cascade_tier::TierName;
+use cascade_tier::tier::{
+    Address, BlockFacts, Load, LoadOutcome, MakeRoomOutcome, Stage, StageEraseReport, StageError,
+    StageStats,
 };
+
+use crate::core::circuit::Direction;
 
 /// Most concurrent loads of a stage that may exceed its deadlines.
 const LOADS_MAX: usize = 16;

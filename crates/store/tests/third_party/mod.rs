@@ -11,12 +11,12 @@ use std::time::Duration;
 use cascade_block::{BlockKey, Namespace};
 use cascade_memory::Slab;
 use cascade_runtime::{Deadline, SystemClock};
-use cascade_store::stage::{
+use cascade_store::stages::StageRegistry;
+use cascade_store::{CallOptions, HealthConfig, HealthState, Store, StoreConfig, TierName};
+use cascade_tier::tier::{
     Address, BlockFacts, Load, LoadOutcome, MakeRoomOutcome, Stage, StageEraseReport, StageError,
     StageStats,
 };
-use cascade_store::stages::StageRegistry;
-use cascade_store::{CallOptions, HealthConfig, HealthState, Store, StoreConfig, TierName};
 
 /// A store over DRAM and a fresh map stage.
 pub(crate) fn open(config: StoreConfig) -> (Store, Arc<MapStage>) {

@@ -3,10 +3,11 @@
 
 use std::time::Duration;
 
+use cascade_tier::Hints;
+
 use super::lru::place;
 use super::{
-    BlockList, BlockTable, EvictionFilter, Ghosts, Hints, Policy, RemovalReason, RequestedBlock,
-    Slot,
+    BlockList, BlockTable, EvictionFilter, Ghosts, Policy, RemovalReason, RequestedBlock, Slot,
 };
 
 /// A block's state: the top bit is set once the block was used again; the other bits are the number

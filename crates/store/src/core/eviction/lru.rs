@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use super::{
-    BlockList, BlockTable, EvictionFilter, Hints, Policy, RemovalReason, RequestedBlock, Slot,
-};
+use cascade_tier::Hints;
+
+use super::{BlockList, BlockTable, EvictionFilter, Policy, RemovalReason, RequestedBlock, Slot};
 
 /// A parent that was used at most this many requests ago counts as used by the same request: other
 /// requests may come between a request and its puts.

@@ -17,9 +17,10 @@ mod units;
 
 use std::time::Duration;
 
+use cascade_tier::Hints;
+
 use super::{
-    BlockTable, EvictionFilter, Ghosts, Hints, Incoming, Policy, RemovalReason, RequestedBlock,
-    Slot,
+    BlockTable, EvictionFilter, Ghosts, Incoming, Policy, RemovalReason, RequestedBlock, Slot,
 };
 use cells::Cells;
 use features::{Features, RequestShape, UnitKind, apply_hints, boost, fan_bucket, features};

@@ -3,9 +3,10 @@
 
 use std::time::Duration;
 
+use cascade_tier::Hints;
+
 use super::{
-    BlockList, BlockTable, EvictionFilter, Ghosts, Hints, Policy, RemovalReason, RequestedBlock,
-    Slot,
+    BlockList, BlockTable, EvictionFilter, Ghosts, Policy, RemovalReason, RequestedBlock, Slot,
 };
 
 /// Share of all blocks up to which blocks are evicted from the main queue first.

@@ -3,7 +3,9 @@
 
 use std::time::Duration;
 
-use super::{BlockTable, EvictionFilter, Hints, Lru, Policy, RemovalReason, RequestedBlock, Slot};
+use cascade_tier::Hints;
+
+use super::{BlockTable, EvictionFilter, Lru, Policy, RemovalReason, RequestedBlock, Slot};
 
 /// The policy: LRU without promotion on hits.
 #[derive(Debug, Default)]
