@@ -1,6 +1,7 @@
 //! The calls of a store: put, prepare, read, flush, erase, find, changes.
 
 pub(crate) mod changes;
+mod clear;
 pub(crate) mod erase;
 mod fetch_source;
 pub(crate) mod find;

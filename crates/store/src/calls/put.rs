@@ -5,7 +5,7 @@
 
 use cascade_block::{BlockKey, Digest, DigestMode};
 use cascade_memory::{Slab, SlabMut};
-use cascade_runtime::{Clock, MutexGuard, Plant, is_planted};
+use cascade_runtime::{Clock, Plant, is_planted};
 use cascade_tier::tier::BlockFacts;
 use cascade_tier::{CallOptions, DeclineReason, Put, PutOutcome, PutSlab, StoreError};
 
@@ -14,7 +14,8 @@ use crate::core::awaited::Place;
 use crate::core::catalog::{ContentIndex, NewKey};
 use crate::core::eviction::{Incoming, Slot};
 use crate::core::state::StoreState;
-use crate::shared::call::{CallContext, KEYS_PER_LOCK};
+use crate::shared::call::CallContext;
+use crate::shared::hold::{KEYS_PER_HOLD, StateGuard};
 use crate::shared::{AllocationFailure, StoreCore, Timestamps};
 
 /// Maximum bytes that one round of a put holds outside the catalog.
@@ -106,7 +107,8 @@ impl StoreCore {
                 }
                 // No back-pressure here: the slabs are allocated already, so waiting would free no
                 // memory. `reserve` and `prepare` have waited for the backlog.
-                let mut state = self.lock();
+                let mut state = self.lock_for(round.len());
+                state.charge_keys(round);
                 let now = self.timestamps(&mut state);
                 for at in round {
                     self.publish_new(&mut state, puts, *at, &slabs[*at], now);
@@ -200,16 +202,17 @@ impl StoreCore {
         let mut allocated_bytes = 0;
         // The last block that got a slab in this round, and its nearest resident ancestor.
         let mut previous: Option<(BlockKey, Option<Slot>)> = None;
-        let mut state = self.lock();
+        let mut state = self.lock_for(undecided.len().min(ROUND_BLOCKS));
         let now = self.timestamps(&mut state);
         for (done, at) in undecided.iter().enumerate() {
             // Both limits are checked before the block is decided, and need an earlier one: every
             // round decides at least one block, also one that is larger than a round.
             let is_full = allocated.len() == ROUND_BLOCKS || allocated_bytes >= ROUND_BYTES;
-            if is_full || done == KEYS_PER_LOCK {
+            if is_full || state.is_hold_full() {
                 self.unlock(state);
                 return (allocated, done);
             }
+            state.charge(1);
             let put = &puts.batch[*at];
             match self.check_put(&mut state, put, puts.digests[*at], now) {
                 PutCheck::Settled(outcome) => puts.outcomes[*at] = Some(outcome),
@@ -260,11 +263,11 @@ impl StoreCore {
     /// way to them.
     pub(crate) fn allocate_for_put<'a>(
         &'a self,
-        state: MutexGuard<'a, StoreState>,
+        state: StateGuard<'a>,
         candidate: PutCandidate<'_>,
         holds_some: bool,
         call: CallContext,
-    ) -> (MutexGuard<'a, StoreState>, Result<SlabMut, AllocationFailure>) {
+    ) -> (StateGuard<'a>, Result<SlabMut, AllocationFailure>) {
         let PutCandidate { put, bytes, ancestor } = candidate;
         if !self.stages.is_empty() {
             // Ends the round instead of waiting: other calls may wait for the slabs that this call
@@ -299,9 +302,9 @@ impl StoreCore {
     /// Back-pressure: waits while the write backlog is at its limit. False if the deadline passed.
     fn wait_for_backlog<'a>(
         &'a self,
-        mut state: MutexGuard<'a, StoreState>,
+        mut state: StateGuard<'a>,
         call: CallContext,
-    ) -> (MutexGuard<'a, StoreState>, bool) {
+    ) -> (StateGuard<'a>, bool) {
         while self.is_backlogged(&state) {
             // The stage may hang. A failed probe opens its circuit, which drops the queue and ends
             // this wait.
@@ -332,7 +335,8 @@ impl StoreCore {
         if is_planted(Plant::EarlyPublish) {
             return self.publish_unfilled(puts, &sealed);
         }
-        let mut state = self.lock();
+        let mut state = self.lock_for(sealed.len());
+        state.charge_keys(&sealed);
         let now = self.timestamps(&mut state);
         for (index, slab) in sealed {
             // Under the same hold of the lock as the publication: an allocation that counts what
@@ -460,8 +464,9 @@ impl StoreCore {
                 }
             }
         }
-        for (batch, outcomes) in batch.chunks(KEYS_PER_LOCK).zip(outcomes.chunks(KEYS_PER_LOCK)) {
-            let mut state = self.lock();
+        for (batch, outcomes) in batch.chunks(KEYS_PER_HOLD).zip(outcomes.chunks(KEYS_PER_HOLD)) {
+            let mut state = self.lock_for(batch.len());
+            state.charge_keys(batch);
             let now = self.policy_now(&state);
             for (put, outcome) in batch.iter().zip(outcomes) {
                 state.count_put(&put.key, outcome);

@@ -1,6 +1,5 @@
 //! Write-through: a put returns only once every tier has its blocks.
 
-use cascade_runtime::MutexGuard;
 use cascade_tier::{Put, PutOutcome, StoreError};
 
 use crate::WritePolicy;
@@ -8,6 +7,7 @@ use crate::core::awaited::Place;
 use crate::core::history::Loss;
 use crate::core::state::StoreState;
 use crate::shared::call::CallContext;
+use crate::shared::hold::StateGuard;
 use crate::shared::{StoreCore, tier_error};
 
 impl StoreCore {
@@ -58,11 +58,11 @@ impl StoreCore {
 
     fn wait_for_stages<'a>(
         &'a self,
-        mut state: MutexGuard<'a, StoreState>,
+        mut state: StateGuard<'a>,
         put: &Put<'_>,
         place: Place,
         call: CallContext,
-    ) -> (MutexGuard<'a, StoreState>, Result<(), StoreError>) {
+    ) -> (StateGuard<'a>, Result<(), StoreError>) {
         for stage in 0..self.stages.len() {
             let mut was_queued = false;
             loop {

@@ -26,6 +26,12 @@ use crate::core::flush_mark::FlushMark;
 use crate::core::history::{History, Loss};
 use crate::core::usable::verdict;
 use crate::durable::ledger::{Ledger, unknown_namespace};
+use crate::hold_recorder::HoldRecorder;
+
+/// What an eviction costs a hold of the lock, in keys looked up.
+const EVICTION_COST: u32 = 4;
+/// Names of a content that are walked for the price of one key.
+const NAMES_PER_KEY: u32 = 8;
 
 /// A block queued to be written to a lower stage.
 #[derive(Debug, Clone, Copy)]
@@ -130,6 +136,10 @@ pub(crate) struct StoreState {
     pub(crate) policy_time: Option<Duration>,
     /// The ledger of a named pool: lets the next process restore the blocks in DRAM.
     pub(crate) ledger: Option<Ledger>,
+    /// What the current hold of the lock has done so far; see [`StoreState::charge`].
+    pub(crate) cost: u32,
+    /// Records the holds of the lock, if the configuration wants that.
+    pub(crate) recorder: Option<HoldRecorder>,
     pub(crate) has_dram: bool,
     /// Number of stages below DRAM.
     pub(crate) lower_stages: usize,
@@ -189,6 +199,8 @@ impl StoreState {
             released: Vec::new(),
             policy_time: None,
             ledger: None,
+            cost: 0,
+            recorder: None,
             has_dram,
             lower_stages,
             is_closing: false,
@@ -273,6 +285,7 @@ impl StoreState {
         if search == VictimSearch::None && !self.eviction.waits_for_write() {
             search = self.eviction.search_above(incoming, &mut usable, ancestors);
         }
+        self.charge(EVICTION_COST);
         let slot = match search {
             VictimSearch::Found(slot) => slot,
             VictimSearch::AllWorthMore => return EvictionResult::AllWorthMore,
@@ -400,19 +413,11 @@ impl StoreState {
         }
     }
 
-    /// Removes every key from every tier.
-    pub(crate) fn forget_all(&mut self, why: Loss) {
-        // Detaches the change log: this becomes one change, not one for each key.
-        let log = self.catalog.changes_mut().take();
-        for key in self.catalog.all_keys() {
-            self.forget(key, why);
-        }
-        *self.catalog.changes_mut() = log;
-        self.note_cleared();
-    }
-
     /// Removes a key, and with the last key its content, from every tier.
     pub(crate) fn forget(&mut self, key: KeyIndex, why: Loss) {
+        let names = self.catalog.content(self.catalog.entry(key).content).key_count;
+        // Takes about twice as long as a lookup.
+        self.charge(1 + names / NAMES_PER_KEY);
         if let Some(ledger) = &mut self.ledger {
             ledger.clear(key);
         }
