@@ -74,15 +74,6 @@ pub enum Failure {
     /// The node declined a request, for this reason.
     #[error("{0}")]
     Declined(String),
-    /// A measurement failed.
-    #[error("cannot measure {what}")]
-    Measure {
-        /// The measurement.
-        what: String,
-        /// The cause.
-        #[source]
-        source: Box<dyn Error + Send + Sync>,
-    },
     /// Input, output or a request could not be handled.
     #[error("cannot {action}")]
     Other {
@@ -121,7 +112,7 @@ impl Failure {
         what: impl Into<String>,
         source: impl Into<Box<dyn Error + Send + Sync>>,
     ) -> Self {
-        Self::Measure { what: what.into(), source: source.into() }
+        Self::Bench(MeasureError::measure(what, source))
     }
 
     /// The exit code of the process after this failure.

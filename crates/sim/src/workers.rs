@@ -129,8 +129,9 @@ impl Worker {
             if left.is_zero() {
                 return Err(io::ErrorKind::TimedOut.into());
             }
-            let left = Timespec::try_from(left).ok();
-            match poll(&mut [PollFd::new(&self.results, PollFlags::IN)], left.as_ref()) {
+            // Not without a limit, if the time cannot be given to the kernel.
+            let left = Timespec::try_from(left).map_err(io::Error::other)?;
+            match poll(&mut [PollFd::new(&self.results, PollFlags::IN)], Some(&left)) {
                 Ok(0) | Err(rustix::io::Errno::INTR) => continue,
                 Ok(_) => {}
                 Err(error) => return Err(error.into()),

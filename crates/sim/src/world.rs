@@ -193,7 +193,10 @@ impl Harness {
         sleep(END_TIME);
         let live = self.world.live_threads(PROCESS);
         if live > 0 {
-            let what = format!("{live} threads are left {END_TIME:?} after the store was closed");
+            let threads = self.world.describe_threads();
+            let what = format!(
+                "{live} threads are left {END_TIME:?} after the store was closed:\n{threads}"
+            );
             self.shared.model().findings.add(what);
             self.world.kill(PROCESS);
         }

@@ -50,7 +50,9 @@ fn every_tier_is_empty_after_an_erase_and_accepts_new_blocks() {
         let stats = store.stats();
         assert_eq!((stats.keys, stats.dram_bytes, stats.pending_bytes), (0, 0, 0));
         assert_eq!(check(&store, &keys(0..200)), vec![None; 200]);
-        let left = files_below(directory.path());
+        let mut left = files_below(directory.path());
+        // On a slow disk a probe may have begun.
+        left.retain(|path| path.extension().is_none_or(|extension| extension != "probe"));
         assert_eq!(left.len(), 1, "{layout:?}: only the lock file: {left:?}");
         put(&store, &keys(100..300), BLOCK);
         store.close().unwrap();

@@ -147,6 +147,63 @@ fn a_put_succeeds_if_its_block_is_reclaimed_while_it_waits() {
     });
 }
 
+/// Whether an error has the one that the stage returned as its cause.
+fn has_cause(error: &StoreError) -> bool {
+    with_causes(error).contains("injected")
+}
+
+/// Blocks that were queued when the circuit opened failed with "the stage's circuit is open".
+#[test]
+fn a_put_that_ends_with_an_open_circuit_reports_what_opened_it() {
+    in_worlds(|| {
+        let (store, stage) = open_slow();
+        stage.fails_writes.store(true, Relaxed);
+        let first = start_put(&store, keys(0..1));
+        let second = start_put(&store, keys(1..2));
+        // The second write and a probe have begun.
+        sleep(Duration::from_millis(WRITE_MS));
+        let third = start_put(&store, keys(2..3));
+        for putter in [first, second, third] {
+            let outcome = putter.join().unwrap().remove(0);
+            let PutOutcome::Failed(error) = outcome else { panic!("{outcome:?}") };
+            assert!(has_cause(&error), "{}", with_causes(&error));
+        }
+        let health = store.stats().health.remove(0).1;
+        assert_eq!(health.writes.opened_count, 1);
+        store.close().unwrap_err();
+    });
+}
+
+/// The circuit opens while the stage flushes, which failed with "the stage's circuit is open".
+#[test]
+fn a_flush_that_ends_with_an_open_circuit_reports_what_opened_it() {
+    in_worlds(|| {
+        for is_block_missing in [true, false] {
+            let stage = MapStage::new();
+            let store = Store::open_with(
+                StoreConfig { pipeline: "Dram|Map".to_owned(), ..dram(4) },
+                &stage.registry(),
+                Arc::new(SystemClock),
+            )
+            .unwrap();
+            stage.delay_ms.store(WRITE_MS, Relaxed);
+            stage.flush_delay_ms.store(25_000, Relaxed);
+            stage.fails_writes.store(true, Relaxed);
+            if is_block_missing {
+                // Its write and then a probe fail, each after the time of a write.
+                put(&store, &keys(0..1), BLOCK);
+            }
+            let error = store.flush(CallOptions::default()).unwrap_err();
+            assert!(has_cause(&error), "{}", with_causes(&error));
+            let writes = store.stats().health.remove(0).1.writes;
+            assert_eq!(writes.opened_count, 1);
+            let last = writes.last_error.unwrap();
+            assert!(last.contains("injected"), "{last}");
+            drop(store);
+        }
+    });
+}
+
 /// The error was "the stage returned no result".
 #[test]
 fn a_put_of_a_block_that_a_tier_does_not_accept_says_so() {

@@ -17,9 +17,9 @@ use super::{ContractViolation, DiskCounts, DiskSettings, Latency};
 /// The root directory.
 pub(super) const ROOT: u64 = 1;
 /// Pages of removed files that stay readable by handles. Nothing reports that a handle was closed.
-const REMOVED_PAGES_MAX: u64 = 4096;
+const REMOVED_PAGES_MAX: u64 = 1 << 16;
 /// Removed files that stay readable, however long they are.
-const REMOVED_FILES_MIN: usize = 8;
+const REMOVED_FILES_MIN: usize = 64;
 /// Violations that are kept of each kind: late, or not.
 const VIOLATIONS_MAX: u64 = 100;
 /// The number of the first simulated process.

@@ -74,22 +74,33 @@ impl StoreCore {
 
     fn flush_since(&self, reported: &mut FlushMark, call: CallContext) -> Result<(), StoreError> {
         self.wait_for_queues(call)?;
-        // Read once: exactly the stages that are skipped below are reported at the end, even if a
-        // circuit changes meanwhile.
-        let open_circuits = self.lock().open_write_circuits;
+        // Read once: exactly the stages that are skipped or cut short below are reported at the
+        // end, even if a circuit closes meanwhile.
+        let mut open_circuits = self.lock().open_write_circuits;
         let mut flushed = Ok(());
         // Try every stage and report the first error.
-        for (at, stage) in
-            self.stages.iter().enumerate().filter(|(at, _)| open_circuits & (1 << at) == 0)
-        {
+        for (at, stage) in self.stages.iter().enumerate() {
+            if open_circuits & (1 << at) != 0 {
+                continue;
+            }
             // Without the lock: the stage may use the whole time of the call.
             let result = stage.flush(call.deadline);
             let signal = match &result {
-                // A flush can have much to write: a time-out says nothing about the health.
-                Ok(()) | Err(StageError::Timeout) => HealthSignal::None,
+                // A flush can have much to write: a time-out says nothing about the health, and an
+                // open circuit says nothing new.
+                Ok(()) | Err(StageError::Timeout | StageError::CircuitOpen) => HealthSignal::None,
                 Err(error) => HealthSignal::Failure(error.clone()),
             };
-            self.record_health(&mut self.lock(), at, Direction::Writes, signal);
+            let mut state = self.lock();
+            self.record_health(&mut state, at, Direction::Writes, signal);
+            let is_open = state.is_write_circuit_open(at);
+            drop(state);
+            if is_open && matches!(result, Err(StageError::CircuitOpen)) {
+                // It opened during the call: report the error that opened it, as if it had been
+                // open before.
+                open_circuits |= 1 << at;
+                continue;
+            }
             flushed = flushed.and(result.map_err(|error| tier_error(stage, "flush", error)));
         }
         let mut state = self.lock();

@@ -1,5 +1,6 @@
 //! Write-through: a put returns only once every tier has its blocks.
 
+use cascade_tier::tier::StageError;
 use cascade_tier::{Put, PutOutcome, StoreError};
 
 use crate::WritePolicy;
@@ -103,6 +104,10 @@ impl StoreCore {
     ) -> Option<Result<(), StoreError>> {
         match state.awaited.result(place, stage) {
             Some(Ok(())) => return Some(Ok(())),
+            // The error that opened the circuit says more.
+            Some(Err(StageError::CircuitOpen)) if !state.is_closed => {
+                return Some(Err(self.stage_error(state, stage, "write a block")));
+            }
             Some(Err(error)) if !state.is_closed => {
                 return Some(Err(tier_error(&self.stages[stage], "write a block", error.clone())));
             }

@@ -78,6 +78,10 @@ impl StoreCore {
         direction: Direction,
         signal: HealthSignal,
     ) {
+        if let (HealthSignal::Failure(error), Direction::Writes) = (&signal, direction) {
+            // Before the circuit can open: callers then report this error.
+            state.note_error(stage, error.clone());
+        }
         let now = self.clock.monotonic();
         let breaker = &mut state.breakers[stage];
         let change = match signal {

@@ -83,6 +83,8 @@ pub(crate) struct MapStage {
     pub(crate) panics: AtomicBool,
     /// Returns one result less than the batch has blocks.
     pub(crate) answers_short: AtomicBool,
+    /// How long a flush takes, in milliseconds.
+    pub(crate) flush_delay_ms: AtomicU64,
     /// How long adding a name takes, in milliseconds.
     pub(crate) name_delay_ms: AtomicU64,
     /// Blocks whose bytes did not have their stated length.
@@ -379,6 +381,8 @@ impl Stage for MapStage {
 
     fn flush(&self, _deadline: Deadline) -> Result<(), StageError> {
         self.hung.wait();
+        let delay = self.flush_delay_ms.load(Ordering::Relaxed);
+        cascade_runtime::sleep(Duration::from_millis(delay));
         Ok(())
     }
 

@@ -41,7 +41,9 @@ pub const DRAM_BYTES: u64 = 64 << 20;
 const SIZES: [usize; 5] = [0, 1, 4096, 5000, 1 << 20];
 /// How long a check waits for a background event.
 const EVENT_TIMEOUT: Duration = Duration::from_secs(20);
-const NOW: CallOptions = CallOptions { timeout: None, writer: None };
+/// With a long timeout: on a slow disk, a write-through put of many blocks takes longer than the
+/// default.
+const NOW: CallOptions = CallOptions { timeout: Some(Duration::from_secs(600)), writer: None };
 
 /// Runs every check, each on a fresh store.
 ///

@@ -60,7 +60,8 @@ pub(super) fn any_number_of_slabs_is_prepared_and_sealed(subject: &Subject) {
     let slabs = all.iter().zip(prepared).map(fill).collect();
     let outcomes = store.put_slabs(slabs, NOW);
     assert_eq!(outcomes.len(), all.len());
-    assert!(outcomes.iter().all(|outcome| matches!(outcome, PutOutcome::Stored)));
+    let other = outcomes.iter().position(|outcome| !matches!(outcome, PutOutcome::Stored));
+    assert!(other.is_none(), "block {other:?}: {:?}", other.map(|at| &outcomes[at]));
     assert!(subject.has_all(&all));
 }
 
