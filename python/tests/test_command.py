@@ -49,6 +49,21 @@ def test_a_missing_program_is_an_error_that_names_the_places(tmp_path, monkeypat
     assert program() == tmp_path / "bin" / "cascade", "as pip install --target leaves it"
 
 
+def test_the_program_is_found_from_another_environment(tmp_path, monkeypatch):
+    """A `.pth` file imports the package from an environment with scripts of its own."""
+    site_packages, scripts = tmp_path / "lib" / "site-packages", tmp_path / "bin"
+    record = site_packages / "cascadekv-0.1.0.dist-info" / "RECORD"
+    record.parent.mkdir(parents=True)
+    record.write_text("cascadekv/_program.py,,\n../../bin/cascade,,\n")
+    (record.parent / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: cascadekv\nVersion: 0.1.0\n"
+    )
+    scripts.mkdir()
+    (scripts / "cascade").touch()
+    monkeypatch.setattr(_program, "__file__", str(site_packages / "cascadekv" / "_program.py"))
+    assert program() == scripts / "cascade"
+
+
 def test_an_invalid_command_line_exits_with_2():
     run = cascade("replay", "--no-such-option")
     assert run.returncode == 2
