@@ -12,6 +12,7 @@ pub(crate) mod prefetch;
 pub(crate) mod prepare;
 pub(crate) mod put;
 pub(crate) mod put_check;
+mod put_end;
 pub(crate) mod read;
 pub(crate) mod read_counters;
 pub(crate) mod write_through;

@@ -133,12 +133,15 @@ impl Store {
 
     /// Matches the leading blocks of a chain, and returns the fastest tier of each. The eviction
     /// policy learns of requests from this call: look up the whole chain first, then read the
-    /// matched blocks and put the others.
+    /// matched blocks and put the others. Matches nothing if the store's lock is not free within the
+    /// timeout of the store.
     pub fn lookup_prefix(&self, request: &Request<'_>) -> PrefixMatch {
         let core = self.core();
         let now_unix_ms = core.clock.unix_ms();
         let mut found = Vec::with_capacity(request.keys.len());
-        let mut state = core.lock();
+        let Some(mut state) = core.lock_in_time(0, &mut None) else {
+            return PrefixMatch { tiers: Vec::new() };
+        };
         state.history.set_time(now_unix_ms);
         state.policy_time = state.policy_time.max(request.at);
         let now = core.policy_now(&state);
@@ -216,7 +219,7 @@ impl Store {
     pub fn hint(&self, request: &Request<'_>) {
         let core = self.core();
         let mut found = Vec::with_capacity(request.keys.len());
-        let mut state = core.lock();
+        let Some(mut state) = core.lock_in_time(0, &mut None) else { return };
         state.policy_time = state.policy_time.max(request.at);
         state.catalog.find_batch(request.keys, &mut found);
         let asked = |(key, found): (&BlockKey, Option<KeyIndex>)| RequestedBlock {
@@ -230,7 +233,8 @@ impl Store {
         core.insight().shadows.hint(now, request.keys, &request.hints);
     }
 
-    /// Whether each block can be read from any tier. Does not count as an access.
+    /// Whether each block can be read from any tier. Does not count as an access. False for blocks
+    /// that could not be looked up within the timeout of the store.
     pub fn contains(&self, keys: &[BlockKey]) -> Vec<bool> {
         self.map_contents(keys, |state, content| {
             content.is_some_and(|content| !state.is_unreadable(content))
@@ -264,7 +268,8 @@ impl Store {
     }
 
     /// Applies a function to the content of each block: `None` if it is unknown or has expired.
-    fn map_contents<T>(
+    /// Beyond the timeout of the store, the rest is not looked up.
+    fn map_contents<T: Default>(
         &self,
         keys: &[BlockKey],
         map: impl Fn(&StoreState, Option<&Content>) -> T,
@@ -272,8 +277,9 @@ impl Store {
         let now_unix_ms = self.core().clock.unix_ms();
         let mut results = Vec::with_capacity(keys.len());
         let mut found = Vec::with_capacity(keys.len().min(KEYS_PER_HOLD));
+        let (mut call, count) = (None, keys.len());
         for keys in keys.chunks(KEYS_PER_HOLD) {
-            let mut state = self.core().lock_for(keys.len());
+            let Some(mut state) = self.core().lock_in_time(keys.len(), &mut call) else { break };
             state.charge_keys(keys);
             state.catalog.find_batch(keys, &mut found);
             let content_of = |found| {
@@ -284,6 +290,7 @@ impl Store {
             let found = found.drain(..);
             results.extend(found.map(|key: Option<_>| map(&state, key.and_then(content_of))));
         }
+        results.resize_with(count, T::default);
         results
     }
 
@@ -516,7 +523,8 @@ impl StoreCore {
         // Lets the probers check for hanging calls now, so that the next statistics are current.
         self.wake_probers();
         let (shadows, shadow_bytes) = self.insight().figures();
-        let state = self.lock();
+        let mut state = self.lock();
+        self.add_call_counts(&mut state);
         let eviction = state.eviction.stats();
         let hits = |(tier, (blocks, bytes)): (usize, &(u64, u64))| TierHits {
             tier: self.tier_name(tier),

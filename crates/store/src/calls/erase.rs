@@ -56,7 +56,7 @@ impl StoreCore {
     /// only then does no thread write to a stage or a slab, and stages and memory can be erased.
     pub(crate) fn erase(&self, options: CallOptions) -> Result<EraseReport, StoreError> {
         let call = self.call(options);
-        let mut state = self.lock();
+        let mut state = self.lock_or_time_out("erase", call)?;
         if state.is_closing {
             return Err(StoreError::Closed);
         }
@@ -145,6 +145,7 @@ impl StoreCore {
             removed.take(&mut state);
             // A mover settles a ticket only after the reply of its stage: with all settled, no
             // mover waits for a write. Timed-out calls are left to `wait_for_stuck_calls`.
+            self.note_freed_slabs(&mut state);
             let is_settled = |stage: usize| {
                 let (blocks, names) = (&state.block_tickets[stage], &state.key_tickets[stage]);
                 blocks.settled == blocks.pushed && names.settled == names.pushed

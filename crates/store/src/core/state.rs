@@ -497,6 +497,11 @@ impl StoreState {
     /// Counts the outcome of one block's put, and records the reason if it was not stored.
     pub(crate) fn count_put(&mut self, key: &BlockKey, outcome: &PutOutcome) {
         self.counters.count_put(outcome);
+        self.note_unstored_put(key, outcome);
+    }
+
+    /// Records the reason if a block was not stored.
+    pub(crate) fn note_unstored_put(&mut self, key: &BlockKey, outcome: &PutOutcome) {
         match outcome {
             PutOutcome::Declined(why) => self.history.record(key, (*why).into()),
             PutOutcome::Failed(_) => self.history.record(key, Loss::PutFailed),
