@@ -400,10 +400,12 @@ impl StoreCore {
     }
 
     /// Releases the lock, and wakes the movers if key changes are queued.
-    pub(crate) fn unlock(&self, state: StateGuard<'_>) {
+    pub(crate) fn unlock(&self, mut state: StateGuard<'_>) {
         let has_names = state.key_changes.iter().any(|names| !names.is_empty());
+        let discarded = state.catalog.take_discarded();
         // First, so that a mover does not wake up only to wait for the lock.
         drop(state);
+        drop(discarded);
         if has_names {
             self.notify_movers();
         }

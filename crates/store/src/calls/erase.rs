@@ -66,7 +66,7 @@ impl StoreCore {
         state.erases += 1;
         state.are_removals_cancelled = true;
         state.make_all_absent();
-        drop(state);
+        self.unlock(state);
         let mut removed = CancelledRemovals::default();
         let tiers = self.empty_catalog(&mut removed);
         let mut erased = EraseReport { tiers, ..EraseReport::default() };
@@ -129,6 +129,7 @@ impl StoreCore {
             }
             // A call that began before the erase has put a block meanwhile.
             state.make_all_absent();
+            self.unlock(state);
         }
     }
 
