@@ -472,7 +472,11 @@ impl StoreInner {
         let flushed = self.core.flush(CallOptions::default());
         // In short holds, because the queues may be long.
         for stage in 0..self.core.stages.len() {
-            drop(settle::fail_queue(&self.core, self.core.lock(), stage, &StageError::Timeout));
+            let mut state = self.core.lock();
+            state = settle::fail_queue(&self.core, state, stage, &StageError::Timeout);
+            while !state.cancel_key_changes(stage).is_empty() {
+                state = self.core.end_full_hold(state);
+            }
         }
         // Under one hold of the lock: a mover or caller that sees `is_closed` also sees empty
         // queues and settled tickets, and stops waiting.
@@ -482,7 +486,8 @@ impl StoreInner {
             settle::settle_queue(&mut state, stage, &StageError::Timeout);
             // Otherwise the joins below could wait for a stage that hangs.
             self.core.stages[stage].end_all_waits();
-            state.cancel_key_changes(stage);
+            // Those that were queued since.
+            while !state.cancel_key_changes(stage).is_empty() {}
         }
         drop(state);
         self.core.notify_movers();

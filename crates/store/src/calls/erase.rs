@@ -144,6 +144,10 @@ impl StoreCore {
         loop {
             // Calls in flight can still queue key changes; those are not sent to the stages.
             removed.take(&mut state);
+            state = self.end_full_hold(state);
+            if state.key_changes.iter().any(|changes| !changes.is_empty()) {
+                continue;
+            }
             // A mover settles a ticket only after the reply of its stage: with all settled, no
             // mover waits for a write. Timed-out calls are left to `wait_for_stuck_calls`.
             self.note_freed_slabs(&mut state);
@@ -268,7 +272,7 @@ impl StoreCore {
 struct CancelledRemovals([Vec<Vec<KeyChange>>; LOWER_STAGES_MAX]);
 
 impl CancelledRemovals {
-    /// Empties the queues of key changes.
+    /// Takes a part of the queues of key changes.
     fn take(&mut self, state: &mut StoreState) {
         for (stage, taken) in self.0.iter_mut().enumerate() {
             let changes = state.cancel_key_changes(stage);

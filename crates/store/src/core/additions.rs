@@ -9,6 +9,7 @@ use cascade_block::BlockKey;
 
 use crate::core::awaited::Place;
 use crate::core::state::{KeyChange, StoreState};
+use crate::shared::hold::KEYS_PER_HOLD;
 use cascade_tier::tier::Address;
 use cascade_tier::tier::BlockFacts;
 
@@ -89,9 +90,11 @@ impl StoreState {
         self.key_tickets[stage].settled += changes.len() as u64;
     }
 
-    /// Takes all queued key changes of a stage. They will not be sent.
+    /// Takes some of the queued key changes of a stage, as many as one hold of the lock may handle.
+    /// They will not be sent.
     pub(crate) fn cancel_key_changes(&mut self, stage: usize) -> Vec<KeyChange> {
-        let cancelled = std::mem::take(&mut self.key_changes[stage]);
+        let cancelled = self.key_changes[stage].pop_some(KEYS_PER_HOLD);
+        self.charge_keys(&cancelled);
         self.settle_key_changes(stage, &cancelled);
         cancelled
     }
