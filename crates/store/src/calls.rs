@@ -7,6 +7,7 @@ mod fetch_source;
 pub(crate) mod find;
 pub(crate) mod flush;
 pub mod holds;
+mod lookup;
 mod planted;
 pub(crate) mod prefetch;
 pub(crate) mod prepare;

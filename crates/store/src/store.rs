@@ -15,12 +15,10 @@ use cascade_tier::{
 };
 
 use crate::calls::prefetch::{PrefetchQueue, run_prefetch};
-use crate::core::catalog::{Content, KeyIndex};
-use crate::core::eviction::RequestedBlock;
+use crate::core::catalog::Content;
 use crate::core::history::Loss;
 use crate::core::state::StoreState;
 use crate::drive::{mover, prober, scrub, settle};
-use crate::insight::shadow::ChainLookup;
 use crate::shared::hold::KEYS_PER_HOLD;
 use crate::shared::{StoreCore, tier_error};
 use crate::stages::StageRegistry;
@@ -133,78 +131,10 @@ impl Store {
 
     /// Matches the leading blocks of a chain, and returns the fastest tier of each. The eviction
     /// policy learns of requests from this call: look up the whole chain first, then read the
-    /// matched blocks and put the others. Matches nothing if the store's lock is not free within the
+    /// matched blocks and put the others. Matches only the blocks that it could look up within the
     /// timeout of the store.
     pub fn lookup_prefix(&self, request: &Request<'_>) -> PrefixMatch {
-        let core = self.core();
-        let now_unix_ms = core.clock.unix_ms();
-        let mut found = Vec::with_capacity(request.keys.len());
-        let Some(mut state) = core.lock_in_time(0, &mut None) else {
-            return PrefixMatch { tiers: Vec::new() };
-        };
-        state.history.set_time(now_unix_ms);
-        state.policy_time = state.policy_time.max(request.at);
-        let now = core.policy_now(&state);
-        state.catalog.find_batch(request.keys, &mut found);
-        let mut chain = Vec::with_capacity(request.keys.len());
-        let mut tiers = Vec::new();
-        let mut in_dram = 0;
-        let mut is_unbroken = true;
-        // Forgetting an expired block frees its index, which `found` may hold twice: from then on,
-        // each key is looked up again.
-        let mut has_forgotten = state.is_closed;
-        for (key, mut found) in request.keys.iter().zip(found) {
-            let expired = |found| state.catalog.entry(found).has_expired(now_unix_ms);
-            if has_forgotten || found.is_some_and(expired) {
-                found = if state.is_closed { None } else { state.find_live(key, now_unix_ms) };
-                has_forgotten = true;
-            }
-            // The policy gets the whole chain, the match only the blocks before the first gap.
-            let Some(found) = found else {
-                is_unbroken = false;
-                chain.push(RequestedBlock {
-                    fingerprint: state.catalog.fingerprint(key),
-                    resident: None,
-                });
-                continue;
-            };
-            let entry = state.catalog.entry(found);
-            let (content, resident) = (entry.content, entry.slot());
-            chain.push(RequestedBlock { fingerprint: state.catalog.fingerprint(key), resident });
-            is_unbroken &= !state.is_unreadable(state.catalog.content(content));
-            if is_unbroken {
-                if state.has_dram {
-                    state.expect_read(found);
-                }
-                state.catalog.entry_mut(found).note_matched();
-                let content = state.catalog.content(content);
-                in_dram += usize::from(content.slab.is_some() && in_dram == tiers.len());
-                let lower = content.fastest_lower_except(state.open_read_circuits);
-                let lower = lower.map_or(0, |(stage, _)| 1 + stage);
-                let tier = if content.slab.is_some() { 0 } else { lower };
-                state.tier_matches[tier] += 1;
-                tiers.push(core.tier_name(tier));
-            }
-        }
-        if state.has_dram {
-            state.eviction.request(now, &chain, request.partial_tail, &request.hints);
-        }
-        state.counters.requests += 1;
-        state.counters.blocks_requested += request.keys.len() as u64;
-        state.counters.blocks_matched += tiers.len() as u64;
-        let block_bytes = state.mean_block_bytes();
-        // The lock of the insight is never taken under the lock of the state.
-        core.unlock(state);
-        core.insight().request(&ChainLookup {
-            at: now,
-            keys: request.keys,
-            partial_tail: request.partial_tail,
-            hints: &request.hints,
-            in_dram,
-            matched: tiers.len(),
-            block_bytes,
-        });
-        PrefixMatch { tiers }
+        self.core().lookup_prefix(request)
     }
 
     /// Looks up a chain and returns views of the matched blocks: one round trip instead of two
@@ -217,20 +147,7 @@ impl Store {
     /// Passes hints about a chain to the eviction policy outside a request, such as the end of its
     /// session or a queued request for it. Does not count as an access.
     pub fn hint(&self, request: &Request<'_>) {
-        let core = self.core();
-        let mut found = Vec::with_capacity(request.keys.len());
-        let Some(mut state) = core.lock_in_time(0, &mut None) else { return };
-        state.policy_time = state.policy_time.max(request.at);
-        state.catalog.find_batch(request.keys, &mut found);
-        let asked = |(key, found): (&BlockKey, Option<KeyIndex>)| RequestedBlock {
-            fingerprint: state.catalog.fingerprint(key),
-            resident: found.and_then(|found| state.catalog.entry(found).slot()),
-        };
-        let chain: Vec<_> = request.keys.iter().zip(found).map(asked).collect();
-        let now = core.policy_now(&state);
-        state.eviction.hint(now, &chain, &request.hints);
-        drop(state);
-        core.insight().shadows.hint(now, request.keys, &request.hints);
+        self.core().hint(request);
     }
 
     /// Whether each block can be read from any tier. Does not count as an access. False for blocks

@@ -34,6 +34,9 @@ impl CallCounts {
 }
 
 fn add(to: &mut StoreCounters, from: &StoreCounters) {
+    to.requests += from.requests;
+    to.blocks_requested += from.blocks_requested;
+    to.blocks_matched += from.blocks_matched;
     to.gets += from.gets;
     to.hits += from.hits;
     to.bytes_read += from.bytes_read;
