@@ -3,7 +3,7 @@
 //! A key that shares the bytes of another one is in the catalog before a stage knows it. Until then
 //! its bytes are read under a key that the stage has: its `via`.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 
 use cascade_block::BlockKey;
 
@@ -19,7 +19,8 @@ const STEPS_MAX: usize = 8;
 /// The keys that one stage is about to record.
 #[derive(Debug, Default)]
 pub(crate) struct Additions {
-    pending: HashMap<BlockKey, Pending>,
+    /// A tree, because a hash table of 65,536 keys would grow in one hold of the store's lock.
+    pending: BTreeMap<BlockKey, Pending>,
     /// Number of additions that the stage has recorded, or that were dropped.
     settled: u64,
 }

@@ -37,7 +37,7 @@ const NO_ADDRESS: u64 = u64::MAX;
 pub(crate) struct KeyIndex(pub(crate) u32);
 
 /// Index of a content's entry.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct ContentIndex(pub(crate) u32);
 
 /// The access that is expected for a block.
