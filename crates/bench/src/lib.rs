@@ -6,6 +6,7 @@ mod disk;
 mod error;
 mod figure;
 mod hashing;
+mod hold;
 mod index;
 mod memory;
 pub mod node;
@@ -47,6 +48,7 @@ impl Bench<'_> {
         index::run(self)?;
         memory::run(self)?;
         hashing::run(self)?;
+        hold::run(self)?;
         disk::run(self)?;
         restart::run(self)
     }

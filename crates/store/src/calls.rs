@@ -1,16 +1,19 @@
 //! The calls of a store: put, prepare, read, flush, erase, find, changes.
 
 pub(crate) mod changes;
+mod clear;
 pub(crate) mod erase;
 mod fetch_source;
 pub(crate) mod find;
 pub(crate) mod flush;
 pub mod holds;
+mod lookup;
 mod planted;
 pub(crate) mod prefetch;
 pub(crate) mod prepare;
 pub(crate) mod put;
 pub(crate) mod put_check;
+mod put_end;
 pub(crate) mod read;
 pub(crate) mod read_counters;
 pub(crate) mod write_through;

@@ -6,6 +6,7 @@ mod config;
 mod core;
 mod drive;
 mod durable;
+mod hold_recorder;
 mod insight;
 mod secret;
 mod shared;
@@ -22,15 +23,16 @@ pub use calls::holds;
 pub use cascade_tier::tier::NotErased;
 pub use cascade_tier::{
     BlockStore, CallOptions, Change, ChangeCursor, Changes, CircuitHealth, DeclineReason,
-    GetOutcome, HealthState, Hints, PipelineError, PrefixMatch, PrepareOutcome, Put, PutOutcome,
-    PutSlab, Request, ShadowFigure, ShadowRates, StageHealth, StoreCounters, StoreError,
-    StoreStats, TierHits, TierName, ViewOutcome, WarmStats, WriterId, intern,
+    GetOutcome, HealthState, Hints, HoldTimes, PipelineError, PrefixMatch, PrepareOutcome, Put,
+    PutOutcome, PutSlab, Request, ShadowFigure, ShadowRates, StageHealth, StoreCounters,
+    StoreError, StoreStats, TierHits, TierName, ViewOutcome, WarmStats, WriterId, intern,
 };
 pub use config::{
     EncryptionConfig, FileLayout, FilesConfig, IoEngine, KeepPool, StoreConfig, WritePolicy,
 };
 pub use drive::scrub::ScrubReport;
 pub use durable::ledger::{HeldId, HeldKind, HeldPiece, LeftoverPool, Process, leftover_pools};
+pub use hold_recorder::{Hold, HoldRecorder};
 pub use insight::explain::{
     BlockExplanation, BlockState, Explanation, NamespaceDifference, PresentBlock,
 };

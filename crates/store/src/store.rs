@@ -15,13 +15,11 @@ use cascade_tier::{
 };
 
 use crate::calls::prefetch::{PrefetchQueue, run_prefetch};
-use crate::core::catalog::{Content, KeyIndex};
-use crate::core::eviction::RequestedBlock;
+use crate::core::catalog::Content;
 use crate::core::history::Loss;
 use crate::core::state::StoreState;
-use crate::drive::{mover, prober, scrub};
-use crate::insight::shadow::ChainLookup;
-use crate::shared::call::KEYS_PER_LOCK;
+use crate::drive::{mover, prober, scrub, settle};
+use crate::shared::hold::KEYS_PER_HOLD;
 use crate::shared::{StoreCore, tier_error};
 use crate::stages::StageRegistry;
 use crate::{EraseReport, StoreConfig};
@@ -133,75 +131,10 @@ impl Store {
 
     /// Matches the leading blocks of a chain, and returns the fastest tier of each. The eviction
     /// policy learns of requests from this call: look up the whole chain first, then read the
-    /// matched blocks and put the others.
+    /// matched blocks and put the others. Matches only the blocks that it could look up within the
+    /// timeout of the store.
     pub fn lookup_prefix(&self, request: &Request<'_>) -> PrefixMatch {
-        let core = self.core();
-        let now_unix_ms = core.clock.unix_ms();
-        let mut found = Vec::with_capacity(request.keys.len());
-        let mut state = core.lock();
-        state.history.set_time(now_unix_ms);
-        state.policy_time = state.policy_time.max(request.at);
-        let now = core.policy_now(&state);
-        state.catalog.find_batch(request.keys, &mut found);
-        let mut chain = Vec::with_capacity(request.keys.len());
-        let mut tiers = Vec::new();
-        let mut in_dram = 0;
-        let mut is_unbroken = true;
-        // Forgetting an expired block frees its index, which `found` may hold twice: from then on,
-        // each key is looked up again.
-        let mut has_forgotten = state.is_closed;
-        for (key, mut found) in request.keys.iter().zip(found) {
-            let expired = |found| state.catalog.entry(found).has_expired(now_unix_ms);
-            if has_forgotten || found.is_some_and(expired) {
-                found = if state.is_closed { None } else { state.find_live(key, now_unix_ms) };
-                has_forgotten = true;
-            }
-            // The policy gets the whole chain, the match only the blocks before the first gap.
-            let Some(found) = found else {
-                is_unbroken = false;
-                chain.push(RequestedBlock {
-                    fingerprint: state.catalog.fingerprint(key),
-                    resident: None,
-                });
-                continue;
-            };
-            let entry = state.catalog.entry(found);
-            let (content, resident) = (entry.content, entry.slot());
-            chain.push(RequestedBlock { fingerprint: state.catalog.fingerprint(key), resident });
-            is_unbroken &= !state.is_unreadable(state.catalog.content(content));
-            if is_unbroken {
-                if state.has_dram {
-                    state.expect_read(found);
-                }
-                state.catalog.entry_mut(found).note_matched();
-                let content = state.catalog.content(content);
-                in_dram += usize::from(content.slab.is_some() && in_dram == tiers.len());
-                let lower = content.fastest_lower_except(state.open_read_circuits);
-                let lower = lower.map_or(0, |(stage, _)| 1 + stage);
-                let tier = if content.slab.is_some() { 0 } else { lower };
-                state.tier_matches[tier] += 1;
-                tiers.push(core.tier_name(tier));
-            }
-        }
-        if state.has_dram {
-            state.eviction.request(now, &chain, request.partial_tail, &request.hints);
-        }
-        state.counters.requests += 1;
-        state.counters.blocks_requested += request.keys.len() as u64;
-        state.counters.blocks_matched += tiers.len() as u64;
-        let block_bytes = state.mean_block_bytes();
-        // The lock of the insight is never taken under the lock of the state.
-        core.unlock(state);
-        core.insight().request(&ChainLookup {
-            at: now,
-            keys: request.keys,
-            partial_tail: request.partial_tail,
-            hints: &request.hints,
-            in_dram,
-            matched: tiers.len(),
-            block_bytes,
-        });
-        PrefixMatch { tiers }
+        self.core().lookup_prefix(request)
     }
 
     /// Looks up a chain and returns views of the matched blocks: one round trip instead of two
@@ -214,23 +147,11 @@ impl Store {
     /// Passes hints about a chain to the eviction policy outside a request, such as the end of its
     /// session or a queued request for it. Does not count as an access.
     pub fn hint(&self, request: &Request<'_>) {
-        let core = self.core();
-        let mut found = Vec::with_capacity(request.keys.len());
-        let mut state = core.lock();
-        state.policy_time = state.policy_time.max(request.at);
-        state.catalog.find_batch(request.keys, &mut found);
-        let asked = |(key, found): (&BlockKey, Option<KeyIndex>)| RequestedBlock {
-            fingerprint: state.catalog.fingerprint(key),
-            resident: found.and_then(|found| state.catalog.entry(found).slot()),
-        };
-        let chain: Vec<_> = request.keys.iter().zip(found).map(asked).collect();
-        let now = core.policy_now(&state);
-        state.eviction.hint(now, &chain, &request.hints);
-        drop(state);
-        core.insight().shadows.hint(now, request.keys, &request.hints);
+        self.core().hint(request);
     }
 
-    /// Whether each block can be read from any tier. Does not count as an access.
+    /// Whether each block can be read from any tier. Does not count as an access. False for blocks
+    /// that could not be looked up within the timeout of the store.
     pub fn contains(&self, keys: &[BlockKey]) -> Vec<bool> {
         self.map_contents(keys, |state, content| {
             content.is_some_and(|content| !state.is_unreadable(content))
@@ -264,16 +185,19 @@ impl Store {
     }
 
     /// Applies a function to the content of each block: `None` if it is unknown or has expired.
-    fn map_contents<T>(
+    /// Beyond the timeout of the store, the rest is not looked up.
+    fn map_contents<T: Default>(
         &self,
         keys: &[BlockKey],
         map: impl Fn(&StoreState, Option<&Content>) -> T,
     ) -> Vec<T> {
         let now_unix_ms = self.core().clock.unix_ms();
         let mut results = Vec::with_capacity(keys.len());
-        let mut found = Vec::with_capacity(keys.len().min(KEYS_PER_LOCK));
-        for keys in keys.chunks(KEYS_PER_LOCK) {
-            let state = self.core().lock();
+        let mut found = Vec::with_capacity(keys.len().min(KEYS_PER_HOLD));
+        let (mut call, count) = (None, keys.len());
+        for keys in keys.chunks(KEYS_PER_HOLD) {
+            let Some(mut state) = self.core().lock_in_time(keys.len(), &mut call) else { break };
+            state.charge_keys(keys);
             state.catalog.find_batch(keys, &mut found);
             let content_of = |found| {
                 let entry = state.catalog.entry(found);
@@ -283,6 +207,7 @@ impl Store {
             let found = found.drain(..);
             results.extend(found.map(|key: Option<_>| map(&state, key.and_then(content_of))));
         }
+        results.resize_with(count, T::default);
         results
     }
 
@@ -330,11 +255,15 @@ impl Store {
             let entry = state.catalog.entry_mut(found);
             // Unchanged at the limits: the result for this block is then false.
             entry.pins = changed.unwrap_or(entry.pins);
+            if changed == Some(0) {
+                state.release_key(found);
+            }
             changed.is_some()
         };
         let mut changed = Vec::with_capacity(keys.len());
-        for keys in keys.chunks(KEYS_PER_LOCK) {
-            let mut state = core.lock();
+        for keys in keys.chunks(KEYS_PER_HOLD) {
+            let mut state = core.lock_for(keys.len());
+            state.charge_keys(keys);
             state.history.set_time(now_unix_ms);
             let now = core.policy_now(&state);
             changed.extend(keys.iter().map(|key| change_one(&mut state, key, now)));
@@ -351,37 +280,21 @@ impl Store {
     pub fn delete(&self, keys: &[BlockKey]) -> Vec<bool> {
         let core = self.core();
         let mut deleted = Vec::with_capacity(keys.len());
-        for keys in keys.chunks(KEYS_PER_LOCK) {
-            let mut state = core.lock();
-            // A removal that is queued now might not reach the stages.
-            if state.is_closing {
-                break;
-            }
-            state.history.set_time(core.clock.unix_ms());
-            deleted.extend(keys.iter().map(|key| {
-                let found = state.catalog.find(key);
-                found.inspect(|found| state.forget(*found, Loss::Deleted)).is_some()
-            }));
-            core.unlock(state);
-            core.notify_changed();
+        core.in_holds(None, keys, |state, key| {
+            // A removal that is queued after the close began might not reach the stages.
+            let found = state.catalog.find(key).filter(|_| !state.is_closing);
+            deleted.push(found.inspect(|found| state.forget(*found, Loss::Deleted)).is_some());
+        });
+        core.notify_changed();
+        for keys in keys.chunks(KEYS_PER_HOLD) {
             core.insight().shadows.remove(keys);
         }
-        deleted.resize(keys.len(), false);
         deleted
     }
 
-    /// Removes every block from every tier.
+    /// Removes every block from every tier. All are absent at once; returns when they are removed.
     pub fn clear(&self) {
-        let core = self.core();
-        let mut state = core.lock();
-        if state.is_closing {
-            return;
-        }
-        state.history.set_time(core.clock.unix_ms());
-        state.forget_all(Loss::Cleared);
-        core.unlock(state);
-        core.notify_changed();
-        core.insight().shadows.clear();
+        self.core().clear();
     }
 
     /// Promotes blocks to DRAM in the background, because they will be read soon. Returns the
@@ -470,17 +383,28 @@ impl StoreInner {
         }
         // Ends the prefetch threads.
         self.prefetch.close();
+        // Before the flush: a clear that is under way queues removals for the stages.
+        self.core.remove_cleared(Loss::Cleared, |_, _| {}, |_| {});
         // Before `is_closed`, while the movers still write.
         let flushed = self.core.flush(CallOptions::default());
+        // In short holds, because the queues may be long.
+        for stage in 0..self.core.stages.len() {
+            let mut state = self.core.lock();
+            state = settle::fail_queue(&self.core, state, stage, &StageError::Timeout);
+            while !state.cancel_key_changes(stage).is_empty() {
+                state = self.core.end_full_hold(state);
+            }
+        }
         // Under one hold of the lock: a mover or caller that sees `is_closed` also sees empty
         // queues and settled tickets, and stops waiting.
         let mut state = self.core.lock();
         state.is_closed = true;
         for stage in 0..self.core.stages.len() {
-            mover::fail_queue(&mut state, stage, &StageError::Timeout);
+            settle::settle_queue(&mut state, stage, &StageError::Timeout);
             // Otherwise the joins below could wait for a stage that hangs.
             self.core.stages[stage].end_all_waits();
-            state.cancel_key_changes(stage);
+            // Those that were queued since.
+            while !state.cancel_key_changes(stage).is_empty() {}
         }
         drop(state);
         self.core.notify_movers();
@@ -521,7 +445,8 @@ impl StoreCore {
         // Lets the probers check for hanging calls now, so that the next statistics are current.
         self.wake_probers();
         let (shadows, shadow_bytes) = self.insight().figures();
-        let state = self.lock();
+        let mut state = self.lock();
+        self.add_call_counts(&mut state);
         let eviction = state.eviction.stats();
         let hits = |(tier, (blocks, bytes)): (usize, &(u64, u64))| TierHits {
             tier: self.tier_name(tier),
@@ -545,6 +470,7 @@ impl StoreCore {
             protection_refused: eviction.protection_refused,
             catalog_bytes: (state.catalog.memory_bytes() + state.eviction.memory_bytes()) as u64,
             pending_bytes: state.pending_total(),
+            lock_holds: self.lock_holds(),
             pool,
             stage_blocks: (0..stages.len()).map(|at| state.catalog.stage_blocks(at)).collect(),
             stages,

@@ -26,4 +26,6 @@ pub use outcome::{
     DeclineReason, GetOutcome, PrefixMatch, PrepareOutcome, Put, PutOutcome, PutSlab, ViewOutcome,
 };
 pub use request::Request;
-pub use stats::{ShadowFigure, ShadowRates, StoreCounters, StoreStats, TierHits, WarmStats};
+pub use stats::{
+    HoldTimes, ShadowFigure, ShadowRates, StoreCounters, StoreStats, TierHits, WarmStats,
+};

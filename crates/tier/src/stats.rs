@@ -120,6 +120,21 @@ pub struct TierHits {
     pub matched_blocks: u64,
 }
 
+/// How long the store's lock was held, over holds for many keys.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct HoldTimes {
+    /// Numbers of holds up to each of [`HoldTimes::BOUNDS_US`], and of longer ones.
+    pub counts: Vec<u64>,
+    /// The sum of their times, in nanoseconds.
+    pub sum_ns: u64,
+}
+
+impl HoldTimes {
+    /// Upper bounds of the classes, in microseconds.
+    pub const BOUNDS_US: [u64; 10] =
+        [50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 100_000, 1_000_000];
+}
+
 /// Statistics of a store at one time.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct StoreStats {
@@ -145,6 +160,9 @@ pub struct StoreStats {
     pub catalog_bytes: u64,
     /// Bytes waiting to be written to lower stages.
     pub pending_bytes: u64,
+    /// How long the store's lock was held for many keys at once.
+    #[serde(default)]
+    pub lock_holds: HoldTimes,
     /// Statistics of the memory pool.
     pub pool: PoolStats,
     /// Statistics of the lower stages, fast to slow.

@@ -19,7 +19,7 @@ use crate::core::history::Loss;
 use crate::core::state::StoreState;
 
 /// Changes returned and entries scanned while the lock is held once.
-const PIECE_KEYS: u32 = 2048;
+const PIECE_KEYS: u32 = 256;
 
 impl Store {
     /// Returns the changes since a cursor, at most `max` (zero counts as one). Without a cursor,
@@ -30,7 +30,7 @@ impl Store {
     /// which [`Store::contains`] is true.
     ///
     /// The first call starts a log of `changes_max` changes. The log ends if that many changes
-    /// happen without a further call. The lock is released after every 2,048 changes.
+    /// happen without a further call. The lock is released after every 256 changes.
     ///
     /// # Errors
     /// [`StoreError::Config`] if `changes_max` is 0; [`StoreError::Closed`] if the store is closed.
@@ -45,7 +45,8 @@ impl Store {
         let mut cursor = since;
         let mut answer: Option<Changes> = None;
         loop {
-            let mut state = core.lock();
+            let mut state = core.lock_for(PIECE_KEYS as usize);
+            state.charge(PIECE_KEYS);
             if state.is_closed {
                 return Err(StoreError::Closed);
             }
@@ -163,11 +164,8 @@ impl StoreState {
 
     /// Logs that all keys were removed, in place of their single removals.
     pub(crate) fn note_cleared(&mut self) {
-        if let Some(log) = self.catalog.changes_mut() {
-            // `forget_all` has detached the log, so that removed keys did not remove their
-            // expirations.
-            log.expirations.clear();
-        }
+        // The removals of the single keys are not reported, and leave the expirations alone.
+        self.catalog.clear_expirations();
         self.catalog.report(Change::Cleared);
     }
 
@@ -179,9 +177,11 @@ impl StoreState {
     }
 
     /// Whether a content can be read now. True for every content while all read circuits are
-    /// closed.
+    /// closed, and for cleared ones, whose followers have been told.
     pub(crate) fn is_readable(&self, content: ContentIndex) -> bool {
-        self.open_read_circuits == 0 || !self.is_unreadable(self.catalog.content(content))
+        self.open_read_circuits == 0
+            || self.catalog.is_cleared(content)
+            || !self.is_unreadable(self.catalog.content(content))
     }
 
     /// Logs the keys of a content if its readability changed: a tier gained or lost the content

@@ -13,7 +13,9 @@ use crate::calls::put::{PutCandidate, resident_ancestor};
 use crate::calls::put_check::PutCheck;
 use crate::core::eviction::Slot;
 use crate::shared::StoreCore;
-use crate::shared::call::{CallContext, KEYS_PER_LOCK};
+use crate::shared::call::CallContext;
+use crate::shared::call_counts::CallCounts;
+use crate::shared::hold::KEYS_PER_HOLD;
 use crate::{Store, WritePolicy};
 
 /// Maximum bytes of slabs in one step. A batch of large blocks takes several steps, so that the
@@ -163,12 +165,12 @@ impl StoreCore {
     }
 
     fn count_completed_puts(&self, present: u64, conflicts: u64, failures: u64) {
-        let mut state = self.lock();
-        let counters = &mut state.counters;
-        counters.puts += present + conflicts + failures;
-        counters.present += present;
-        counters.conflicts += conflicts;
-        counters.put_failures += failures;
+        let mut counts = CallCounts::default();
+        counts.counters.puts = present + conflicts + failures;
+        counts.counters.present = present;
+        counts.counters.conflicts = conflicts;
+        counts.counters.put_failures = failures;
+        self.count_call(&counts);
     }
 
     /// One step of a preparation: see [`crate::Store::prepare`].
@@ -181,19 +183,24 @@ impl StoreCore {
     ) -> Vec<PrepareOutcome> {
         let mut prepared = Vec::with_capacity(batch.len());
         let mut allocated_bytes = 0;
-        let mut state = self.lock();
+        let Some(mut state) = self.lock_within(batch.len(), call) else {
+            self.count_completed_puts(0, 0, batch.len() as u64);
+            let late = || PutOutcome::Failed(call.timeout_error("prepare all blocks of a batch"));
+            return batch.iter().map(|_| PrepareOutcome::Settled(late())).collect();
+        };
         let now = self.timestamps(&mut state);
-        for (put, bytes) in batch.iter().zip(lengths).take(KEYS_PER_LOCK) {
+        for (put, bytes) in batch.iter().zip(lengths).take(KEYS_PER_HOLD) {
             if allocated_bytes > 0 && allocated_bytes + bytes > bytes_max.min(BATCH_BYTES) {
                 break;
             }
+            state = self.end_full_hold(state);
+            state.charge(1);
             let next = match self.check_put_by_length(&mut state, put, *bytes, None, now) {
                 PutCheck::Settled(outcome) => PrepareOutcome::Settled(outcome),
                 PutCheck::Compare => PrepareOutcome::Compare,
                 // A lookup stops at a missing parent, so that this block could never be matched.
                 PutCheck::New if declined.is_some_and(|(key, _)| put.parent == Some(key)) => {
                     let (_, reason) = declined.expect("the guard has checked it");
-                    *declined = Some((put.key, reason));
                     PrepareOutcome::Settled(PutOutcome::Declined(reason))
                 }
                 // A block larger than the pool is declined as `TooLarge` by the allocation below.
@@ -248,9 +255,10 @@ impl StoreCore {
             return true;
         }
         let now_unix_ms = self.clock.unix_ms();
-        keys.chunks(KEYS_PER_LOCK).all(|keys| {
+        keys.chunks(KEYS_PER_HOLD).all(|keys| {
             let mut found = Vec::with_capacity(keys.len());
-            let state = self.lock();
+            let mut state = self.lock_for(keys.len());
+            state.charge_keys(keys);
             state.catalog.find_batch(keys, &mut found);
             found.into_iter().flatten().all(|key| {
                 let entry = state.catalog.entry(key);

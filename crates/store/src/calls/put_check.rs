@@ -92,6 +92,7 @@ impl StoreCore {
         if let PutCheck::Settled(outcome) = self.check_admission(state, put, bytes) {
             return PutCheck::Settled(outcome);
         }
+        state.forget_cleared(&put.key);
         match digest.and_then(|digest| state.catalog.find_digest(&digest)) {
             // A key linked to bytes that cannot be read would be a miss: such bytes are stored
             // again.

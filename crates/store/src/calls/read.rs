@@ -2,7 +2,7 @@
 
 use cascade_block::BlockKey;
 use cascade_memory::{Slab, SlabMut};
-use cascade_runtime::{Clock, MutexGuard};
+use cascade_runtime::Clock;
 use cascade_tier::tier::{Load, LoadOutcome, StageError};
 use cascade_tier::{CallOptions, GetOutcome, StoreError, ViewOutcome};
 
@@ -13,7 +13,8 @@ use crate::core::circuit::Direction;
 use crate::core::history::Loss;
 use crate::core::state::StoreState;
 use crate::drive::breaker::HealthSignal;
-use crate::shared::call::{CallContext, KEYS_PER_LOCK};
+use crate::shared::call::CallContext;
+use crate::shared::hold::{KEYS_PER_HOLD, StateGuard};
 use crate::shared::{AllocationFailure, StoreCore};
 
 /// A step of a copying get holds at most DRAM divided by this.
@@ -93,9 +94,13 @@ impl ReadBatch {
     }
 }
 
+/// What the result of a read from a stage costs a hold of the lock, in keys looked up.
+const SETTLE_COST: u32 = 4;
+
 impl StoreCore {
     pub(crate) fn view(&self, keys: &[BlockKey], options: CallOptions) -> Vec<ViewOutcome> {
-        let outcomes = self.read(keys, self.call(options), ReadPurpose::Use);
+        let call = self.call(options);
+        let outcomes = self.read(keys, call, ReadPurpose::Use);
         self.count_gets(keys.len(), outcomes.iter().map(ReadResult::from_view));
         outcomes
     }
@@ -120,8 +125,8 @@ impl StoreCore {
                 break;
             }
             let keys: Vec<BlockKey> =
-                rest.iter().take(KEYS_PER_LOCK).map(|(key, _)| *key).collect();
-            let step = &keys[..self.step_keys(&keys)];
+                rest.iter().take(KEYS_PER_HOLD).map(|(key, _)| *key).collect();
+            let step = &keys[..self.step_keys(&keys, call)];
             for (view, (_, bytes)) in
                 self.read(step, call, ReadPurpose::Compare).into_iter().zip(rest)
             {
@@ -152,7 +157,7 @@ impl StoreCore {
                 outcomes.extend(keys[at..].iter().map(|_| late()));
                 break;
             }
-            let step = &keys[at..at + self.step_keys(&keys[at..])];
+            let step = &keys[at..at + self.step_keys(&keys[at..], call)];
             let views = self.read(step, call, ReadPurpose::Use);
             for ((key, view), buffer) in step.iter().zip(views).zip(&mut buffers[at..]) {
                 // A block that did not fit beside the others of its step may fit alone, because
@@ -172,12 +177,13 @@ impl StoreCore {
     }
 
     /// The number of leading keys to read in one step, so that their blocks take at most a fixed
-    /// share of DRAM; at least one.
-    pub(crate) fn step_keys(&self, keys: &[BlockKey]) -> usize {
-        let keys = &keys[..keys.len().min(KEYS_PER_LOCK)];
+    /// share of DRAM; at least one, also if the deadline passes before it is known.
+    pub(crate) fn step_keys(&self, keys: &[BlockKey], call: CallContext) -> usize {
+        let keys = &keys[..keys.len().min(KEYS_PER_HOLD)];
         let most = (self.pool.region().bytes() / GET_SHARE).min(GET_BYTES);
         let mut found = Vec::with_capacity(keys.len());
-        let state = self.lock();
+        let Some(mut state) = self.lock_within(keys.len(), call) else { return 1 };
+        state.charge_keys(keys);
         state.catalog.find_batch(keys, &mut found);
         let mut bytes = 0;
         let mut fits = |found: &Option<KeyIndex>| {
@@ -210,9 +216,13 @@ impl StoreCore {
         // are all, there is nothing to do but wait.
         let mut idle = 0;
         while !pending.is_empty() {
+            let keys = pending.len().min(KEYS_PER_HOLD);
+            let Some(state) = self.lock_within(keys, call) else {
+                batch.fail_if_late(&pending, &*self.clock);
+                break;
+            };
             // A queue: new blocks first, waiting ones at the end.
-            let later = pending.split_off(pending.len().min(KEYS_PER_LOCK));
-            let state = self.lock();
+            let later = pending.split_off(keys);
             let (state, plan) = self.plan(state, &pending, &mut batch);
             self.unlock(state);
             idle = if plan.waiting.len() < pending.len() { 0 } else { idle + pending.len() };
@@ -238,16 +248,17 @@ impl StoreCore {
     /// another call.
     fn plan<'a>(
         &'a self,
-        mut state: MutexGuard<'a, StoreState>,
+        mut state: StateGuard<'a>,
         pending: &[PendingRead],
         batch: &mut ReadBatch,
-    ) -> (MutexGuard<'a, StoreState>, ReadPlan) {
+    ) -> (StateGuard<'a>, ReadPlan) {
         let now = self.policy_now(&state);
         let now_unix_ms = self.clock.unix_ms();
         state.history.set_time(now_unix_ms);
         let stamp = state.history.stamp();
         let keys: Vec<BlockKey> = pending.iter().map(|pending| pending.key).collect();
         let mut found = Vec::with_capacity(keys.len());
+        state.charge_keys(&keys);
         state.catalog.find_batch(&keys, &mut found);
         if std::mem::take(&mut batch.is_first_lookup) && !state.is_closed {
             state.count_direct_requests(&found, now_unix_ms, self.memory_tier());
@@ -289,12 +300,12 @@ impl StoreCore {
     /// allocates a slab. Returns an outcome instead if no stage is usable or no slab is available.
     fn plan_fetch<'a>(
         &'a self,
-        mut state: MutexGuard<'a, StoreState>,
+        mut state: StateGuard<'a>,
         pending: PendingRead,
         key: KeyIndex,
         plan: &mut ReadPlan,
         batch: &mut ReadBatch,
-    ) -> (MutexGuard<'a, StoreState>, Option<ViewOutcome>) {
+    ) -> (StateGuard<'a>, Option<ViewOutcome>) {
         let (index, open_circuits) = (state.catalog.entry(key).content, state.open_read_circuits);
         let content = state.catalog.content_mut(index);
         if content.is_loading {
@@ -371,10 +382,12 @@ impl StoreCore {
             let loaded = self.stages[stage].load(loads, batch.call.deadline);
             let signal = HealthSignal::of_load(&loaded, time >= self.config.health.probe_timeout);
             let now_unix_ms = self.clock.unix_ms();
-            let mut state = self.lock();
+            let mut state = self.lock_for(places.len());
             self.record_health(&mut state, stage, Direction::Reads, signal);
             state.history.set_time(now_unix_ms);
             for ((mut pending, from), loaded) in places.into_iter().zip(loaded) {
+                state = self.end_full_hold(state);
+                state.charge(SETTLE_COST);
                 state.slabs_in_flight -= 1;
                 if !self.settle(&mut state, &mut pending, from, loaded, batch) {
                     again.push(pending);
@@ -497,8 +510,8 @@ impl StoreCore {
 
     /// Waits for the fetches of other callers. False if the deadline passed.
     fn wait_for_other_fetches(&self, pending: &[PendingRead], batch: &mut ReadBatch) -> bool {
-        let (state, in_time) = self.wait_for_change(self.lock(), batch.call);
-        drop(state);
+        let state = self.lock_within(0, batch.call);
+        let in_time = state.is_some_and(|state| self.wait_for_change(state, batch.call).1);
         if !in_time {
             for pending in pending {
                 let late = batch.call.timeout_error("wait for another reader's fetch");

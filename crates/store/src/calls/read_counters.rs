@@ -5,26 +5,28 @@ use cascade_tier::{GetOutcome, ViewOutcome};
 use crate::core::catalog::KeyIndex;
 use crate::core::state::StoreState;
 use crate::shared::StoreCore;
+use crate::shared::call_counts::CallCounts;
 
 impl StoreCore {
     pub(crate) fn count_gets(&self, gets: usize, results: impl Iterator<Item = ReadResult>) {
-        let mut state = self.lock();
-        state.counters.gets += gets as u64;
+        let mut counts = CallCounts::default();
+        counts.counters.gets = gets as u64;
         for result in results {
             match result {
                 ReadResult::Hit { tier, bytes } => {
                     let tier = (self.memory_tier()..=self.stages.len())
                         .find(|at| self.tier_name(*at) == tier)
                         .expect("hits come from tiers of this pipeline");
-                    state.counters.hits += 1;
-                    state.counters.bytes_read += bytes;
-                    state.tier_hits[tier].0 += 1;
-                    state.tier_hits[tier].1 += bytes;
+                    counts.counters.hits += 1;
+                    counts.counters.bytes_read += bytes;
+                    counts.tier_hits[tier].0 += 1;
+                    counts.tier_hits[tier].1 += bytes;
                 }
-                ReadResult::Miss => state.counters.misses += 1,
-                ReadResult::Failed => state.counters.get_failures += 1,
+                ReadResult::Miss => counts.counters.misses += 1,
+                ReadResult::Failed => counts.counters.get_failures += 1,
             }
         }
+        self.count_call(&counts);
     }
 }
 

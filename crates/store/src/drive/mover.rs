@@ -15,25 +15,22 @@ use cascade_tier::tier::{Address, BlockFacts, MakeRoomOutcome, StageError};
 
 use crate::core::catalog::ContentIndex;
 use crate::core::circuit::Direction;
-use crate::core::history::Loss;
+use crate::core::queue::Queue;
 use crate::core::state::{KeyChange, PendingWrite, StoreState};
 use crate::drive::breaker::HealthSignal;
+use crate::drive::settle::{fail_queue, settle};
 use crate::shared::StoreCore;
+use crate::shared::hold::KEYS_PER_HOLD;
 
 /// Maximum bytes of one batch.
 const BATCH_BYTES: u64 = 16 << 20;
 /// The part of a stage's capacity that one batch may have. In a stage that is too small for its
 /// batch, room for some blocks would be made by dropping others of the batch.
 const BATCH_SHARE: u64 = 8;
-/// Maximum number of blocks in one batch.
-const BATCH_BLOCKS: usize = 256;
 /// Maximum number of key changes in one call.
 const KEY_CHANGES_PER_CALL: usize = 4096;
 /// Delay before key changes that a stage failed to record are retried.
 const KEY_CHANGES_RETRY_DELAY: Duration = Duration::from_millis(20);
-/// Failed writes of one block, with a closed circuit, before the block is given up: the block
-/// itself may be the cause.
-const WRITE_TRIES_MAX: u8 = 3;
 /// Rounds of making room without effect before the rest of a batch is given up.
 const INEFFECTIVE_ROUNDS_MAX: u32 = 3;
 /// Rounds of making room for one batch that may keep blocks; later rounds keep none, to make sure
@@ -46,7 +43,7 @@ const CHANGES_ROUNDS_MAX: u32 = KEEPING_ROUNDS_MAX + INEFFECTIVE_ROUNDS_MAX;
 struct WriteBatch {
     pending: Vec<PendingWrite>,
     blocks: Vec<(BlockFacts, Slab)>,
-    key_changes: Vec<KeyChange>,
+    key_changes: Queue<KeyChange>,
     /// Queued blocks that were deleted while they waited.
     deleted: u64,
 }
@@ -65,7 +62,7 @@ pub(crate) fn run(core: &Arc<StoreCore>, stage: usize) {
         batch.deleted += core.remove_damaged(stage, &mut batch.pending, &mut batch.blocks);
         let deadline = Deadline::after(&*core.clock, core.config.timeout);
         let key_changes = std::mem::take(&mut batch.key_changes);
-        if let Err(why) = send_key_changes(core, stage, key_changes, deadline) {
+        if let Err(why) = send_key_changes(core, stage, key_changes.into(), deadline) {
             requeue_batch(core, stage, batch, &why);
             continue;
         }
@@ -77,32 +74,24 @@ pub(crate) fn run(core: &Arc<StoreCore>, stage: usize) {
             HealthSignal::of(results.iter().map(|result| result.as_ref().err()), is_long_enough);
         // Before the blocks become clean: eviction skips a slab that has another holder.
         drop(batch.blocks);
-        let mut state = core.lock();
+        let mut state = core.lock_for(batch.pending.len());
         state.history.set_time(core.clock.unix_ms());
         let is_time_out = |result: &Result<_, _>| matches!(result, Err(StageError::Timeout));
         let is_stuck = !results.is_empty() && results.iter().all(is_time_out);
         for (pending, result) in batch.pending.iter().zip(results) {
+            state = core.end_full_hold(state);
+            state.charge(1);
             settle(&mut state, stage, pending, result);
         }
         // Deleted blocks settle, too: a flush waits for every ticket that was pushed.
         state.block_tickets[stage].settled += batch.pending.len() as u64 + batch.deleted;
         // Every further batch would take the whole time-out again, while puts wait for the backlog.
         if is_stuck {
-            fail_queue(&mut state, stage, &StageError::Timeout);
+            state = fail_queue(core, state, stage, &StageError::Timeout);
         }
         core.record_health(&mut state, stage, Direction::Writes, signal);
         drop(state);
         core.notify_changed();
-    }
-}
-
-/// Fails all queued writes of a stage: a whole batch timed out, its write circuit opened, or the
-/// store closes. The failures are counted; the blocks stay in DRAM until they are evicted.
-pub(crate) fn fail_queue(state: &mut StoreState, stage: usize, why: &StageError) {
-    let queue = std::mem::take(&mut state.queues[stage]);
-    state.block_tickets[stage].settled += queue.len() as u64;
-    for pending in queue {
-        settle(state, stage, &pending, Err(why.clone()));
     }
 }
 
@@ -115,6 +104,17 @@ fn next_batch(core: &StoreCore, stage: usize, batch_bytes: u64) -> Option<WriteB
     loop {
         // Not once the store is closed: nothing wakes this thread after the close.
         if state.is_write_circuit_open(stage) && !state.is_closed {
+            if state.queues[stage].is_empty() {
+                state = core.wait_for_work(state);
+            } else {
+                // Puts wait for the backlog, and flushes for these tickets.
+                state = fail_queue(core, state, stage, &StageError::CircuitOpen);
+                core.notify_changed();
+            }
+            continue;
+        }
+        // Their blocks must not be written before them, either.
+        if state.translations[stage] > 0 {
             state = core.wait_for_work(state);
             continue;
         }
@@ -122,14 +122,21 @@ fn next_batch(core: &StoreCore, stage: usize, batch_bytes: u64) -> Option<WriteB
         if state.queues[stage].is_empty() && !state.is_closed {
             state.requeue_unstored(stage, retry_bytes);
         }
-        let key_changes = std::mem::take(&mut state.key_changes[stage]);
+        let key_changes = state.key_changes[stage].take();
         let mut batch =
             WriteBatch { pending: Vec::new(), blocks: Vec::new(), key_changes, deleted: 0 };
         let mut bytes = 0;
-        while (bytes < batch_bytes || batch.blocks.is_empty()) && batch.blocks.len() < BATCH_BLOCKS
-        {
+        while batch.blocks.is_empty() || (bytes < batch_bytes && !state.is_hold_full()) {
+            if state.is_hold_full() && batch.blocks.is_empty() {
+                // All that it has met were deleted while they were queued, perhaps very many.
+                state = core.end_full_hold(state);
+                // A stage must record these before the blocks that were queued after them.
+                let more = state.key_changes[stage].take();
+                batch.key_changes.append(more);
+            }
             let Some(pending) = state.queues[stage].pop_front() else { break };
             let pending = state.with_current_key(pending);
+            state.charge(1);
             let place = (pending.content, pending.generation);
             let slab = state.catalog.live_content(place).and_then(|content| content.slab.clone());
             let Some(slab) = slab else {
@@ -153,6 +160,11 @@ fn next_batch(core: &StoreCore, stage: usize, batch_bytes: u64) -> Option<WriteB
         if state.is_closed {
             return None;
         }
+        if state.is_hold_full() && state.requeue_counts[stage] > 0 {
+            // `requeue_unstored` has met only blocks that need no retry, and is not done.
+            state = core.end_full_hold(state);
+            continue;
+        }
         state = core.wait_for_work(state);
     }
 }
@@ -171,7 +183,7 @@ fn requeue_batch(core: &StoreCore, stage: usize, batch: WriteBatch, why: &StageE
     if state.is_write_circuit_open(stage)
         || matches!(why, StageError::Timeout | StageError::CircuitOpen)
     {
-        fail_queue(&mut state, stage, why);
+        state = fail_queue(core, state, stage, why);
     }
     core.notify_changed();
     core.pause(state, KEY_CHANGES_RETRY_DELAY);
@@ -195,7 +207,8 @@ fn send_key_changes(
             match make_room(core, stage, rounds < KEEPING_ROUNDS_MAX, deadline) {
                 Ok(room) => {
                     apply_room(core, stage, &room);
-                    let dropped = apply_room_to_changes(&mut changes, &room);
+                    let (moved, dropped) = maps_of(&room);
+                    let dropped = apply_room_to_changes(&mut changes, &moved, &dropped);
                     core.lock().settle_key_changes(stage, &dropped);
                     // The stage may have recorded a part of the run, which takes room each time.
                     (run_max, rounds) = ((count / 2).max(1), rounds + 1);
@@ -215,14 +228,19 @@ fn send_key_changes(
             state.note_error(stage, error.clone());
             if !state.is_closed {
                 // Stop at the first failure: later changes of a key must not overtake earlier ones.
-                state.requeue_key_changes(stage, &changes);
+                // Only this thread takes changes, so that all that are queued are later ones.
+                drop(state);
+                let failed = Queue::from(changes);
+                core.lock().requeue_key_changes(stage, failed);
                 return Err(error);
             }
             state.counters.name_failures += count as u64;
             state.write_failures.count(stage, count as u64);
         }
         // Before the next run, which can remove keys: until then, reads of the added keys use them.
-        core.lock().settle_key_changes(stage, &changes[..count]);
+        for some in changes[..count].chunks(KEYS_PER_HOLD) {
+            core.lock_for(some.len()).settle_key_changes(stage, some);
+        }
         changes.drain(..count);
         // Up to the full length again: many short runs would each move the rest of the changes.
         (run_max, rounds) = ((run_max * 2).min(KEY_CHANGES_PER_CALL), 0);
@@ -383,55 +401,121 @@ fn should_keep(
     })
 }
 
+/// The new address of each moved block by its old one, and the addresses of dropped blocks.
+fn maps_of(room: &MakeRoomOutcome) -> (HashMap<Address, Address>, HashSet<Address>) {
+    let moved = room.moved.iter().map(|(_, old, new)| (*old, *new)).collect();
+    (moved, room.dropped.iter().map(|(_, address)| *address).collect())
+}
+
 /// Gives key changes the new addresses of their blocks, and removes the keys to be added to dropped
 /// blocks. Returns these.
-fn apply_room_to_changes(changes: &mut Vec<KeyChange>, room: &MakeRoomOutcome) -> Vec<KeyChange> {
-    let moved: HashMap<_, _> = room.moved.iter().map(|(_, old, new)| (*old, *new)).collect();
-    let dropped: HashSet<_> = room.dropped.iter().map(|(_, address)| *address).collect();
+fn apply_room_to_changes(
+    changes: &mut Vec<KeyChange>,
+    moved: &HashMap<Address, Address>,
+    dropped: &HashSet<Address>,
+) -> Vec<KeyChange> {
     let mut removed = Vec::new();
-    changes.retain_mut(|change| {
-        let (KeyChange::Add(_, address) | KeyChange::Remove(_, address)) = change;
-        // First: if only some keys of a block did not fit, the block has moved all the same.
-        if let Some(new) = moved.get(address) {
-            *address = *new;
-            return true;
-        }
-        let is_kept = !dropped.contains(address) || matches!(change, KeyChange::Remove(..));
-        if !is_kept {
-            removed.push(*change);
-        }
-        is_kept
-    });
+    changes.retain_mut(|change| apply_room_to_change(change, moved, dropped, &mut removed));
     removed
+}
+
+/// As `apply_room_to_changes`, for one change. Returns whether it is kept.
+fn apply_room_to_change(
+    change: &mut KeyChange,
+    moved: &HashMap<Address, Address>,
+    dropped: &HashSet<Address>,
+    removed: &mut Vec<KeyChange>,
+) -> bool {
+    let (KeyChange::Add(_, address) | KeyChange::Remove(_, address)) = change;
+    // First: if only some keys of a block did not fit, the block has moved all the same.
+    if let Some(new) = moved.get(address) {
+        *address = *new;
+        return true;
+    }
+    let is_kept = !dropped.contains(address) || matches!(change, KeyChange::Remove(..));
+    if !is_kept {
+        removed.push(*change);
+    }
+    is_kept
+}
+
+/// Applies moves and drops to the queued key changes of a stage, one part in a hold of the lock.
+fn apply_room_to_queue(core: &StoreCore, stage: usize, room: &MakeRoomOutcome) {
+    let (moved, dropped) = maps_of(room);
+    let mut state = core.lock_for(KEYS_PER_HOLD);
+    // Those that are queued from now on have the new addresses already.
+    let (mut next, end) = (i64::MIN, state.key_changes[stage].end());
+    state.translations[stage] += 1;
+    while next < end {
+        let mut removed = Vec::new();
+        let apply =
+            |change: &mut KeyChange| apply_room_to_change(change, &moved, &dropped, &mut removed);
+        let Some((after, length)) = state.key_changes[stage].retain_part(next, apply) else {
+            break;
+        };
+        next = after;
+        state.charge(u32::try_from(length).unwrap_or(u32::MAX));
+        state.settle_key_changes(stage, &removed);
+        state = core.end_full_hold(state);
+    }
+    state.translations[stage] -= 1;
+    drop(state);
+    core.notify_movers();
 }
 
 /// Applies moves and drops of a stage to the catalog and the queued key changes.
 fn apply_room(core: &StoreCore, stage: usize, room: &MakeRoomOutcome) {
-    let mut state = core.lock();
-    state.history.set_time(core.clock.unix_ms());
-    let pending = state.additions[stage].places();
-    let settled = apply_room_to_changes(&mut state.key_changes[stage], room);
-    state.settle_key_changes(stage, &settled);
-    for (key, old, new) in &room.moved {
-        if is_planted(Plant::StaleAddress) {
-            break;
-        }
-        if let Some(content) = content_at(&mut state, stage, key, *old) {
-            state.set_address(content, stage, *new);
-        }
+    if !is_planted(Plant::StaleAddress) {
+        core.in_holds(None, &room.moved, |state, (key, old, new)| {
+            if let Some(content) = content_at(state, stage, key, *old) {
+                state.set_address(content, stage, *new);
+            }
+        });
     }
     let names: HashSet<_> = room.dropped.iter().copied().collect();
-    for (key, address) in &room.dropped {
+    core.in_holds(None, &room.dropped, |state, (key, address)| {
         state.counters.reclaimed_blocks += 1;
         // The first dropped key of a content clears the address; for its other keys there is
         // nothing left to do.
-        if let Some(content) = content_at(&mut state, stage, key, *address) {
+        if let Some(content) = content_at(state, stage, key, *address) {
             state.forget_dropped(stage, (content, *address), &names);
         }
-    }
-    state.apply_room_to_pending(stage, &pending, room, &names);
-    drop(state);
+    });
+    apply_room_to_pending(core, stage, room, &names);
+    // Last: until here, changes with the old addresses were queued.
+    apply_room_to_queue(core, stage, room);
     core.notify_changed();
+}
+
+/// Applies moves and drops to contents whose keys the stage has yet to record. It cannot name them:
+/// it knows such a content by a key that was deleted.
+fn apply_room_to_pending(
+    core: &StoreCore,
+    stage: usize,
+    room: &MakeRoomOutcome,
+    names: &HashSet<(BlockKey, Address)>,
+) {
+    let (moved, dropped) = maps_of(room);
+    let mut last = None;
+    loop {
+        let mut state = core.lock_for(KEYS_PER_HOLD);
+        let (places, next) = state.additions[stage].places_after(last.as_ref());
+        for place in places {
+            let content = state.catalog.live_content(place);
+            let Some(address) = content.and_then(|content| content.address(stage)) else {
+                continue;
+            };
+            if let Some(new) = moved.get(&address) {
+                state.set_address(place.0, stage, *new);
+            } else if dropped.contains(&address) {
+                state.forget_dropped(stage, (place.0, address), names);
+            }
+        }
+        if next.is_none() {
+            return;
+        }
+        last = next;
+    }
 }
 
 /// The content of a key, if the stage has it at this address; not if it was moved or deleted since.
@@ -441,79 +525,11 @@ fn content_at(
     key: &BlockKey,
     address: Address,
 ) -> Option<ContentIndex> {
-    let found = state.catalog.find(key)?;
+    // Also of a cleared key: the address will be in the removal that its stage gets.
+    let catalog = &state.catalog;
+    let found = catalog.find(key).or_else(|| catalog.find_cleared(key))?;
     let index = state.catalog.entry(found).content;
     (state.catalog.content(index).address(stage) == Some(address)).then_some(index)
-}
-
-/// Applies the result of the write of one block.
-fn settle(
-    state: &mut StoreState,
-    stage: usize,
-    pending: &PendingWrite,
-    result: Result<Address, StageError>,
-) {
-    state.pending_bytes[stage] -= u64::from(pending.facts.bytes);
-    let place = (pending.content, pending.generation);
-    state.awaited.note(place, stage, &result);
-    let Some(content) = state.catalog.live_content(place) else {
-        // Deleted during the write.
-        let address = result.ok();
-        if let Some(address) = address {
-            state.push_key_change(stage, KeyChange::Remove(pending.facts.key, address));
-        }
-        return;
-    };
-    // Also after a failure: a block that a stage does not take must become evictable.
-    content.dirty &= !(1 << stage);
-    let is_clean = content.dirty == 0;
-    match result {
-        Ok(address) => {
-            content.was_reclaimed = false;
-            state.set_address(pending.content, stage, address);
-            state.counters.demoted_blocks += 1;
-            state.counters.demoted_bytes += u64::from(pending.facts.bytes);
-            add_other_keys(state, stage, pending, address);
-        }
-        Err(StageError::Declined { .. }) => state.counters.demote_declines += 1,
-        Err(error) => {
-            state.counters.demote_failures += 1;
-            state.write_failures.count(stage, 1);
-            // Time-outs and open circuits are not the fault of the block and do not count.
-            let is_block_error = matches!(error, StageError::Failed(_) | StageError::NoResult);
-            let tries =
-                pending.tries + u8::from(is_block_error && !state.is_write_circuit_open(stage));
-            // Making room for this block was tried already, without effect.
-            if !matches!(error, StageError::Full) && tries < WRITE_TRIES_MAX {
-                state.note_unstored(stage, PendingWrite { tries, ..*pending });
-            }
-            state.note_error(stage, error);
-        }
-    }
-    // Without a DRAM tier, memory holds a block only until it is written.
-    if is_clean && !state.has_dram {
-        state.drop_slab(pending.content);
-        state.forget_if_in_no_tier(pending.content, Loss::Unwritten);
-    }
-}
-
-/// Queues the other keys of a content for the stage, and the removal of the key it was written
-/// under if that was deleted meanwhile.
-fn add_other_keys(state: &mut StoreState, stage: usize, pending: &PendingWrite, address: Address) {
-    let mut has_written_key = false;
-    for key in state.catalog.keys_of(pending.content) {
-        let entry = state.catalog.entry(key);
-        if entry.key == pending.facts.key {
-            has_written_key = true;
-            continue;
-        }
-        let facts = state.facts_of(key, &pending.facts);
-        let written = ((pending.content, pending.generation), pending.facts.key);
-        state.push_addition(stage, facts, address, written);
-    }
-    if !has_written_key {
-        state.push_key_change(stage, KeyChange::Remove(pending.facts.key, address));
-    }
 }
 
 /// A rate limiter: each batch delays the next one by its bytes divided by the rate.

@@ -124,8 +124,8 @@ impl StoreCore {
             if !is_intact {
                 // Also if `settle` dropped nothing, because the content has another slab by now:
                 // this write does not take place.
-                if let Some(content) = state.catalog.live_content(place) {
-                    content.dirty &= !(1 << stage);
+                if state.catalog.live_content(place).is_some() {
+                    state.clear_dirty(place.0, stage);
                 }
                 // The mover subtracts only the bytes of blocks that stay in its batch.
                 state.pending_bytes[stage] -= u64::from(pending.facts.bytes);

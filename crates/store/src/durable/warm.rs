@@ -86,11 +86,17 @@ impl StoreCore {
         }
     }
 
-    /// Frees memory held by processes of an earlier run that have ended. Returns whether there was
-    /// any.
-    pub(crate) fn release_dead_holders(&self) -> bool {
+    /// Whether to look for processes of an earlier run that have ended.
+    pub(crate) fn is_sweep_of_holders_due(&self) -> bool {
         let now = self.clock.monotonic();
-        self.warm.as_ref().is_some_and(|warm| warm.holders.sweep(now))
+        self.warm.as_ref().is_some_and(|warm| warm.holders.is_sweep_due(now))
+    }
+
+    /// Frees memory held by processes of an earlier run that have ended.
+    pub(crate) fn release_dead_holders(&self) {
+        if let Some(warm) = &self.warm {
+            warm.holders.sweep(self.clock.monotonic());
+        }
     }
 
     /// Notes for the operator on the pool of an earlier run.

@@ -8,7 +8,9 @@ use crate::core::catalog::KeyIndex;
 use crate::core::history::Loss;
 use crate::core::state::StoreState;
 use crate::shared::StoreCore;
-use crate::shared::call::KEYS_PER_LOCK;
+
+/// What the description of a block costs a hold of the lock, beside its lookup.
+const EXPLAIN_COST: u32 = 1;
 
 /// The state of the blocks of a chain.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -103,7 +105,8 @@ impl Store {
     /// changes nothing. With the caller's namespace, it also explains why a whole chain is unknown.
     ///
     /// # Errors
-    /// As [`Store::manifests`], which is called only for an unknown chain.
+    /// [`StoreError::Timeout`] if the deadline passes before all blocks are explained. As
+    /// [`Store::manifests`], which is called only for an unknown chain.
     pub fn explain(
         &self,
         keys: &[BlockKey],
@@ -113,12 +116,14 @@ impl Store {
         let core = self.core();
         let now_unix_ms = core.clock.unix_ms();
         let mut blocks = Vec::with_capacity(keys.len());
-        for keys in keys.chunks(KEYS_PER_LOCK) {
-            let state = core.lock();
-            blocks.extend(keys.iter().map(|key| BlockExplanation {
-                key: *key,
-                state: core.explain_block(&state, key, now_unix_ms),
-            }));
+        let call = core.call(options);
+        let done = core.in_holds(Some(call), keys, |state, key| {
+            state.charge(EXPLAIN_COST);
+            let state = core.explain_block(state, key, now_unix_ms);
+            blocks.push(BlockExplanation { key: *key, state });
+        });
+        if done < keys.len() {
+            return Err(call.timeout_error("explain all blocks of a chain"));
         }
         let is_here = |block: &&BlockExplanation| match &block.state {
             BlockState::Present(here) => !here.tiers.is_empty(),
