@@ -80,6 +80,7 @@ impl<T> Queue<T> {
 
     /// Puts the elements of another queue before all others.
     pub(crate) fn prepend(&mut self, earlier: Self) {
+        self.drop_empty();
         self.len += earlier.len;
         for part in earlier.parts.into_iter().rev().filter(|part| !part.elements.is_empty()) {
             let number = self.before_first();
@@ -89,6 +90,7 @@ impl<T> Queue<T> {
 
     /// Puts the elements of another queue behind all others.
     pub(crate) fn append(&mut self, later: Self) {
+        self.drop_empty();
         self.len += later.len;
         for part in later.parts.into_iter().filter(|part| !part.elements.is_empty()) {
             self.parts.push_back(Part { number: self.next, ..part });
@@ -118,6 +120,13 @@ impl<T> Queue<T> {
             self.parts.remove(at);
         }
         Some((next, before))
+    }
+
+    /// Removes the part of a queue without elements, which must not stand between others.
+    fn drop_empty(&mut self) {
+        if self.len == 0 {
+            self.parts.clear();
+        }
     }
 
     fn before_first(&self) -> i64 {
@@ -174,6 +183,12 @@ mod tests {
         assert!(std::ptr::eq(first, &raw const all.parts[0].elements[0]), "it was not moved");
         assert!(lengths(&all).iter().all(|length| *length <= PART));
         assert!(queue.is_empty() && queue.end() > 0);
+        // An empty part that is kept must not stand between others.
+        queue.push_back(0);
+        queue.pop_front();
+        queue.append(vec![1, 2].into());
+        queue.prepend(vec![0].into());
+        assert_eq!(queue.pop_some(9), [0, 1, 2]);
         assert_eq!(Vec::from(all), Vec::from_iter(0..70_000));
     }
 
