@@ -27,7 +27,9 @@ impl StoreCore {
             self.wait_until_written(batch, &mut outcomes, &written, call);
         }
         let mut counts = CallCounts::default();
-        outcomes.iter().for_each(|outcome| counts.counters.count_put(outcome));
+        for outcome in &outcomes {
+            counts.counters.count_put(outcome);
+        }
         self.count_call(&counts);
         self.note_put(batch, &outcomes, call);
         outcomes

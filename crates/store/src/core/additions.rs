@@ -138,7 +138,8 @@ impl StoreState {
     /// They will not be sent.
     pub(crate) fn cancel_key_changes(&mut self, stage: usize) -> Vec<KeyChange> {
         let cancelled = self.key_changes[stage].pop_some(KEYS_PER_HOLD);
-        self.charge_keys(&cancelled);
+        // Takes about a fourth of the time of a lookup.
+        self.charge(u32::try_from(cancelled.len().div_ceil(4)).unwrap_or(u32::MAX));
         self.settle_key_changes(stage, &cancelled);
         cancelled
     }

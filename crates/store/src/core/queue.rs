@@ -80,6 +80,7 @@ impl<T> Queue<T> {
 
     /// Puts the elements of another queue before all others.
     pub(crate) fn prepend(&mut self, earlier: Self) {
+        self.drop_empty();
         self.len += earlier.len;
         for part in earlier.parts.into_iter().rev().filter(|part| !part.elements.is_empty()) {
             let number = self.before_first();
@@ -89,6 +90,7 @@ impl<T> Queue<T> {
 
     /// Puts the elements of another queue behind all others.
     pub(crate) fn append(&mut self, later: Self) {
+        self.drop_empty();
         self.len += later.len;
         for part in later.parts.into_iter().filter(|part| !part.elements.is_empty()) {
             self.parts.push_back(Part { number: self.next, ..part });
@@ -120,6 +122,13 @@ impl<T> Queue<T> {
         Some((next, before))
     }
 
+    /// Removes the part of a queue without elements, which must not stand between others.
+    fn drop_empty(&mut self) {
+        if self.len == 0 {
+            self.parts.clear();
+        }
+    }
+
     fn before_first(&self) -> i64 {
         self.parts.front().map_or(self.next, |part| part.number) - 1
     }
@@ -128,7 +137,9 @@ impl<T> Queue<T> {
 impl<T> From<Vec<T>> for Queue<T> {
     fn from(elements: Vec<T>) -> Self {
         let mut queue = Self::default();
-        elements.into_iter().for_each(|element| queue.push_back(element));
+        for element in elements {
+            queue.push_back(element);
+        }
         queue
     }
 }
@@ -152,40 +163,50 @@ mod tests {
         lengths
     }
 
+    fn numbers(range: std::ops::Range<usize>) -> Vec<usize> {
+        range.collect()
+    }
+
     #[test]
     fn elements_keep_their_order_at_both_ends() {
         let mut queue = Queue::default();
         (1000..2000).for_each(|number| queue.push_back(number));
         (0..1000).rev().for_each(|number| queue.push_front(number));
         assert!(lengths(&queue).iter().all(|length| *length <= PART));
-        assert_eq!(queue.pop_some(300), Vec::from_iter(0..300));
-        assert_eq!(Vec::from(queue), Vec::from_iter(300..2000));
+        assert_eq!(queue.pop_some(300), numbers(0..300));
+        assert_eq!(Vec::from(queue), numbers(300..2000));
         assert_eq!(Queue::<usize>::default().pop_front(), None);
     }
 
     #[test]
     fn no_element_moves_while_the_queue_grows_or_takes_in_another() {
-        let mut queue: Queue<usize> = Vec::from_iter(0..PART).into();
+        let mut queue: Queue<usize> = numbers(0..PART).into();
         let first = std::ptr::from_ref(&queue.parts[0].elements[0]);
         (PART..50_000).for_each(|number| queue.push_back(number));
-        let mut all: Queue<usize> = Vec::from_iter(50_000..60_000).into();
+        let mut all: Queue<usize> = numbers(50_000..60_000).into();
         all.prepend(queue.take());
-        all.append(Vec::from_iter(60_000..70_000).into());
+        all.append(numbers(60_000..70_000).into());
         assert!(std::ptr::eq(first, &raw const all.parts[0].elements[0]), "it was not moved");
         assert!(lengths(&all).iter().all(|length| *length <= PART));
         assert!(queue.is_empty() && queue.end() > 0);
-        assert_eq!(Vec::from(all), Vec::from_iter(0..70_000));
+        // An empty part that is kept must not stand between others.
+        queue.push_back(0);
+        queue.pop_front();
+        queue.append(vec![1, 2].into());
+        queue.prepend(vec![0].into());
+        assert_eq!(queue.pop_some(9), [0, 1, 2]);
+        assert_eq!(Vec::from(all), numbers(0..70_000));
     }
 
     #[test]
     fn a_queue_is_walked_by_parts_while_it_changes() {
-        let mut queue: Queue<usize> = Vec::from_iter(0..2000).into();
+        let mut queue: Queue<usize> = numbers(0..2000).into();
         let (mut next, end) = (queue.end() - 8, queue.end());
         let (mut seen, mut last) = (Vec::new(), 0);
         while next < end {
             let keep = |number: &mut usize| {
                 seen.push(*number);
-                *number % 2 == 0
+                number.is_multiple_of(2)
             };
             let Some((after, length)) = queue.retain_part(next, keep) else { break };
             assert!(length <= PART && seen.len() - last == length);
@@ -196,7 +217,7 @@ mod tests {
         }
         lengths(&queue);
         let rest = Vec::from(queue.take());
-        assert!(rest.iter().all(|number| number % 2 == 0), "each element was visited");
+        assert!(rest.iter().all(|number| number.is_multiple_of(2)), "each element was visited");
         assert!(seen.is_sorted(), "in their order");
         assert_eq!(queue.retain_part(0, |_| true), None);
     }

@@ -191,6 +191,7 @@ impl Ghosts {
             self.holes -= usize::from(entry.value == self.generation);
             self.span -= 1;
             self.freed += 1;
+            #[cfg(test)]
             self.count_step();
             if self.freed == CHUNK {
                 self.freed = 0;
@@ -231,6 +232,7 @@ impl Ghosts {
             last[usize::from(is_moved)] = at;
             self.entry_mut(at).next = NONE;
             at = entry.next;
+            #[cfg(test)]
             self.count_step();
         }
     }
@@ -273,11 +275,9 @@ impl Ghosts {
         self.holes += 1;
     }
 
+    #[cfg(test)]
     fn count_step(&mut self) {
-        #[cfg(test)]
-        {
-            self.steps += 1;
-        }
+        self.steps += 1;
     }
 }
 

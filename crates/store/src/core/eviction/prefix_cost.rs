@@ -33,10 +33,6 @@ use units::Units;
 const REFRESH_REQUESTS_MAX: u64 = 50;
 /// Ghosts for each block that the tier can hold.
 const GHOSTS_PER_BLOCK: usize = 8;
-/// Most cells that are refreshed in one request, which takes less than 0.2 ms.
-const CELLS_AT_ONCE: usize = 512;
-/// Cells that one request visits for a refresh of more cells.
-const CELLS_PER_REQUEST: usize = 256;
 /// Cells that a search for the lowest worth looks at for one visit.
 const CELLS_PER_VISIT: usize = 64;
 /// Bounds of the number of blocks that were requested and not yet inserted.
@@ -83,21 +79,12 @@ impl PrefixCost {
         self.units.age(&mut self.cells, self.now);
     }
 
-    /// Refreshes the rates, if that is due: at once for few cells, else a part with each request.
     fn refresh(&mut self) {
-        if self.requests >= self.refresh_at && !self.hazard.is_refreshing() {
-            self.refresh_at = self.requests + (self.requests / 16).clamp(1, REFRESH_REQUESTS_MAX);
-            self.hazard.begin_refresh();
-        }
-        let at_once = self.cells.cells.len() <= CELLS_AT_ONCE;
-        let most = if at_once { usize::MAX } else { CELLS_PER_REQUEST };
-        while self.hazard.is_refreshing() {
-            if self.hazard.refresh(&mut self.cells, self.now, most) {
-                self.index.outdate();
-            }
-            if !at_once {
-                break;
-            }
+        self.hazard.refresh(&mut self.cells, self.now);
+        self.index.outdate();
+        for cell in &mut self.cells.cells {
+            let factor = self.hazard.factor(&cell.features) * boost(cell.features.priority);
+            cell.table = WorthTables::table(cell.class, factor);
         }
     }
 
@@ -417,7 +404,10 @@ impl Policy for PrefixCost {
         self.advance(now);
         self.victim_unit = None;
         self.requests += 1;
-        self.refresh();
+        if self.requests >= self.refresh_at {
+            self.refresh_at = self.requests + (self.requests / 16).clamp(1, REFRESH_REQUESTS_MAX);
+            self.refresh();
+        }
         self.collect_known(blocks, chain, leading);
         let shape = self.shape(chain.len(), hints);
         self.leave_units(blocks, chain);

@@ -92,11 +92,12 @@ proptest! {
 #[test]
 fn no_push_moves_many_ghosts() {
     const COUNT: u64 = 300_000;
+    const SLOTS: usize = 600_000;
     let mut ghosts = Ghosts::default();
     let mut most = 0;
     for fingerprint in 0..COUNT {
         ghosts.steps = 0;
-        ghosts.push(fingerprint.wrapping_mul(0x1234_5678_9abc_def1), 1, COUNT as usize * 2);
+        ghosts.push(fingerprint.wrapping_mul(0x1234_5678_9abc_def1), 1, SLOTS);
         most = most.max(ghosts.steps);
     }
     assert!(most <= 2 * HOLES_PER_PUSH, "{most} steps in one push");
@@ -104,9 +105,9 @@ fn no_push_moves_many_ghosts() {
     for fingerprint in (0..COUNT).rev() {
         ghosts.take(fingerprint.wrapping_mul(0x1234_5678_9abc_def1)).expect("it was pushed");
     }
-    for fingerprint in 0..COUNT / HOLES_PER_PUSH as u64 + 1 {
+    for fingerprint in 0..=COUNT / HOLES_PER_PUSH as u64 {
         ghosts.steps = 0;
-        ghosts.push(fingerprint, 1, COUNT as usize * 2);
+        ghosts.push(fingerprint, 1, SLOTS);
         assert!(ghosts.steps <= 2 * HOLES_PER_PUSH, "{} steps in one push", ghosts.steps);
     }
     assert!(ghosts.span < 2 * CHUNK * HOLES_PER_PUSH, "{} entries are left", ghosts.span);

@@ -10,8 +10,7 @@ use cascade_tier::StopReason;
 
 use super::age::{BINS, EDGES, PerBin, width};
 use super::cells::{Cell, Cells};
-use super::features::{Features, UnitKind, boost};
-use super::index::WorthTables;
+use super::features::{Features, UnitKind};
 
 /// Weight of the parent's rate, as exposure: `K`.
 const PARENT_WEIGHT: f64 = 50.0;
@@ -81,34 +80,12 @@ struct Class {
     rate: PerBin,
 }
 
-/// One number for each octave of each factor.
-type PerOctave = [[f64; OCTAVES]; FACTORS];
-
-/// A refresh that is under way. It visits the cells three times, in parts.
-#[derive(Debug)]
-struct Refresh {
-    pass: Pass,
-    /// Cells that the pass has visited.
-    visited: usize,
-}
-
-#[derive(Debug)]
-enum Pass {
-    /// Sums up reuse and exposure of each class, for its rates.
-    Count(Vec<(PerBin, PerBin)>),
-    /// Sums up observed and expected reuse, for the factors.
-    Explain { observed: Box<PerOctave>, expected: Box<PerOctave> },
-    /// Gives each cell the table for its factor.
-    Assign,
-}
-
 /// All classes and factors.
 #[derive(Debug)]
 pub(super) struct Hazard {
     classes: Vec<Class>,
-    factors: PerOctave,
+    factors: [[f64; OCTAVES]; FACTORS],
     kernel: [f64; SMOOTH_BINS + 1],
-    refresh: Option<Refresh>,
 }
 
 impl Default for Hazard {
@@ -118,8 +95,7 @@ impl Default for Hazard {
             // A Gaussian with a standard deviation of the root of 8, about 2.8 bins.
             *weight = (-f64::from(distance * distance) / 16.0).exp();
         }
-        let factors = [[1.0; OCTAVES]; FACTORS];
-        let mut hazard = Self { classes: Vec::new(), factors, kernel, refresh: None };
+        let mut hazard = Self { classes: Vec::new(), factors: [[1.0; OCTAVES]; FACTORS], kernel };
         hazard.class(ClassName::Root);
         hazard
     }
@@ -148,62 +124,22 @@ impl Hazard {
         product.clamp(1.0 / FACTORS_MAX, FACTORS_MAX)
     }
 
-    /// Begins to estimate all rates and factors again, from the counts until now.
-    pub(super) fn begin_refresh(&mut self) {
+    /// Re-estimates all rates and factors from the counts until now.
+    pub(super) fn refresh(&mut self, cells: &mut Cells, now: f64) {
+        for class in &mut self.classes {
+            class.reused = [0.0; BINS];
+            class.exposure = [0.0; BINS];
+        }
         // Counts are summed again from the cells, because a cell's exposure grows with time alone.
-        let counts = vec![([0.0; BINS], [0.0; BINS]); self.classes.len()];
-        self.refresh = Some(Refresh { pass: Pass::Count(counts), visited: 0 });
-    }
-
-    pub(super) fn is_refreshing(&self) -> bool {
-        self.refresh.is_some()
-    }
-
-    /// Continues a refresh with at most `most` cells. Returns whether it has ended.
-    pub(super) fn refresh(&mut self, cells: &mut Cells, now: f64, most: usize) -> bool {
-        let Some(Refresh { mut pass, visited }) = self.refresh.take() else { return true };
-        let end = visited.saturating_add(most).min(cells.cells.len());
-        for cell in &mut cells.cells[visited..end] {
-            match &mut pass {
-                Pass::Count(counts) => self.count(cell, now, counts),
-                Pass::Explain { observed, expected } => {
-                    self.explain(cell, now, observed, expected);
-                }
-                Pass::Assign => {
-                    let factor = self.factor(&cell.features) * boost(cell.features.priority);
-                    cell.table = WorthTables::table(cell.class, factor);
-                }
-            }
-        }
-        let mut visited = end;
-        if end == cells.cells.len() {
-            visited = 0;
-            pass = match pass {
-                Pass::Count(counts) => {
-                    self.set_counts(counts);
-                    let prior = Box::new([[FACTOR_WEIGHT; OCTAVES]; FACTORS]);
-                    Pass::Explain { observed: prior.clone(), expected: prior }
-                }
-                Pass::Explain { observed, expected } => {
-                    self.move_factors(&observed, &expected);
-                    Pass::Assign
-                }
-                Pass::Assign => return true,
-            };
-        }
-        self.refresh = Some(Refresh { pass, visited });
-        false
-    }
-
-    /// Estimates the rates from new counts.
-    fn set_counts(&mut self, counts: Vec<(PerBin, PerBin)>) {
-        for (class, (reused, exposure)) in self.classes.iter_mut().zip(counts) {
-            (class.reused, class.exposure) = (reused, exposure);
+        for cell in &mut cells.cells {
+            let factor = self.factor(&cell.features);
+            self.collect(cell, factor, now);
         }
         // A parent has a lower index than its children, so its rate is current when they use it.
         for index in 0..self.classes.len() {
             self.estimate(index);
         }
+        self.refresh_factors(cells, now);
     }
 
     pub(super) fn memory_bytes(&self) -> usize {
@@ -222,8 +158,7 @@ impl Hazard {
         u16::try_from(self.classes.len() - 1).expect("classes are few")
     }
 
-    fn count(&self, cell: &mut Cell, now: f64, counts: &mut [(PerBin, PerBin)]) {
-        let factor = self.factor(&cell.features);
+    fn collect(&mut self, cell: &mut Cell, factor: f64, now: f64) {
         // Each count goes to the class and to all its ancestors. Exposure is scaled by the cell's
         // factor, so that the class's rate is the one at a factor of one.
         let mut next = Some(cell.class);
@@ -232,14 +167,12 @@ impl Hazard {
             *exposure = cell.exposure(bin, now) * factor;
         }
         while let Some(index) = next {
-            // Classes that were added since the refresh began get their counts from the next one.
-            if let Some((all_reused, all_exposure)) = counts.get_mut(usize::from(index)) {
-                for (bin, exposure) in exposure.iter().enumerate() {
-                    all_reused[bin] += cell.reused[bin];
-                    all_exposure[bin] += exposure;
-                }
+            let class = &mut self.classes[usize::from(index)];
+            for (bin, exposure) in exposure.iter().enumerate() {
+                class.reused[bin] += cell.reused[bin];
+                class.exposure[bin] += exposure;
             }
-            next = self.classes[usize::from(index)].parent;
+            next = class.parent;
         }
     }
 
@@ -276,30 +209,25 @@ impl Hazard {
         reused / expected
     }
 
-    /// Adds the observed and the expected reuse of a cell. The latter leaves out the factor itself,
-    /// so that their quotient is its new value.
-    fn explain(
-        &self,
-        cell: &mut Cell,
-        now: f64,
-        observed: &mut PerOctave,
-        expected: &mut PerOctave,
-    ) {
-        let Some(octaves) = octaves(&cell.features) else { return };
-        let rate = &self.classes[usize::from(cell.class)].rate;
-        let (mut cell_observed, mut cell_expected) = (0.0, 0.0);
-        for (bin, rate) in rate.iter().enumerate() {
-            cell_observed += cell.reused[bin];
-            cell_expected += cell.exposure(bin, now) * rate;
+    fn refresh_factors(&mut self, cells: &mut Cells, now: f64) {
+        // Expected reuse per octave leaves out this factor itself, so the quotient is its new
+        // value.
+        let mut observed = [[FACTOR_WEIGHT; OCTAVES]; FACTORS];
+        let mut expected = observed;
+        for cell in &mut cells.cells {
+            let Some(octaves) = octaves(&cell.features) else { continue };
+            let rate = &self.classes[usize::from(cell.class)].rate;
+            let (mut cell_observed, mut cell_expected) = (0.0, 0.0);
+            for (bin, rate) in rate.iter().enumerate() {
+                cell_observed += cell.reused[bin];
+                cell_expected += cell.exposure(bin, now) * rate;
+            }
+            cell_expected *= self.factor(&cell.features);
+            for (factor, octave) in octaves.into_iter().enumerate() {
+                observed[factor][octave] += cell_observed;
+                expected[factor][octave] += cell_expected / self.factors[factor][octave];
+            }
         }
-        cell_expected *= self.factor(&cell.features);
-        for (factor, octave) in octaves.into_iter().enumerate() {
-            observed[factor][octave] += cell_observed;
-            expected[factor][octave] += cell_expected / self.factors[factor][octave];
-        }
-    }
-
-    fn move_factors(&mut self, observed: &PerOctave, expected: &PerOctave) {
         // All factors move at once and explain the same reuse, so each moves only part of the way.
         for factor in 0..FACTORS {
             for octave in 0..OCTAVES {
@@ -320,61 +248,5 @@ fn octaves(features: &Features) -> Option<[usize; FACTORS]> {
                 .map(|octave| usize::from(octave).min(OCTAVES - 1)),
         ),
         _ => None,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use cascade_tier::Priority;
-
-    use super::*;
-
-    /// Cells of many classes, each with some reuse and some exposure.
-    fn many(hazard: &mut Hazard) -> Cells {
-        let mut cells = Cells::default();
-        for (number, seconds) in (0..2000_u16).zip(0_u32..) {
-            let [low, high] = number.to_le_bytes();
-            let kind = UnitKind::Private {
-                turn: low % 5,
-                added: low % 3,
-                gap_octave: low / 16,
-                length_octave: low % 16,
-                added_octave: high,
-            };
-            let features =
-                Features { kind, stop: None, workload: Some(low % 7), priority: Priority::Normal };
-            let class = hazard.class_of(&features);
-            let cell = usize::from(cells.add(features, class, 0.0));
-            cells.cells[cell].weigh(usize::from(low) % BINS, 1.0, 0.0, f64::from(seconds));
-            cells.cells[cell].reused[usize::from(high) % BINS] += 0.25;
-        }
-        cells
-    }
-
-    /// A refresh visited all cells, up to 4,096, in one request.
-    #[test]
-    fn a_refresh_in_parts_has_the_result_of_one_at_once() {
-        let (mut at_once, mut in_parts) = (Hazard::default(), Hazard::default());
-        let (mut cells, mut others) = (many(&mut at_once), many(&mut in_parts));
-        for _ in 0..3 {
-            at_once.begin_refresh();
-            while !at_once.refresh(&mut cells, 5000.0, usize::MAX) {}
-            in_parts.begin_refresh();
-            let (mut parts, mut visited) = (0, 0);
-            while !in_parts.refresh(&mut others, 5000.0, 256) {
-                let refresh = in_parts.refresh.as_ref().expect("it has not ended");
-                assert!(refresh.visited.saturating_sub(visited) <= 256);
-                (parts, visited) = (parts + 1, refresh.visited);
-            }
-            assert_eq!(parts + 1, 3 * 2000_usize.div_ceil(256));
-        }
-        assert!(!in_parts.is_refreshing());
-        assert_ne!(at_once.factors, [[1.0; OCTAVES]; FACTORS]);
-        assert_eq!(at_once.factors, in_parts.factors);
-        for (one, other) in at_once.classes.iter().zip(&in_parts.classes) {
-            assert_eq!((one.name, one.rate), (other.name, other.rate));
-        }
-        let tables = |cells: &Cells| cells.cells.iter().map(|it| it.table).collect::<Vec<_>>();
-        assert_eq!(tables(&cells), tables(&others));
     }
 }
