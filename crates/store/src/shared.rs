@@ -319,9 +319,8 @@ impl StoreCore {
                 state.slabs_in_flight += 1;
                 return (state, Ok(slab));
             }
-            // Before eviction, because this memory costs no block.
+            // Before eviction, because this costs no block. Without the lock: it reads `/proc`.
             if self.is_sweep_of_holders_due() {
-                // Without the lock: it reads `/proc` for each process.
                 self.unlock(state);
                 self.release_dead_holders();
                 state = self.lock();

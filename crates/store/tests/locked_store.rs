@@ -65,7 +65,10 @@ fn call_all(store: &Store, slabs: Vec<PutSlab>) {
     let outcomes = store.put_slabs(slabs, options);
     assert!(outcomes.len() == many.len() && outcomes.iter().all(is_late_put), "{outcomes:?}");
     let prepared = store.prepare_all(&puts, &vec![5; puts.len()], options);
-    let is_late_slab = |it: &PrepareOutcome| matches!(it, PrepareOutcome::Settled(outcome) if is_late_put(outcome));
+    let is_late_slab = |it: &PrepareOutcome| match it {
+        PrepareOutcome::Settled(outcome) => is_late_put(outcome),
+        _ => false,
+    };
     assert!(prepared.len() == many.len() && prepared.iter().all(is_late_slab));
 
     let views = store.view(&many, options);

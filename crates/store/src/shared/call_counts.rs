@@ -1,6 +1,7 @@
-//! Counts of the outcomes of calls. They have a lock of their own, which is held for a few additions
-//! and never while the lock of the state is waited for: a call whose deadline has passed counts its
-//! outcomes, too.
+//! Counts of the outcomes of calls.
+//!
+//! They have a lock of their own, which is held for a few additions, so that a call whose deadline
+//! has passed counts its outcomes without the lock of the state.
 
 use std::sync::PoisonError;
 
