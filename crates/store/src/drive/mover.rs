@@ -140,9 +140,8 @@ fn next_batch(core: &StoreCore, stage: usize, batch_bytes: u64) -> Option<WriteB
             let place = (pending.content, pending.generation);
             let slab = state.catalog.live_content(place).and_then(|content| content.slab.clone());
             let Some(slab) = slab else {
-                // Deleted while it was queued.
-                // The function `settle`, which subtracts the bytes of other blocks, does not see
-                // this one.
+                // Deleted while it was queued: `settle`, which subtracts the bytes of other blocks,
+                // does not see this one.
                 state.pending_bytes[stage] -= u64::from(pending.facts.bytes);
                 batch.deleted += 1;
                 continue;
