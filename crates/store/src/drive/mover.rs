@@ -332,7 +332,7 @@ fn make_room(
 ) -> Result<MakeRoomOutcome, StageError> {
     let mut kept = HashMap::new();
     let (keeper, late_node) = (Arc::clone(core), Arc::clone(core));
-    let keep = move |key: &BlockKey, _| may_keep && should_keep(&keeper, stage, key, &mut kept);
+    let keep = move |key: &BlockKey, _| should_keep(&keeper, stage, key, may_keep, &mut kept);
     let late = move |room| apply_room(&late_node, stage, &room);
     core.stages[stage].make_room(Box::new(keep), deadline, late)
 }
@@ -377,6 +377,7 @@ fn should_keep(
     core: &StoreCore,
     stage: usize,
     key: &BlockKey,
+    may_keep: bool,
     kept: &mut HashMap<(u32, u32), bool>,
 ) -> bool {
     let mut state = core.lock();
@@ -393,7 +394,8 @@ fn should_keep(
         let was_referenced = content.referenced & (1 << stage) != 0;
         // A second chance: the next reclaim keeps the block only if it is read again by then.
         content.referenced &= !(1 << stage);
-        let is_kept = was_referenced || is_prefix || content.slab.is_some();
+        let is_used = was_referenced || is_prefix || content.slab.is_some();
+        let is_kept = may_keep && is_used;
         // From now on: a read can meet the dropped block before the stage reports it.
         content.was_reclaimed |= !is_kept;
         is_kept
