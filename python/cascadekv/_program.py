@@ -31,4 +31,4 @@ def _recorded(site_packages: Path) -> Iterator[Path]:
     for distribution in Distribution.discover(name="cascadekv", path=[str(site_packages)]):
         for file in distribution.files or []:
             if file.name == "cascade":
-                yield Path(distribution.locate_file(file)).resolve()
+                yield Path(str(distribution.locate_file(file))).resolve()
