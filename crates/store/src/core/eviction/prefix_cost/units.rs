@@ -64,6 +64,9 @@ pub(super) struct Units {
     free: Chunks<u32>,
     /// Units of each bin, oldest and newest.
     bins: [(u32, u32); BINS],
+    /// No unit moves to the next bin before this time. A lower bound, so that almost no call looks
+    /// at the bins.
+    next_move: f64,
     /// Waiting units by the time until which they wait, in bits: times are not negative, so that
     /// their bits are in the order of the times.
     waiting: BTreeSet<(u64, u32)>,
@@ -73,7 +76,7 @@ impl Default for Units {
     fn default() -> Self {
         let bins = [(NONE, NONE); BINS];
         let (table, free) = (Chunks::default(), Chunks::default());
-        Self { table, free, bins, waiting: BTreeSet::new() }
+        Self { table, free, bins, next_move: f64::INFINITY, waiting: BTreeSet::new() }
     }
 }
 
@@ -136,16 +139,26 @@ impl Units {
     /// Moves units to the bins of their ages; each bin's list is in order of age. Moves a limited
     /// number of them: after a pause, all units may have to move. The others move in later calls.
     pub(super) fn age(&mut self, cells: &mut Cells, now: f64) {
+        if now < self.next_move {
+            return;
+        }
+        self.next_move = f64::INFINITY;
         let mut left = MOVES_PER_CALL;
         // From the oldest bin on, so that each list stays in order although units pass several bins
         // at once.
         for bin in (0..BINS - 1).rev() {
             loop {
                 let index = self.bins[bin].0;
-                if index == NONE || self[index].at + EDGES[bin + 1] > now {
+                if index == NONE {
+                    break;
+                }
+                let due = self[index].at + EDGES[bin + 1];
+                if due > now {
+                    self.next_move = self.next_move.min(due);
                     break;
                 }
                 if left == 0 {
+                    self.next_move = now;
                     return;
                 }
                 left -= 1;
@@ -316,7 +329,12 @@ impl Units {
         let older = self.bins[bin].1;
         self.bins[bin].1 = index;
         match older {
-            NONE => self.bins[bin].0 = index,
+            NONE => {
+                self.bins[bin].0 = index;
+                if bin + 1 < BINS {
+                    self.next_move = self.next_move.min(self[index].at + EDGES[bin + 1]);
+                }
+            }
             older => self[older].in_bin.newer = index,
         }
         self[index].in_bin = Links { older, newer: NONE };
