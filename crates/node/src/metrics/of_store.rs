@@ -451,7 +451,7 @@ pub(super) const FAMILIES: &[MetricFamily] = &[
     MetricFamily {
         name: "cascade_store_lock_hold_seconds",
         kind: MetricKind::Histogram,
-        help: "Time that the store's lock was held for 64 keys or more",
+        help: "Time that the store's lock was held for 128 keys or more",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add_histogram(&[&t.name], &t.lock_hold_s));
