@@ -28,8 +28,8 @@ def test_a_request_is_one_line_with_the_documented_fields(tmp_path):
     names = keys(random.Random(1), 2)
     recorder.record(input_tokens=300, output_tokens=7, keys=iter(names))
     recorder.record(input_tokens=10, output_tokens=0, keys=[], arrived_unix_s=1_790_000_001.5)
-    recorder.close()
-    recorder.close()
+    recorder.close(timeout=60)
+    recorder.close(timeout=60)
     assert lines(recorder.path) == [
         {
             "timestamp": 1_790_000_000_250,
@@ -56,7 +56,7 @@ def test_full_files_are_rotated_with_whole_lines(tmp_path):
     recorder = TraceRecorder(place, block_tokens=128, max_bytes=1000, max_files=3)
     for number in range(100):
         recorder.record(input_tokens=number, output_tokens=0, keys=[bytes(32)] * 3)
-    recorder.close()
+    recorder.close(timeout=60)
     files = sorted(place.parent.iterdir())
     assert [file.name for file in files] == [
         "requests.1.jsonl",
@@ -73,7 +73,7 @@ def test_a_single_file_is_overwritten_when_full(tmp_path):
     recorder = TraceRecorder(tmp_path / "t.jsonl", block_tokens=1, max_bytes=200, max_files=1)
     for number in range(10):
         recorder.record(input_tokens=number, output_tokens=0, keys=[])
-    recorder.close()
+    recorder.close(timeout=60)
     assert [file.name for file in tmp_path.iterdir()] == ["t.jsonl"]
     assert lines(recorder.path)[-1]["input_length"] == 9
 
@@ -83,7 +83,7 @@ def test_a_partial_last_line_is_truncated(tmp_path):
     place.write_text('{"timestamp":1}\n{"timest')
     recorder = TraceRecorder(place, block_tokens=1)
     recorder.record(input_tokens=5, output_tokens=0, keys=[])
-    recorder.close()
+    recorder.close(timeout=60)
     assert [line.get("input_length") for line in lines(place)] == [None, 5]
 
 
@@ -110,7 +110,7 @@ def test_failed_writes_are_counted_and_leave_no_partial_lines(tmp_path, monkeypa
     recorder = TraceRecorder(tmp_path, block_tokens=1)
     for number in range(10):
         recorder.record(input_tokens=number, output_tokens=0, keys=[bytes(32)])
-    recorder.close()
+    recorder.close(timeout=60)
     assert [line["input_length"] for line in lines(recorder.path)] == [0, 4, 6, 7, 8, 9]
     assert recorder.dropped == 4
     assert len(caplog.records) == 1
@@ -132,7 +132,7 @@ def test_a_slow_disk_does_not_block_recording(tmp_path, monkeypatch):
         recorder.record(input_tokens=number, output_tokens=0, keys=[])
     assert 91 <= recorder.dropped <= 92
     gate.set()
-    recorder.close()
+    recorder.close(timeout=60)
     assert len(lines(recorder.path)) + recorder.dropped == 100
 
 
@@ -156,7 +156,7 @@ def test_replay_reads_what_was_recorded(tmp_path):
             keys=system + own,
             arrived_unix_s=1_790_000_000 + second,
         )
-    recorder.close()
+    recorder.close(timeout=60)
     assert len(list(tmp_path.iterdir())) > 2
     result = subprocess.run(  # noqa: S603 # our own command
         [sys.executable, "-m", "cascadekv", "replay", tmp_path, "--metadata-only", "--json", "-"],
