@@ -10,8 +10,8 @@ use cascade_runtime::thread::{Builder, JoinHandle};
 use cascade_runtime::{Clock, Deadline, Mutex, SystemClock};
 use cascade_tier::tier::StageError;
 use cascade_tier::{
-    CallOptions, GetOutcome, PrefixMatch, Put, PutOutcome, PutSlab, Request, StoreError,
-    StoreStats, TierHits, TierName, ViewOutcome,
+    CallOptions, GetOutcome, Put, PutOutcome, PutSlab, Request, StoreError, StoreStats, TierHits,
+    TierName, ViewOutcome,
 };
 
 use crate::calls::prefetch::{PrefetchQueue, run_prefetch};
@@ -20,7 +20,6 @@ use crate::core::eviction::RequestedBlock;
 use crate::core::history::Loss;
 use crate::core::state::StoreState;
 use crate::drive::{mover, prober, scrub, settle};
-use crate::insight::shadow::ChainLookup;
 use crate::shared::hold::KEYS_PER_HOLD;
 use crate::shared::{StoreCore, tier_error};
 use crate::stages::StageRegistry;
@@ -109,7 +108,7 @@ impl Store {
 
     /// Stores blocks that the caller wrote in place, without a copy.
     pub fn put_slabs(&self, batch: Vec<PutSlab>, options: CallOptions) -> Vec<PutOutcome> {
-        self.core().put_slabs(batch, options)
+        self.put_slabs_with(batch, options, || true)
     }
 
     /// Copies each block into its buffer. Never writes past the length of the block.
@@ -128,87 +127,11 @@ impl Store {
     /// Views of blocks, without a copy. The bytes of a view never change while it is held, even if
     /// the block is evicted or deleted; dropping the last view of a block frees its memory.
     pub fn view(&self, keys: &[BlockKey], options: CallOptions) -> Vec<ViewOutcome> {
-        self.core().view(keys, options)
-    }
-
-    /// Matches the leading blocks of a chain, and returns the fastest tier of each. The eviction
-    /// policy learns of requests from this call: look up the whole chain first, then read the
-    /// matched blocks and put the others.
-    pub fn lookup_prefix(&self, request: &Request<'_>) -> PrefixMatch {
-        let core = self.core();
-        let now_unix_ms = core.clock.unix_ms();
-        let mut found = Vec::with_capacity(request.keys.len());
-        let mut state = core.lock();
-        state.history.set_time(now_unix_ms);
-        state.policy_time = state.policy_time.max(request.at);
-        let now = core.policy_now(&state);
-        state.catalog.find_batch(request.keys, &mut found);
-        let mut chain = Vec::with_capacity(request.keys.len());
-        let mut tiers = Vec::new();
-        let mut in_dram = 0;
-        let mut is_unbroken = true;
-        // Forgetting an expired block frees its index, which `found` may hold twice: from then on,
-        // each key is looked up again.
-        let mut has_forgotten = state.is_closed;
-        for (key, mut found) in request.keys.iter().zip(found) {
-            let expired = |found| state.catalog.entry(found).has_expired(now_unix_ms);
-            if has_forgotten || found.is_some_and(expired) {
-                found = if state.is_closed { None } else { state.find_live(key, now_unix_ms) };
-                has_forgotten = true;
-            }
-            // The policy gets the whole chain, the match only the blocks before the first gap.
-            let Some(found) = found else {
-                is_unbroken = false;
-                chain.push(RequestedBlock {
-                    fingerprint: state.catalog.fingerprint(key),
-                    resident: None,
-                });
-                continue;
-            };
-            let entry = state.catalog.entry(found);
-            let (content, resident) = (entry.content, entry.slot());
-            chain.push(RequestedBlock { fingerprint: state.catalog.fingerprint(key), resident });
-            is_unbroken &= !state.is_unreadable(state.catalog.content(content));
-            if is_unbroken {
-                if state.has_dram {
-                    state.expect_read(found);
-                }
-                state.catalog.entry_mut(found).note_matched();
-                let content = state.catalog.content(content);
-                in_dram += usize::from(content.slab.is_some() && in_dram == tiers.len());
-                let lower = content.fastest_lower_except(state.open_read_circuits);
-                let lower = lower.map_or(0, |(stage, _)| 1 + stage);
-                let tier = if content.slab.is_some() { 0 } else { lower };
-                state.tier_matches[tier] += 1;
-                tiers.push(core.tier_name(tier));
-            }
+        let mut views = self.view_resident(keys);
+        if views.len() < keys.len() {
+            views.extend(self.core().view(&keys[views.len()..], options));
         }
-        if state.has_dram {
-            state.eviction.request(now, &chain, request.partial_tail, &request.hints);
-        }
-        state.counters.requests += 1;
-        state.counters.blocks_requested += request.keys.len() as u64;
-        state.counters.blocks_matched += tiers.len() as u64;
-        let block_bytes = state.mean_block_bytes();
-        // The lock of the insight is never taken under the lock of the state.
-        core.unlock(state);
-        core.insight().request(&ChainLookup {
-            at: now,
-            keys: request.keys,
-            partial_tail: request.partial_tail,
-            hints: &request.hints,
-            in_dram,
-            matched: tiers.len(),
-            block_bytes,
-        });
-        PrefixMatch { tiers }
-    }
-
-    /// Looks up a chain and returns views of the matched blocks: one round trip instead of two
-    /// where the store is in another process.
-    pub fn acquire(&self, request: &Request<'_>, options: CallOptions) -> Vec<ViewOutcome> {
-        let matched = self.lookup_prefix(request).tiers.len();
-        self.view(&request.keys[..matched], options)
+        views
     }
 
     /// Passes hints about a chain to the eviction policy outside a request, such as the end of its

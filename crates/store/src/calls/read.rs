@@ -518,7 +518,7 @@ impl StoreCore {
 }
 
 /// The slab of a block in DRAM. A read for use counts as an access.
-fn resident(
+pub(super) fn resident(
     state: &mut StoreState,
     key: KeyIndex,
     now: std::time::Duration,
