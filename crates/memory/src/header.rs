@@ -2,7 +2,8 @@
 //!
 //! An `Arc` for each slab would allocate memory for each block that is put, and for each block that
 //! a client leases. A thread keeps some of the headers that it dropped last, so that batch after
-//! batch uses the same ones: no lock, and no cache line that other threads write.
+//! batch uses the same ones: no lock, and no cache line that other threads write. A thread that
+//! drops more than it allocates passes them on in batches.
 #![expect(unsafe_code, reason = "counts the references to memory that it allocates")]
 
 use std::cell::RefCell;
@@ -10,14 +11,58 @@ use std::mem::MaybeUninit;
 use std::ops::Deref;
 use std::ptr::NonNull;
 
+use cascade_runtime::LeafMutex;
+
 use crate::slab::SlabState;
 use crate::sync::{AtomicUsize, Ordering};
 
 /// Most unused headers of a thread.
-const UNUSED_MAX: usize = 512;
+const UNUSED_MAX: usize = 2 * BATCH;
+/// Headers that are passed on at a time.
+const BATCH: usize = 128;
+/// Most batches that no thread has: half a megabyte.
+const BATCHES_MAX: usize = 32;
+
+type Unused = Vec<Box<MaybeUninit<Header>>>;
 
 thread_local! {
-    static UNUSED: RefCell<Vec<Box<MaybeUninit<Header>>>> = const { RefCell::new(Vec::new()) };
+    static UNUSED: RefCell<Unused> = const { RefCell::new(Vec::new()) };
+}
+
+/// Batches of unused headers for any thread. Nothing waits for the lock: a child that is forked
+/// while another thread holds it would wait for ever.
+static BATCHES: LeafMutex<Vec<Unused>> = LeafMutex::new(Vec::new());
+
+/// An unused header, if there is one.
+fn take_unused() -> Option<Box<MaybeUninit<Header>>> {
+    let take = |unused: &RefCell<Unused>| {
+        let mut unused = unused.borrow_mut();
+        if unused.is_empty()
+            && let Ok(mut batches) = BATCHES.try_lock()
+        {
+            unused.extend(batches.pop().into_iter().flatten());
+        }
+        unused.pop()
+    };
+    // A thread that is ending has no list any more.
+    UNUSED.try_with(take).ok().flatten()
+}
+
+/// Keeps the memory of a header. Frees it if there are many, or if the thread is ending.
+fn keep_unused(memory: Box<MaybeUninit<Header>>) {
+    let keep = |unused: &RefCell<Unused>| {
+        let mut unused = unused.borrow_mut();
+        if unused.len() >= UNUSED_MAX {
+            let batch = unused.split_off(UNUSED_MAX - BATCH);
+            if let Ok(mut batches) = BATCHES.try_lock()
+                && batches.len() < BATCHES_MAX
+            {
+                batches.push(batch);
+            }
+        }
+        unused.push(memory);
+    };
+    UNUSED.try_with(keep).unwrap_or_default();
 }
 
 struct Header {
@@ -43,9 +88,7 @@ const _: fn() = || {
 impl HeaderRef {
     /// The first reference to a new state.
     pub(crate) fn new(slab: SlabState) -> Self {
-        // A thread that is ending has no list any more.
-        let unused = UNUSED.try_with(|unused| unused.borrow_mut().pop()).ok().flatten();
-        let memory = unused.unwrap_or_else(Box::new_uninit);
+        let memory = take_unused().unwrap_or_else(Box::new_uninit);
         let header = Header { references: AtomicUsize::new(1), slab };
         Self(NonNull::from(Box::leak(Box::write(memory, header))))
     }
@@ -111,14 +154,7 @@ impl Drop for HeaderRef {
         unsafe { self.0.drop_in_place() };
         // SAFETY: the memory of the box in `new`. Its value is dropped, so it is uninitialised.
         let memory = unsafe { Box::from_raw(self.0.cast::<MaybeUninit<Header>>().as_ptr()) };
-        let keep = |unused: &RefCell<Vec<_>>| {
-            let mut unused = unused.borrow_mut();
-            if unused.len() < UNUSED_MAX {
-                unused.push(memory);
-            }
-        };
-        // A thread that is ending has no list any more: the memory is freed.
-        UNUSED.try_with(keep).unwrap_or_default();
+        keep_unused(memory);
     }
 }
 
@@ -191,15 +227,18 @@ mod tests {
 
     /// Headers of slabs that other threads allocated do not pile up.
     #[test]
-    fn a_thread_keeps_a_bounded_number_of_headers() {
+    fn threads_pass_on_a_bounded_number_of_headers() {
         let pool = pool();
-        let count = super::UNUSED_MAX + 100;
+        let count = (super::BATCHES_MAX + 4) * super::BATCH;
         let slabs: Vec<_> = (0..count).map(|_| pool.allocate(64).expect("small")).collect();
         let unused = std::thread::spawn(move || {
             drop(slabs);
-            super::UNUSED.with(|unused| unused.borrow().len())
+            let batches = super::BATCHES.lock().expect("no panic").len();
+            (super::UNUSED.with(|unused| unused.borrow().len()), batches)
         });
-        assert_eq!(unused.join().expect("no panic"), super::UNUSED_MAX);
+        let (unused, batches) = unused.join().expect("no panic");
+        assert!(unused <= super::UNUSED_MAX, "{unused}");
+        assert!((1..=super::BATCHES_MAX).contains(&batches), "{batches}");
         assert_eq!(pool.stats().reserved_bytes, 0);
     }
 }
