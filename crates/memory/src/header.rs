@@ -150,7 +150,7 @@ impl Drop for HeaderRef {
             // Acquire: and those of all other references.
             references.load(Ordering::Acquire);
         }
-        // SAFETY: this was the last reference, so nothing accesses the state any more, now or later.
+        // SAFETY: this was the last reference, so nothing accesses the state any more.
         unsafe { self.0.drop_in_place() };
         // SAFETY: the memory of the box in `new`. Its value is dropped, so it is uninitialised.
         let memory = unsafe { Box::from_raw(self.0.cast::<MaybeUninit<Header>>().as_ptr()) };
