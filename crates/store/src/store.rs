@@ -15,8 +15,7 @@ use cascade_tier::{
 };
 
 use crate::calls::prefetch::{PrefetchQueue, run_prefetch};
-use crate::core::catalog::{Content, KeyIndex};
-use crate::core::eviction::RequestedBlock;
+use crate::core::catalog::Content;
 use crate::core::history::Loss;
 use crate::core::state::StoreState;
 use crate::drive::{mover, prober, scrub, settle};
@@ -127,33 +126,17 @@ impl Store {
     /// Views of blocks, without a copy. The bytes of a view never change while it is held, even if
     /// the block is evicted or deleted; dropping the last view of a block frees its memory.
     pub fn view(&self, keys: &[BlockKey], options: CallOptions) -> Vec<ViewOutcome> {
-        let mut views = self.view_resident(keys);
-        if views.len() < keys.len() {
-            views.extend(self.core().view(&keys[views.len()..], options));
-        }
-        views
+        self.core().view(keys, options)
     }
 
     /// Passes hints about a chain to the eviction policy outside a request, such as the end of its
     /// session or a queued request for it. Does not count as an access.
     pub fn hint(&self, request: &Request<'_>) {
-        let core = self.core();
-        let mut found = Vec::with_capacity(request.keys.len());
-        let mut state = core.lock();
-        state.policy_time = state.policy_time.max(request.at);
-        state.catalog.find_batch(request.keys, &mut found);
-        let asked = |(key, found): (&BlockKey, Option<KeyIndex>)| RequestedBlock {
-            fingerprint: state.catalog.fingerprint(key),
-            resident: found.and_then(|found| state.catalog.entry(found).slot()),
-        };
-        let chain: Vec<_> = request.keys.iter().zip(found).map(asked).collect();
-        let now = core.policy_now(&state);
-        state.eviction.hint(now, &chain, &request.hints);
-        drop(state);
-        core.insight().shadows.hint(now, request.keys, &request.hints);
+        self.core().hint(request);
     }
 
-    /// Whether each block can be read from any tier. Does not count as an access.
+    /// Whether each block can be read from any tier. Does not count as an access. False for blocks
+    /// that could not be looked up within the timeout of the store.
     pub fn contains(&self, keys: &[BlockKey]) -> Vec<bool> {
         self.map_contents(keys, |state, content| {
             content.is_some_and(|content| !state.is_unreadable(content))
@@ -187,7 +170,8 @@ impl Store {
     }
 
     /// Applies a function to the content of each block: `None` if it is unknown or has expired.
-    fn map_contents<T>(
+    /// Beyond the timeout of the store, the rest is not looked up.
+    fn map_contents<T: Default>(
         &self,
         keys: &[BlockKey],
         map: impl Fn(&StoreState, Option<&Content>) -> T,
@@ -195,8 +179,9 @@ impl Store {
         let now_unix_ms = self.core().clock.unix_ms();
         let mut results = Vec::with_capacity(keys.len());
         let mut found = Vec::with_capacity(keys.len().min(KEYS_PER_HOLD));
+        let (mut call, count) = (None, keys.len());
         for keys in keys.chunks(KEYS_PER_HOLD) {
-            let mut state = self.core().lock_for(keys.len());
+            let Some(mut state) = self.core().lock_in_time(keys.len(), &mut call) else { break };
             state.charge_keys(keys);
             state.catalog.find_batch(keys, &mut found);
             let content_of = |found| {
@@ -207,6 +192,7 @@ impl Store {
             let found = found.drain(..);
             results.extend(found.map(|key: Option<_>| map(&state, key.and_then(content_of))));
         }
+        results.resize_with(count, T::default);
         results
     }
 
@@ -388,7 +374,11 @@ impl StoreInner {
         let flushed = self.core.flush(CallOptions::default());
         // In short holds, because the queues may be long.
         for stage in 0..self.core.stages.len() {
-            drop(settle::fail_queue(&self.core, self.core.lock(), stage, &StageError::Timeout));
+            let mut state = self.core.lock();
+            state = settle::fail_queue(&self.core, state, stage, &StageError::Timeout);
+            while !state.cancel_key_changes(stage).is_empty() {
+                state = self.core.end_full_hold(state);
+            }
         }
         // Under one hold of the lock: a mover or caller that sees `is_closed` also sees empty
         // queues and settled tickets, and stops waiting.
@@ -398,7 +388,8 @@ impl StoreInner {
             settle::settle_queue(&mut state, stage, &StageError::Timeout);
             // Otherwise the joins below could wait for a stage that hangs.
             self.core.stages[stage].end_all_waits();
-            state.cancel_key_changes(stage);
+            // Those that were queued since.
+            while !state.cancel_key_changes(stage).is_empty() {}
         }
         drop(state);
         self.core.notify_movers();
@@ -439,7 +430,8 @@ impl StoreCore {
         // Lets the probers check for hanging calls now, so that the next statistics are current.
         self.wake_probers();
         let (shadows, shadow_bytes) = self.insight().figures();
-        let state = self.lock();
+        let mut state = self.lock();
+        self.add_call_counts(&mut state);
         let eviction = state.eviction.stats();
         let hits = |(tier, (blocks, bytes)): (usize, &(u64, u64))| TierHits {
             tier: self.tier_name(tier),

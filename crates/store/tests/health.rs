@@ -80,7 +80,8 @@ fn a_circuit_opens_after_two_failed_calls_and_closes_after_one_probe() {
     assert!(matched.tiers.is_empty(), "{matched:?}");
     let explained = store.explain(&chain, None, CallOptions::default()).unwrap();
     assert_eq!((explained.leading, explained.behind_gap), (0, 0), "{explained:?}");
-    assert_eq!(store.peek_resident(&chain).len(), chain.len(), "a miss needs no tier");
+    let views = store.peek_resident(&chain, CallOptions::default());
+    assert_eq!(views.len(), chain.len(), "a miss needs no tier");
     stage.fails.store(false, Relaxed);
     let took = pass_until(&store, &clock, true);
     assert!(took <= 15 * SECOND, "{took:?}");
@@ -105,6 +106,8 @@ fn a_stage_whose_writes_fail_is_still_read() {
     pass_until(&store, &clock, false);
     let outcomes = put(&store, &keys(128..136), BLOCK);
     assert!(outcomes.iter().all(|o| matches!(o, PutOutcome::Stored)), "{outcomes:?}");
+    // No tier has written them, and the reads below evict others.
+    assert_eq!(store.pin(&keys(128..136)), [true; 8]);
     store.flush(CallOptions::default()).unwrap_err();
     for _ in 0..8 {
         clock.advance(SECOND);

@@ -408,8 +408,8 @@ impl Dispatch<'_> {
     ) -> Vec<ViewOutcome> {
         // A comparison is not a use of the block, so it does not count as an access: hence `peek`.
         let mut views = match purpose {
-            LeasePurpose::Use => self.store().view_resident(keys),
-            LeasePurpose::Compare => self.store().peek_resident(keys),
+            LeasePurpose::Use => self.store().view_resident(keys, options),
+            LeasePurpose::Compare => self.store().peek_resident(keys, options),
         };
         if views.len() < keys.len() {
             // The blocks that were read keep their leases meanwhile.

@@ -47,8 +47,8 @@ pub(super) struct PutBatch<'a> {
     declined: Option<(BlockKey, DeclineReason)>,
     /// The blocks that were stored, if the put waits for their writes.
     awaited: Vec<(usize, Place)>,
-    /// The number of leading blocks whose outcomes are counted, and when the last of them was.
-    counted: (usize, Duration),
+    /// The number of leading blocks whose outcomes the history knows, and when it learned the last.
+    noted: (usize, Duration),
     pub(super) call: CallContext,
 }
 
@@ -106,9 +106,8 @@ impl StoreCore {
         let digests = vec![None; batch.len()];
         let call = self.call(options);
         let awaited = Vec::new();
-        let counted = (0, Duration::ZERO);
-        let mut puts =
-            PutBatch { batch, digests, outcomes, declined: None, awaited, counted, call };
+        let noted = (0, Duration::ZERO);
+        let mut puts = PutBatch { batch, digests, outcomes, declined: None, awaited, noted, call };
         self.hash(&mut puts);
         for _ in 0..ATTEMPTS_MAX {
             let undecided = puts.undecided();
@@ -120,7 +119,7 @@ impl StoreCore {
             // the meantime, the comparison has no result and the next attempt puts a new block.
             self.compare_undecided(&mut puts);
         }
-        let PutBatch { outcomes, mut awaited, counted, call, .. } = puts;
+        let PutBatch { outcomes, mut awaited, noted, call, .. } = puts;
         // Only a key that others deleted in every attempt, between the check and the comparison,
         // has no outcome here.
         let retries_exhausted = || {
@@ -130,7 +129,7 @@ impl StoreCore {
         let outcomes =
             outcomes.into_iter().map(|outcome| outcome.unwrap_or_else(retries_exhausted));
         awaited.sort_unstable_by_key(|(index, _)| *index);
-        self.finish_put(batch, outcomes.collect(), (&awaited, counted), call)
+        self.end_put(batch, outcomes.collect(), (&awaited, noted), call)
     }
 
     /// Allocates a slab outside any batch, to write a block in place.
@@ -140,7 +139,8 @@ impl StoreCore {
         options: CallOptions,
     ) -> Result<SlabMut, StoreError> {
         let call = self.call(options);
-        let (state, has_room) = self.wait_for_backlog(self.lock(), call);
+        let state = self.lock_or_time_out("allocate memory in DRAM", call)?;
+        let (state, has_room) = self.wait_for_backlog(state, call);
         if state.is_closing {
             return Err(StoreError::Closed);
         }
@@ -180,7 +180,11 @@ impl StoreCore {
         let mut allocated_bytes = 0;
         // The last block that got a slab in this round, and its nearest resident ancestor.
         let mut previous: Option<(BlockKey, Option<Slot>)> = None;
-        let mut state = self.lock_for(undecided.len().min(ROUND_BLOCKS));
+        let keys = undecided.len().min(ROUND_BLOCKS);
+        let Some(mut state) = self.lock_within(keys, puts.call) else {
+            puts.fail_if_late(undecided, &*self.clock);
+            return (allocated, undecided.len());
+        };
         let now = self.timestamps(&mut state);
         for (done, at) in undecided.iter().enumerate() {
             // Both limits are checked before the block is decided, and need an earlier one: every
@@ -315,7 +319,11 @@ impl StoreCore {
         if is_planted(Plant::EarlyPublish) {
             return self.publish_unfilled(puts, &sealed);
         }
-        let mut state = self.lock_for(sealed.len());
+        let Some(mut state) = self.lock_within(sealed.len(), puts.call) else {
+            let late: Vec<usize> = sealed.iter().map(|(index, _)| *index).collect();
+            puts.fail_if_late(&late, &*self.clock);
+            return self.free_unpublished(sealed);
+        };
         state.charge_keys(&sealed);
         let now = self.timestamps(&mut state);
         for (index, slab) in sealed {
@@ -324,7 +332,7 @@ impl StoreCore {
             state.slabs_in_flight -= 1;
             self.publish_new(&mut state, puts, index, &slab, now);
         }
-        self.count_decided(&mut state, puts, now);
+        self.note_decided(&mut state, puts, now);
         drop(state);
         self.notify_movers();
         self.notify_changed();
@@ -355,9 +363,9 @@ impl StoreCore {
         };
     }
 
-    /// Counts the outcomes that are known under the same hold of the lock, in the order of the
-    /// blocks.
-    pub(super) fn count_decided(
+    /// Tells the history of the outcomes that are known under the same hold of the lock, in the
+    /// order of the blocks.
+    pub(super) fn note_decided(
         &self,
         state: &mut StoreState,
         puts: &mut PutBatch<'_>,
@@ -367,13 +375,13 @@ impl StoreCore {
         if self.waits_for_writes() {
             return;
         }
-        let first = puts.counted.0;
+        let first = puts.noted.0;
         let outcomes = puts.outcomes[first..].iter().map_while(Option::as_ref);
         for (put, outcome) in puts.batch[first..].iter().zip(outcomes).take(KEYS_PER_HOLD) {
-            state.count_put(&put.key, outcome);
-            puts.counted.0 += 1;
+            state.note_unstored_put(&put.key, outcome);
+            puts.noted.0 += 1;
         }
-        puts.counted.1 = now.policy;
+        puts.noted.1 = now.policy;
     }
 
     fn compare_undecided(&self, puts: &mut PutBatch<'_>) {
@@ -447,42 +455,6 @@ impl StoreCore {
         }
         state.make_resident(key, now.policy);
         place
-    }
-
-    /// Waits for the stages if the write policy requires it, then counts the outcomes.
-    fn finish_put(
-        &self,
-        batch: &[Put<'_>],
-        mut outcomes: Vec<PutOutcome>,
-        (awaited, counted): (&[(usize, Place)], (usize, Duration)),
-        call: CallContext,
-    ) -> Vec<PutOutcome> {
-        if self.waits_for_writes() {
-            let mut awaited = awaited.iter().peekable();
-            for (at, (put, outcome)) in batch.iter().zip(&mut outcomes).enumerate() {
-                let place = awaited.next_if(|(index, _)| *index == at).map(|(_, place)| *place);
-                if let Err(error) = self.wait_written(put, outcome, place, call) {
-                    *outcome = PutOutcome::Failed(error);
-                }
-            }
-        }
-        let (counted, mut now) = counted;
-        let rounds = batch.chunks(KEYS_PER_HOLD).zip(outcomes.chunks(KEYS_PER_HOLD));
-        for (at, (batch, outcomes)) in rounds.enumerate() {
-            let counted = counted.saturating_sub(at * KEYS_PER_HOLD).min(batch.len());
-            let rest = &batch[counted..];
-            if !rest.is_empty() {
-                let mut state = self.lock_for(rest.len());
-                state.charge_keys(rest);
-                now = self.policy_now(&state);
-                for (put, outcome) in rest.iter().zip(&outcomes[counted..]) {
-                    state.count_put(&put.key, outcome);
-                }
-            }
-            // The lock of the insight is never taken under the lock of the state.
-            self.insight().shadows.put(now, batch, outcomes);
-        }
-        outcomes
     }
 
     /// The outcome of a put for which no slab was allocated.

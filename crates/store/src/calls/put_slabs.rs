@@ -8,6 +8,7 @@ use cascade_tier::{CallOptions, Put, PutOutcome, PutSlab};
 use crate::Store;
 use crate::calls::put::PutBatch;
 use crate::shared::StoreCore;
+use crate::shared::call::CallContext;
 use crate::shared::hold::KEYS_PER_HOLD;
 
 impl Store {
@@ -54,13 +55,16 @@ impl StoreCore {
                 }
                 // No back-pressure here: the slabs are allocated already, so waiting would free no
                 // memory. `reserve` and `prepare` have waited for the backlog.
-                let mut state = self.lock_for(round.len());
+                let Some(mut state) = self.lock_within(round.len(), puts.call) else {
+                    puts.fail_if_late(&undecided[at * KEYS_PER_HOLD..], &*self.clock);
+                    break;
+                };
                 state.charge_keys(round);
                 let now = self.timestamps(&mut state);
                 for at in round {
                     self.publish_new(&mut state, puts, *at, &slabs[*at], now);
                 }
-                self.count_decided(&mut state, puts, now);
+                self.note_decided(&mut state, puts, now);
             }
             self.notify_movers();
             if !waits && !has_permission && self.has_to_read(puts) {
@@ -75,18 +79,19 @@ impl StoreCore {
     fn has_to_read(&self, puts: &PutBatch<'_>) -> bool {
         let undecided = puts.undecided();
         let keys: Vec<BlockKey> = undecided.iter().map(|at| puts.batch[*at].key).collect();
-        !keys.is_empty() && !self.can_read_without_waiting(&keys)
+        !keys.is_empty() && !self.can_read_without_waiting(&keys, puts.call)
     }
 
-    /// Whether a read of these blocks can be served from memory alone.
-    fn can_read_without_waiting(&self, keys: &[BlockKey]) -> bool {
+    /// Whether a read of these blocks can be served from memory alone. False if the deadline passes
+    /// before it is known.
+    fn can_read_without_waiting(&self, keys: &[BlockKey], call: CallContext) -> bool {
         if self.stages.is_empty() {
             return true;
         }
         let now_unix_ms = self.clock.unix_ms();
         keys.chunks(KEYS_PER_HOLD).all(|keys| {
             let mut found = Vec::with_capacity(keys.len());
-            let mut state = self.lock_for(keys.len());
+            let Some(mut state) = self.lock_within(keys.len(), call) else { return false };
             state.charge_keys(keys);
             state.catalog.find_batch(keys, &mut found);
             self.needs_no_wait(&state, &found, now_unix_ms)

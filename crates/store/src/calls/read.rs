@@ -99,7 +99,26 @@ const SETTLE_COST: u32 = 4;
 
 impl StoreCore {
     pub(crate) fn view(&self, keys: &[BlockKey], options: CallOptions) -> Vec<ViewOutcome> {
-        let outcomes = self.read(keys, self.call(options), ReadPurpose::Use);
+        let call = self.call(options);
+        let mut views = self.view_resident(keys, ReadPurpose::Use, call);
+        let rest = &keys[views.len()..];
+        if rest.is_empty() {
+            return views;
+        }
+        if !views.is_empty() && call.has_timed_out(&*self.clock) {
+            let late = || ViewOutcome::Failed(call.timeout_error("read all blocks of a batch"));
+            let late: Vec<ViewOutcome> = rest.iter().map(|_| late()).collect();
+            self.count_gets(rest.len(), late.iter().map(ReadResult::from_view));
+            views.extend(late);
+        } else {
+            views.extend(self.view_from_tiers(rest, call));
+        }
+        views
+    }
+
+    /// Views of blocks, also from lower tiers.
+    pub(super) fn view_from_tiers(&self, keys: &[BlockKey], call: CallContext) -> Vec<ViewOutcome> {
+        let outcomes = self.read(keys, call, ReadPurpose::Use);
         self.count_gets(keys.len(), outcomes.iter().map(ReadResult::from_view));
         outcomes
     }
@@ -125,7 +144,7 @@ impl StoreCore {
             }
             let keys: Vec<BlockKey> =
                 rest.iter().take(KEYS_PER_HOLD).map(|(key, _)| *key).collect();
-            let step = &keys[..self.step_keys(&keys)];
+            let step = &keys[..self.step_keys(&keys, call)];
             for (view, (_, bytes)) in
                 self.read(step, call, ReadPurpose::Compare).into_iter().zip(rest)
             {
@@ -156,7 +175,7 @@ impl StoreCore {
                 outcomes.extend(keys[at..].iter().map(|_| late()));
                 break;
             }
-            let step = &keys[at..at + self.step_keys(&keys[at..])];
+            let step = &keys[at..at + self.step_keys(&keys[at..], call)];
             let views = self.read(step, call, ReadPurpose::Use);
             for ((key, view), buffer) in step.iter().zip(views).zip(&mut buffers[at..]) {
                 // A block that did not fit beside the others of its step may fit alone, because
@@ -176,12 +195,12 @@ impl StoreCore {
     }
 
     /// The number of leading keys to read in one step, so that their blocks take at most a fixed
-    /// share of DRAM; at least one.
-    pub(crate) fn step_keys(&self, keys: &[BlockKey]) -> usize {
+    /// share of DRAM; at least one, also if the deadline passes before it is known.
+    pub(crate) fn step_keys(&self, keys: &[BlockKey], call: CallContext) -> usize {
         let keys = &keys[..keys.len().min(KEYS_PER_HOLD)];
         let most = (self.pool.region().bytes() / GET_SHARE).min(GET_BYTES);
         let mut found = Vec::with_capacity(keys.len());
-        let mut state = self.lock_for(keys.len());
+        let Some(mut state) = self.lock_within(keys.len(), call) else { return 1 };
         state.charge_keys(keys);
         state.catalog.find_batch(keys, &mut found);
         let mut bytes = 0;
@@ -215,9 +234,13 @@ impl StoreCore {
         // are all, there is nothing to do but wait.
         let mut idle = 0;
         while !pending.is_empty() {
+            let keys = pending.len().min(KEYS_PER_HOLD);
+            let Some(state) = self.lock_within(keys, call) else {
+                batch.fail_if_late(&pending, &*self.clock);
+                break;
+            };
             // A queue: new blocks first, waiting ones at the end.
-            let later = pending.split_off(pending.len().min(KEYS_PER_HOLD));
-            let state = self.lock_for(pending.len());
+            let later = pending.split_off(keys);
             let (state, plan) = self.plan(state, &pending, &mut batch);
             self.unlock(state);
             idle = if plan.waiting.len() < pending.len() { 0 } else { idle + pending.len() };
@@ -505,8 +528,8 @@ impl StoreCore {
 
     /// Waits for the fetches of other callers. False if the deadline passed.
     fn wait_for_other_fetches(&self, pending: &[PendingRead], batch: &mut ReadBatch) -> bool {
-        let (state, in_time) = self.wait_for_change(self.lock(), batch.call);
-        drop(state);
+        let state = self.lock_within(0, batch.call);
+        let in_time = state.is_some_and(|state| self.wait_for_change(state, batch.call).1);
         if !in_time {
             for pending in pending {
                 let late = batch.call.timeout_error("wait for another reader's fetch");

@@ -3,14 +3,17 @@
 //! A key that shares the bytes of another one is in the catalog before a stage knows it. Until then
 //! its bytes are read under a key that the stage has: its `via`.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashSet};
+use std::ops::Bound;
 
 use cascade_block::BlockKey;
+use cascade_tier::tier::{Address, BlockFacts};
 
 use crate::core::awaited::Place;
-use crate::core::state::{KeyChange, StoreState};
-use cascade_tier::tier::Address;
-use cascade_tier::tier::BlockFacts;
+use crate::core::catalog::{ContentIndex, KeyIndex};
+use crate::core::history::Loss;
+use crate::core::state::{KeyChange, PendingWrite, StoreState};
+use crate::shared::hold::KEYS_PER_HOLD;
 
 /// Most steps from a pending key to one that the stage has. Only deletions make the way long.
 const STEPS_MAX: usize = 8;
@@ -18,7 +21,8 @@ const STEPS_MAX: usize = 8;
 /// The keys that one stage is about to record.
 #[derive(Debug, Default)]
 pub(crate) struct Additions {
-    pending: HashMap<BlockKey, Pending>,
+    /// A tree, because a hash table of 65,536 keys would grow in one hold of the store's lock.
+    pending: BTreeMap<BlockKey, Pending>,
     /// Number of additions that the stage has recorded, or that were dropped.
     settled: u64,
 }
@@ -60,6 +64,19 @@ impl Additions {
         self.pending.contains_key(key)
     }
 
+    /// The contents that the next queued additions after this key name, as many as a hold handles,
+    /// and the last of their keys if there are more.
+    pub(crate) fn places_after(&self, key: Option<&BlockKey>) -> (Vec<Place>, Option<BlockKey>) {
+        let from = key.map_or(Bound::Unbounded, Bound::Excluded);
+        let next: Vec<_> = self
+            .pending
+            .range::<BlockKey, _>((from, Bound::Unbounded))
+            .take(KEYS_PER_HOLD)
+            .collect();
+        let last = next.last().filter(|_| next.len() == KEYS_PER_HOLD).map(|(key, _)| **key);
+        (next.into_iter().map(|(_, pending)| pending.place).collect(), last)
+    }
+
     /// Grows with each addition that the stage has recorded.
     pub(crate) fn settled(&self) -> u64 {
         self.settled
@@ -67,6 +84,34 @@ impl Additions {
 }
 
 impl StoreState {
+    /// What a stage records of a key that shares a content. The rest is that of `content`.
+    pub(crate) fn facts_of(&self, key: KeyIndex, content: &BlockFacts) -> BlockFacts {
+        let entry = self.catalog.entry(key);
+        let expires = entry.expires_unix_ms;
+        BlockFacts {
+            key: entry.key,
+            parent: self.catalog.parent_of(key).map(|parent| self.catalog.entry(parent).key),
+            is_prefix: entry.is_prefix(),
+            expires_unix_ms: (expires != 0).then_some(expires),
+            ..*content
+        }
+    }
+
+    /// The write of a content under one of its keys. The key that it was queued with may have been
+    /// deleted and put again with other bytes: a stage with one block for each key would replace
+    /// the first by the second, while other keys share its bytes.
+    pub(crate) fn with_current_key(&mut self, pending: PendingWrite) -> PendingWrite {
+        let found = self.catalog.find(&pending.facts.key);
+        let is_current =
+            found.is_some_and(|key| self.catalog.entry(key).content == pending.content);
+        let place = (pending.content, pending.generation);
+        if is_current || self.catalog.live_content(place).is_none() {
+            return pending;
+        }
+        let Some(key) = self.catalog.each_key_of(pending.content).next() else { return pending };
+        PendingWrite { facts: self.facts_of(key, &pending.facts), ..pending }
+    }
+
     /// Queues another key of a content that a stage has. Until the stage has recorded it, its bytes
     /// are read as those of `other`, a key that the stage has or records before it.
     pub(crate) fn push_addition(
@@ -89,9 +134,12 @@ impl StoreState {
         self.key_tickets[stage].settled += changes.len() as u64;
     }
 
-    /// Takes all queued key changes of a stage. They will not be sent.
+    /// Takes some of the queued key changes of a stage, as many as one hold of the lock may handle.
+    /// They will not be sent.
     pub(crate) fn cancel_key_changes(&mut self, stage: usize) -> Vec<KeyChange> {
-        let cancelled = std::mem::take(&mut self.key_changes[stage]);
+        let cancelled = self.key_changes[stage].pop_some(KEYS_PER_HOLD);
+        // Takes about a fourth of the time of a lookup.
+        self.charge(u32::try_from(cancelled.len().div_ceil(4)).unwrap_or(u32::MAX));
         self.settle_key_changes(stage, &cancelled);
         cancelled
     }
@@ -118,5 +166,24 @@ impl StoreState {
             };
         }
         None
+    }
+
+    /// A stage has dropped a content for room, with these names among others. It may have the bytes
+    /// under further names, such as a block file each, which a restart would recover.
+    pub(crate) fn forget_dropped(
+        &mut self,
+        stage: usize,
+        (content, address): (ContentIndex, Address),
+        names: &HashSet<(BlockKey, Address)>,
+    ) {
+        for key in self.catalog.keys_of(content) {
+            let name = self.catalog.entry(key).key;
+            if !names.contains(&(name, address)) {
+                self.push_key_change(stage, KeyChange::Remove(name, address));
+            }
+        }
+        self.clear_address(content, stage);
+        self.catalog.content_mut(content).was_reclaimed = true;
+        self.forget_if_in_no_tier(content, Loss::Reclaimed);
     }
 }

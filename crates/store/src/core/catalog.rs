@@ -8,6 +8,8 @@ mod arena;
 mod cleared;
 mod table;
 
+use std::collections::BTreeSet;
+
 use cascade_block::{BlockKey, Digest, FingerprintSeed};
 use cascade_memory::Slab;
 use cascade_tier::Change;
@@ -35,7 +37,7 @@ const NO_ADDRESS: u64 = u64::MAX;
 pub(crate) struct KeyIndex(pub(crate) u32);
 
 /// Index of a content's entry.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct ContentIndex(pub(crate) u32);
 
 /// The access that is expected for a block.
@@ -94,7 +96,7 @@ pub(crate) struct Content {
     pub(crate) is_loading: bool,
     /// Bit per lower stage: requested since it was written there.
     pub(crate) referenced: u8,
-    /// Whether a lower tier has reclaimed its copy to make room.
+    /// Whether a lower tier has reclaimed its copy to make room, or may do so at any moment.
     pub(crate) was_reclaimed: bool,
     /// Reads since it was put or recovered; saturates.
     pub(crate) uses: u16,
@@ -195,6 +197,18 @@ pub(crate) struct Catalog {
     stage_blocks: [u64; LOWER_STAGES_MAX],
     /// The keys added and removed, while a subscriber follows them.
     changes: Option<Box<ChangeLog>>,
+    /// To be dropped without the lock.
+    discarded: Vec<Discarded>,
+}
+
+/// What can be large, and is dropped only after the lock is released.
+#[derive(Debug)]
+#[expect(dead_code, reason = "kept only to be dropped")]
+pub(crate) enum Discarded {
+    /// A change log without a reader.
+    Log(Box<ChangeLog>),
+    /// The expiration times of cleared keys.
+    Expirations(BTreeSet<(u64, u32)>),
 }
 
 impl Catalog {
@@ -211,6 +225,7 @@ impl Catalog {
             cleared: Cleared::default(),
             stage_blocks: [0; LOWER_STAGES_MAX],
             changes: None,
+            discarded: Vec::new(),
         }
     }
 
@@ -265,8 +280,23 @@ impl Catalog {
             && !log.push(change)
         {
             // The log has no reader any more.
-            self.changes = None;
+            self.discarded.extend(self.changes.take().map(Discarded::Log));
         }
+    }
+
+    /// Empties the expiration times of the log.
+    pub(crate) fn clear_expirations(&mut self) {
+        if let Some(log) = &mut self.changes {
+            let expirations = std::mem::take(&mut log.expirations);
+            self.discarded.push(Discarded::Expirations(expirations));
+        }
+    }
+
+    /// What was discarded since the last call. To be dropped after the lock is released.
+    #[inline]
+    pub(crate) fn take_discarded(&mut self) -> Vec<Discarded> {
+        // Usually empty, which allocates nothing.
+        std::mem::take(&mut self.discarded)
     }
 
     pub(crate) fn find(&self, key: &BlockKey) -> Option<KeyIndex> {

@@ -63,7 +63,8 @@ fn views_and_lookups_take_the_lock_once_and_look_each_key_up_once() {
     let (views, locks, probes) = counted(&holds, || store.view(&keys, CallOptions::default()));
     assert_eq!((views.len(), locks, probes), (256, 1, 256));
     assert!(are_hits(&views), "{views:?}");
-    let (views, locks, probes) = counted(&holds, || store.peek_resident(&keys));
+    let (views, locks, probes) =
+        counted(&holds, || store.peek_resident(&keys, CallOptions::default()));
     assert_eq!((views.len(), locks, probes), (256, 1, 256));
     assert!(are_hits(&views), "{views:?}");
     let (matched, locks, probes) = counted(&holds, || store.lookup_prefix(&request));
@@ -109,8 +110,15 @@ fn long_batches_take_the_lock_once_for_256_keys() {
     assert_eq!((views.len(), locks, probes), (1000, 4, 1000));
     assert!(are_hits(&views));
     let request = Request::new(&keys);
-    let views = store.acquire_with(&request, |_| panic!("every block is in memory"));
-    assert!(views.len() == 1000 && are_hits(&views));
+    let not_below = |_: &[BlockKey]| panic!("every block is in memory");
+    let (views, locks, probes) = counted(&holds, || store.acquire_with(&request, not_below));
+    assert_eq!((views.len(), locks, probes), (1000, 4, 1000));
+    assert!(are_hits(&views), "{views:?}");
+    let (matched, locks, probes) = counted(&holds, || store.lookup_prefix(&request));
+    assert_eq!((matched.tiers.len(), locks, probes), (1000, 4, 1000));
+    let counters = store.stats().counters;
+    assert_eq!((counters.gets, counters.hits), (2000, 2000));
+    assert_eq!((counters.requests, counters.blocks_matched), (2, 2000));
 }
 
 #[test]
@@ -122,7 +130,7 @@ fn expired_blocks_and_gaps_end_a_match() {
     store.put(&puts, CallOptions::default());
     let views = store.acquire_with(&Request::new(&keys), |_| panic!("no block is below"));
     assert!(views.len() == 5 && are_hits(&views), "{views:?}");
-    let views = store.view_resident(&keys);
+    let views = store.view_resident(&keys, CallOptions::default());
     let misses: Vec<usize> = (0..8).filter(|at| matches!(views[*at], ViewOutcome::Miss)).collect();
     assert_eq!(misses, [5]);
     let counters = store.stats().counters;
