@@ -221,7 +221,9 @@ mod tests {
             })
             .collect();
         drop(slabs);
-        threads.into_iter().for_each(|thread| thread.join().expect("no thread panics"));
+        for thread in threads {
+            thread.join().expect("no thread panics");
+        }
         assert_eq!(pool.stats().reserved_bytes, 0);
     }
 
