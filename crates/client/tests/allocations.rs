@@ -5,7 +5,7 @@
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 #![expect(unsafe_code, reason = "counts allocations, for which it has to be the allocator")]
 
-#[allow(dead_code, unused_imports, reason = "these tests use a part of it")]
+#[expect(dead_code, unused_imports, reason = "these tests use a part of it")]
 #[path = "served/test_node.rs"]
 mod test_node;
 
@@ -110,8 +110,7 @@ fn counts(store: &dyn cascade_tier::BlockStore, count: u64) -> Vec<(&'static str
 fn check(store: &dyn cascade_tier::BlockStore) {
     // The first batch fills what is used again.
     counts(store, MANY);
-    let counted: Vec<_> = counts(store, FEW).into_iter().zip(counts(store, MANY)).collect();
-    println!("allocations for {FEW} and {MANY} blocks: {counted:?}");
+    let counted = counts(store, FEW).into_iter().zip(counts(store, MANY));
     for ((name, few), (_, many)) in counted {
         assert!(many <= few + MORE_MAX, "{name}: {few} for {FEW} blocks, {many} for {MANY}");
     }
