@@ -5,7 +5,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId};
-use cascade_memory::SlabMut;
+use cascade_memory::{SlabMut, process_id};
 use cascade_runtime::{Deadline, SystemClock};
 use cascade_tier::{
     BlockStore, CallOptions, ChangeCursor, Changes, GetOutcome, PrefixMatch, PrepareOutcome, Put,
@@ -41,7 +41,7 @@ impl ConnectOptions {
             socket: socket.into(),
             access: Access::Write,
             token: None,
-            name: format!("process {}", std::process::id()),
+            name: format!("process {}", process_id()),
             timeout: Duration::from_secs(5),
         }
     }
@@ -114,7 +114,7 @@ impl Client {
         let tasks = Arc::new(BackgroundTasks::default());
         let link = Link::open(&identity, &tasks, Deadline::after(&SystemClock, timeout))?;
         let state = Mutex::new(LinkState::Linked(Arc::new(link)));
-        let process = std::process::id();
+        let process = process_id();
         let inner = Arc::new(ClientInner {
             identity,
             timeout,
@@ -399,7 +399,7 @@ impl ClientInner {
     }
 
     fn is_forked(&self) -> bool {
-        std::process::id() != self.process
+        process_id() != self.process
     }
 
     /// Probes the node after a call with a short timeout was not answered.

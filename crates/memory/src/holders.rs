@@ -1,7 +1,7 @@
 //! The number of holders of a sealed slab. Reports when the second to last holder of a watched slab
 //! lets go.
 //!
-//! The count of the slab's [`std::sync::Arc`] cannot do this: whoever decrements it may not touch
+//! The count of references to the slab cannot do this: whoever decrements it may not touch
 //! the slab any more. This count is decremented before that one, while the slab still lives.
 
 use crate::sync::{AtomicUsize, Ordering};

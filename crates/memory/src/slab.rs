@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::copy::{copy_in, copy_out};
+use crate::header::HeaderRef;
 use crate::heap::Extent;
 use crate::holders::Holders;
 use crate::lent::Attachment;
@@ -18,7 +19,10 @@ use crate::pool::{Pool, PoolInner};
 /// A writable piece of the pool with one owner. Freed when dropped.
 ///
 /// Its initial bytes are arbitrary.
-pub struct SlabMut {
+pub struct SlabMut(HeaderRef);
+
+/// The state of a slab, which its clones share.
+pub(crate) struct SlabState {
     owner: SlabOwner,
     /// Freed by `drop`.
     extent: Extent,
@@ -47,7 +51,9 @@ enum SlabOwner {
 /// A sealed piece of the pool: immutable and shared by its clones.
 ///
 /// Its memory is not reused while any clone lives, even if the store evicts the block.
-pub struct Slab(Arc<SlabMut>);
+pub struct Slab(HeaderRef);
+
+const ONE_OWNER: &str = "a slab that can be written has one owner";
 
 impl SlabMut {
     pub(crate) fn new(pool: Arc<PoolInner>, extent: Extent, len: usize, epoch: usize) -> Self {
@@ -55,7 +61,7 @@ impl SlabMut {
         assert!(extent.offset + extent.bytes <= pool.region.bytes(), "an extent of another pool");
         let sum = AtomicU64::new(0);
         let (owner, holders) = (SlabOwner::Pool(pool, epoch), Holders::one());
-        Self { owner, extent, len, guard: None, sum, holders }
+        Self(HeaderRef::new(SlabState { owner, extent, len, guard: None, sum, holders }))
     }
 
     /// A piece of another process's pool; `None` if it is outside the mapping.
@@ -66,43 +72,53 @@ impl SlabMut {
         len: usize,
     ) -> Option<Self> {
         let fits = offset.checked_add(len).is_some_and(|end| end <= from.bytes());
-        fits.then(|| Self {
+        let state = || SlabState {
             owner: SlabOwner::Node(from, Some(hold)),
             extent: Extent { offset, bytes: len },
             len,
             guard: None,
             sum: AtomicU64::new(0),
             holders: Holders::one(),
-        })
+        };
+        fits.then(|| Self(HeaderRef::new(state())))
+    }
+
+    fn state_mut(&mut self) -> &mut SlabState {
+        // The reference of a `SlabMut` is cloned only once it is a `Slab`.
+        self.0.get_mut().expect(ONE_OWNER)
     }
 
     /// The hold under which `node` lent this slab. The caller then releases it instead of drop.
     /// Returns the slab if another owner lent it.
     pub fn into_hold(mut self, node: &Arc<Attachment>) -> Result<u64, Self> {
-        match &mut self.owner {
-            SlabOwner::Node(from, hold) if Arc::ptr_eq(from, node) => hold.take().ok_or(self),
-            SlabOwner::Node(..) | SlabOwner::Pool(..) => Err(self),
-        }
+        let hold = match &mut self.state_mut().owner {
+            SlabOwner::Node(from, hold) if Arc::ptr_eq(from, node) => hold.take(),
+            SlabOwner::Node(..) | SlabOwner::Pool(..) => None,
+        };
+        hold.ok_or(self)
     }
 
     /// Ends writing: from now on the bytes are immutable.
     pub fn seal(mut self) -> Slab {
-        self.guard = None;
-        Slab(Arc::new(self))
+        self.state_mut().guard = None;
+        Slab(self.0)
     }
 
     /// Attaches a guard that is dropped when the slab is sealed or dropped.
     pub fn attach_guard(&mut self, guard: Box<dyn Any + Send + Sync>) {
-        self.guard = Some(guard);
+        self.state_mut().guard = Some(guard);
     }
 
     /// Shortens the visible length; the reserved bytes stay. A longer length changes nothing.
     pub fn truncate(&mut self, len: usize) {
-        let cut = self.len.saturating_sub(len);
-        if let SlabOwner::Pool(pool, _) = &self.owner {
+        let cut = self.len().saturating_sub(len);
+        if cut == 0 {
+            return;
+        }
+        if let SlabOwner::Pool(pool, _) = &self.0.owner {
             pool.uncount_requested(cut);
         }
-        self.len -= cut;
+        self.state_mut().len -= cut;
     }
 
     /// Copies a block in.
@@ -115,24 +131,42 @@ impl SlabMut {
 
     /// The slab including its padding, for reads of whole sectors.
     pub fn padded_mut(&mut self) -> &mut [u8] {
-        // SAFETY: the extent is this slab's alone until it is dropped (in a pool of ours by the
-        // heap, in a node's because the node lends it only once), mapped writable and
-        // initialised (the kernel zeroes it); `&mut self` excludes every other slice of it.
-        unsafe { std::slice::from_raw_parts_mut(self.pointer().as_ptr(), self.extent.bytes) }
+        self.state_mut().padded_mut()
     }
 
     /// Offset in the pool's region, in bytes.
     pub fn offset(&self) -> usize {
-        self.extent.offset
+        self.0.extent.offset
     }
 
     /// Bytes that the slab reserves in the pool, padding included.
     pub fn reserved_bytes(&self) -> usize {
-        self.extent.bytes
+        self.0.extent.bytes
     }
 
     /// The first byte, for I/O by the kernel; valid as long as the slab is held.
     pub fn pointer(&self) -> NonNull<u8> {
+        self.0.pointer()
+    }
+}
+
+impl SlabState {
+    fn padded_mut(&mut self) -> &mut [u8] {
+        // SAFETY: the extent is this slab's alone until it is dropped (in a pool of ours by the
+        // heap, in a node's because the node lends it only once), mapped writable and
+        // initialised (the kernel zeroes it). `&mut self` exists only while the slab has one
+        // owner, and excludes every other slice of it.
+        unsafe { std::slice::from_raw_parts_mut(self.pointer().as_ptr(), self.extent.bytes) }
+    }
+
+    fn bytes(&self) -> &[u8] {
+        // SAFETY: the extent is this slab's alone until it is dropped, or sealed and then written
+        // by no process (a node guarantees it for what it lent); it is mapped and initialised (the
+        // kernel zeroes it), and `len` lies in it; writers need `&mut self`.
+        unsafe { std::slice::from_raw_parts(self.pointer().as_ptr(), self.len) }
+    }
+
+    fn pointer(&self) -> NonNull<u8> {
         let base = match &self.owner {
             SlabOwner::Pool(pool, _) => pool.region.base(),
             SlabOwner::Node(from, _) => from.base(),
@@ -147,21 +181,18 @@ impl Deref for SlabMut {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: the extent is this slab's alone until it is dropped, or sealed and then written
-        // by no process (a node guarantees it for what it lent); it is mapped and initialised (the
-        // kernel zeroes it), and `len` lies in it; writers need `&mut self`.
-        unsafe { std::slice::from_raw_parts(self.pointer().as_ptr(), self.len) }
+        self.0.bytes()
     }
 }
 
 impl DerefMut for SlabMut {
     fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as in `deref`, and `&mut self` excludes every other slice of this slab.
-        unsafe { std::slice::from_raw_parts_mut(self.pointer().as_ptr(), self.len) }
+        let len = self.0.len;
+        &mut self.state_mut().padded_mut()[..len]
     }
 }
 
-impl Drop for SlabMut {
+impl Drop for SlabState {
     fn drop(&mut self) {
         if matches!(&self.owner, SlabOwner::Pool(pool, epoch) if pool.is_wiped_since(*epoch)) {
             // Before the release: afterwards another thread may own the piece.
@@ -182,14 +213,14 @@ impl Drop for SlabMut {
 
 impl fmt::Debug for SlabMut {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "SlabMut({} bytes at {})", self.len, self.extent.offset)
+        write!(f, "SlabMut({} bytes at {})", self.0.len, self.0.extent.offset)
     }
 }
 
 impl Slab {
     /// Offset in the pool's region, in bytes.
     pub fn offset(&self) -> usize {
-        self.0.offset()
+        self.0.extent.offset
     }
 
     /// The first byte, for I/O by the kernel; valid as long as the slab is held.
@@ -214,7 +245,7 @@ impl Slab {
 
     /// Whether both are clones of one slab.
     pub fn is_same(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.0, &other.0)
+        self.0.is_same(&other.0)
     }
 
     /// Whether the slab is a piece of this pool.
@@ -250,14 +281,16 @@ impl Slab {
 impl Clone for Slab {
     fn clone(&self) -> Self {
         self.0.holders.add();
-        Self(Arc::clone(&self.0))
+        Self(self.0.clone())
     }
 }
 
 impl Drop for Slab {
     fn drop(&mut self) {
-        // Before the `Arc` is dropped, so that slab and pool still live.
-        if let Some(token) = self.0.holders.remove()
+        // Before the reference is dropped, so that slab and pool still live. The only holder has
+        // nothing to report.
+        if !self.0.is_only()
+            && let Some(token) = self.0.holders.remove()
             && let SlabOwner::Pool(pool, _) = &self.0.owner
         {
             pool.report_release(token);
@@ -269,7 +302,7 @@ impl Deref for Slab {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        &self.0
+        self.0.bytes()
     }
 }
 

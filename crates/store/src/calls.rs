@@ -1,5 +1,6 @@
-//! The calls of a store: put, prepare, read, flush, erase, find, changes.
+//! The calls of a store: put, prepare, lookup, read, flush, erase, find, changes.
 
+mod chains;
 pub(crate) mod changes;
 mod clear;
 pub(crate) mod erase;
@@ -14,6 +15,7 @@ pub(crate) mod prepare;
 pub(crate) mod put;
 pub(crate) mod put_check;
 mod put_end;
+mod put_slabs;
 pub(crate) mod read;
 pub(crate) mod read_counters;
 pub(crate) mod write_through;

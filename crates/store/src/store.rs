@@ -10,8 +10,8 @@ use cascade_runtime::thread::{Builder, JoinHandle};
 use cascade_runtime::{Clock, Deadline, Mutex, SystemClock};
 use cascade_tier::tier::StageError;
 use cascade_tier::{
-    CallOptions, GetOutcome, PrefixMatch, Put, PutOutcome, PutSlab, Request, StoreError,
-    StoreStats, TierHits, TierName, ViewOutcome,
+    CallOptions, GetOutcome, Put, PutOutcome, PutSlab, Request, StoreError, StoreStats, TierHits,
+    TierName, ViewOutcome,
 };
 
 use crate::calls::prefetch::{PrefetchQueue, run_prefetch};
@@ -107,7 +107,7 @@ impl Store {
 
     /// Stores blocks that the caller wrote in place, without a copy.
     pub fn put_slabs(&self, batch: Vec<PutSlab>, options: CallOptions) -> Vec<PutOutcome> {
-        self.core().put_slabs(batch, options)
+        self.put_slabs_with(batch, options, || true)
     }
 
     /// Copies each block into its buffer. Never writes past the length of the block.
@@ -127,21 +127,6 @@ impl Store {
     /// the block is evicted or deleted; dropping the last view of a block frees its memory.
     pub fn view(&self, keys: &[BlockKey], options: CallOptions) -> Vec<ViewOutcome> {
         self.core().view(keys, options)
-    }
-
-    /// Matches the leading blocks of a chain, and returns the fastest tier of each. The eviction
-    /// policy learns of requests from this call: look up the whole chain first, then read the
-    /// matched blocks and put the others. Matches only the blocks that it could look up within the
-    /// timeout of the store.
-    pub fn lookup_prefix(&self, request: &Request<'_>) -> PrefixMatch {
-        self.core().lookup_prefix(request)
-    }
-
-    /// Looks up a chain and returns views of the matched blocks: one round trip instead of two
-    /// where the store is in another process.
-    pub fn acquire(&self, request: &Request<'_>, options: CallOptions) -> Vec<ViewOutcome> {
-        let matched = self.lookup_prefix(request).tiers.len();
-        self.view(&request.keys[..matched], options)
     }
 
     /// Passes hints about a chain to the eviction policy outside a request, such as the end of its

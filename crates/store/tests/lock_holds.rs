@@ -70,6 +70,8 @@ fn each_call_over_many_keys_ends_its_holds() {
     let request = Request::new(&many);
     assert_eq!(store.lookup_prefix(&request).tiers, vec!["dram"; many.len()]);
     check_holds(&holds, MANY);
+    assert_eq!(store.acquire(&request, CallOptions::default()).len(), many.len());
+    check_holds(&holds, MANY);
     store.hint(&request);
     check_holds(&holds, MANY);
 

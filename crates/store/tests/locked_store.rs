@@ -92,6 +92,9 @@ fn call_all(store: &Store, slabs: Vec<PutSlab>) {
     assert_eq!(store.contains(&many[..1]), [false]);
     assert!(store.locate(&many).iter().all(Vec::is_empty));
     assert!(store.lookup_prefix(&Request::new(&many)).tiers.is_empty());
+    assert!(store.acquire(&Request::new(&many), options).is_empty());
+    assert!(store.view_resident(&many, options).is_empty());
+    assert!(store.peek_resident(&many, options).is_empty());
 }
 
 #[test]

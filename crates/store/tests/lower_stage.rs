@@ -86,8 +86,9 @@ fn behind_a_hung_stage_reserved_blocks_are_put_at_once_and_new_slabs_are_refused
     let held = stage.hang();
     put(&store, &keys(0..16), BLOCK);
     let at_once = CallOptions { timeout: Some(Duration::ZERO), writer: None };
-    assert!(store.can_put_without_waiting(&keys(99..100)));
-    let outcome = store.put_slabs(vec![PutSlab::new(key(99), slab)], at_once).remove(0);
+    let new = vec![PutSlab::new(key(99), slab)];
+    let refuse = || panic!("a new block waits for no tier");
+    let outcome = store.put_slabs_with(new, CallOptions::default(), refuse).remove(0);
     assert!(matches!(outcome, PutOutcome::Stored), "{outcome:?}");
     let refused = store.reserve(BLOCK, at_once);
     assert!(matches!(refused, Err(StoreError::Busy { .. })), "{refused:?}");

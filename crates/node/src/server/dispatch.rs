@@ -17,7 +17,7 @@ use cascade_wire::{
 use super::call_errors::{administer_only, draining, not_held, read_only, too_many_blocks};
 use super::holds::{HeldMemory, counted_bytes};
 use super::manifest_limits;
-use super::session::ClientSession;
+use super::session::{ClientSession, PendingGrants};
 use super::wait_permits::{WaitPermit, WaitPermits, WaitPurpose};
 use crate::Node;
 use crate::status::NodeState;
@@ -327,17 +327,15 @@ impl Dispatch<'_> {
                 None => outcomes.push(Some(PutOutcome::Failed(not_held()))),
             }
         }
-        let keys: Vec<BlockKey> = puts.iter().map(|put| put.key).collect();
         // A permit covers everything that can take long: hashing, comparing, waiting for tiers.
-        let writer = options.writer;
-        let stored = if self.store().can_put_without_waiting(&keys) {
-            self.store().put_slabs(puts, options)
-        } else {
-            match self.wait_permits.try_acquire(self.session.account(), WaitPurpose::Seal) {
-                Ok(_permit) => self.store().put_slabs(puts, options),
-                Err(_) => self.store().put_slabs(puts, CallOptions { writer, ..NO_WAIT }),
-            }
+        let mut permit = None;
+        let may_wait = || {
+            let account = self.session.account();
+            permit = self.wait_permits.try_acquire(account, WaitPurpose::Seal).ok();
+            permit.is_some()
         };
+        let stored = self.store().put_slabs_with(puts, options, may_wait);
+        drop(permit);
         // The store has one outcome for each put; the blocks without a slab have theirs already.
         let mut stored = stored.into_iter();
         let outcome = |known: Option<PutOutcome>| {
@@ -369,11 +367,16 @@ impl Dispatch<'_> {
             Err(error) => return Answer::Failed(error),
         };
         let views = self.read(options, purpose, keys);
+        self.lease_views(&grants, views)
+    }
+
+    /// Leases the blocks of these views.
+    fn lease_views(&self, grants: &PendingGrants<'_>, views: Vec<ViewOutcome>) -> Answer {
         // An early check only: other sessions of the process use up the same share. `grant`
         // decides.
         let mut share_left = self.session.available_bytes();
-        let mut granted = Vec::with_capacity(keys.len());
-        let mut leases = Vec::with_capacity(keys.len());
+        let mut granted = Vec::with_capacity(views.len());
+        let mut leases = Vec::with_capacity(views.len());
         for (index, view) in views.into_iter().enumerate() {
             leases.push(match view {
                 ViewOutcome::Hit { slab, .. } if counted_bytes(slab.len()) > share_left => {
@@ -396,8 +399,7 @@ impl Dispatch<'_> {
         Answer::Leases(leases)
     }
 
-    /// Reads blocks. If all are in memory, they are read without a permit to wait; those that were
-    /// evicted meanwhile are then read again with a permit.
+    /// Reads blocks. Those in memory are read without a permit to wait.
     fn read(
         &self,
         options: CallOptions,
@@ -405,40 +407,45 @@ impl Dispatch<'_> {
         keys: &[BlockKey],
     ) -> Vec<ViewOutcome> {
         // A comparison is not a use of the block, so it does not count as an access: hence `peek`.
-        let read = |keys: &[BlockKey], options| match purpose {
-            LeasePurpose::Use => self.store().view(keys, options),
-            LeasePurpose::Compare => self.store().peek(keys, options),
+        let mut views = match purpose {
+            LeasePurpose::Use => self.store().view_resident(keys, options),
+            LeasePurpose::Compare => self.store().peek_resident(keys, options),
         };
-        let read_with_permit = |keys: &[BlockKey]| match self.acquire_permit() {
-            Ok(_permit) => read(keys, options),
-            Err(error) => keys.iter().map(|_| ViewOutcome::Failed(error.clone())).collect(),
-        };
-        // Only a hint: a block may be evicted right after this check.
-        if !self.store().can_read_without_waiting(keys) {
-            return read_with_permit(keys);
-        }
-        let mut views = read(keys, NO_WAIT);
-        let has_to_wait =
-            |view: &ViewOutcome| matches!(view, ViewOutcome::Failed(StoreError::Timeout { .. }));
-        let late: Vec<usize> = (0..views.len()).filter(|at| has_to_wait(&views[*at])).collect();
-        if !late.is_empty() {
-            // The blocks that were read keep their leases meanwhile; only the late ones are read
-            // again.
-            let again: Vec<BlockKey> = late.iter().map(|at| keys[*at]).collect();
-            for (at, view) in late.into_iter().zip(read_with_permit(&again)) {
-                views[at] = view;
-            }
+        if views.len() < keys.len() {
+            // The blocks that were read keep their leases meanwhile.
+            views.extend(self.read_with_permit(options, purpose, &keys[views.len()..]));
         }
         views
+    }
+
+    /// Reads blocks from all tiers, with a permit to wait.
+    fn read_with_permit(
+        &self,
+        options: CallOptions,
+        purpose: LeasePurpose,
+        keys: &[BlockKey],
+    ) -> Vec<ViewOutcome> {
+        match self.acquire_permit() {
+            Ok(_permit) => match purpose {
+                LeasePurpose::Use => self.store().view(keys, options),
+                LeasePurpose::Compare => self.store().peek(keys, options),
+            },
+            Err(error) => keys.iter().map(|_| ViewOutcome::Failed(error.clone())).collect(),
+        }
     }
 
     fn acquire(&self, options: CallOptions, first: u64, request: &ChainRequest) -> Answer {
         if request.keys.len() > BLOCKS_MAX {
             return Answer::Failed(too_many_blocks(request.keys.len()));
         }
-        // A block may be evicted between the two steps: its lease is then a miss.
-        let matched = self.store().lookup_prefix(&at_node_time(request)).tiers.len();
-        self.lease(options, first, LeasePurpose::Use, &request.keys[..matched])
+        let grants = match self.session.begin_grants(first, request.keys.len()) {
+            Ok(grants) => grants,
+            Err(error) => return Answer::Failed(error),
+        };
+        let read_below =
+            |keys: &[BlockKey]| self.read_with_permit(options, LeasePurpose::Use, keys);
+        let views = self.store().acquire_with(&at_node_time(request), read_below);
+        self.lease_views(&grants, views)
     }
 
     fn lookup(&self, request: &ChainRequest) -> Answer {

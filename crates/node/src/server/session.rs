@@ -459,11 +459,16 @@ impl PendingGrants<'_> {
         let mut refused = Vec::new();
         let now = SystemClock.monotonic();
         let mut granted_count = 0;
+        // At once for all; for each by itself only where all exceed the share.
+        let all_bytes = all.iter().map(|(_, memory)| memory.bytes()).sum();
+        let has_all = session.account.try_reserve_bytes(all_bytes, session.hold_bytes_max);
+        let reserve =
+            |bytes| has_all || session.account.try_reserve_bytes(bytes, session.hold_bytes_max);
         let mut holds = session.holds();
         for (index, memory) in all {
             let bytes = memory.bytes();
             let hold = ClientHold::new(memory, guards.next(), now);
-            if !session.account.try_reserve_bytes(bytes, session.hold_bytes_max) {
+            if !reserve(bytes) {
                 refused.push((index, session.bytes_limit_error()));
                 unused.push(hold);
             } else if let Some(hold) = holds.grant(self.numbers.start + index as u64, hold) {

@@ -3,17 +3,18 @@
 //! The client numbers its holds and releases them by number. It can release a hold before the node
 //! grants it: when a call times out at the client, the client releases all holds of that call.
 
-use std::collections::hash_map::Entry;
-use std::collections::{HashMap, HashSet};
+mod granted;
+
+use std::collections::HashSet;
 use std::ops::Range;
 use std::time::Duration;
 
 use cascade_memory::{Slab, SlabMut};
 use cascade_runtime::{Plant, is_planted};
 use cascade_tier::StoreError;
-use foldhash::fast::RandomState;
 
 use crate::HeldPiece;
+use granted::GrantedHolds;
 
 /// Minimum number of bytes that a hold counts towards a client's share.
 const COUNTED_BYTES_MIN: usize = 1024;
@@ -111,11 +112,10 @@ pub struct HoldTotals {
     pub oldest_lease: Option<Duration>,
 }
 
-/// The holds of a client by number. Each number is hashed about four times in its life, so the hash
-/// is a cheap one. It is keyed, because the client chooses the numbers.
+/// The holds of a client by number.
 #[derive(Debug)]
 pub struct Holds<G> {
-    held: HashMap<u64, Hold<G>, RandomState>,
+    held: GrantedHolds<G>,
     bytes: u64,
     pending: Vec<PendingCall>,
     /// No number from this one on was used yet. Clients count up, so most numbers need no lookup.
@@ -126,7 +126,7 @@ pub struct Holds<G> {
 impl<G> Default for Holds<G> {
     fn default() -> Self {
         Self {
-            held: HashMap::default(),
+            held: GrantedHolds::default(),
             bytes: 0,
             pending: Vec::new(),
             first_unused: 0,
@@ -144,7 +144,7 @@ impl<G: HoldGuard> Holds<G> {
     /// The totals of all holds.
     pub fn totals(&self) -> HoldTotals {
         let mut totals = HoldTotals::default();
-        for Hold { memory, since, .. } in self.held.values() {
+        for Hold { memory, since, .. } in self.held.iter() {
             match memory {
                 HeldMemory::Slab(slab) => {
                     totals.reservations += 1;
@@ -171,7 +171,7 @@ impl<G: HoldGuard> Holds<G> {
         if numbers.start < self.first_unused {
             // The numbers of a call in flight are not in `held` yet.
             let is_pending = self.pending.iter().any(|call| overlap(&call.numbers, &numbers));
-            if is_pending || numbers.clone().any(|hold| self.held.contains_key(&hold)) {
+            if is_pending || !self.held.make_way(&numbers) {
                 return Err(invalid_number());
             }
         }
@@ -189,22 +189,25 @@ impl<G: HoldGuard> Holds<G> {
     pub fn grant(&mut self, number: u64, hold: Hold<G>) -> Option<Hold<G>> {
         // A client that gave up a call has released its holds. To grant one now would keep its
         // memory until the session ends.
-        let is_released = self.pending.iter().any(|call| call.released.contains(&number));
-        if is_released || self.is_closed {
+        let call = self.pending.iter().find(|call| call.numbers.contains(&number));
+        let Some(call) = call.filter(|call| !call.released.contains(&number) && !self.is_closed)
+        else {
             return Some(hold);
-        }
+        };
         if is_planted(Plant::OutlivingLease) && matches!(hold.memory, HeldMemory::Lease(_)) {
             return None;
         }
-        self.bytes += hold.bytes();
-        let earlier = self.held.insert(number, hold);
-        debug_assert!(earlier.is_none(), "begin_grants() refuses numbers in use");
-        earlier
+        let bytes = hold.bytes();
+        let refused = self.held.insert(&call.numbers, number, hold);
+        debug_assert!(refused.is_none(), "begin_grants() refuses numbers in use");
+        self.bytes += if refused.is_none() { bytes } else { 0 };
+        refused
     }
 
     /// Removes a call that no longer grants holds.
     pub fn finish_grants(&mut self, numbers: &Range<u64>) {
         self.pending.retain(|call| call.numbers != *numbers);
+        self.held.finish(numbers);
     }
 
     /// Releases holds, and those that calls in flight may still grant. The caller drops the
@@ -223,17 +226,10 @@ impl<G: HoldGuard> Holds<G> {
                 overlapping.flat_map(|it| it.start.max(numbers.start)..it.end.min(numbers.end)),
             );
         }
-        let count = ranges.iter().map(|range| range.end - range.start).sum::<u64>();
-        // Iterate over the smaller of the two.
-        let released: Vec<Hold<G>> = if (self.held.len() as u64) < count {
-            let is_released = |hold: &u64, _: &mut Hold<G>| {
-                let at = ranges.partition_point(|range| range.end <= *hold);
-                ranges.get(at).is_some_and(|range| range.contains(hold))
-            };
-            self.held.extract_if(is_released).map(|(_, hold)| hold).collect()
-        } else {
-            ranges.into_iter().flatten().filter_map(|hold| self.held.remove(&hold)).collect()
-        };
+        let mut released = Vec::new();
+        for range in &ranges {
+            self.held.remove(range, &mut released);
+        }
         self.bytes -= released.iter().map(Hold::bytes).sum::<u64>();
         released
     }
@@ -241,13 +237,7 @@ impl<G: HoldGuard> Holds<G> {
     /// Takes a slab that the client has written. The caller releases its ledger record before the
     /// slab.
     pub fn take_slab(&mut self, hold: u64) -> Option<(SlabMut, Option<G>)> {
-        let Entry::Occupied(entry) = self.held.entry(hold) else { return None };
-        // A lease stays held: its memory belongs to a block that is stored already.
-        if !matches!(entry.get().memory, HeldMemory::Slab(_)) {
-            return None;
-        }
-        // Looked at before it is removed, so that no path has to insert it again.
-        let Hold { guard, memory, .. } = entry.remove();
+        let Hold { guard, memory, .. } = self.held.take_slab(hold)?;
         self.bytes -= memory.bytes();
         match memory {
             HeldMemory::Slab(slab) => Some((slab, guard)),
@@ -264,7 +254,7 @@ impl<G: HoldGuard> Holds<G> {
     /// the next run.
     pub fn retain(&mut self) {
         self.is_closed = true;
-        for hold in self.held.values_mut() {
+        for hold in self.held.iter_mut() {
             if let Some(guard) = hold.guard.take() {
                 guard.keep();
             }
@@ -276,7 +266,7 @@ impl<G: HoldGuard> Holds<G> {
         // Calls in flight see `is_closed` and get their holds back from `grant`.
         self.is_closed = true;
         self.bytes = 0;
-        self.held.drain().map(|(_, hold)| hold).collect()
+        self.held.take_all()
     }
 }
 

@@ -1,7 +1,7 @@
 //! Lookup of a chain: what is known of its blocks in short holds, then the request to the policy.
 
 use cascade_block::BlockKey;
-use cascade_tier::{PrefixMatch, Request, TierName};
+use cascade_tier::{PrefixMatch, Request};
 
 use crate::core::catalog::KeyIndex;
 use crate::core::eviction::RequestedBlock;
@@ -11,12 +11,17 @@ use crate::shared::StoreCore;
 use crate::shared::call_counts::CallCounts;
 use crate::shared::hold::{KEYS_PER_HOLD, StateGuard};
 
+/// A block of a chain that can be read, with its fastest tier.
+pub(super) type MatchedBlock = (KeyIndex, usize);
+
 /// What is known of a chain so far.
 struct ChainMatch {
     /// Its blocks, for the policy.
     chain: Vec<RequestedBlock>,
-    /// The fastest tier of each matched block.
-    tiers: Vec<TierName>,
+    /// The blocks matched in the current hold.
+    blocks: Vec<MatchedBlock>,
+    /// How many blocks were matched in all holds.
+    matched: usize,
     /// Leading blocks in DRAM.
     in_dram: usize,
     /// Whether all blocks so far were matched.
@@ -26,30 +31,51 @@ struct ChainMatch {
 impl StoreCore {
     /// See [`crate::Store::lookup_prefix`].
     pub(crate) fn lookup_prefix(&self, request: &Request<'_>) -> PrefixMatch {
+        let mut tiers = Vec::with_capacity(request.keys.len());
+        let counts = self.match_chain(request, |_, blocks| {
+            tiers.extend(blocks.iter().map(|(_, tier)| self.tier_name(*tier)));
+        });
+        self.count_call(&counts);
+        PrefixMatch { tiers }
+    }
+
+    /// Looks up a chain and reports the request to the eviction policy. `use_blocks` gets the
+    /// matched blocks in the hold that has found them, after the report if that is the last hold.
+    /// Returns the counts of the lookup.
+    pub(super) fn match_chain(
+        &self,
+        request: &Request<'_>,
+        mut use_blocks: impl FnMut(&mut StoreState, &[MatchedBlock]),
+    ) -> CallCounts {
         let now_unix_ms = self.clock.unix_ms();
         let count = request.keys.len();
         let mut matched = ChainMatch {
             chain: Vec::with_capacity(count),
-            tiers: Vec::new(),
+            blocks: Vec::with_capacity(count.min(KEYS_PER_HOLD)),
+            matched: 0,
             in_dram: 0,
             is_unbroken: true,
         };
         let state = self.chain_in_holds(request, |state, keys, found| {
             state.history.set_time(now_unix_ms);
-            self.match_blocks(state, keys, found, now_unix_ms, &mut matched);
+            matched.blocks.clear();
+            match_blocks(state, keys, found, now_unix_ms, &mut matched);
+            matched.matched += matched.blocks.len();
+            if matched.chain.len() < count {
+                use_blocks(state, &matched.blocks);
+            }
         });
-        let ChainMatch { mut chain, tiers, in_dram, .. } = matched;
         let mut counts = CallCounts::default();
         counts.counters.requests = 1;
         counts.counters.blocks_requested = count as u64;
-        counts.counters.blocks_matched = tiers.len() as u64;
-        self.count_call(&counts);
-        let Some(mut state) = state else { return PrefixMatch { tiers } };
+        counts.counters.blocks_matched = matched.matched as u64;
+        let Some(mut state) = state else { return counts };
         let now = self.policy_now(&state);
         if state.has_dram {
-            state.forget_stale_slots(&mut chain);
-            state.eviction.request(now, &chain, request.partial_tail, &request.hints);
+            state.forget_stale_slots(&mut matched.chain);
+            state.eviction.request(now, &matched.chain, request.partial_tail, &request.hints);
         }
+        use_blocks(&mut state, &matched.blocks);
         let block_bytes = state.mean_block_bytes();
         // The lock of the insight is never taken under the lock of the state.
         self.unlock(state);
@@ -58,11 +84,11 @@ impl StoreCore {
             keys: request.keys,
             partial_tail: request.partial_tail,
             hints: &request.hints,
-            in_dram,
-            matched: tiers.len(),
+            in_dram: matched.in_dram,
+            matched: matched.matched,
             block_bytes,
         });
-        PrefixMatch { tiers }
+        counts
     }
 
     /// See [`crate::Store::hint`].
@@ -111,51 +137,50 @@ impl StoreCore {
             rest = later;
         }
     }
+}
 
-    /// Matches some blocks of a chain, which follow those of `matched`.
-    fn match_blocks(
-        &self,
-        state: &mut StoreState,
-        keys: &[BlockKey],
-        found: &[Option<KeyIndex>],
-        now_unix_ms: u64,
-        matched: &mut ChainMatch,
-    ) {
-        let ChainMatch { chain, tiers, in_dram, is_unbroken } = matched;
-        // Forgetting an expired block frees its index, which `found` may hold twice: from then on,
-        // each key is looked up again.
-        let mut has_forgotten = state.is_closed;
-        for (key, found) in keys.iter().zip(found) {
-            let mut found = *found;
-            let expired = |found| state.catalog.entry(found).has_expired(now_unix_ms);
-            if has_forgotten || found.is_some_and(expired) {
-                found = if state.is_closed { None } else { state.find_live(key, now_unix_ms) };
-                has_forgotten = true;
+/// Matches some blocks of a chain, which follow those of `matched`.
+fn match_blocks(
+    state: &mut StoreState,
+    keys: &[BlockKey],
+    found: &[Option<KeyIndex>],
+    now_unix_ms: u64,
+    matched: &mut ChainMatch,
+) {
+    let ChainMatch { chain, blocks, matched: before, in_dram, is_unbroken } = matched;
+    // Forgetting an expired block frees its index, which `found` may hold twice: from then on,
+    // each key is looked up again.
+    let mut has_forgotten = state.is_closed;
+    for (key, found) in keys.iter().zip(found) {
+        let mut found = *found;
+        let expired = |found| state.catalog.entry(found).has_expired(now_unix_ms);
+        if has_forgotten || found.is_some_and(expired) {
+            found = if state.is_closed { None } else { state.find_live(key, now_unix_ms) };
+            has_forgotten = true;
+        }
+        // The policy gets the whole chain, the match only the blocks before the first gap.
+        let Some(found) = found else {
+            *is_unbroken = false;
+            let fingerprint = state.catalog.fingerprint(key);
+            chain.push(RequestedBlock { fingerprint, resident: None });
+            continue;
+        };
+        let entry = state.catalog.entry(found);
+        let (content, resident) = (entry.content, entry.slot());
+        chain.push(RequestedBlock { fingerprint: state.catalog.fingerprint(key), resident });
+        *is_unbroken &= !state.is_unreadable(state.catalog.content(content));
+        if *is_unbroken {
+            if state.has_dram {
+                state.expect_read(found);
             }
-            // The policy gets the whole chain, the match only the blocks before the first gap.
-            let Some(found) = found else {
-                *is_unbroken = false;
-                let fingerprint = state.catalog.fingerprint(key);
-                chain.push(RequestedBlock { fingerprint, resident: None });
-                continue;
-            };
-            let entry = state.catalog.entry(found);
-            let (content, resident) = (entry.content, entry.slot());
-            chain.push(RequestedBlock { fingerprint: state.catalog.fingerprint(key), resident });
-            *is_unbroken &= !state.is_unreadable(state.catalog.content(content));
-            if *is_unbroken {
-                if state.has_dram {
-                    state.expect_read(found);
-                }
-                state.catalog.entry_mut(found).note_matched();
-                let content = state.catalog.content(content);
-                *in_dram += usize::from(content.slab.is_some() && *in_dram == tiers.len());
-                let lower = content.fastest_lower_except(state.open_read_circuits);
-                let lower = lower.map_or(0, |(stage, _)| 1 + stage);
-                let tier = if content.slab.is_some() { 0 } else { lower };
-                state.tier_matches[tier] += 1;
-                tiers.push(self.tier_name(tier));
-            }
+            state.catalog.entry_mut(found).note_matched();
+            let content = state.catalog.content(content);
+            *in_dram += usize::from(content.slab.is_some() && *in_dram == *before + blocks.len());
+            let lower = content.fastest_lower_except(state.open_read_circuits);
+            let lower = lower.map_or(0, |(stage, _)| 1 + stage);
+            let tier = if content.slab.is_some() { 0 } else { lower };
+            state.tier_matches[tier] += 1;
+            blocks.push((found, tier));
         }
     }
 }

@@ -3,12 +3,13 @@
 
 use std::time::Duration;
 
-use cascade_block::{BlockKey, DigestMode};
+use cascade_block::BlockKey;
 use cascade_memory::Region;
 use cascade_tier::{
     CallOptions, DeclineReason, PrepareOutcome, Put, PutOutcome, StoreError, TierName, ViewOutcome,
 };
 
+use crate::Store;
 use crate::calls::put::{PutCandidate, resident_ancestor};
 use crate::calls::put_check::PutCheck;
 use crate::core::eviction::Slot;
@@ -16,7 +17,6 @@ use crate::shared::StoreCore;
 use crate::shared::call::CallContext;
 use crate::shared::call_counts::CallCounts;
 use crate::shared::hold::{KEYS_PER_HOLD, StateGuard};
-use crate::{Store, WritePolicy};
 
 /// Maximum bytes of slabs in one step. A batch of large blocks takes several steps, so that the
 /// copies of one step overlap with the evictions of the next.
@@ -78,17 +78,6 @@ impl Store {
     pub fn peek(&self, keys: &[BlockKey], options: CallOptions) -> Vec<ViewOutcome> {
         let core = self.core();
         core.read_to_compare(keys, core.call(options))
-    }
-
-    /// Whether [`Store::view`] of these blocks can be served without reading a lower tier.
-    pub fn can_read_without_waiting(&self, keys: &[BlockKey]) -> bool {
-        self.core().can_read_without_waiting(keys)
-    }
-
-    /// Whether [`Store::put_slabs`] of these blocks can be served without hashing, and without
-    /// reading a lower tier or waiting for one.
-    pub fn can_put_without_waiting(&self, keys: &[BlockKey]) -> bool {
-        self.core().can_put_without_waiting(keys)
     }
 
     /// Whether a thread panicked while it held the lock of the store. Every further call panics
@@ -211,15 +200,15 @@ impl StoreCore {
                 PutCheck::Settled(outcome) => PrepareOutcome::Settled(outcome),
                 PutCheck::Compare => PrepareOutcome::Compare,
                 // A lookup stops at a missing parent, so that this block could never be matched.
-                PutCheck::New if declined.is_some_and(|(key, _)| put.parent == Some(key)) => {
+                PutCheck::New(_) if declined.is_some_and(|(key, _)| put.parent == Some(key)) => {
                     let (_, reason) = declined.expect("the guard has checked it");
                     PrepareOutcome::Settled(PutOutcome::Declined(reason))
                 }
                 // A block larger than the pool is declined as `TooLarge` by the allocation below.
-                PutCheck::New if *bytes > bytes_max && *bytes <= self.pool.region().bytes() => {
+                PutCheck::New(_) if *bytes > bytes_max && *bytes <= self.pool.region().bytes() => {
                     PrepareOutcome::Settled(PutOutcome::Declined(DeclineReason::Full))
                 }
-                PutCheck::New => {
+                PutCheck::New(_) => {
                     let ancestor = resident_ancestor(&state, put, *previous);
                     let candidate = PutCandidate { put, bytes: *bytes, ancestor };
                     let holds_some = allocated_bytes > 0;
@@ -259,36 +248,6 @@ impl StoreCore {
         self.insight().shadows.declined(now.policy, batch, lengths, &prepared);
         prepared.resize_with(batch.len(), || PrepareOutcome::Deferred);
         prepared
-    }
-
-    /// Whether a read of these blocks can be served from memory alone.
-    pub(crate) fn can_read_without_waiting(&self, keys: &[BlockKey]) -> bool {
-        if self.stages.is_empty() {
-            return true;
-        }
-        let now_unix_ms = self.clock.unix_ms();
-        keys.chunks(KEYS_PER_HOLD).all(|keys| {
-            let mut found = Vec::with_capacity(keys.len());
-            let mut state = self.lock_for(keys.len());
-            state.charge_keys(keys);
-            state.catalog.find_batch(keys, &mut found);
-            found.into_iter().flatten().all(|key| {
-                let entry = state.catalog.entry(key);
-                let content = state.catalog.content(entry.content);
-                // An expired or unreadable block is a miss, which needs no wait.
-                entry.has_expired(now_unix_ms)
-                    || content.slab.is_some()
-                    || state.is_unreadable(content)
-            })
-        })
-    }
-
-    /// Whether a put of these blocks, written in place, can be served without waiting.
-    pub(crate) fn can_put_without_waiting(&self, keys: &[BlockKey]) -> bool {
-        let waits_for_tiers = self.config.write == WritePolicy::Through
-            || !self.pipeline.has_dram
-            || self.config.digest != DigestMode::Off;
-        !waits_for_tiers && self.can_read_without_waiting(keys)
     }
 }
 

@@ -3,19 +3,21 @@
 //! A block enters the catalog only once its bytes are complete, so that no reader sees a partly
 //! written block. A writer that fails leaves only a slab, which returns to the pool when dropped.
 
+use std::time::Duration;
+
 use cascade_block::{BlockKey, Digest, DigestMode};
 use cascade_memory::{Slab, SlabMut};
 use cascade_runtime::{Clock, Plant, is_planted};
 use cascade_tier::tier::BlockFacts;
-use cascade_tier::{CallOptions, DeclineReason, Put, PutOutcome, PutSlab, StoreError};
+use cascade_tier::{CallOptions, DeclineReason, Put, PutOutcome, StoreError};
 
 use crate::calls::put_check::PutCheck;
 use crate::core::awaited::Place;
-use crate::core::catalog::{ContentIndex, NewKey};
+use crate::core::catalog::{ContentIndex, KeyIndex, NewKey};
 use crate::core::eviction::{Incoming, Slot};
 use crate::core::state::StoreState;
 use crate::shared::call::CallContext;
-use crate::shared::hold::StateGuard;
+use crate::shared::hold::{KEYS_PER_HOLD, StateGuard};
 use crate::shared::{AllocationFailure, StoreCore, Timestamps};
 
 /// Maximum bytes that one round of a put holds outside the catalog.
@@ -45,17 +47,19 @@ pub(super) struct PutBatch<'a> {
     declined: Option<(BlockKey, DeclineReason)>,
     /// The blocks that were stored, if the put waits for their writes.
     awaited: Vec<(usize, Place)>,
-    call: CallContext,
+    /// The number of leading blocks whose outcomes the history knows, and when it learned the last.
+    noted: (usize, Duration),
+    pub(super) call: CallContext,
 }
 
 impl PutBatch<'_> {
     /// The blocks without an outcome so far.
-    fn undecided(&self) -> Vec<usize> {
+    pub(super) fn undecided(&self) -> Vec<usize> {
         (0..self.batch.len()).filter(|at| self.outcomes[*at].is_none()).collect()
     }
 
     /// If the deadline has passed, fails these blocks and returns true.
-    fn fail_if_late(&mut self, undecided: &[usize], clock: &dyn Clock) -> bool {
+    pub(super) fn fail_if_late(&mut self, undecided: &[usize], clock: &dyn Clock) -> bool {
         if !self.call.has_timed_out(clock) {
             return false;
         }
@@ -90,40 +94,9 @@ impl StoreCore {
         })
     }
 
-    /// Publishes blocks that the caller wrote in place, without a copy.
-    pub(crate) fn put_slabs(&self, batch: Vec<PutSlab>, options: CallOptions) -> Vec<PutOutcome> {
-        let mut slabs = Vec::with_capacity(batch.len());
-        let mut facts = Vec::with_capacity(batch.len());
-        for put in batch {
-            facts.push(facts_of_slab(&put));
-            slabs.push(put.slab.seal());
-        }
-        let puts: Vec<Put<'_>> =
-            facts.iter().zip(&slabs).map(|(facts, slab)| Put { bytes: slab, ..*facts }).collect();
-        self.put_all(&puts, options, |puts, undecided| {
-            for (at, round) in undecided.chunks(ROUND_BLOCKS).enumerate() {
-                if puts.fail_if_late(&undecided[at * ROUND_BLOCKS..], &*self.clock) {
-                    break;
-                }
-                // No back-pressure here: the slabs are allocated already, so waiting would free no
-                // memory. `reserve` and `prepare` have waited for the backlog.
-                let Some(mut state) = self.lock_within(round.len(), puts.call) else {
-                    puts.fail_if_late(&undecided[at * ROUND_BLOCKS..], &*self.clock);
-                    break;
-                };
-                state.charge_keys(round);
-                let now = self.timestamps(&mut state);
-                for at in round {
-                    self.publish_new(&mut state, puts, *at, &slabs[*at], now);
-                }
-            }
-            self.notify_movers();
-        })
-    }
-
     /// Puts blocks. `put_undecided` decides the blocks with the given indices. A block with a
     /// present key gets no outcome there: its bytes are compared afterwards.
-    fn put_all(
+    pub(super) fn put_all(
         &self,
         batch: &[Put<'_>],
         options: CallOptions,
@@ -133,7 +106,8 @@ impl StoreCore {
         let digests = vec![None; batch.len()];
         let call = self.call(options);
         let awaited = Vec::new();
-        let mut puts = PutBatch { batch, digests, outcomes, declined: None, awaited, call };
+        let noted = (0, Duration::ZERO);
+        let mut puts = PutBatch { batch, digests, outcomes, declined: None, awaited, noted, call };
         self.hash(&mut puts);
         for _ in 0..ATTEMPTS_MAX {
             let undecided = puts.undecided();
@@ -145,7 +119,7 @@ impl StoreCore {
             // the meantime, the comparison has no result and the next attempt puts a new block.
             self.compare_undecided(&mut puts);
         }
-        let PutBatch { outcomes, mut awaited, call, .. } = puts;
+        let PutBatch { outcomes, mut awaited, noted, call, .. } = puts;
         // Only a key that others deleted in every attempt, between the check and the comparison,
         // has no outcome here.
         let retries_exhausted = || {
@@ -155,7 +129,7 @@ impl StoreCore {
         let outcomes =
             outcomes.into_iter().map(|outcome| outcome.unwrap_or_else(retries_exhausted));
         awaited.sort_unstable_by_key(|(index, _)| *index);
-        self.end_put(batch, outcomes.collect(), &awaited, call)
+        self.end_put(batch, outcomes.collect(), (&awaited, noted), call)
     }
 
     /// Allocates a slab outside any batch, to write a block in place.
@@ -226,12 +200,14 @@ impl StoreCore {
                 PutCheck::Settled(outcome) => puts.outcomes[*at] = Some(outcome),
                 PutCheck::Compare => {}
                 // A lookup stops at a missing parent, so that this block could never be matched.
-                PutCheck::New if puts.declined.is_some_and(|(key, _)| put.parent == Some(key)) => {
+                PutCheck::New(_)
+                    if puts.declined.is_some_and(|(key, _)| put.parent == Some(key)) =>
+                {
                     let (_, reason) = puts.declined.expect("the guard has checked it");
                     puts.declined = Some((put.key, reason));
                     puts.outcomes[*at] = Some(PutOutcome::Declined(reason));
                 }
-                PutCheck::New => {
+                PutCheck::New(_) => {
                     let (bytes, holds_some) = (put.bytes.len(), !allocated.is_empty());
                     let ancestor = resident_ancestor(&state, put, previous);
                     let candidate = PutCandidate { put, bytes, ancestor };
@@ -356,6 +332,7 @@ impl StoreCore {
             state.slabs_in_flight -= 1;
             self.publish_new(&mut state, puts, index, &slab, now);
         }
+        self.note_decided(&mut state, puts, now);
         drop(state);
         self.notify_movers();
         self.notify_changed();
@@ -374,8 +351,9 @@ impl StoreCore {
         puts.outcomes[index] = match self.check_put(state, put, digest, now) {
             PutCheck::Settled(outcome) => Some(outcome),
             PutCheck::Compare => None,
-            PutCheck::New => {
-                let place = self.publish(state, put, digest, slab.clone(), (puts.call, now));
+            PutCheck::New(known) => {
+                let block = (put, digest, slab.clone());
+                let place = self.publish(state, block, known, (puts.call, now));
                 if self.waits_for_writes() {
                     state.awaited.begin(place);
                     puts.awaited.push((index, place));
@@ -383,6 +361,27 @@ impl StoreCore {
                 Some(PutOutcome::Stored)
             }
         };
+    }
+
+    /// Tells the history of the outcomes that are known under the same hold of the lock, in the
+    /// order of the blocks.
+    pub(super) fn note_decided(
+        &self,
+        state: &mut StoreState,
+        puts: &mut PutBatch<'_>,
+        now: Timestamps,
+    ) {
+        // A put that waits for its writes may still fail.
+        if self.waits_for_writes() {
+            return;
+        }
+        let first = puts.noted.0;
+        let outcomes = puts.outcomes[first..].iter().map_while(Option::as_ref);
+        for (put, outcome) in puts.batch[first..].iter().zip(outcomes).take(KEYS_PER_HOLD) {
+            state.note_unstored_put(&put.key, outcome);
+            puts.noted.0 += 1;
+        }
+        puts.noted.1 = now.policy;
     }
 
     fn compare_undecided(&self, puts: &mut PutBatch<'_>) {
@@ -427,15 +426,14 @@ impl StoreCore {
     fn publish(
         &self,
         state: &mut StoreState,
-        put: &Put<'_>,
-        digest: Option<Digest>,
-        slab: Slab,
+        (put, digest, slab): (&Put<'_>, Option<Digest>, Slab),
+        known: Option<KeyIndex>,
         (call, now): (CallContext, Timestamps),
     ) -> Place {
         let facts = self.facts(put, digest);
         let bytes = u64::from(facts.bytes);
         state.counters.bytes_written += bytes;
-        let (key, content) = if let Some(key) = state.catalog.find(&put.key) {
+        let (key, content) = if let Some(key) = known {
             // Only stages with an open read circuit have the block, and its digest is the same:
             // their copies stay, and this put brings the bytes back to DRAM.
             (key, state.catalog.entry(key).content)
@@ -532,10 +530,11 @@ pub(crate) fn resident_ancestor(
     previous: Option<(BlockKey, Option<Slot>)>,
 ) -> Option<Slot> {
     let parent = put.parent?;
-    match state.catalog.find(&parent) {
-        Some(found) => state.catalog.entry(found).slot(),
-        None => previous.filter(|(key, _)| *key == parent).and_then(|(_, slot)| slot),
+    // First, because most blocks of a batch follow the block before them.
+    if let Some((_, slot)) = previous.filter(|(key, _)| *key == parent) {
+        return slot;
     }
+    state.catalog.find(&parent).and_then(|found| state.catalog.entry(found).slot())
 }
 
 fn new_key(facts: &BlockFacts) -> NewKey {
@@ -554,18 +553,5 @@ fn outcome_of_comparison(is_same: Result<Option<bool>, StoreError>) -> Option<Pu
         Ok(Some(false)) => Some(PutOutcome::Conflict),
         Ok(None) => None,
         Err(error) => Some(PutOutcome::Failed(error)),
-    }
-}
-
-/// A put with the properties of a slab and without its bytes.
-fn facts_of_slab(slab: &PutSlab) -> Put<'static> {
-    Put {
-        key: slab.key,
-        bytes: &[],
-        parent: slab.parent,
-        namespace: slab.namespace,
-        is_prefix: slab.is_prefix,
-        is_partial: slab.is_partial,
-        ttl_ms: slab.ttl_ms,
     }
 }

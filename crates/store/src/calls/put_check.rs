@@ -3,14 +3,14 @@
 use cascade_block::{Digest, DigestMode};
 use cascade_tier::{DeclineReason, Put, PutOutcome, StoreError};
 
-use crate::core::catalog::ContentIndex;
+use crate::core::catalog::{ContentIndex, KeyIndex};
 use crate::core::state::StoreState;
 use crate::shared::{StoreCore, Timestamps};
 
 /// Result of checking a put against the catalog.
 pub(crate) enum PutCheck {
-    /// The block is not present: it needs a slab.
-    New,
+    /// The block needs a slab. Its key, if it is present: then its bytes cannot be read.
+    New(Option<KeyIndex>),
     /// The outcome is known without its bytes.
     Settled(PutOutcome),
     /// The key is present; the bytes have to be compared.
@@ -43,7 +43,7 @@ impl StoreCore {
         if u32::try_from(bytes).is_err() {
             return declined(DeclineReason::TooLarge);
         }
-        PutCheck::New
+        PutCheck::New(None)
     }
 
     pub(crate) fn check_put(
@@ -72,7 +72,10 @@ impl StoreCore {
                 return PutCheck::Settled(PutOutcome::Conflict);
             }
             if state.is_unreadable(content) {
-                return self.check_put_by_digest(state, put, index, digest);
+                return match self.check_put_by_digest(state, put, index, digest) {
+                    PutCheck::New(_) => PutCheck::New(Some(key)),
+                    settled => settled,
+                };
             }
             let keeps_bytes = |stage: usize| !self.stages[stage].keeps_names_only();
             let has_bytes = (0..self.stages.len())
@@ -99,7 +102,7 @@ impl StoreCore {
             Some(content) if !state.is_unreadable(state.catalog.content(content)) => {
                 PutCheck::Settled(self.deduplicate(state, put, digest, (content, now)))
             }
-            Some(_) | None => PutCheck::New,
+            Some(_) | None => PutCheck::New(None),
         }
     }
 

@@ -1,5 +1,7 @@
 //! The end of a put: it waits for the stages, if it has to, and counts its outcomes.
 
+use std::time::Duration;
+
 use cascade_tier::{Put, PutOutcome};
 
 use crate::core::awaited::Place;
@@ -17,7 +19,7 @@ impl StoreCore {
         &self,
         batch: &[Put<'_>],
         mut outcomes: Vec<PutOutcome>,
-        awaited: &[(usize, Place)],
+        (awaited, noted): (&[(usize, Place)], (usize, Duration)),
         call: CallContext,
     ) -> Vec<PutOutcome> {
         if self.waits_for_writes() {
@@ -31,7 +33,7 @@ impl StoreCore {
             counts.counters.count_put(outcome);
         }
         self.count_call(&counts);
-        self.note_put(batch, &outcomes, call);
+        self.note_put(batch, &outcomes, noted, call);
         outcomes
     }
 
@@ -65,20 +67,30 @@ impl StoreCore {
     }
 
     /// Tells the history and the shadow tiers of the outcomes, until the deadline: they need not
-    /// know of each block.
-    fn note_put(&self, batch: &[Put<'_>], outcomes: &[PutOutcome], call: CallContext) {
+    /// know of each block. The history knows the first `noted` blocks already: a piece of only
+    /// these needs no lock.
+    fn note_put(
+        &self,
+        batch: &[Put<'_>],
+        outcomes: &[PutOutcome],
+        (noted, mut now): (usize, Duration),
+        call: CallContext,
+    ) {
         let pieces = batch.chunks(KEYS_PER_HOLD).zip(outcomes.chunks(KEYS_PER_HOLD));
         for (piece, (batch, outcomes)) in pieces.enumerate() {
             if piece > 0 && call.has_timed_out(&*self.clock) {
                 return;
             }
-            let Some(mut state) = self.lock_within(batch.len(), call) else { return };
-            state.charge_keys(batch);
-            let now = self.policy_now(&state);
-            for (put, outcome) in batch.iter().zip(outcomes) {
-                state.note_unstored_put(&put.key, outcome);
+            let noted = noted.saturating_sub(piece * KEYS_PER_HOLD).min(batch.len());
+            let rest = &batch[noted..];
+            if !rest.is_empty() {
+                let Some(mut state) = self.lock_within(rest.len(), call) else { return };
+                state.charge_keys(rest);
+                now = self.policy_now(&state);
+                for (put, outcome) in rest.iter().zip(&outcomes[noted..]) {
+                    state.note_unstored_put(&put.key, outcome);
+                }
             }
-            drop(state);
             // The lock of the insight is never taken under the lock of the state.
             self.insight().shadows.put(now, batch, outcomes);
         }

@@ -100,6 +100,24 @@ const SETTLE_COST: u32 = 4;
 impl StoreCore {
     pub(crate) fn view(&self, keys: &[BlockKey], options: CallOptions) -> Vec<ViewOutcome> {
         let call = self.call(options);
+        let mut views = self.view_resident(keys, ReadPurpose::Use, call);
+        let rest = &keys[views.len()..];
+        if rest.is_empty() {
+            return views;
+        }
+        if !views.is_empty() && call.has_timed_out(&*self.clock) {
+            let late = || ViewOutcome::Failed(call.timeout_error("read all blocks of a batch"));
+            let late: Vec<ViewOutcome> = rest.iter().map(|_| late()).collect();
+            self.count_gets(rest.len(), late.iter().map(ReadResult::from_view));
+            views.extend(late);
+        } else {
+            views.extend(self.view_from_tiers(rest, call));
+        }
+        views
+    }
+
+    /// Views of blocks, also from lower tiers.
+    pub(super) fn view_from_tiers(&self, keys: &[BlockKey], call: CallContext) -> Vec<ViewOutcome> {
         let outcomes = self.read(keys, call, ReadPurpose::Use);
         self.count_gets(keys.len(), outcomes.iter().map(ReadResult::from_view));
         outcomes
@@ -523,7 +541,7 @@ impl StoreCore {
 }
 
 /// The slab of a block in DRAM. A read for use counts as an access.
-fn resident(
+pub(super) fn resident(
     state: &mut StoreState,
     key: KeyIndex,
     now: std::time::Duration,

@@ -345,11 +345,11 @@ impl HoldersState {
         !self.kept.is_empty() && now.saturating_sub(self.checked_at) >= HOLDERS_RECHECK
     }
 
-    fn count_down(&mut self, process: Process) {
+    fn count_down(&mut self, process: Process, pieces: usize) {
         // A process without entry, such as that of a load, is not counted. Empty entries are
         // removed, so that the map does not grow with processes that have ended.
         if let Entry::Occupied(mut count) = self.of_process.entry(process) {
-            *count.get_mut() -= 1;
+            *count.get_mut() -= pieces;
             if *count.get() == 0 {
                 count.remove();
             }
@@ -420,14 +420,28 @@ impl Holders {
 
     pub(crate) fn release_ids(&self, ids: impl IntoIterator<Item = HeldId>) {
         let mut state = self.lock();
+        // The pieces of one call have one process: it is looked up once, not for each of them.
+        let mut counted: Option<(Process, usize)> = None;
         for HeldId(place) in ids {
-            if place != NO_RECORD {
-                // Only the record has the process.
-                // A load's record names no process, so nothing is counted for it.
-                state.count_down(HeldRecord::process_of(self.table.held(place)));
-                self.table.clear_held(place);
-                state.free.push(place);
+            if place == NO_RECORD {
+                continue;
             }
+            // Only the record has the process.
+            // A load's record names no process, so nothing is counted for it.
+            let process = HeldRecord::process_of(self.table.held(place));
+            match &mut counted {
+                Some((of, pieces)) if *of == process => *pieces += 1,
+                other => {
+                    if let Some((of, pieces)) = other.replace((process, 1)) {
+                        state.count_down(of, pieces);
+                    }
+                }
+            }
+            self.table.clear_held(place);
+            state.free.push(place);
+        }
+        if let Some((of, pieces)) = counted {
+            state.count_down(of, pieces);
         }
     }
 

@@ -1,6 +1,9 @@
 //! Holds: early release, numbers, and what they count.
 
+use std::collections::BTreeSet;
+
 use cascade_memory::{HugePages, Pool, PoolConfig};
+use proptest::prelude::*;
 
 use super::*;
 
@@ -124,4 +127,68 @@ fn a_small_hold_counts_with_the_minimum() {
     let tiny = pool.allocate(1).expect("the pool is empty");
     assert!(holds.grant(10, Hold::new(HeldMemory::Slab(tiny), None, Duration::ZERO)).is_none());
     assert_eq!(holds.bytes(), COUNTED_BYTES_MIN as u64);
+}
+
+/// A client that released all but one hold of each call kept the memory of whole calls.
+#[test]
+fn memory_follows_the_number_of_holds() {
+    let (pool, mut holds) = (pool(), Holds::<NoGuard>::default());
+    for call in 0..20 {
+        let numbers = 1000 * call..1000 * call + 500;
+        holds.begin_grants(numbers.start, 500).expect("the numbers are new");
+        for number in numbers.clone() {
+            let tiny = pool.allocate(1).expect("64 bytes each");
+            let hold = Hold::new(HeldMemory::Slab(tiny), None, Duration::ZERO);
+            assert!(holds.grant(number, hold).is_none());
+        }
+        holds.finish_grants(&numbers);
+        let left = numbers.start + 7;
+        assert_eq!(holds.release(vec![numbers.start..left, left + 1..numbers.end]).len(), 499);
+    }
+    assert_eq!(holds.totals().reservations, 20);
+    assert!(holds.held.capacity() <= 2 * 20, "{}", holds.held.capacity());
+}
+
+proptest! {
+    /// Calls, releases and seals of any numbers do the same as with a set of numbers.
+    #[test]
+    fn holds_do_the_same_as_a_set_of_numbers(
+        operations in prop::collection::vec((0_u8..4, 0_u64..40, 0_u64..12, any::<u16>()), 1..80),
+    ) {
+        let (pool, mut holds) = (pool(), Holds::<NoGuard>::default());
+        let mut model = BTreeSet::new();
+        for (operation, first, count, granted) in operations {
+            let numbers = first..first + count;
+            match operation {
+                0 | 1 => {
+                    let is_free = model.range(numbers.clone()).next().is_none();
+                    let begun = holds.begin_grants(first, u32::try_from(count).unwrap());
+                    prop_assert_eq!(begun.is_ok(), is_free);
+                    if begun.is_err() {
+                        continue;
+                    }
+                    for number in numbers.clone() {
+                        if granted & (1 << (number - first)) != 0 {
+                            prop_assert!(holds.grant(number, slab(&pool)).is_none());
+                            model.insert(number);
+                        }
+                    }
+                    holds.finish_grants(&numbers);
+                }
+                2 => {
+                    let released = holds.release(vec![numbers.clone()]).len();
+                    let before = model.len();
+                    model.retain(|number| !numbers.contains(number));
+                    prop_assert_eq!(released, before - model.len());
+                }
+                _ => {
+                    prop_assert_eq!(holds.take_slab(first).is_some(), model.remove(&first));
+                }
+            }
+            prop_assert_eq!(holds.totals().reservations, model.len());
+            prop_assert_eq!(holds.bytes(), 4096 * model.len() as u64);
+        }
+        prop_assert_eq!(holds.close().len(), model.len());
+        prop_assert_eq!(pool.stats().requested_bytes, 0);
+    }
 }

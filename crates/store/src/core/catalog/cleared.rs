@@ -42,7 +42,7 @@ impl Catalog {
         if self.cleared.keys == 0 {
             return None;
         }
-        let found = self.table.find(self.fingerprint(key), |at| self.keys.get(at).key == *key);
+        let found = self.find_in_table(key);
         found.map(KeyIndex).filter(|key| self.is_cleared(self.entry(*key).content))
     }
 
