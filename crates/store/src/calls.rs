@@ -12,4 +12,5 @@ pub(crate) mod put;
 pub(crate) mod put_check;
 pub(crate) mod read;
 pub(crate) mod read_counters;
+mod read_flow;
 pub(crate) mod write_through;

@@ -64,6 +64,16 @@ pub(crate) enum EvictionResult {
 pub(crate) struct Tickets {
     pub(crate) pushed: u64,
     pub(crate) settled: u64,
+    /// `pushed` after the last added name.
+    pushed_with_last_add: u64,
+}
+
+impl Tickets {
+    /// Whether the stage has recorded every name that was added. Removals do not count: a read
+    /// queues one for each block that it finds gone.
+    pub(crate) fn has_all_adds(self) -> bool {
+        self.settled >= self.pushed_with_last_add
+    }
 }
 
 /// The state of a store.
@@ -447,8 +457,13 @@ impl StoreState {
     /// Queues a key change for the mover of a stage.
     pub(crate) fn push_key_change(&mut self, stage: usize, change: KeyChange) {
         self.limit_key_changes(stage);
+        let (tickets, is_add) =
+            (&mut self.key_tickets[stage], matches!(change, KeyChange::Add(..)));
+        tickets.pushed += 1;
+        if is_add {
+            tickets.pushed_with_last_add = tickets.pushed;
+        }
         self.key_changes[stage].push(change);
-        self.key_tickets[stage].pushed += 1;
     }
 
     /// Queues a content for the mover of a stage; the content keeps its slab until it is written.

@@ -6,8 +6,8 @@ use std::sync::{Arc, PoisonError};
 use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId};
 use cascade_disk::io::FileIo;
 use cascade_disk::{
-    BlockFiles, DiskError, FileTierConfig, FileTierLayout, ReadOutcome, ReadRequest, RecordMeta,
-    Recovery, StoredManifest, TransferEngineKind,
+    BlockFiles, DiskError, FileTierConfig, FileTierLayout, ReadOutcome, ReadQueue, ReadRequest,
+    RecordMeta, Recovery, StoredManifest, TransferEngineKind,
 };
 use cascade_memory::Slab;
 use cascade_runtime::{Clock, Deadline, Mutex, MutexGuard, RwLock};
@@ -16,7 +16,8 @@ use super::StageContext;
 use crate::address::Address;
 use crate::not_erased::NotErased;
 use crate::stage::{
-    BlockFacts, Load, LoadOutcome, MakeRoomOutcome, Stage, StageEraseReport, StageError, StageStats,
+    BlockFacts, Load, LoadOutcome, LoadQueue, MakeRoomOutcome, Stage, StageEraseReport, StageError,
+    StageStats, load_list,
 };
 use crate::{FileLayout, FilesConfig, IoEngine, StoreError, TierName};
 
@@ -158,6 +159,31 @@ impl FilesStage {
     }
 }
 
+/// The loads of one call, as reads of the files.
+struct FileLoads<'a> {
+    stage: &'a FilesStage,
+    queue: &'a mut dyn LoadQueue,
+}
+
+impl ReadQueue for FileLoads<'_> {
+    fn next_request(&mut self) -> Option<(usize, ReadRequest)> {
+        let (number, Load { key, address, slab }) = self.queue.next_load()?;
+        let other = self.stage.alias_locations().get(&key).map(|other| other.place);
+        let address = other.unwrap_or_else(|| file_address(address));
+        Some((number, ReadRequest { address, key, slab }))
+    }
+
+    fn ended(&mut self, number: usize, outcome: ReadOutcome) {
+        let outcome = match outcome {
+            ReadOutcome::Hit(slab) => LoadOutcome::Hit(slab),
+            ReadOutcome::Damaged(_) => LoadOutcome::Damaged,
+            ReadOutcome::Gone => LoadOutcome::Gone,
+            ReadOutcome::Failed(error) => LoadOutcome::Failed(stage_error(error)),
+        };
+        self.queue.ended(number, outcome);
+    }
+}
+
 /// Time-out of opening, which scans all records; a million take seconds.
 const OPENING_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(300);
 
@@ -245,32 +271,18 @@ impl Stage for FilesStage {
     }
 
     fn load(&self, batch: Vec<Load>, deadline: Deadline) -> Vec<LoadOutcome> {
-        let files = match self.files() {
-            Ok(files) => files,
+        load_list(self, batch, deadline)
+    }
+
+    fn load_each(&self, queue: &mut dyn LoadQueue, deadline: Deadline) {
+        match self.files() {
+            Ok(files) => files.read_each(&mut FileLoads { stage: self, queue }, deadline),
             Err(error) => {
-                return batch.iter().map(|_| LoadOutcome::Failed(error.clone())).collect();
+                while let Some((number, _)) = queue.next_load() {
+                    queue.ended(number, LoadOutcome::Failed(error.clone()));
+                }
             }
-        };
-        let requests = {
-            let alias_locations = self.alias_locations();
-            let place = |load: Load| ReadRequest {
-                address: alias_locations
-                    .get(&load.key)
-                    .map_or(file_address(load.address), |other| other.place),
-                key: load.key,
-                slab: load.slab,
-            };
-            batch.into_iter().map(place).collect()
-        };
-        let outcomes = files.read(requests, deadline).into_iter();
-        outcomes
-            .map(|outcome| match outcome {
-                ReadOutcome::Hit(slab) => LoadOutcome::Hit(slab),
-                ReadOutcome::Damaged(_) => LoadOutcome::Damaged,
-                ReadOutcome::Gone => LoadOutcome::Gone,
-                ReadOutcome::Failed(error) => LoadOutcome::Failed(stage_error(error)),
-            })
-            .collect()
+        }
     }
 
     fn alias(
