@@ -167,6 +167,9 @@ pub trait BlockFiles: Send + Sync + fmt::Debug {
     /// Writes blocks and returns one result for each: the address once the whole block is written
     /// (in a durable tier: is on stable storage). On `Full` the caller should reclaim.
     ///
+    /// Compares each slab with its recorded checksum, or records it. A slab that does not match
+    /// fails with `ChangedInMemory`: otherwise its bytes would get a new, valid checksum.
+    ///
     /// If the key already has a block at another address, that block stays until it is removed.
     fn append(
         &self,

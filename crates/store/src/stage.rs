@@ -127,6 +127,9 @@ pub enum StageError {
         /// Length of the block.
         bytes: u32,
     },
+    /// The block's bytes in memory do not match their recorded checksum, so it was not stored.
+    #[error("the bytes of the block changed in memory since they were put")]
+    ChangedInMemory,
     /// The stage panicked, or returned no result for the block.
     #[error("the stage returned no result")]
     NoResult,
@@ -206,6 +209,13 @@ pub trait Stage: Send + Sync + fmt::Debug {
     /// then loads in the caller's thread, which saves two thread wake-ups per call; if such a stage
     /// hangs, its callers hang, too.
     fn keeps_deadlines(&self) -> bool {
+        false
+    }
+
+    /// Whether `store` compares each slab with its recorded checksum before it writes the bytes, and
+    /// fails with [`StageError::ChangedInMemory`] if they differ. The store compares the slabs of
+    /// other stages itself, before the call.
+    fn checks_slabs(&self) -> bool {
         false
     }
 

@@ -325,10 +325,14 @@ impl BlockFiles for PerBlockFiles {
                 Some(error) => Err(error),
                 None => self.check_capacity(&meta, in_flight_bytes),
             };
-            results.push(admitted.map(|bytes| {
-                in_flight_bytes += bytes;
+            results.push(admitted.and_then(|bytes| {
                 let sum = checksum(&slab);
+                if !slab.verify_checksum(sum) {
+                    return Err(DiskError::ChangedInMemory);
+                }
+                in_flight_bytes += bytes;
                 images.push(BlockImage::from_slab(meta, self.next_address(), sum, slab));
+                Ok(())
             }));
         }
         let mut stored = self.store(images, deadline).into_iter();

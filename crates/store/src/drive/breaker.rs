@@ -43,8 +43,11 @@ impl HealthSignal {
         let mut signal = Self::None;
         for error in errors {
             match error {
-                // Full and declined are replies: the stage works.
-                None | Some(StageError::Full | StageError::Declined { .. }) => {
+                // These are replies: the stage works.
+                None
+                | Some(
+                    StageError::Full | StageError::Declined { .. } | StageError::ChangedInMemory,
+                ) => {
                     if matches!(signal, Self::None) {
                         signal = Self::Success;
                     }

@@ -12,10 +12,11 @@ use cascade_block::checksum;
 use cascade_memory::Slab;
 use cascade_runtime::thread::{Builder, JoinHandle};
 
+use crate::address::Address;
 use crate::core::catalog::{Catalog, ContentIndex};
 use crate::core::state::{PendingWrite, StoreState};
 use crate::shared::StoreCore;
-use crate::stage::BlockFacts;
+use crate::stage::{BlockFacts, StageError};
 use crate::{CallOptions, Store};
 
 /// Maximum bytes of one step. Its blocks cannot be evicted meanwhile.
@@ -159,6 +160,20 @@ fn contents_to_check(catalog: &Catalog, from: u32) -> (Vec<CheckedContent>, Opti
         }
     }
     (picked, (to < end).then_some(to))
+}
+
+/// Applies the comparisons that a stage made when it stored these blocks.
+pub(super) fn settle_checked(
+    state: &mut StoreState,
+    pending: &[PendingWrite],
+    blocks: &[(BlockFacts, Slab)],
+    results: &[Result<Address, StageError>],
+) {
+    for ((pending, (_, slab)), result) in pending.iter().zip(blocks).zip(results) {
+        let is_intact = !matches!(result, Err(StageError::ChangedInMemory));
+        let place = (pending.content, pending.generation);
+        settle(state, &CheckedContent { place, slab: slab.clone(), is_intact });
+    }
 }
 
 /// Applies the result of one comparison. Returns true if the block was damaged and dropped.

@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use cascade_block::{BlockKey, Digest, Manifest, Namespace, NamespaceId, TenantSecret};
+use cascade_block::{BlockKey, Digest, Manifest, Namespace, NamespaceId, TenantSecret, checksum};
 use cascade_memory::{HugePages, Pool, PoolConfig, Slab, SlabMut, copy_out};
 use cascade_runtime::{Clock, Condvar, Deadline, Mutex, MutexGuard};
 
@@ -236,6 +236,9 @@ impl EncryptedStage {
         slab: &Slab,
         mut buffer: SlabMut,
     ) -> Result<(BlockFacts, Slab), StageError> {
+        if !slab.verify_checksum(checksum(slab)) {
+            return Err(StageError::ChangedInMemory);
+        }
         // Not a non-temporal copy: sealing reads the bytes at once.
         buffer[..slab.len()].copy_from_slice(slab);
         record::seal(&self.keys, &mut buffer, facts.key, facts.digest.as_ref())
@@ -366,6 +369,10 @@ fn refuse_key_beside_blocks(
 impl Stage for EncryptedStage {
     fn name(&self) -> TierName {
         self.inner.name()
+    }
+
+    fn checks_slabs(&self) -> bool {
+        true
     }
 
     fn store(

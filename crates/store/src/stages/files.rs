@@ -233,6 +233,7 @@ fn stage_error(error: DiskError) -> StageError {
         // Space freed by reclaim is also free on the device.
         DiskError::Full { .. } | DiskError::NoSpace { .. } => StageError::Full,
         DiskError::Timeout { .. } => StageError::Timeout,
+        DiskError::ChangedInMemory => StageError::ChangedInMemory,
         DiskError::BadLength { payload_bytes, .. } => {
             StageError::Declined { bytes: u32::try_from(payload_bytes).unwrap_or(u32::MAX) }
         }
@@ -246,6 +247,10 @@ impl Stage for FilesStage {
     }
 
     fn keeps_deadlines(&self) -> bool {
+        true
+    }
+
+    fn checks_slabs(&self) -> bool {
         true
     }
 

@@ -42,6 +42,7 @@ pub(crate) struct Guarded {
     name: TierName,
     keeps_names_only: bool,
     keeps_deadlines: bool,
+    checks_slabs: bool,
     loads: Calls,
     /// One at a time, so that changes happen in order.
     changes: Calls,
@@ -63,6 +64,7 @@ impl Guarded {
             name: stage.name(),
             keeps_names_only: stage.keeps_names_only(),
             keeps_deadlines: stage.keeps_deadlines(),
+            checks_slabs: stage.checks_slabs(),
             stage,
             loads: threads(LOADS_MAX),
             changes: threads(1),
@@ -83,6 +85,10 @@ impl Guarded {
 
     pub(crate) fn keeps_names_only(&self) -> bool {
         self.keeps_names_only
+    }
+
+    pub(crate) fn checks_slabs(&self) -> bool {
+        self.checks_slabs
     }
 
     /// Opens or closes the circuit of one direction. Opening it ends all waits for its calls.
