@@ -2,6 +2,7 @@
 
 mod cold;
 mod disk;
+mod disk_limit;
 mod figure;
 mod hashing;
 mod index;
