@@ -65,10 +65,10 @@ pub enum LoadOutcome {
 
 /// The blocks of one load, from the store to a stage and back.
 ///
-/// The stage takes the next block when it has capacity, and gives each back as it ends, while others
-/// are in flight. The store can thus copy a block while the stage reads the next ones. All methods
-/// are called in the thread that called [`Stage::load_each`], with no lock held that any call to
-/// the stage takes.
+/// The stage takes the next block when it has capacity, and gives each back as it ends, while
+/// others are in flight. The store can thus copy a block while the stage reads the next ones. All
+/// methods are called in the thread that called [`Stage::load_each`], with no lock held that any
+/// call to the stage takes.
 pub trait LoadQueue {
     /// Returns the next block to load with the store's number for it, or `None` if there is none
     /// now. There may be more after a load has ended.
@@ -212,9 +212,9 @@ pub trait Stage: Send + Sync + fmt::Debug {
         false
     }
 
-    /// Whether `store` compares each slab with its recorded checksum before it writes the bytes, and
-    /// fails with [`StageError::ChangedInMemory`] if they differ. The store compares the slabs of
-    /// other stages itself, before the call.
+    /// Whether `store` compares each slab with its recorded checksum before it writes the bytes,
+    /// and fails with [`StageError::ChangedInMemory`] if they differ. The store compares the slabs
+    /// of other stages itself, before the call.
     fn checks_slabs(&self) -> bool {
         false
     }
@@ -230,8 +230,8 @@ pub trait Stage: Send + Sync + fmt::Debug {
     /// Loads blocks; one result for each, in order.
     fn load(&self, batch: Vec<Load>, deadline: Deadline) -> Vec<LoadOutcome>;
 
-    /// As [`Self::load`], for blocks of a queue, until it is empty or the deadline passes. Each block
-    /// that was taken is given back once, before this returns; the others stay in the queue.
+    /// As [`Self::load`], for blocks of a queue, until it is empty or the deadline passes. Each
+    /// block that was taken is given back once, before this returns; the others stay in the queue.
     ///
     /// Worth implementing for a stage that can give back a block while it reads the next ones.
     fn load_each(&self, queue: &mut dyn LoadQueue, deadline: Deadline) {

@@ -1,7 +1,7 @@
 //! One read call: loads blocks from the stages and hands each out while others are being read.
 //!
-//! Blocks are planned under the lock in pieces. A stage pulls them from a [`StageReads`] when it has
-//! capacity and gives each back as it ends, in the thread of the caller. That thread copies the
+//! Blocks are planned under the lock in pieces. A stage pulls them from a [`StageReads`] when it
+//! has capacity and gives each back as it ends, in the thread of the caller. That thread copies the
 //! block to the caller's buffer while the stage reads the next ones.
 
 use std::collections::VecDeque;

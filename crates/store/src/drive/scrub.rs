@@ -1,8 +1,8 @@
 //! The scrubber: compares blocks in DRAM with their checksums, to find flipped bits.
 //!
 //! A put computes no checksum, because that would cost at least a third of its speed
-//! (`docs/decisions/0021-checksums-in-dram.md`). The first pass over a block, or the mover before
-//! it writes the block, computes the checksum; later passes compare.
+//! (`docs/decisions/0021-checksums-in-dram.md`). The first pass over a block, or its first write to
+//! a lower tier, computes the checksum; later passes compare.
 
 use std::num::NonZeroU64;
 use std::sync::Arc;
