@@ -146,13 +146,11 @@ fn write(directory: &Path, keys: &[BlockKey], size: usize) -> Result<f64, Failur
     Ok(gib_per_second(keys.len() * size, took))
 }
 
+/// Reads blocks, checks them, and returns the time of the call. The memory is for copies.
+type TimedRead = fn(&Store, &[BlockKey], &mut [u8]) -> Result<Duration, String>;
+
 /// GiB/s of a cold read with a call on a store that was just opened, so that no block is in DRAM.
-fn read(
-    directory: &Path,
-    keys: &[BlockKey],
-    size: usize,
-    call: fn(&Store, &[BlockKey], &mut [u8]) -> Result<Duration, String>,
-) -> Result<f64, Failure> {
+fn read(directory: &Path, keys: &[BlockKey], size: usize, call: TimedRead) -> Result<f64, Failure> {
     let store: Store = open("segment reads", config(directory, keys.len() * size))?;
     let wrong = |what: String| Failure::measure("segment reads", what);
     // Touched once, as the buffer of a caller that reads again and again.
