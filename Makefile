@@ -12,6 +12,8 @@ export CARGO_TARGET_DIR
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Container images often set it. Each engine would then compile vLLM's imports again: 12 s of CPU.
 export PYTHONDONTWRITEBYTECODE :=
+# packaging/wheel_backend.py, the backend of `pip install .`, calls maturin: no warning is needed.
+export MATURIN_NO_MISSING_BUILD_BACKEND_WARNING := 1
 # The interpreter for which cargo builds the Python binding.
 export PYO3_PYTHON := $(CURDIR)/.venv/bin/python
 
@@ -41,6 +43,9 @@ UV_VERSION := 0.13.9
 PROFILE ?= release
 # Wheels carry no symbols; `make STRIP= ...` keeps them for perf and backtraces.
 STRIP ?= --strip
+STRIP_PROGRAM = $(if $(STRIP),-- -C strip=symbols)
+# The program `cascade`, where pyproject.toml has maturin find it for the wheel.
+PROGRAM := target/wheel/scripts/cascade
 # Platforms of a release's wheels; docs/installation.md has the table.
 DIST_TARGETS := x86_64-unknown-linux-gnu aarch64-unknown-linux-gnu
 # Python tests run one per processor. Engine tests are distributed by file, so that the tests of a
@@ -209,13 +214,18 @@ wheel: $(STAMPS)/build
 	mkdir -p dist
 	rm -f dist/cascadekv-*_$(ARCHITECTURE).whl
 	cp $(CARGO_TARGET_DIR)/wheels/cascadekv-*.whl dist/
-	python=$(abspath $(BIN)/python) bash .ci/prove-wheel dist/cascadekv-*_$(ARCHITECTURE).whl
+	has_limit=$(and $(STRIP),$(filter dist,$(PROFILE))) python=$(abspath $(BIN)/python) bash .ci/prove-wheel dist/cascadekv-*_$(ARCHITECTURE).whl
 
 .PHONY: dist ## Build the release wheels into dist/: x86-64 and aarch64, glibc 2.28 and later
-dist: $(DIST_TARGETS:%=dist-%)
+dist:
+	@# One after the other: each puts its program into the same place.
+	for target in $(DIST_TARGETS); do $(MAKE) --no-print-directory dist-$$target; done
 
 .PHONY: $(DIST_TARGETS:%=dist-%)
 $(DIST_TARGETS:%=dist-%): dist-%: $(STAMPS)/tools $(STAMPS)/dist
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/cargo-zigbuild rustc --profile dist --locked --quiet \
+		--target $*.2.28 --package cascade-command --bin cascade $(STRIP_PROGRAM)
+	install -D -m 0755 $(CARGO_TARGET_DIR)/$*/dist/cascade $(PROGRAM)
 	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/maturin build --profile dist --locked --quiet $(STRIP) \
 		--zig --target $* --compatibility manylinux_2_28 --interpreter python3.11 --out dist
 	$(BIN)/auditwheel show dist/cascadekv-*-manylinux_2_28_$(firstword $(subst -, ,$*)).whl
@@ -238,7 +248,8 @@ sanitize: export CARGO_TARGET_DIR := $(CARGO_TARGET_DIR)/asan
 sanitize: export RUSTC_BOOTSTRAP := 1
 sanitize: export RUSTFLAGS := -Zsanitizer=address
 sanitize:
-	cargo test --locked --quiet --target $(HOST) --package cascade-memory --package cascade-disk \
+	cargo test --locked --quiet --target $(HOST) --package cascade-runtime \
+		--package cascade-memory --package cascade-disk --features cascade-runtime/sanitizer \
 		--lib --tests
 	cargo test --locked --quiet --target $(HOST) --package cascade-store --test race
 
@@ -248,7 +259,8 @@ fuzz:
 
 .PHONY: clean ## Remove everything that make built or installed here
 clean:
-	rm -rf $(VENV) .cache dist reports python/cascadekv/_native.abi3.so
+	rm -rf $(VENV) .cache dist reports target/wheel python/cascadekv/_native.abi3.so \
+		python/cascadekv/cascade
 	cargo clean
 
 # --- Dependencies of the targets. Each stamp is newer than its inputs. ---
@@ -275,6 +287,9 @@ $(STAMPS)/profile: always | $(STAMPS)/python
 
 $(STAMPS)/build: $(RUST_SOURCES) $(PYTHON_SOURCES) $(STAMPS)/tools $(STAMPS)/profile
 	rm -f $(CARGO_TARGET_DIR)/wheels/cascadekv-*.whl
+	cargo rustc --profile $(PROFILE) --locked --quiet --package cascade-command --bin cascade \
+		$(STRIP_PROGRAM)
+	install -D -m 0755 $(CARGO_TARGET_DIR)/$(PROFILE)/cascade $(PROGRAM)
 	$(BIN)/maturin build --profile $(PROFILE) --locked --quiet $(STRIP) \
 		--interpreter $(BIN)/python --out $(CARGO_TARGET_DIR)/wheels
 	$(BIN)/python -m pip install --quiet --force-reinstall --no-deps --no-index \
@@ -284,6 +299,7 @@ $(STAMPS)/build: $(RUST_SOURCES) $(PYTHON_SOURCES) $(STAMPS)/tools $(STAMPS)/pro
 $(STAMPS)/dev: $(RUST_SOURCES) $(STAMPS)/python
 	cargo build --locked --quiet --workspace --lib --bins --tests
 	install -m 0755 $(CARGO_TARGET_DIR)/debug/lib_native.so python/cascadekv/_native.abi3.so
+	install -m 0755 $(CARGO_TARGET_DIR)/debug/cascade python/cascadekv/cascade
 	touch $@
 
 $(STAMPS)/peers: requirements/peers.txt $(STAMPS)/python

@@ -3,7 +3,7 @@
 //! Half of the inputs are one source, the others several sources that are merged.
 #![no_main]
 
-use cascade_bench::trace::{REQUEST_BLOCKS_MAX, TraceSource, parse};
+use cascade_replay::trace::{REQUEST_BLOCKS_MAX, TraceSource, parse};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|input: (bool, &[u8])| {

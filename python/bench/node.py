@@ -18,6 +18,7 @@ from pathlib import Path
 
 import cascadekv
 import numpy as np
+from cascadekv._program import program
 
 ROUNDS = 7
 REPEATS = 40
@@ -63,7 +64,7 @@ def node() -> Iterator[str]:
     """Run a node; yields its socket."""
     with tempfile.TemporaryDirectory(prefix="cascade-") as directory:
         path = f"{directory}/s"
-        command = [sys.executable, "-m", "cascadekv", "serve", "--socket", path]
+        command = [str(program()), "serve", "--socket", path]
         command += ["--pipeline", "Dram", "--dram", "256MiB", "--log-filter", "warn"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603
             try:

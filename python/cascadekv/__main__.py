@@ -1,16 +1,19 @@
-"""The command `cascade`. The native code parses the arguments."""
+"""`python -m cascadekv`: the program `cascade`."""
 
+import os
 import signal
 import sys
 
-from cascadekv._native import run_command
+from cascadekv._program import program
 
 
-def main() -> int:
-    """Run the command; Ctrl-C ends it at once, as in a native program."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    return run_command(["cascade", *sys.argv[1:]])
+def main() -> None:
+    """Replace this process by the program."""
+    # Python ignores it, and a program inherits what is ignored. Rust sets SIGPIPE itself.
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    path = program()
+    os.execv(path, [path, *sys.argv[1:]])  # noqa: S606 # our own program
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -40,7 +40,6 @@ __all__ = [
     "default_socket",
     "digest",
     "replace_trace",
-    "run_command",
     "weights_fingerprint",
 ]
 
@@ -559,9 +558,6 @@ def replace_trace(traceparent: str | None, /) -> str | None:
 
     `None`, and text that is not a valid `traceparent` header, removes the trace context.
     """
-
-def run_command(arguments: Sequence[str], /) -> int:
-    """Run the command `cascade` with these arguments, the program's name first."""
 
 @final
 class StageCalls:

@@ -44,7 +44,7 @@ def processes_below(root: int) -> dict[int, str]:
 
 def nodes_among(processes: dict[int, str]) -> dict[int, str]:
     """Return those processes that are nodes."""
-    return {each: line for each, line in processes.items() if "cascadekv serve" in line}
+    return {each: line for each, line in processes.items() if " serve --socket " in line}
 
 
 def is_gone(process: int) -> bool:

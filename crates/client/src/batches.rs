@@ -6,7 +6,7 @@ use std::time::Duration;
 use cascade_block::BlockKey;
 use cascade_memory::{SlabMut, copy_in, copy_out};
 use cascade_runtime::{Deadline, SystemClock};
-use cascade_store::{
+use cascade_tier::{
     CallOptions, DeclineReason, GetOutcome, PrepareOutcome, Put, PutOutcome, PutSlab, StoreError,
     ViewOutcome,
 };

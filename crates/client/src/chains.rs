@@ -1,7 +1,7 @@
 //! Lookups of chains and views of what they match. Chains longer than a message are split.
 
 use cascade_block::BlockKey;
-use cascade_store::{CallOptions, PrefixMatch, Request, TierName, ViewOutcome};
+use cascade_tier::{CallOptions, PrefixMatch, Request, TierName, ViewOutcome};
 use cascade_wire::{Answer, BLOCKS_MAX, Call, ChainRequest, KEYS_MAX, KeyQuestion, LeasePurpose};
 
 use crate::batches::Batch;

@@ -7,7 +7,7 @@ use std::time::Duration;
 use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId};
 use cascade_memory::SlabMut;
 use cascade_runtime::{Deadline, SystemClock};
-use cascade_store::{
+use cascade_tier::{
     BlockStore, CallOptions, ChangeCursor, Changes, GetOutcome, PrefixMatch, PrepareOutcome, Put,
     PutOutcome, PutSlab, Request, StoreError, StoreStats, TierName, ViewOutcome,
 };

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use cascade_memory::{Attachment, Lender};
 use cascade_runtime::{Clock, Deadline, SystemClock};
-use cascade_store::{StoreError, TierName, intern};
+use cascade_tier::{StoreError, TierName, intern};
 use cascade_wire::{
     Access, Answer, BLOCKS_MAX, Call, Hello, HoldRange, KEYS_MAX, SessionId, VERSION, VERSION_MIN,
     Welcome,

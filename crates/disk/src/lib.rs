@@ -4,6 +4,7 @@
 //! their bytes: each payload has a checksum that every read verifies, each call has a deadline, and
 //! a restart recovers what was stored. A damaged block is a miss, never wrong bytes.
 //! `docs/segment-format.md` specifies the format.
+#![warn(clippy::disallowed_types)]
 
 mod alignment;
 mod config;

@@ -73,11 +73,14 @@ impl DirectoryLock {
 /// Creates a directory and its parents unless they exist, and syncs the names that are new: a power
 /// loss that removed one of them would remove all blocks.
 fn make_durable(files: &dyn FileOperations, directory: &Path) -> io::Result<()> {
-    let is_missing = |path: &&Path| match files.directory_identity(path) {
-        Err(error) => error.kind() == io::ErrorKind::NotFound && path.file_name().is_some(),
-        Ok(_) => false,
-    };
-    let missing: Vec<&Path> = directory.ancestors().take_while(is_missing).collect();
+    let mut missing = Vec::new();
+    for path in directory.ancestors().take_while(|path| path.file_name().is_some()) {
+        match files.directory_identity(path) {
+            Ok(_) => break,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => missing.push(path),
+            Err(error) => return Err(error),
+        }
+    }
     files.make_directory(directory)?;
     for path in missing {
         let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());

@@ -99,8 +99,8 @@ fn a_probe_fails_if_the_directory_was_replaced() {
 #[test]
 fn an_opening_returns_the_error_of_each_step_of_the_lock() {
     for layout in [FileTierLayout::Segments, FileTierLayout::FilePerBlock] {
-        // Directory created, its identity, its permissions, lock taken.
-        for at in 0..4 {
+        // Directory looked for, created, its identity, its permissions, lock taken.
+        for at in 0..5 {
             let directory = tempfile::tempdir().unwrap();
             let plan = FaultPlan::new(Fault::Io, at, false);
             let config = config(directory.path(), layout);

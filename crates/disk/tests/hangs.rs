@@ -10,7 +10,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use cascade_disk::conformance::{StoredBlock, append, assert_hits, deadline, key, pool, read_as};
+use cascade_disk::conformance::{
+    StoredBlock, append, assert_hits, block, deadline, key, pool, read_as,
+};
 use cascade_disk::io::{
     Buffer, FileHandle, Transfer, TransferEngine, TransferKind, TransferOutcome, TransferQueue,
     UringEngine,
@@ -33,6 +35,30 @@ fn pipe(path: &Path) {
 /// Opens both ends at once, which does not block and unblocks a pending open of either end.
 fn both_ends(path: &Path) -> File {
     OpenOptions::new().read(true).write(true).open(path).unwrap()
+}
+
+/// A write whose deadline passed between two segments was begun again and again for ever.
+#[test]
+fn a_write_after_its_deadline_fails_and_the_tier_works_on() {
+    for engine in [TransferEngineKind::Psync, TransferEngineKind::Auto] {
+        let directory = tempfile::tempdir().unwrap();
+        let pool = pool();
+        let config =
+            FileTierConfig { engine, direct: false, ..FileTierConfig::new(directory.path()) };
+        let (files, _) = open(config, Arc::new(SystemClock), &pool, deadline()).unwrap();
+        // There is an active segment, so that no segment has to be created.
+        let mut stored = append(files.as_ref(), &pool, &[(1, 5000)]);
+        let (done, is_done) = std::sync::mpsc::channel();
+        let (late, batch) = (Arc::clone(&files), vec![block(&pool, 2, 5000)]);
+        std::thread::spawn(move || {
+            done.send(late.append(batch, Deadline::at(Duration::ZERO))).unwrap();
+        });
+        let results = is_done.recv_timeout(Duration::from_secs(60)).expect("the write ends");
+        let is_late = matches!(results[..], [Err(DiskError::Timeout { .. })]);
+        assert!(is_late, "{results:?}");
+        stored.extend(append(files.as_ref(), &pool, &[(2, 5000)]));
+        assert_hits(files.as_ref(), &pool, &stored);
+    }
 }
 
 #[test]

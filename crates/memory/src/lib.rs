@@ -5,6 +5,7 @@ mod advice;
 mod copy;
 mod fault;
 mod heap;
+mod holders;
 mod lent;
 mod magazine;
 mod named;

@@ -1,6 +1,7 @@
 //! The pool: allocates slabs of one region and frees them when they are dropped.
 
 use serde::{Deserialize, Serialize};
+use std::collections::VecDeque;
 use std::fmt;
 use std::io;
 use std::path::PathBuf;
@@ -145,6 +146,10 @@ pub(crate) struct PoolInner {
     counters: PoolCounters,
     /// Incremented by every wipe: slabs of an earlier epoch are zeroed when they are freed.
     epoch: AtomicUsize,
+    /// Tokens of watched slabs that lost their other holders.
+    released: LeafMutex<VecDeque<usize>>,
+    /// Length of `released`, to be read without the lock.
+    released_count: AtomicUsize,
 }
 
 /// The result of wiping a pool's free memory.
@@ -193,6 +198,8 @@ impl Pool {
             heap: LeafMutex::new(Heap::new(capacity)),
             counters: PoolCounters::default(),
             epoch: AtomicUsize::new(0),
+            released: LeafMutex::default(),
+            released_count: AtomicUsize::new(0),
         }))
     }
 
@@ -248,6 +255,20 @@ impl Pool {
             largest_free_bytes: heap.largest_free_bytes(),
             huge_bytes: self.0.region.pages().huge_bytes,
         }
+    }
+
+    /// Appends up to `most` tokens of watched slabs that lost their other holders, oldest first.
+    /// Returns whether there are more. See [`crate::Slab::watch`].
+    pub fn take_released(&self, most: usize, tokens: &mut Vec<usize>) -> bool {
+        // Relaxed: a token that is missed here is found by the next call.
+        if self.0.released_count.load(Ordering::Relaxed) == 0 {
+            return false;
+        }
+        let mut released = self.0.released.lock().unwrap_or_else(PoisonError::into_inner);
+        let taken = released.len().min(most);
+        tokens.extend(released.drain(..taken));
+        self.0.released_count.store(released.len(), Ordering::Relaxed);
+        !released.is_empty()
     }
 
     /// Moves all cached free pieces back to the heap, so that they merge into large ones.
@@ -318,6 +339,14 @@ impl Pool {
 }
 
 impl PoolInner {
+    /// Reports that a watched slab has one holder left. Each slab is reported once for each watch,
+    /// so that there are fewer reports than slabs.
+    pub(crate) fn report_release(&self, token: usize) {
+        let mut released = self.released.lock().unwrap_or_else(PoisonError::into_inner);
+        released.push_back(token);
+        self.released_count.store(released.len(), Ordering::Relaxed);
+    }
+
     /// Frees a slab's piece; `requested` is the requested length that it was counted with.
     pub(crate) fn release(&self, extent: Extent, requested: usize) {
         let bytes = extent.bytes;

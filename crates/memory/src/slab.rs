@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::copy::{copy_in, copy_out};
 use crate::heap::Extent;
+use crate::holders::Holders;
 use crate::lent::Attachment;
 use crate::pool::{Pool, PoolInner};
 
@@ -27,6 +28,8 @@ pub struct SlabMut {
     guard: Option<Box<dyn Any + Send + Sync>>,
     /// Checksum of the sealed bytes with [`HAS_SUM`] set, or zero.
     sum: AtomicU64,
+    /// Clones of the sealed slab.
+    holders: Holders,
 }
 
 /// Distinguishes a checksum of zero from no checksum.
@@ -44,7 +47,6 @@ enum SlabOwner {
 /// A sealed piece of the pool: immutable and shared by its clones.
 ///
 /// Its memory is not reused while any clone lives, even if the store evicts the block.
-#[derive(Clone)]
 pub struct Slab(Arc<SlabMut>);
 
 impl SlabMut {
@@ -52,7 +54,8 @@ impl SlabMut {
         assert!(len <= extent.bytes, "a slab lies in its extent");
         assert!(extent.offset + extent.bytes <= pool.region.bytes(), "an extent of another pool");
         let sum = AtomicU64::new(0);
-        Self { owner: SlabOwner::Pool(pool, epoch), extent, len, guard: None, sum }
+        let (owner, holders) = (SlabOwner::Pool(pool, epoch), Holders::one());
+        Self { owner, extent, len, guard: None, sum, holders }
     }
 
     /// A piece of another process's pool; `None` if it is outside the mapping.
@@ -69,6 +72,7 @@ impl SlabMut {
             len,
             guard: None,
             sum: AtomicU64::new(0),
+            holders: Holders::one(),
         })
     }
 
@@ -220,7 +224,13 @@ impl Slab {
 
     /// Number of clones of this slab, this one included.
     pub fn holders(&self) -> usize {
-        Arc::strong_count(&self.0)
+        self.0.holders.count()
+    }
+
+    /// Whether there are other clones of this slab of a pool. If so, the drop that leaves one clone
+    /// reports `token`: see [`Pool::take_released`]. Calls for one slab must not overlap.
+    pub fn watch(&self, token: usize) -> bool {
+        self.0.holders.watch(token)
     }
 
     /// Bytes that the slab reserves in the pool, padding included.
@@ -234,6 +244,24 @@ impl Slab {
     /// If the lengths differ.
     pub fn copy_to(&self, target: &mut [u8]) {
         copy_out(target, self, self.len());
+    }
+}
+
+impl Clone for Slab {
+    fn clone(&self) -> Self {
+        self.0.holders.add();
+        Self(Arc::clone(&self.0))
+    }
+}
+
+impl Drop for Slab {
+    fn drop(&mut self) {
+        // Before the `Arc` is dropped, so that slab and pool still live.
+        if let Some(token) = self.0.holders.remove()
+            && let SlabOwner::Pool(pool, _) = &self.0.owner
+        {
+            pool.report_release(token);
+        }
     }
 }
 

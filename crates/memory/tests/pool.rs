@@ -126,6 +126,34 @@ fn a_sealed_slab_outlives_the_pools_own_handle() {
     assert!(format!("{reader:?}").len() < 60, "no bytes in messages");
 }
 
+#[test]
+fn the_release_of_a_watched_slab_is_reported_once() {
+    let pool = pool(1 << 20);
+    let slab = pool.allocate(100).unwrap().seal();
+    let mut tokens = Vec::new();
+    assert!(!slab.watch(1), "no other holder");
+    let (reader, other) = (slab.clone(), slab.clone());
+    assert!(slab.watch(2));
+    drop(reader);
+    assert!(!pool.take_released(8, &mut tokens) && tokens.is_empty(), "one reader is left");
+    drop(other);
+    assert!(!pool.take_released(8, &mut tokens));
+    assert_eq!(tokens, [2]);
+    drop(slab.clone());
+    let readers = [3, 4, 5].map(|token| {
+        let slab = pool.allocate(100).unwrap().seal();
+        let reader = slab.clone();
+        assert!(slab.watch(token));
+        (slab, reader)
+    });
+    let slabs = readers.map(|(slab, _)| slab);
+    assert!(pool.take_released(2, &mut tokens), "one more is reported");
+    assert!(!pool.take_released(2, &mut tokens));
+    assert_eq!(tokens, [2, 3, 4, 5], "in the order of the releases");
+    drop((slab, slabs));
+    assert_nothing_leaked(&pool);
+}
+
 /// Stamps every slab with a unique number and checks the stamp before the slab is freed.
 #[test]
 fn threads_never_share_a_slab() {

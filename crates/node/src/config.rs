@@ -25,7 +25,6 @@ mod value;
 
 pub use admin_group::AdminGroup;
 pub use change::{SettingInfo, list_settings, with_value};
-pub use check::SOCKET_PATH_BYTES_MAX;
 pub use default_capacity::AvailableSpace;
 pub use difference::{ConfigDifference, difference};
 pub use environment::Environment;

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use cascade_block::ByteSize;
+use rustix::process::Signal;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::Notify;
@@ -222,6 +223,9 @@ struct ProcessSignals {
     terminate: tokio::signal::unix::Signal,
     interrupt: tokio::signal::unix::Signal,
     hangup: tokio::signal::unix::Signal,
+    /// Sent for a write beyond the limit of file sizes. With a handler that write is an error, and
+    /// without one the process ends.
+    _file_size: tokio::signal::unix::Signal,
     /// Notified by `drain` with `exit`.
     stop: Arc<Notify>,
 }
@@ -232,6 +236,7 @@ impl ProcessSignals {
             terminate: signal(SignalKind::terminate())?,
             interrupt: signal(SignalKind::interrupt())?,
             hangup: signal(SignalKind::hangup())?,
+            _file_size: signal(SignalKind::from_raw(Signal::XFSZ.as_raw()))?,
             stop: Arc::default(),
         })
     }

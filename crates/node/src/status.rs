@@ -111,6 +111,9 @@ pub struct TenantStatus {
     pub damaged_blocks: u64,
     /// The catalog of blocks.
     pub catalog: CatalogStatus,
+    /// How long the store's lock was held for many keys at once, in seconds.
+    #[serde(default)]
+    pub lock_hold_s: Histogram,
     /// The memory of the DRAM tier.
     pub pool: PoolStatus,
     /// Predicted hit rates at other capacities.

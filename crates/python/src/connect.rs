@@ -4,8 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use cascade_client::{Access, Client, ConnectOptions};
-use cascade_node::config::{Environment, SOCKET_PATH_BYTES_MAX};
+use cascade_client::{Access, Client, ConnectOptions, SOCKET_PATH_BYTES_MAX, socket_of_process};
 use cascade_store::StoreError;
 use pyo3::prelude::*;
 
@@ -45,7 +44,7 @@ fn connect(
 ) -> PyResult<PyStore> {
     let socket = match socket {
         Some(given) => socket_path(arguments::path("socket", given)?)?,
-        None => Environment::of_process().socket(),
+        None => socket_of_process(),
     };
     check_length(&socket)?;
     let mut options = ConnectOptions::new(socket);
@@ -67,7 +66,7 @@ fn connect(
 /// The socket that `connect` uses by default.
 #[pyfunction]
 pub(crate) fn default_socket() -> PathBuf {
-    Environment::of_process().socket()
+    socket_of_process()
 }
 
 fn access_of(given: &Bound<'_, PyAny>) -> PyResult<Access> {
@@ -90,7 +89,7 @@ fn socket_path(given: PathBuf) -> PyResult<PathBuf> {
         return Err(ConfigError::new_err(format!(
             "socket: {text:?} is a network address, but a client shares memory with a node on the \
              same host; give the path of the node's Unix socket, such as {}",
-            Environment::of_process().default_socket().display()
+            cascade_client::default_socket().display()
         )));
     }
     Ok(given)

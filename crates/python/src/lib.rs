@@ -20,9 +20,6 @@ mod stats;
 mod store;
 mod view;
 
-use std::ffi::OsString;
-use std::path::PathBuf;
-
 use cascade_client::TraceContext;
 use pyo3::prelude::*;
 
@@ -43,8 +40,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     stages::register(module)?;
     module.add_function(wrap_pyfunction!(config::check_config, module)?)?;
     module.add_function(wrap_pyfunction!(connect::default_socket, module)?)?;
-    module.add_function(wrap_pyfunction!(replace_trace, module)?)?;
-    module.add_function(wrap_pyfunction!(run_command, module)?)
+    module.add_function(wrap_pyfunction!(replace_trace, module)?)
 }
 
 /// Sets the trace of this thread's calls to nodes: a `traceparent` header, or `None`. Returns the
@@ -56,13 +52,4 @@ fn replace_trace(
 ) -> Option<String> {
     let context = traceparent.as_deref().and_then(TraceContext::parse);
     cascade_client::replace_trace(context).map(|previous| previous.to_string())
-}
-
-/// Runs the command `cascade` with these arguments, the program's name first. Returns the exit
-/// code. `cascade bench vllm` uses this interpreter if it has vLLM.
-#[pyfunction]
-#[pyo3(signature = (arguments, /))]
-fn run_command(py: Python<'_>, arguments: Vec<OsString>) -> PyResult<i32> {
-    let interpreter: Option<PathBuf> = py.import("sys")?.getattr("executable")?.extract()?;
-    Ok(py.detach(|| cascade_bench::cli::main(arguments.into_iter(), interpreter)))
 }

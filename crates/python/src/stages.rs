@@ -8,9 +8,10 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use cascade_memory::SlabMut;
 use cascade_runtime::SystemClock;
-use cascade_store::stage::{Stage, StageError, conformance};
 use cascade_store::stages::{RecordAnswer, RecordStage, Records, StageContext, StageRegistry};
 use cascade_store::{BlockStore, Pipeline, StoreConfig, intern};
+use cascade_tier::conformance::tier as conformance;
+use cascade_tier::tier::{Stage, StageError};
 use pyo3::exceptions::{PyAssertionError, PyBufferError, PyRuntimeError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyMemoryView, PyTuple};

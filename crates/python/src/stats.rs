@@ -1,11 +1,11 @@
 //! The statistics of a store as dictionaries with the names of the Rust fields.
 
 use cascade_memory::PoolStats;
-use cascade_store::stage::StageStats;
 use cascade_store::{
     HealthState, ShadowFigure, ShadowRates, StageHealth, StoreCounters, StoreStats, TierHits,
     TierName,
 };
+use cascade_tier::tier::StageStats;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -30,7 +30,7 @@ pub(crate) fn to_dict<'py>(py: Python<'py>, stats: &StoreStats) -> PyResult<Boun
         keys, contents, content_bytes, dram_blocks, dram_bytes, protected_blocks,
         protection_refused, catalog_bytes, pending_bytes,
         insight_bytes, notes,
-    } except counters, hits_by_tier, pool, stages, stage_blocks, health, shadows, warm);
+    } except counters, hits_by_tier, lock_holds, pool, stages, stage_blocks, health, shadows, warm);
     let by_tier = PyDict::new(py);
     for hits in &stats.hits_by_tier {
         by_tier.set_item(hits.tier, hits_dict(py, hits)?)?;

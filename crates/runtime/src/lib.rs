@@ -32,7 +32,7 @@ pub use mutex::{Mutex, MutexGuard};
 pub use plant::{Plant, UnknownPlant, is_planted};
 pub use random::{fill_random, random_u64};
 pub use rwlock::{RwLock, RwLockReadGuard, RwLockWriteGuard};
-pub use time::{now, sleep, unix_ms};
+pub use time::{now, sleep, thread_cpu_time, unix_ms};
 
 pub use thread::yield_now;
 

@@ -82,6 +82,7 @@ pub struct World {
     switches: Cell<u64>,
     hash: Cell<EventHash>,
     wall_shift_ms: Cell<i64>,
+    spawn_fails_one_in: Cell<u32>,
     current: Cell<u32>,
     chosen: Cell<Option<u32>>,
     armed_crash: Cell<Option<(u64, Domain)>>,
@@ -118,6 +119,7 @@ impl World {
         let world_thread = std::thread::Builder::new()
             .name("cascade-world".to_owned())
             .spawn(move || {
+                coroutine::ignore_leaks();
                 let world: &'static Self = Box::leak(Box::new(Self::new(settings)));
                 WORLD.set(Some(world));
                 world.start_thread("main".to_owned(), Domain::HARNESS, Box::new(body));
@@ -147,6 +149,7 @@ impl World {
             switches: Cell::new(0),
             hash: Cell::new(EventHash::new(settings.seed)),
             wall_shift_ms: Cell::new(0),
+            spawn_fails_one_in: Cell::new(settings.spawn_fails_one_in),
             current: Cell::new(0),
             chosen: Cell::new(None),
             armed_crash: Cell::new(None),
@@ -230,6 +233,11 @@ impl World {
         self.wall_shift_ms.set(self.wall_shift_ms.get().saturating_add(by_ms));
     }
 
+    /// From now on one start of a thread in so many fails; 0 for none. At first as in the settings.
+    pub fn fail_spawns(&self, one_in: u32) {
+        self.spawn_fails_one_in.set(one_in);
+    }
+
     pub(crate) fn unix_ms(&self) -> u64 {
         let passed = self.now_ns.get() / 1_000_000;
         let unshifted = self.settings.unix_start_ms.saturating_add(passed);
@@ -247,7 +255,7 @@ impl World {
 
     /// Fails as often as the settings say: code has to handle that no thread could be started.
     pub(crate) fn may_start_thread(&self) -> io::Result<()> {
-        let fails = self.faults.borrow_mut().one_in(self.settings.spawn_fails_one_in);
+        let fails = self.faults.borrow_mut().one_in(self.spawn_fails_one_in.get());
         if fails { Err(io::ErrorKind::WouldBlock.into()) } else { Ok(()) }
     }
 

@@ -25,6 +25,16 @@ pub fn unix_ms() -> u64 {
     u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
 }
 
+/// CPU time of the calling thread; in a world, the time of the world.
+pub fn thread_cpu_time() -> Duration {
+    if let Some(world) = simulated::current() {
+        return world.now();
+    }
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    // Never negative.
+    Duration::try_from(time).unwrap_or_default()
+}
+
 /// Waits for `time`.
 #[track_caller]
 #[expect(clippy::disallowed_methods, reason = "this is the sleep that all other code takes")]

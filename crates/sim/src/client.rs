@@ -1,9 +1,10 @@
 //! A caller of the store: makes the operations of its workload and checks each result.
 
+mod changes;
 mod puts;
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -21,6 +22,8 @@ use crate::lease::Leases;
 use crate::model::{Model, Scope, Tick};
 use crate::profile::{Profile, Trouble};
 use crate::workload::{Operation, Workload};
+
+use changes::Follower;
 
 /// A call may take so much longer than its time-out.
 const LATENESS_MAX: Duration = Duration::from_millis(50);
@@ -40,6 +43,10 @@ pub(crate) struct Shared {
     pub(crate) timeout: Duration,
     model: LeafMutex<Model>,
     operations: AtomicU64,
+    /// Virtual time for which the machine was suspended, in nanoseconds.
+    suspended_ns: AtomicU64,
+    /// Set once nothing disturbs the process any more, but for kills.
+    pub(crate) is_calm: AtomicBool,
     /// The number of the operation at which the clients stop: for ever, or to reopen the store.
     pub(crate) operations_end: AtomicU64,
 }
@@ -54,6 +61,8 @@ impl Shared {
             world_seed,
             model: LeafMutex::new(model),
             operations: AtomicU64::new(0),
+            suspended_ns: AtomicU64::new(0),
+            is_calm: AtomicBool::new(false),
             operations_end: AtomicU64::new(0),
         }
     }
@@ -66,6 +75,17 @@ impl Shared {
     /// Operations that have begun.
     pub(crate) fn operations(&self) -> u64 {
         self.operations.load(Ordering::Relaxed)
+    }
+
+    /// The machine was suspended. Calls in progress may take so much longer.
+    pub(crate) fn add_suspension(&self, time: Duration) {
+        let time_ns = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        self.suspended_ns.fetch_add(time_ns, Ordering::Relaxed);
+    }
+
+    /// Virtual time for which the machine ran.
+    fn running_time(&self) -> Duration {
+        now().saturating_sub(Duration::from_nanos(self.suspended_ns.load(Ordering::Relaxed)))
     }
 
     fn next_operation(&self) -> Option<u64> {
@@ -96,6 +116,7 @@ pub(crate) struct Client {
     held: VecDeque<HeldView>,
     leases: Leases,
     pinned: Vec<u32>,
+    follower: Follower,
 }
 
 #[derive(Debug)]
@@ -109,6 +130,7 @@ struct HeldView {
 #[derive(Debug, Clone, Copy)]
 struct Call {
     begin: Tick,
+    /// Without the time for which the machine was suspended.
     began: Duration,
     name: &'static str,
 }
@@ -125,6 +147,7 @@ impl Client {
             leases: Leases::new(&store),
             store,
             pinned: Vec::new(),
+            follower: Follower::default(),
         }
     }
 
@@ -191,6 +214,7 @@ impl Client {
                 }
             }),
             Operation::Stats => self.unchecked("stats", |client| note(client.store.stats().keys)),
+            Operation::Changes => self.follow(),
             Operation::Release => {
                 self.release(0);
                 self.end_leases(0);
@@ -199,7 +223,7 @@ impl Client {
     }
 
     fn begin(&self, name: &'static str) -> Call {
-        Call { begin: self.shared.model().begin(), began: now(), name }
+        Call { begin: self.shared.model().begin(), began: self.shared.running_time(), name }
     }
 
     fn checked(&self, call: Call) -> MutexGuard<'_, Model> {
@@ -211,13 +235,17 @@ impl Client {
 
     /// The results were checked. Checks the time that the call took.
     fn end(&self, call: Call) {
-        let took = now().saturating_sub(call.began);
+        let took = self.took(call);
         let mut model = self.checked(call);
         if took > self.shared.timeout + LATENESS_MAX {
             let timeout = self.shared.timeout;
             model.findings.add(format!("took {took:?} with a time-out of {timeout:?}"));
         }
         model.end(call.begin);
+    }
+
+    fn took(&self, call: Call) -> Duration {
+        self.shared.running_time().saturating_sub(call.began)
     }
 
     fn unchecked<T>(&self, name: &'static str, make: impl FnOnce(&Self) -> T) -> T {
@@ -376,11 +404,14 @@ impl Client {
             Err(error) => return self.check_error(&mut model, call, keys[0], &error),
         };
         // A write that a crash cut is found when it is read.
-        let has_crashes = self.shared.profile.trouble >= Trouble::Kills;
+        let profile = &self.shared.profile;
+        let has_crashes = profile.trouble >= Trouble::Kills;
+        // So is a record under a name of an earlier run.
+        let loses_names = profile.loses_names();
         for (key, block) in keys.iter().zip(&explanation.blocks) {
             match &block.state {
                 BlockState::Absent { why: why @ (Loss::Damaged | Loss::Vanished), .. }
-                    if !has_crashes =>
+                    if !(has_crashes || loses_names && *why == Loss::Vanished) =>
                 {
                     model.findings.add(format!("key {key}: its block is absent: {why}"));
                 }
@@ -459,7 +490,7 @@ impl Client {
 
     fn begin_removal(&self, name: &'static str, scope: Scope, is_erase: bool) -> Call {
         let begin = self.shared.model().begin_removal(scope, is_erase);
-        Call { begin, began: now(), name }
+        Call { begin, began: self.shared.running_time(), name }
     }
 
     fn delete(&mut self, keys: &[u32]) {

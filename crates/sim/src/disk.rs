@@ -113,6 +113,8 @@ pub struct DiskCounts {
     pub power_losses: u64,
     /// Violations of the contract by callers.
     pub violations: u64,
+    /// The same, but of a transfer whose call has reported a time-out.
+    pub late_violations: u64,
     /// When a fault last had an effect; of a call that hangs, when it ends.
     pub last_fault: Option<Duration>,
 }
@@ -301,7 +303,8 @@ impl SimDisk {
         self.device().counts
     }
 
-    /// The first violations of the contract by callers.
+    /// The first violations of the contract by callers, and the first that concern a transfer whose
+    /// call has reported a time-out.
     pub fn violations(&self) -> Vec<ContractViolation> {
         self.device().violations.clone()
     }

@@ -1,9 +1,9 @@
 //! What the checks of a world found.
 
 use std::fmt;
-use std::time::Duration;
 
 use cascade_runtime::simulated::World;
+use serde::{Deserialize, Serialize};
 
 /// Violations of one world that are listed; further ones are counted.
 const LISTED_MAX: usize = 20;
@@ -28,11 +28,11 @@ pub(crate) struct Context {
 }
 
 /// One violation.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Finding {
     pub(crate) text: String,
-    /// Virtual time.
-    pub(crate) now: Duration,
+    /// Virtual time, in microseconds.
+    pub(crate) time_us: u64,
     /// Scheduling points before it.
     pub(crate) points: u64,
 }
@@ -55,7 +55,8 @@ impl Findings {
             }
         };
         let points = World::current().map_or(0, World::points);
-        self.listed.push(Finding { text, now: cascade_runtime::now(), points });
+        let time_us = u64::try_from(cascade_runtime::now().as_micros()).unwrap_or(u64::MAX);
+        self.listed.push(Finding { text, time_us, points });
     }
 
     pub(crate) fn add_wrong_bytes(&mut self, what: impl fmt::Display) {

@@ -1,19 +1,24 @@
 //! The simulator: real stores on virtual time with simulated devices, each result checked against a
 //! naive model. A seed decides everything.
 #![forbid(unsafe_code)]
+#![warn(clippy::disallowed_types)]
 
 mod client;
 mod content;
 pub mod disk;
+mod disturber;
 mod finding;
+mod key_file;
 mod lease;
 mod model;
 mod profile;
 mod report;
 mod run;
 mod tiers;
+mod workers;
 mod workload;
 mod world;
 
 pub use report::{Seconds, SimResult, Violation};
-pub use run::{Length, Progress, SimOptions, WORLD_OPERATIONS, run};
+pub use run::{Length, Progress, SimOptions, WORLD_OPERATIONS, Workers, run};
+pub use workers::{Processes, serve};

@@ -4,7 +4,9 @@
 //! moment between its two ticks, so calls that overlap may take effect in either order. The model
 //! does not search for an order. It keeps, for each put, from when to when its block may be there.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
+
+use cascade_runtime::unix_ms;
 
 use crate::content::Content;
 use crate::finding::Findings;
@@ -38,8 +40,8 @@ pub(crate) struct Model {
     keys: Vec<Vec<Version>>,
     /// The latest content number of each key.
     numbers: Vec<u32>,
-    /// The begins of the calls in flight.
-    open: BTreeSet<Tick>,
+    /// The begins of the calls in flight, and the wall clock at them.
+    open: BTreeMap<Tick, u64>,
     /// The removals in flight.
     removals: Vec<Removal>,
     erases_in_flight: u32,
@@ -65,6 +67,8 @@ struct Version {
     doomed: Option<Tick>,
     /// From here on it is certainly absent.
     dead: Option<Tick>,
+    /// From this wall clock on a call does not return it.
+    expires_ms: Option<u64>,
     /// It was flushed, and its absence if it is dead.
     persisted: Persisted,
 }
@@ -155,7 +159,7 @@ impl Model {
             promises: profile.promises(),
             keys: vec![Vec::new(); key_count],
             numbers: vec![0; key_count],
-            open: BTreeSet::new(),
+            open: BTreeMap::new(),
             removals: Vec::new(),
             erases_in_flight: 0,
             last_erase_ended: 0,
@@ -178,7 +182,7 @@ impl Model {
     /// A call begins. Every begun call is ended by [`Model::end`].
     pub(crate) fn begin(&mut self) -> Tick {
         let begin = self.tick();
-        self.open.insert(begin);
+        self.open.insert(begin, unix_ms());
         begin
     }
 
@@ -191,7 +195,7 @@ impl Model {
     /// A put of these blocks begins.
     pub(crate) fn begin_put(&mut self, blocks: &[(u32, Content)]) -> Tick {
         let begin = self.begin();
-        let oldest = *self.open.first().expect("this call is open");
+        let (&oldest, _) = self.open.first_key_value().expect("this call is open");
         for (key, content) in blocks {
             let is_removed = self.removals.iter().any(|removal| removal.scope.covers(*key));
             let versions = &mut self.keys[*key as usize];
@@ -210,10 +214,22 @@ impl Model {
                 is_linked: false,
                 doomed: is_removed.then_some(begin),
                 dead: None,
+                expires_ms: None,
                 persisted: Persisted::Nothing,
             });
         }
         begin
+    }
+
+    /// The blocks of a put in flight expire so long after this moment, at the latest.
+    pub(crate) fn expire(&mut self, begin: Tick, ttl_ms: u64) {
+        let expires_ms = unix_ms().saturating_add(ttl_ms);
+        let versions = self.keys.iter_mut().flatten();
+        for version in versions.filter(|version| version.begin == begin && version.end.is_none()) {
+            version.doom(begin);
+            // Where the clock is set back, what has expired can come back.
+            version.expires_ms = (!self.profile.sets_clock).then_some(expires_ms);
+        }
     }
 
     /// The put has returned. One result for each block.
@@ -354,8 +370,10 @@ impl Model {
 
     /// A deletion said that this key had a block.
     pub(crate) fn deleted(&mut self, begin: Tick, key: u32) {
-        if self.possible(key, begin).next().is_none() {
-            self.findings.add(format!("key {key}: deleted a block that nobody put"));
+        // It can be one that has expired and that no other call has found yet.
+        let mut versions = self.keys[key as usize].iter();
+        if !versions.any(|version| version.may_be_seen(begin)) {
+            self.findings.add(format!("key {key}: deleted a block that no caller put"));
         }
     }
 
@@ -401,7 +419,7 @@ impl Model {
     /// A lookup or a question found a block.
     pub(crate) fn found(&mut self, begin: Tick, key: u32, how: &str) {
         if self.possible(key, begin).next().is_none() {
-            self.findings.add(format!("key {key}: {how} found a block that nobody put"));
+            self.findings.add(format!("key {key}: {how} found a block that no caller put"));
         }
     }
 
@@ -491,6 +509,7 @@ impl Model {
                 is_linked: false,
                 doomed: Some(now),
                 dead: None,
+                expires_ms: None,
                 persisted: Persisted::Nothing,
             });
         }
@@ -510,12 +529,17 @@ impl Model {
 
     /// What a key may have had at some moment since `begin`.
     fn possible(&self, key: u32, begin: Tick) -> impl Iterator<Item = &Version> {
-        self.keys[key as usize].iter().filter(move |version| version.may_be_seen(begin))
+        let unix_ms = self.open.get(&begin).copied().unwrap_or(0);
+        let has_expired =
+            move |version: &Version| version.expires_ms.is_some_and(|at| at <= unix_ms);
+        let versions = self.keys[key as usize].iter();
+        versions.filter(move |version| version.may_be_seen(begin) && !has_expired(version))
     }
 
     /// Contents that a key must have had at every moment since `begin`.
     fn certain(&self, key: u32, begin: Tick) -> impl Iterator<Item = Content> {
         let Promises { keeps_all, has_files, .. } = self.promises;
+        let loses_names = self.profile.loses_names();
         let versions = self.keys[key as usize].iter();
         let certain = versions.filter(move |version| {
             keeps_all
@@ -523,6 +547,7 @@ impl Model {
                 && version.is_before(begin)
                 && version.doomed.is_none()
                 && version.dead.is_none()
+                && !loses_names
                 && (!version.is_linked || !has_files || version.persisted == Persisted::Block)
         });
         certain.map(|version| version.content)

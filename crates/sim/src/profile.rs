@@ -8,9 +8,12 @@ use std::time::Duration;
 
 use cascade_block::{DigestAlgorithm, DigestMode};
 use cascade_runtime::simulated::Random;
-use cascade_store::{FileLayout, FilesConfig, HealthConfig, PolicyKind, StoreConfig, WritePolicy};
+use cascade_store::{
+    EncryptionConfig, FileLayout, FilesConfig, HealthConfig, PolicyKind, StoreConfig, WritePolicy,
+};
 
 use crate::content::Content;
+use crate::key_file;
 use crate::model::Promises;
 
 const KIB: u64 = 1 << 10;
@@ -66,6 +69,16 @@ pub(crate) struct Profile {
     pub(crate) trouble: Trouble,
     /// Calls between two reopenings, in the mean; `None`: the store is opened once.
     pub(crate) reopens_after: Option<u64>,
+    /// Whether some blocks expire.
+    pub(crate) has_expiry: bool,
+    /// Whether the wall clock is set forward and back.
+    pub(crate) sets_clock: bool,
+    /// Whether threads cannot be started now and then.
+    pub(crate) fails_threads: bool,
+    /// Whether files are encrypted.
+    pub(crate) is_encrypted: bool,
+    /// Whether the file system commits all changes of names in their order.
+    pub(crate) has_journal: bool,
     hash_seed: u64,
     scrubs: bool,
 }
@@ -87,6 +100,11 @@ impl Profile {
         } else {
             lengths.extend([0; 6].map(|_: u32| drawn(random, 2, 300 * KIB)));
         }
+        let trouble = match tiers {
+            Tiers::Dram => Trouble::None,
+            _ => [Trouble::None, Trouble::Kills, Trouble::PowerLoss, Trouble::Faults]
+                [random.index_below(4)],
+        };
         let has_digest = random.one_in(2);
         let digest =
             if has_digest { DigestMode::On(DigestAlgorithm::Blake3) } else { DigestMode::Off };
@@ -111,20 +129,27 @@ impl Profile {
             shares_contents: random.one_in(2),
             lengths,
             clients: 3 + random.index_below(4),
-            trouble: match tiers {
-                Tiers::Dram => Trouble::None,
-                _ => [Trouble::None, Trouble::Kills, Trouble::PowerLoss, Trouble::Faults]
-                    [random.index_below(4)],
-            },
+            trouble,
             reopens_after: random.one_in(2).then(|| 500 + random.below(8000)),
             hash_seed: random.next_u64(),
             scrubs: !random.one_in(4),
+            has_expiry: random.one_in(3),
+            sets_clock: random.one_in(4),
+            fails_threads: trouble == Trouble::Faults && random.one_in(3),
+            is_encrypted: tiers != Tiers::Dram && random.one_in(5),
+            has_journal: random.one_in(2),
         }
     }
 
     /// Whether the store has a file tier.
     pub(crate) fn has_files(&self) -> bool {
         self.tiers != Tiers::Dram
+    }
+
+    /// Whether keys with equal bytes can lose them: an encrypted tier keeps one record for all, and
+    /// does not trust the names that earlier runs gave it.
+    pub(crate) fn loses_names(&self) -> bool {
+        self.is_encrypted && self.digest != DigestMode::Off
     }
 
     /// What the store promises in this world.
@@ -165,7 +190,11 @@ impl Profile {
             durable: self.is_durable,
             ..FilesConfig::new(PathBuf::from(DIRECTORY))
         };
+        let encryption = self.is_encrypted.then(|| {
+            EncryptionConfig::new(key_file::path().expect("the process may open one more file"))
+        });
         StoreConfig {
+            encryption,
             pipeline: pipeline.to_owned(),
             dram_bytes: 4 * MIB,
             // The pages of a memory file: their number is not the machine's choice.
@@ -213,6 +242,11 @@ impl fmt::Display for Profile {
             write!(f, ", {:?}, {durable}, write-{:?}", self.layout, self.write)?;
         }
         let digest = if self.digest == DigestMode::Off { "no digests" } else { "digests" };
+        let is_encrypted = if self.is_encrypted { ", encrypted" } else { "" };
+        let expiry = if self.has_expiry { ", expiry" } else { "" };
+        let clock = if self.sets_clock { ", clock set" } else { "" };
+        let threads = if self.fails_threads { ", threads fail" } else { "" };
+        write!(f, "{is_encrypted}{expiry}{clock}{threads}")?;
         let (policy, keys, clients) = (self.policy, self.key_count, self.clients);
         write!(f, ", {policy:?}, {digest}, {keys} keys, {clients} clients")?;
         f.write_str(match self.trouble {

@@ -1,6 +1,35 @@
 //! The result of a simulation.
 
-use serde::Serialize;
+use std::time::Duration;
+
+use cascade_runtime::Plant;
+use serde::{Deserialize, Serialize};
+
+use crate::finding::Finding;
+use crate::world::WorldResult;
+
+/// What one world came to.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct WorldReport {
+    pub(crate) world: u64,
+    pub(crate) operations: u64,
+    pub(crate) event_hash: u64,
+    /// Virtual time, in microseconds.
+    pub(crate) time_us: u64,
+    pub(crate) wrong_bytes: u64,
+    pub(crate) violations: u64,
+    /// The first violations.
+    pub(crate) listed: Vec<Finding>,
+    pub(crate) late_transfers: u64,
+    /// Whether a second run gave another result.
+    pub(crate) is_different: bool,
+    pub(crate) reopenings: u64,
+    pub(crate) crashes: u64,
+    pub(crate) points: u64,
+    pub(crate) switches: u64,
+    /// What the world was like.
+    pub(crate) profile: String,
+}
 
 /// What all worlds of a simulation came to.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -28,8 +57,13 @@ pub struct SimResult {
     pub violations: u64,
     /// The first violations.
     pub listed: Vec<Violation>,
+    /// Uses of the memory or of the range of a transfer that had not ended at the deadline of its
+    /// call. The deadline ended the call and not the transfer, so they are no violations.
+    pub late_transfers: u64,
     /// Worlds that gave another result when they were run a second time.
     pub differences: u64,
+    /// The commands that run these worlds again.
+    pub repeat_differences: Vec<String>,
     /// Times that a store was opened again after it was closed or killed.
     pub reopenings: u64,
     /// Times that the process of a store was killed.
@@ -51,6 +85,10 @@ impl Serialize for Seconds {
 }
 
 impl Seconds {
+    pub(crate) fn of(time: Duration) -> Self {
+        Self(u64::try_from(time.as_millis()).unwrap_or(u64::MAX))
+    }
+
     /// The seconds.
     #[expect(clippy::cast_precision_loss, reason = "53 bits are enough for a time")]
     pub fn as_f64(self) -> f64 {
@@ -75,7 +113,72 @@ pub struct Violation {
     pub repeat: String,
 }
 
+impl WorldReport {
+    pub(crate) fn new(world: u64, result: WorldResult, is_different: bool) -> Self {
+        let WorldResult { report, findings, .. } = result;
+        Self {
+            world,
+            operations: result.operations,
+            event_hash: report.event_hash,
+            time_us: u64::try_from(report.now.as_micros()).unwrap_or(u64::MAX),
+            wrong_bytes: findings.wrong_bytes,
+            violations: findings.count,
+            listed: findings.listed,
+            late_transfers: result.late_transfers,
+            is_different,
+            reopenings: result.reopenings,
+            crashes: result.crashes,
+            points: report.points,
+            switches: report.switches,
+            profile: result.profile.to_string(),
+        }
+    }
+
+    /// The report of a world that was not run to its end. That is a violation.
+    pub(crate) fn without_result(world: u64, text: String) -> Self {
+        Self {
+            world,
+            operations: 0,
+            event_hash: 0,
+            time_us: 0,
+            wrong_bytes: 0,
+            violations: 1,
+            listed: vec![Finding { text, time_us: 0, points: 0 }],
+            late_transfers: 0,
+            is_different: false,
+            reopenings: 0,
+            crashes: 0,
+            points: 0,
+            switches: 0,
+            profile: "not known".to_owned(),
+        }
+    }
+}
+
 impl SimResult {
+    pub(crate) fn new(seed: u64, plant: Option<Plant>, took: Duration) -> Self {
+        Self {
+            simulated: true,
+            seed,
+            plant: plant.map(|plant| plant.name().to_owned()),
+            worlds: 0,
+            operations: 0,
+            seconds: Seconds::of(took),
+            simulated_seconds: Seconds::default(),
+            event_hash: String::new(),
+            wrong_bytes: 0,
+            violations: 0,
+            listed: Vec::new(),
+            late_transfers: 0,
+            differences: 0,
+            repeat_differences: Vec::new(),
+            reopenings: 0,
+            crashes: 0,
+            points: 0,
+            switches: 0,
+        }
+    }
+
     /// Whether nothing went wrong.
     pub fn is_clean(&self) -> bool {
         self.violations == 0 && self.wrong_bytes == 0 && self.differences == 0

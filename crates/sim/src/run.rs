@@ -1,15 +1,18 @@
-//! Many independent worlds on several OS threads. The result does not depend on how many.
+//! Many independent worlds, several at a time. The result depends neither on how many run at a time
+//! nor on the processes that run them.
 
 use std::collections::BTreeMap;
+use std::io;
+use std::sync::PoisonError;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use cascade_runtime::simulated::Random;
-use cascade_runtime::{Clock, Plant};
+use cascade_runtime::{Clock, LeafMutex, Plant};
 
-use crate::report::{Seconds, SimResult, Violation};
-use crate::world::{self, WorldPlan, WorldResult};
+use crate::report::{Seconds, SimResult, Violation, WorldReport};
+use crate::workers::{Processes, Worker};
+use crate::world::{self, WorldPlan};
 
 /// Operations of one world.
 pub const WORLD_OPERATIONS: u64 = 20_000;
@@ -27,7 +30,7 @@ pub struct SimOptions {
     pub length: Length,
     /// Run only this world of the simulation.
     pub world: Option<u64>,
-    /// OS threads.
+    /// Worlds at a time.
     pub jobs: usize,
     /// Run each world twice and compare.
     pub twice: bool,
@@ -44,6 +47,15 @@ pub enum Length {
     Time(Duration),
 }
 
+/// Where worlds run.
+#[derive(Debug, Clone, Copy)]
+pub enum Workers<'a> {
+    /// In threads of this process. What killed threads leave behind stays: for some dozen worlds.
+    Threads,
+    /// In processes that are replaced now and then.
+    Processes(&'a Processes),
+}
+
 /// How far a simulation is. Another thread may read it, and stop it.
 #[derive(Debug, Default)]
 pub struct Progress {
@@ -55,159 +67,171 @@ pub struct Progress {
     pub is_stopped: AtomicBool,
 }
 
-/// What a world contributes to the result.
-struct Done {
-    result: WorldResult,
-    is_different: bool,
-}
-
 /// The worlds of one simulation.
 struct Simulation<'a> {
     options: SimOptions,
+    workers: Workers<'a>,
     progress: &'a Progress,
     next: AtomicU64,
-    done: Mutex<BTreeMap<u64, Done>>,
+    done: LeafMutex<BTreeMap<u64, WorldReport>>,
     clock: &'a dyn Clock,
     began: Duration,
 }
 
 /// Runs a simulation to its end.
 ///
+/// # Errors
+///
+/// If a process cannot be started.
+///
 /// # Panics
 ///
 /// In a simulated world, and when the system cannot start a thread.
-pub fn run(options: &SimOptions, progress: &Progress, clock: &dyn Clock) -> SimResult {
+pub fn run(
+    options: &SimOptions,
+    workers: Workers<'_>,
+    progress: &Progress,
+    clock: &dyn Clock,
+) -> io::Result<SimResult> {
     let simulation = Simulation {
         options: *options,
+        workers,
         progress,
         next: AtomicU64::new(options.world.unwrap_or(0)),
-        done: Mutex::new(BTreeMap::new()),
+        done: LeafMutex::new(BTreeMap::new()),
         clock,
         began: clock.monotonic(),
     };
     let jobs = if options.world.is_some() { 1 } else { options.jobs.max(1) };
     std::thread::scope(|scope| {
-        for _ in 0..jobs {
-            scope.spawn(|| simulation.work());
-        }
-    });
+        let jobs: Vec<_> = (0..jobs).map(|_| scope.spawn(|| simulation.work())).collect();
+        jobs.into_iter()
+            .try_for_each(|job| job.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+    })?;
     let took = clock.monotonic().saturating_sub(simulation.began);
     let done = simulation.done.into_inner().unwrap_or_else(PoisonError::into_inner);
-    fold(options, &done, took)
+    Ok(fold(options, &done, took))
 }
 
 impl Simulation<'_> {
     /// Runs one world after another.
-    fn work(&self) {
+    fn work(&self) -> io::Result<()> {
+        let mut worker = None;
         while !self.progress.is_stopped.load(Ordering::Relaxed) && !self.is_late() {
             let number = self.next.fetch_add(1, Ordering::Relaxed);
-            let Some(operations) = self.options.operations_of(number) else { return };
-            let plan = WorldPlan {
-                seed: world_seed(self.options.seed, number),
-                operations,
-                plant: self.options.plant,
+            let report = match self.workers {
+                _ if self.options.plan(number).is_none() => break,
+                Workers::Threads => self.options.run_world(number),
+                Workers::Processes(processes) => {
+                    Some(self.run_in_process(processes, &mut worker, number)?)
+                }
             };
-            let done = self.run_world(plan);
-            self.progress.operations.fetch_add(done.result.operations, Ordering::Relaxed);
-            self.progress.violations.fetch_add(done.result.findings.count, Ordering::Relaxed);
-            self.done.lock().unwrap_or_else(PoisonError::into_inner).insert(number, done);
+            let report = report.expect("the simulation has this world");
+            self.progress.operations.fetch_add(report.operations, Ordering::Relaxed);
+            self.progress.violations.fetch_add(report.violations, Ordering::Relaxed);
+            self.done.lock().unwrap_or_else(PoisonError::into_inner).insert(number, report);
         }
+        Ok(())
     }
 
+    fn run_in_process(
+        &self,
+        processes: &Processes,
+        worker: &mut Option<Worker>,
+        number: u64,
+    ) -> io::Result<WorldReport> {
+        let report = processes.run_world(worker, number, self.clock);
+        if report.is_err() {
+            self.progress.is_stopped.store(true, Ordering::Relaxed);
+        }
+        report
+    }
+
+    /// Whether the time is over. One world runs in any time.
     fn is_late(&self) -> bool {
+        if self.next.load(Ordering::Relaxed) == self.options.world.unwrap_or(0) {
+            return false;
+        }
         let passed = self.clock.monotonic().saturating_sub(self.began);
         matches!(self.options.length, Length::Time(time) if passed >= time)
-    }
-
-    fn run_world(&self, plan: WorldPlan) -> Done {
-        let result = world::run(plan);
-        if !self.options.twice {
-            return Done { result, is_different: false };
-        }
-        // Other addresses: nothing may depend on them.
-        let shift = vec![0_u8; 1 << (plan.seed % 20)];
-        let again = world::run(plan);
-        drop(shift);
-        let is_different =
-            again.report != result.report || again.findings.listed != result.findings.listed;
-        Done { result, is_different }
     }
 }
 
 impl SimOptions {
-    /// The length of a world; `None` for a world that the simulation does not have.
-    fn operations_of(&self, number: u64) -> Option<u64> {
+    /// What a world of this simulation is; `None` for a world that it does not have.
+    fn plan(&self, number: u64) -> Option<WorldPlan> {
         let left = match self.length {
-            Length::Operations(all) => all.saturating_sub(number * WORLD_OPERATIONS),
+            Length::Operations(all) => all.saturating_sub(number.saturating_mul(WORLD_OPERATIONS)),
             Length::Time(_) => WORLD_OPERATIONS,
         };
         let is_ours = self.world.is_none_or(|world| world == number);
-        (left > 0 && is_ours).then_some(left.min(WORLD_OPERATIONS))
+        (left > 0 && is_ours).then(|| WorldPlan {
+            seed: Random::new(self.seed, WORLD_STREAMS.wrapping_add(number)).next_u64(),
+            operations: left.min(WORLD_OPERATIONS),
+            plant: self.plant,
+        })
+    }
+
+    /// Runs a world of this simulation, here; `None` for a world that it does not have.
+    pub(crate) fn run_world(&self, number: u64) -> Option<WorldReport> {
+        let plan = self.plan(number)?;
+        let result = world::run(plan);
+        let is_different = self.twice && {
+            // Other addresses: nothing may depend on them.
+            let shift = vec![0_u8; 1 << (plan.seed % 20)];
+            let again = world::run(plan);
+            drop(shift);
+            again.report != result.report || again.findings.listed != result.findings.listed
+        };
+        Some(WorldReport::new(number, result, is_different))
     }
 
     /// The command that runs one world again.
-    fn repeat(&self, number: u64) -> String {
+    fn repeat(&self, number: u64, is_different: bool) -> String {
         let operations = match self.length {
-            Length::Operations(operations) => format!(" --operations {operations}"),
-            Length::Time(_) => String::new(),
+            Length::Operations(operations) => operations,
+            // Whole worlds up to this one.
+            Length::Time(_) => (number + 1) * WORLD_OPERATIONS,
         };
+        let twice = if is_different { " --twice" } else { "" };
         let plant = self.plant.map_or_else(String::new, |plant| format!(" --plant {plant}"));
         let seed = self.seed;
-        format!("cascade sim --nodes 1 --seed {seed} --world {number}{operations}{plant}")
+        let world = format!("--operations {operations} --world {number}{twice}{plant}");
+        format!("cascade sim --nodes 1 --seed {seed} {world}")
     }
 }
 
-/// The seed of a world.
-fn world_seed(seed: u64, number: u64) -> u64 {
-    Random::new(seed, WORLD_STREAMS + number).next_u64()
-}
-
 /// Puts the results together, in the order of the worlds.
-fn fold(options: &SimOptions, done: &BTreeMap<u64, Done>, took: Duration) -> SimResult {
+fn fold(options: &SimOptions, done: &BTreeMap<u64, WorldReport>, took: Duration) -> SimResult {
     let mut hash = Random::new(options.seed, 0).next_u64();
-    let mut result = SimResult {
-        simulated: true,
-        seed: options.seed,
-        plant: options.plant.map(|plant| plant.name().to_owned()),
-        worlds: done.len() as u64,
-        operations: 0,
-        seconds: seconds(took),
-        simulated_seconds: Seconds::default(),
-        event_hash: String::new(),
-        wrong_bytes: 0,
-        violations: 0,
-        listed: Vec::new(),
-        differences: 0,
-        reopenings: 0,
-        crashes: 0,
-        points: 0,
-        switches: 0,
-    };
-    for (number, Done { result: world, is_different }) in done {
-        hash = Random::new(hash, world.report.event_hash).next_u64();
+    let mut result = SimResult::new(options.seed, options.plant, took);
+    for (number, world) in done {
+        hash = Random::new(hash, world.event_hash).next_u64();
+        result.worlds += 1;
         result.operations += world.operations;
-        result.simulated_seconds.0 += seconds(world.report.now).0;
-        result.wrong_bytes += world.findings.wrong_bytes;
-        result.violations += world.findings.count;
-        result.differences += u64::from(*is_different);
+        result.simulated_seconds.0 += Seconds::of(Duration::from_micros(world.time_us)).0;
+        result.wrong_bytes += world.wrong_bytes;
+        result.violations += world.violations;
+        result.late_transfers += world.late_transfers;
+        result.differences += u64::from(world.is_different);
         result.reopenings += world.reopenings;
         result.crashes += world.crashes;
-        result.points += world.report.points;
-        result.switches += world.report.switches;
+        result.points += world.points;
+        result.switches += world.switches;
+        let repeat = options.repeat(*number, world.is_different);
+        if world.is_different {
+            result.repeat_differences.push(repeat.clone());
+        }
         let left = LISTED_MAX - result.listed.len();
-        result.listed.extend(world.findings.listed.iter().take(left).map(|finding| Violation {
+        result.listed.extend(world.listed.iter().take(left).map(|finding| Violation {
             world: *number,
-            time_us: u64::try_from(finding.now.as_micros()).unwrap_or(u64::MAX),
+            time_us: finding.time_us,
             points: finding.points,
             text: finding.text.clone(),
-            profile: world.profile.to_string(),
-            repeat: options.repeat(*number),
+            profile: world.profile.clone(),
+            repeat: repeat.clone(),
         }));
     }
     result.event_hash = format!("{hash:016x}");
     result
-}
-
-fn seconds(time: Duration) -> Seconds {
-    Seconds(u64::try_from(time.as_millis()).unwrap_or(u64::MAX))
 }

@@ -28,11 +28,11 @@ pub(crate) struct Devices {
 }
 
 impl Devices {
-    pub(crate) fn new(random: &mut Random) -> Self {
+    pub(crate) fn new(profile: &Profile, random: &mut Random) -> Self {
         let disk = SimDisk::new(DiskSettings {
             seed: random.next_u64(),
             supports_direct: !random.one_in(4),
-            has_journal: random.one_in(2),
+            has_journal: profile.has_journal,
             ..DiskSettings::default()
         });
         let made = disk.make_durable_directory(Path::new(DIRECTORY));
@@ -90,10 +90,15 @@ impl Devices {
 
     /// What callers did that a device answers with arbitrary bytes.
     pub(crate) fn violations(&self) -> Vec<String> {
-        // Nobody reads what a late transfer brings, and the disk keeps its memory for it.
+        // No caller reads what a late transfer brings, and the disk keeps its memory for it.
         let violations = self.disk.violations().into_iter().filter(|violation| !violation.is_late);
         violations
             .map(|ContractViolation { at, path, text, .. }| format!("{path:?} at {at:?}: {text}"))
             .collect()
+    }
+
+    /// How often callers did that to a transfer whose call the deadline had ended.
+    pub(crate) fn count_late_transfers(&self) -> u64 {
+        self.disk.counts().late_violations
     }
 }

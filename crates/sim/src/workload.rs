@@ -38,6 +38,8 @@ pub(crate) enum Operation {
     Explain(Vec<u32>),
     Scrub,
     Stats,
+    /// Follows the changes, and compares the set of keys once it is exact.
+    Changes,
     /// Drops the views that this client holds.
     Release,
 }
@@ -54,6 +56,8 @@ pub(crate) struct PutBatch {
     pub(crate) is_prefix: bool,
     /// Whether the last block is partly filled.
     pub(crate) is_partial: bool,
+    /// The time that the blocks live.
+    pub(crate) ttl_ms: Option<u64>,
 }
 
 /// Draws operations.
@@ -62,14 +66,15 @@ pub(crate) struct Workload {
     random: Random,
     key_count: u32,
     chain_length: u32,
+    has_expiry: bool,
     weights: [u64; KINDS],
 }
 
-const KINDS: usize = 21;
+const KINDS: usize = 22;
 /// How often an operation is drawn, in the order of their arms in `draw`.
 const WEIGHTS: [u64; KINDS] = [
     2500, 1000, 1500, 1000, 400, 500, 500, 200, 100, 500, 5, 2, 150, 150, 300, 100, 150, 100, 10,
-    50, 300,
+    50, 200, 300,
 ];
 
 impl Workload {
@@ -83,6 +88,7 @@ impl Workload {
             random: Random::new(world_seed, stream),
             key_count: profile.key_count,
             chain_length: profile.chain_length,
+            has_expiry: profile.has_expiry,
             // Something has to be put and read.
             weights: std::array::from_fn(|at| weights[at].max(u64::from(at < 5) * WEIGHTS[at] / 4)),
         }
@@ -117,6 +123,7 @@ impl Workload {
             17 => Operation::Explain(self.keys()),
             18 => Operation::Scrub,
             19 => Operation::Stats,
+            20 => Operation::Changes,
             _ => Operation::Release,
         }
     }
@@ -138,7 +145,14 @@ impl Workload {
             has_parents: self.random.one_in(3),
             is_prefix: self.random.one_in(16),
             is_partial: self.random.one_in(32),
+            ttl_ms: self.ttl_ms(),
         }
+    }
+
+    /// Short against the time of a world, or long.
+    fn ttl_ms(&mut self) -> Option<u64> {
+        let expires = self.has_expiry && self.random.one_in(8);
+        expires.then(|| [0, 1, 30, 1000, 3_600_000][self.random.index_below(5)])
     }
 
     /// Small numbers are hot.

@@ -6,11 +6,12 @@ use std::time::Duration;
 
 use cascade_block::with_causes;
 use cascade_runtime::simulated::{Domain, Ending, Random, Report, Settings, World};
-use cascade_runtime::thread::{Builder, JoinHandle, Killed};
+use cascade_runtime::thread::{JoinHandle, Killed};
 use cascade_runtime::{Plant, SystemClock, sleep};
-use cascade_store::{CallOptions, HealthState, Store, StoreStats, ViewOutcome};
+use cascade_store::{CallOptions, HealthState, Store, StoreError, StoreStats, ViewOutcome};
 
 use crate::client::{Client, Shared};
+use crate::disturber::Disturber;
 use crate::finding::Findings;
 use crate::model::Model;
 use crate::profile::{Profile, Trouble};
@@ -28,6 +29,12 @@ const DECISIONS_MAX: u64 = 50_000_000;
 const QUIET_TIME: Duration = Duration::from_secs(10);
 /// Virtual time in which all threads of a closed store have to end.
 const END_TIME: Duration = Duration::from_secs(2);
+/// In worlds where threads cannot be started now and then: one in so many.
+const SPAWN_FAILS_ONE_IN: u32 = 30;
+/// Openings that a disk with faults, or a thread that cannot be started, may fail.
+const OPENINGS_MAX: usize = 20;
+/// Virtual time between two of them.
+const OPENING_INTERVAL: Duration = Duration::from_millis(50);
 /// Keys that are read at once at the end. Their views hold memory.
 const READ_KEYS: usize = 4;
 
@@ -47,15 +54,18 @@ pub(crate) struct WorldResult {
     pub(crate) operations: u64,
     pub(crate) reopenings: u64,
     pub(crate) crashes: u64,
+    /// Uses of transfers that had not ended at the deadline of their call.
+    pub(crate) late_transfers: u64,
     /// What the world was like.
     pub(crate) profile: Profile,
 }
 
-/// How often the store was opened again, and after what.
+/// How often the store was opened again, and after what, and how often it used late transfers.
 #[derive(Debug, Clone, Copy, Default)]
-struct Reopenings {
+struct Counts {
     closed: u64,
     crashed: u64,
+    late_transfers: u64,
 }
 
 /// Runs one world to its end.
@@ -68,11 +78,11 @@ pub(crate) fn run(plan: WorldPlan) -> WorldResult {
         plant: plan.plant,
         ..Settings::from_seed(plan.seed)
     };
-    let counted = Arc::new(cascade_runtime::LeafMutex::new(Reopenings::default()));
+    let counted = Arc::new(cascade_runtime::LeafMutex::new(Counts::default()));
     let (inside, counting) = (Arc::clone(&shared), Arc::clone(&counted));
     let report = World::run(settings, move || {
-        let reopenings = live(&inside, plan);
-        *counting.lock().expect("nothing panics with this lock") = reopenings;
+        let counts = live(&inside, plan);
+        *counting.lock().expect("nothing panics with this lock") = counts;
     });
     let mut findings = std::mem::take(&mut shared.model().findings);
     findings.set_context(None);
@@ -88,12 +98,13 @@ pub(crate) fn run(plan: WorldPlan) -> WorldResult {
     for panic in &report.panics {
         findings.add(format_args!("panic: {panic}"));
     }
-    let reopenings = *counted.lock().expect("nothing panics with this lock");
+    let counts = *counted.lock().expect("nothing panics with this lock");
     WorldResult {
         findings,
         operations: shared.operations(),
-        reopenings: reopenings.closed + reopenings.crashed,
-        crashes: reopenings.crashed,
+        reopenings: counts.closed + counts.crashed,
+        crashes: counts.crashed,
+        late_transfers: counts.late_transfers,
         profile: shared.profile.clone(),
         report,
     }
@@ -105,17 +116,17 @@ struct Harness {
     shared: Arc<Shared>,
     devices: Devices,
     random: Random,
-    reopenings: Reopenings,
+    counts: Counts,
 }
 
-fn live(shared: &Arc<Shared>, plan: WorldPlan) -> Reopenings {
+fn live(shared: &Arc<Shared>, plan: WorldPlan) -> Counts {
     let mut random = Random::new(plan.seed, HARNESS_STREAM);
     let mut harness = Harness {
         world: World::current().expect("the harness runs in the world"),
         shared: Arc::clone(shared),
-        devices: Devices::new(&mut random),
+        devices: Devices::new(&shared.profile, &mut random),
         random,
-        reopenings: Reopenings::default(),
+        counts: Counts::default(),
     };
     let mut session = 0;
     while harness.live_once(session, plan) {
@@ -124,7 +135,8 @@ fn live(shared: &Arc<Shared>, plan: WorldPlan) -> Reopenings {
     for what in harness.devices.violations() {
         shared.model().findings.add(format_args!("the store misused its disk: {what}"));
     }
-    harness.reopenings
+    harness.counts.late_transfers = harness.devices.count_late_transfers();
+    harness.counts
 }
 
 impl Harness {
@@ -138,16 +150,24 @@ impl Harness {
         let end = plan.operations.min(self.shared.operations().saturating_add(length));
         self.shared.operations_end.store(end, Ordering::Relaxed);
         self.devices.trouble(profile, &mut self.random);
+        self.shared.is_calm.store(false, Ordering::Relaxed);
+        self.world.fail_spawns(if profile.fails_threads { SPAWN_FAILS_ONE_IN } else { 0 });
         let (shared, devices) = (Arc::clone(&self.shared), self.devices.clone());
         let process = Process { shared, devices, session };
         let process = self.world.spawn_in(PROCESS, "process", move || process.live());
-        if profile.trouble >= Trouble::Kills && self.random.one_in(2) {
+        let disturber = Disturber::start(self.world, PROCESS, &self.shared, &mut self.random);
+        // The others are killed at a virtual time, or not at all.
+        if profile.trouble >= Trouble::Kills && self.random.one_in(3) {
             // Early ones are as likely as late ones: an opening is short.
             let points_max = 1 << (4 + self.random.below(16));
             self.world.kill_after(1 + self.random.below(points_max), PROCESS);
         }
-        let ended = process.join();
+        let mut ended = process.join();
         self.world.cancel_kill();
+        if disturber.is_some_and(Disturber::stop) {
+            // Also if its first thread had ended: others of its threads had not.
+            ended = ended.and(Err(Box::new(Killed)));
+        }
         self.shared.model().findings.set_context(None);
         match ended {
             Ok(()) => self.check_threads(),
@@ -155,7 +175,7 @@ impl Harness {
                 let has_lost_power = profile.trouble >= Trouble::PowerLoss && self.random.one_in(2);
                 self.devices.crashed(has_lost_power);
                 self.shared.model().crashed(has_lost_power);
-                self.reopenings.crashed += 1;
+                self.counts.crashed += 1;
                 // Else the last state would never be looked at.
                 return true;
             }
@@ -164,7 +184,7 @@ impl Harness {
         }
         let is_over = self.shared.operations() >= plan.operations;
         let is_over = is_over || self.shared.model().findings.is_enough();
-        self.reopenings.closed += u64::from(!is_over);
+        self.counts.closed += u64::from(!is_over);
         !is_over
     }
 
@@ -173,7 +193,10 @@ impl Harness {
         sleep(END_TIME);
         let live = self.world.live_threads(PROCESS);
         if live > 0 {
-            let what = format!("{live} threads are left {END_TIME:?} after the store was closed");
+            let threads = self.world.describe_threads();
+            let what = format!(
+                "{live} threads are left {END_TIME:?} after the store was closed:\n{threads}"
+            );
             self.shared.model().findings.add(what);
             self.world.kill(PROCESS);
         }
@@ -190,17 +213,7 @@ struct Process {
 impl Process {
     fn live(self) {
         let shared = &self.shared;
-        let config = shared.profile.store_config();
-        let registry = self.devices.registry();
-        let open = || Store::open_with(config.clone(), &registry, Arc::new(SystemClock));
-        let opened = open().or_else(|error| {
-            if shared.profile.trouble < Trouble::Faults {
-                return Err(error);
-            }
-            self.devices.calm();
-            open()
-        });
-        let store = match opened {
+        let store = match self.open() {
             Ok(store) => store,
             Err(error) => {
                 let why = with_causes(&error);
@@ -209,19 +222,19 @@ impl Process {
                 return shared.operations_end.store(0, Ordering::Relaxed);
             }
         };
+        let world = Self::world();
         let clients: Vec<JoinHandle<()>> = (0..shared.profile.clients)
             .map(|number| {
                 let stream = CLIENT_STREAMS * (self.session + 1) + number as u64;
                 let client = Client::new(shared, store.clone(), number, stream);
-                let builder = Builder::new().name(format!("client {number}"));
-                builder.spawn(move || client.run()).expect("worlds start all threads")
+                world.spawn_in(PROCESS, &format!("client {number}"), move || client.run())
             })
             .collect();
         for client in clients {
             // The report has a panic.
             drop(client.join());
         }
-        self.devices.calm();
+        self.calm();
         shared.model().findings.set_context(None);
         self.rest(&store);
         let closed = store.close();
@@ -229,6 +242,35 @@ impl Process {
             shared.model().findings.add(format_args!("closing failed: {error}"));
         }
         shared.model().closed(closed.is_ok());
+    }
+
+    fn world() -> &'static World {
+        World::current().expect("the process runs in the world")
+    }
+
+    /// Opens the store. It may fail while devices do.
+    fn open(&self) -> Result<Store, StoreError> {
+        let config = self.shared.profile.store_config();
+        let registry = self.devices.registry();
+        let open = || Store::open_with(config.clone(), &registry, Arc::new(SystemClock));
+        let mut opened = open();
+        let mut left = OPENINGS_MAX;
+        while opened.is_err() && self.shared.profile.trouble == Trouble::Faults && left > 0 {
+            left -= 1;
+            if left == 0 {
+                self.calm();
+            }
+            sleep(OPENING_INTERVAL);
+            opened = open();
+        }
+        opened
+    }
+
+    /// Ends all that disturbs the process, but for a kill.
+    fn calm(&self) {
+        self.shared.is_calm.store(true, Ordering::Relaxed);
+        Self::world().fail_spawns(0);
+        self.devices.calm();
     }
 
     /// Without callers the store comes to rest. Then its figures have to add up, and it still has

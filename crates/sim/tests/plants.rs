@@ -1,29 +1,26 @@
 //! Planted bugs: the simulator finds each, and finds nothing in the same worlds without it.
 
+use std::time::Duration;
+
 use cascade_runtime::{Plant, SystemClock};
-use cascade_sim::{Length, Progress, SimOptions, SimResult, WORLD_OPERATIONS, run};
+use cascade_sim::{Length, Progress, SimOptions, SimResult, WORLD_OPERATIONS, Workers, run};
 
 /// Worlds in which a bug has to be found.
 const WORLDS: u64 = 60;
 
-fn world(number: u64, plant: Option<Plant>) -> SimResult {
-    let options = SimOptions {
-        seed: 3,
-        length: Length::Operations(WORLDS * WORLD_OPERATIONS),
-        world: Some(number),
-        jobs: 1,
-        twice: false,
-        plant,
-    };
-    run(&options, &Progress::default(), &SystemClock)
+const LENGTH: Length = Length::Operations(WORLDS * WORLD_OPERATIONS);
+
+fn world(number: u64, plant: Option<Plant>, length: Length) -> SimResult {
+    let options = SimOptions { seed: 3, length, world: Some(number), jobs: 1, twice: false, plant };
+    run(&options, Workers::Threads, &Progress::default(), &SystemClock).expect("threads start")
 }
 
 /// Runs worlds until one has a violation with this text. That world has none without the bug.
 fn finds(plant: Plant, text: &str) {
     let is_found = |result: &SimResult| result.listed.iter().any(|it| it.text.contains(text));
-    let found = (0..WORLDS).find(|number| is_found(&world(*number, Some(plant))));
+    let found = (0..WORLDS).find(|number| is_found(&world(*number, Some(plant), LENGTH)));
     let number = found.unwrap_or_else(|| panic!("{plant}: no world of {WORLDS} shows it"));
-    let clean = world(number, None);
+    let clean = world(number, None, LENGTH);
     assert!(clean.is_clean(), "{plant}: {:#?}", clean.listed);
 }
 
@@ -54,10 +51,17 @@ fn a_lease_that_outlives_its_slab_is_found() {
 
 #[test]
 fn a_violation_names_the_command_that_repeats_it() {
-    let result = world(0, Some(Plant::OutlivingLease));
-    let repeat = &result.listed.first().unwrap().repeat;
+    let repeat = |number, length| {
+        let result = world(number, Some(Plant::OutlivingLease), length);
+        result.listed.first().expect("this world has a lease").repeat.clone()
+    };
     assert_eq!(
-        repeat,
-        "cascade sim --nodes 1 --seed 3 --world 0 --operations 1200000 --plant outliving-lease"
+        repeat(0, LENGTH),
+        "cascade sim --nodes 1 --seed 3 --operations 1200000 --world 0 --plant outliving-lease"
+    );
+    // A simulation with a time has worlds of the whole length.
+    assert_eq!(
+        repeat(70, Length::Time(Duration::from_millis(1))),
+        "cascade sim --nodes 1 --seed 3 --operations 1420000 --world 70 --plant outliving-lease"
     );
 }

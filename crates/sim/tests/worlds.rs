@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use cascade_runtime::SystemClock;
-use cascade_sim::{Length, Progress, SimOptions, SimResult, WORLD_OPERATIONS, run};
+use cascade_sim::{Length, Progress, SimOptions, SimResult, WORLD_OPERATIONS, Workers, run};
 
 const SEED: u64 = 1;
 /// A few worlds, the last of them short.
@@ -23,7 +23,7 @@ fn options(operations: u64) -> SimOptions {
 }
 
 fn simulate(options: &SimOptions) -> SimResult {
-    run(options, &Progress::default(), &SystemClock)
+    run(options, Workers::Threads, &Progress::default(), &SystemClock).expect("threads start")
 }
 
 /// Everything but the real time.

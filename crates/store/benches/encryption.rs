@@ -10,11 +10,11 @@ use std::time::Duration;
 use cascade_block::{BlockKey, NamespaceId};
 use cascade_memory::{HugePages, Pool, PoolConfig, Slab};
 use cascade_runtime::{Clock, Deadline, SystemClock};
-use cascade_store::stage::{
-    Address, BlockFacts, Load, LoadOutcome, MakeRoomOutcome, Stage, StageError, StageStats,
-};
 use cascade_store::stages::{EncryptedStage, StageContext};
 use cascade_store::{EncryptionConfig, StoreConfig};
+use cascade_tier::tier::{
+    Address, BlockFacts, Load, LoadOutcome, MakeRoomOutcome, Stage, StageError, StageStats,
+};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 
 /// Keeps only the last record, so that its own cost is negligible.

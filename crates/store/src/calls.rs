@@ -1,7 +1,9 @@
 //! The calls of a store: put, prepare, read, flush, erase, find, changes.
 
 pub(crate) mod changes;
+mod clear;
 pub(crate) mod erase;
+mod fetch_source;
 pub(crate) mod find;
 pub(crate) mod flush;
 pub mod holds;

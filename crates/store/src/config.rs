@@ -6,9 +6,10 @@ use std::time::Duration;
 
 use cascade_block::DigestMode;
 use cascade_memory::{HugePages, PoolConfig};
+use cascade_tier::StoreError;
 
 use crate::core::eviction::policy_kind::PolicyKind;
-use crate::{HealthConfig, StoreError};
+use crate::{HealthConfig, HoldRecorder};
 
 const MIB: u64 = 1 << 20;
 /// Maximum length of the change log: 8.25 GiB.
@@ -21,7 +22,9 @@ pub enum WritePolicy {
     /// lower tiers soon after.
     #[default]
     Back,
-    /// Write-through: a put returns once every tier has the block.
+    /// Write-through: a put returns once every tier has written the block, or another caller has
+    /// removed it. It fails if a tier does not accept the block, such as an empty block in a file
+    /// tier; DRAM may still have it.
     Through,
 }
 
@@ -164,6 +167,8 @@ pub struct StoreConfig {
     /// Fixed seed of the hash tables, for tests and studies. An attacker who knows the seed can
     /// choose keys that collide. Default: random.
     pub hash_seed: Option<u64>,
+    /// Records each hold of the store's lock, for measurements and tests. Default: none.
+    pub holds: Option<HoldRecorder>,
 }
 
 impl Default for StoreConfig {
@@ -189,6 +194,7 @@ impl Default for StoreConfig {
             health: HealthConfig::default(),
             scrub_bytes_per_second: NonZeroU64::new(256 * MIB),
             hash_seed: None,
+            holds: None,
         }
     }
 }

@@ -1,5 +1,7 @@
 //! What the store knows and decides, without I/O or threads: catalog, state, eviction, circuits.
 
+pub(crate) mod additions;
+pub(crate) mod awaited;
 pub(crate) mod catalog;
 pub(crate) mod change_log;
 pub(crate) mod circuit;
@@ -7,3 +9,4 @@ pub mod eviction;
 pub(crate) mod flush_mark;
 pub(crate) mod history;
 pub(crate) mod state;
+pub(crate) mod usable;

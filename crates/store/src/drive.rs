@@ -4,3 +4,4 @@ pub(crate) mod breaker;
 pub(crate) mod mover;
 pub(crate) mod prober;
 pub(crate) mod scrub;
+pub(crate) mod settle;

@@ -1,30 +1,36 @@
 //! The core of a store: its state, pool and stages, and how its threads wait for each other.
 
 pub(crate) mod call;
+pub(crate) mod hold;
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use cascade_block::FingerprintSeed;
 use cascade_memory::{Pool, SlabMut};
-use cascade_runtime::{Clock, Condvar, Deadline, Mutex, MutexGuard, random_u64};
+use cascade_runtime::{Clock, Condvar, Deadline, Mutex, random_u64};
+use cascade_tier::tier::{BlockFacts, StageError};
+use cascade_tier::{CallOptions, StoreError, TierName};
 
+use crate::StoreConfig;
 use crate::core::catalog::{LOWER_STAGES_MAX, NewKey};
 use crate::core::eviction;
-use crate::core::eviction::{Eviction, EvictionLimits, Incoming};
+use crate::core::eviction::{AncestorSearch, Eviction, EvictionLimits, Incoming};
 use crate::core::history::History;
 use crate::core::state::{EvictionResult, KeyChange, StoreState};
 use crate::durable::ledger::Recovered;
 use crate::durable::named_pool::{NamedPool, OpenedPool, open_pool};
 use crate::insight::traffic::Insight;
 use crate::shared::call::CallContext;
-use crate::stage::{BlockFacts, StageError};
+use crate::shared::hold::{KEYS_PER_HOLD, StateGuard, StateLock};
 use crate::stages::guard::Guarded;
 use crate::stages::{Pipeline, StageContext, StageRegistry, encryption};
-use crate::{CallOptions, StoreConfig, StoreError, TierName};
 
 /// Poll interval of waits, for events without a notification, such as the drop of a view.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
+
+/// Most releases of slabs that one hold of the lock applies.
+const RELEASES_PER_HOLD: usize = 256;
 
 /// The core of a store, shared by its handles and its threads.
 #[derive(Debug)]
@@ -41,7 +47,7 @@ pub(crate) struct StoreCore {
     pub(crate) dirty_bytes_max: u64,
     /// The named pool, if there is one.
     pub(crate) warm: Option<NamedPool>,
-    state: Mutex<StoreState>,
+    state: StateLock,
     /// Traffic statistics. A lock of its own, never taken while the lock of the state is held.
     pub(crate) insight: Mutex<Insight>,
     /// Notified when something changes that a call may wait for.
@@ -114,6 +120,7 @@ impl StoreCore {
         let dirty_bytes_max = config.dirty_bytes_max.unwrap_or(config.dram_bytes / 4);
         let names: Vec<TierName> = stages.iter().map(Guarded::name).collect();
         let insight = Mutex::new(Insight::new(&config, pipeline.has_dram, &names, seed));
+        let state = StateLock::new(state, config.holds.clone());
         let mut core = Self {
             tier_names: std::iter::once("dram").chain(names).collect(),
             config,
@@ -124,7 +131,7 @@ impl StoreCore {
             stages,
             dirty_bytes_max,
             warm,
-            state: Mutex::new(state),
+            state,
             insight,
             changed: Condvar::new(),
             work: Condvar::new(),
@@ -136,10 +143,8 @@ impl StoreCore {
 
     /// Tracks its caller: a world that cannot go on reports where the lock was taken.
     #[track_caller]
-    pub(crate) fn lock(&self) -> MutexGuard<'_, StoreState> {
-        // After a panic under the lock the invariants may not hold; continuing could serve wrong
-        // bytes.
-        self.state.lock().expect("no thread panics while it holds the lock of the store")
+    pub(crate) fn lock(&self) -> StateGuard<'_> {
+        self.state.lock()
     }
 
     /// A new, empty eviction state.
@@ -155,10 +160,10 @@ impl StoreCore {
     /// Waits until something changes, or for the poll interval. False if the deadline has passed.
     #[track_caller]
     pub(crate) fn wait_for_change<'a>(
-        &self,
-        state: MutexGuard<'a, StoreState>,
+        &'a self,
+        state: StateGuard<'a>,
         call: CallContext,
-    ) -> (MutexGuard<'a, StoreState>, bool) {
+    ) -> (StateGuard<'a>, bool) {
         let now = self.clock.monotonic();
         if now >= call.deadline.time() {
             return (state, false);
@@ -166,17 +171,16 @@ impl StoreCore {
         // True also without a change, after the poll interval: callers check their condition in a
         // loop.
         let until = Deadline::at(call.deadline.time().min(now.saturating_add(POLL_INTERVAL)));
-        let waited = self.changed.wait_until(state, until, &*self.clock);
-        (waited.unwrap_or_else(PoisonError::into_inner).0, true)
+        (self.state.wait(state, &self.changed, Some((until, &*self.clock))), true)
     }
 
     /// As `wait_for_change`, with an error if the deadline has passed.
     pub(crate) fn wait_or_time_out<'a>(
-        &self,
-        state: MutexGuard<'a, StoreState>,
+        &'a self,
+        state: StateGuard<'a>,
         operation: &'static str,
         call: CallContext,
-    ) -> Result<MutexGuard<'a, StoreState>, StoreError> {
+    ) -> Result<StateGuard<'a>, StoreError> {
         let (state, in_time) = self.wait_for_change(state, call);
         if in_time { Ok(state) } else { Err(call.timeout_error(operation)) }
     }
@@ -184,12 +188,12 @@ impl StoreCore {
     /// Waits until the stages have recorded the key changes that were queued when `tickets` were
     /// read.
     pub(crate) fn wait_for_key_changes<'a>(
-        &self,
-        mut state: MutexGuard<'a, StoreState>,
+        &'a self,
+        mut state: StateGuard<'a>,
         tickets: [u64; LOWER_STAGES_MAX],
         operation: &'static str,
         call: CallContext,
-    ) -> Result<MutexGuard<'a, StoreState>, StoreError> {
+    ) -> Result<StateGuard<'a>, StoreError> {
         // A stage with an open write circuit gets its changes when the circuit closes; nothing
         // waits for that.
         let is_awaited = |state: &StoreState, at: usize| {
@@ -203,22 +207,18 @@ impl StoreCore {
     }
 
     /// Waits for work for a mover, or for the store to close.
-    pub(crate) fn wait_for_work<'a>(
-        &self,
-        state: MutexGuard<'a, StoreState>,
-    ) -> MutexGuard<'a, StoreState> {
-        self.work.wait(state).unwrap_or_else(PoisonError::into_inner)
+    pub(crate) fn wait_for_work<'a>(&'a self, state: StateGuard<'a>) -> StateGuard<'a> {
+        self.state.wait(state, &self.work, None)
     }
 
     /// Waits until the next check of a prober is due, or until it is woken.
     pub(crate) fn wait_for_prober_wakeup<'a>(
-        &self,
-        state: MutexGuard<'a, StoreState>,
+        &'a self,
+        state: StateGuard<'a>,
         time: Duration,
-    ) -> MutexGuard<'a, StoreState> {
+    ) -> StateGuard<'a> {
         let until = Deadline::after(&*self.clock, time);
-        let waited = self.prober_wakeup.wait_until(state, until, &*self.clock);
-        waited.unwrap_or_else(PoisonError::into_inner).0
+        self.state.wait(state, &self.prober_wakeup, Some((until, &*self.clock)))
     }
 
     pub(crate) fn wake_probers(&self) {
@@ -226,9 +226,9 @@ impl StoreCore {
     }
 
     /// Pauses a mover for this time, or until there is new work or the store closes.
-    pub(crate) fn pause(&self, state: MutexGuard<'_, StoreState>, time: Duration) {
+    pub(crate) fn pause<'a>(&'a self, state: StateGuard<'a>, time: Duration) {
         let until = Deadline::after(&*self.clock, time);
-        drop(self.work.wait_until(state, until, &*self.clock));
+        drop(self.state.wait(state, &self.work, Some((until, &*self.clock))));
     }
 
     /// The error of a stage that did not store a block, with the last error of the stage.
@@ -286,15 +286,16 @@ impl StoreCore {
     /// more: two such callers could wait for each other forever.
     pub(crate) fn allocate_slab<'a>(
         &'a self,
-        mut state: MutexGuard<'a, StoreState>,
+        mut state: StateGuard<'a>,
         bytes: usize,
         holds_some: bool,
         incoming: Option<&Incoming>,
         call: CallContext,
-    ) -> (MutexGuard<'a, StoreState>, Result<SlabMut, AllocationFailure>) {
+    ) -> (StateGuard<'a>, Result<SlabMut, AllocationFailure>) {
         if bytes > self.pool.region().bytes() {
             return (state, Err(AllocationFailure::TooLarge));
         }
+        let mut ancestors = AncestorSearch::default();
         // Each round tries in order: free memory, memory of dead processes, eviction, waiting.
         loop {
             if state.is_erasing {
@@ -309,21 +310,40 @@ impl StoreCore {
                 return (state, Ok(slab));
             }
             // Before eviction, because this memory costs no block.
-            if self.release_dead_holders() {
+            if self.is_sweep_of_holders_due() {
+                // Without the lock: it reads `/proc` for each process.
+                self.unlock(state);
+                self.release_dead_holders();
+                state = self.lock();
                 continue;
             }
             let now = self.policy_now(&state);
-            match state.evict_one(now, incoming) {
-                EvictionResult::Evicted => continue,
+            let has_more = self.apply_releases(&mut state);
+            match state.evict_one(now, incoming, &mut ancestors) {
+                EvictionResult::Evicted => {
+                    // A large block may take the place of many small ones.
+                    state = self.end_full_hold(state);
+                    continue;
+                }
+                EvictionResult::NoneEvictable if !has_more => {}
+                EvictionResult::Searching | EvictionResult::NoneEvictable => {
+                    if call.deadline.has_passed(&*self.clock) {
+                        return (state, Err(AllocationFailure::TimedOut));
+                    }
+                    // The search goes on in another hold of the lock, after those who wait for it.
+                    self.unlock(state);
+                    state = self.lock_for(KEYS_PER_HOLD);
+                    continue;
+                }
                 EvictionResult::AllWorthMore => return (state, Err(AllocationFailure::WorthLess)),
-                EvictionResult::NoneEvictable => {}
             }
-            // Slabs in flight, writes and the scrubber free memory or make blocks evictable soon.
-            // Without any of these, waiting is pointless.
+            // Slabs in flight, writes, a clear and the scrubber free memory or make blocks
+            // evictable soon. Without any of these, waiting is pointless.
             if holds_some
                 || (state.pending_total() == 0
                     && state.slabs_in_flight == 0
-                    && state.blocks_in_scrub == 0)
+                    && state.blocks_in_scrub == 0
+                    && state.catalog.cleared_keys() == 0)
             {
                 return (state, Err(AllocationFailure::Full));
             }
@@ -335,6 +355,18 @@ impl StoreCore {
         }
     }
 
+    /// Makes blocks candidates for eviction again that readers have released. Returns whether there
+    /// are more.
+    fn apply_releases(&self, state: &mut StoreState) -> bool {
+        let mut tokens = std::mem::take(&mut state.released);
+        let has_more = self.pool.take_released(RELEASES_PER_HOLD, &mut tokens);
+        for token in tokens.drain(..) {
+            state.note_released(token);
+        }
+        state.released = tokens;
+        has_more
+    }
+
     fn has_block_room(&self, state: &StoreState) -> bool {
         let most = self.config.dram_blocks.unwrap_or(u64::MAX);
         // Slabs in flight count, because each becomes a block without another check.
@@ -342,7 +374,7 @@ impl StoreCore {
     }
 
     /// Releases the lock, and wakes the movers if key changes are queued.
-    pub(crate) fn unlock(&self, state: MutexGuard<'_, StoreState>) {
+    pub(crate) fn unlock(&self, state: StateGuard<'_>) {
         let has_names = state.key_changes.iter().any(|names| !names.is_empty());
         // First, so that a mover does not wake up only to wait for the lock.
         drop(state);
@@ -423,7 +455,7 @@ fn insert_recovered(
     state: &mut StoreState,
     stage: usize,
     facts: &BlockFacts,
-    address: crate::address::Address,
+    address: cascade_tier::tier::Address,
 ) {
     debug_assert!(stage < LOWER_STAGES_MAX, "the pipeline limits the number of stages");
     let new = NewKey {

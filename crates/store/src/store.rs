@@ -1,29 +1,30 @@
 //! The store's public API: batches in, an outcome for each block out, a deadline on every call.
 
+mod block_store;
+
 use std::sync::{Arc, PoisonError};
 
 use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId};
 use cascade_memory::SlabMut;
 use cascade_runtime::thread::{Builder, JoinHandle};
 use cascade_runtime::{Clock, Deadline, Mutex, SystemClock};
+use cascade_tier::tier::StageError;
+use cascade_tier::{
+    CallOptions, GetOutcome, PrefixMatch, Put, PutOutcome, PutSlab, Request, StoreError,
+    StoreStats, TierHits, TierName, ViewOutcome,
+};
 
 use crate::calls::prefetch::{PrefetchQueue, run_prefetch};
 use crate::core::catalog::{Content, KeyIndex};
 use crate::core::eviction::RequestedBlock;
 use crate::core::history::Loss;
 use crate::core::state::StoreState;
-use crate::drive::{mover, prober, scrub};
+use crate::drive::{mover, prober, scrub, settle};
 use crate::insight::shadow::ChainLookup;
-use crate::outcome::PutSlab;
-use crate::shared::call::KEYS_PER_LOCK;
+use crate::shared::hold::KEYS_PER_HOLD;
 use crate::shared::{StoreCore, tier_error};
-use crate::stage::StageError;
 use crate::stages::StageRegistry;
-use crate::stats::{StoreStats, TierHits};
-use crate::{
-    CallOptions, EraseReport, GetOutcome, PrefixMatch, Put, PutOutcome, Request, StoreConfig,
-    StoreError, TierName, ViewOutcome,
-};
+use crate::{EraseReport, StoreConfig};
 
 /// Threads that execute prefetch hints.
 const PREFETCH_THREADS: usize = 2;
@@ -270,9 +271,10 @@ impl Store {
     ) -> Vec<T> {
         let now_unix_ms = self.core().clock.unix_ms();
         let mut results = Vec::with_capacity(keys.len());
-        let mut found = Vec::with_capacity(keys.len().min(KEYS_PER_LOCK));
-        for keys in keys.chunks(KEYS_PER_LOCK) {
-            let state = self.core().lock();
+        let mut found = Vec::with_capacity(keys.len().min(KEYS_PER_HOLD));
+        for keys in keys.chunks(KEYS_PER_HOLD) {
+            let mut state = self.core().lock_for(keys.len());
+            state.charge_keys(keys);
             state.catalog.find_batch(keys, &mut found);
             let content_of = |found| {
                 let entry = state.catalog.entry(found);
@@ -329,11 +331,15 @@ impl Store {
             let entry = state.catalog.entry_mut(found);
             // Unchanged at the limits: the result for this block is then false.
             entry.pins = changed.unwrap_or(entry.pins);
+            if changed == Some(0) {
+                state.release_key(found);
+            }
             changed.is_some()
         };
         let mut changed = Vec::with_capacity(keys.len());
-        for keys in keys.chunks(KEYS_PER_LOCK) {
-            let mut state = core.lock();
+        for keys in keys.chunks(KEYS_PER_HOLD) {
+            let mut state = core.lock_for(keys.len());
+            state.charge_keys(keys);
             state.history.set_time(now_unix_ms);
             let now = core.policy_now(&state);
             changed.extend(keys.iter().map(|key| change_one(&mut state, key, now)));
@@ -350,37 +356,21 @@ impl Store {
     pub fn delete(&self, keys: &[BlockKey]) -> Vec<bool> {
         let core = self.core();
         let mut deleted = Vec::with_capacity(keys.len());
-        for keys in keys.chunks(KEYS_PER_LOCK) {
-            let mut state = core.lock();
-            // A removal that is queued now might not reach the stages.
-            if state.is_closing {
-                break;
-            }
-            state.history.set_time(core.clock.unix_ms());
-            deleted.extend(keys.iter().map(|key| {
-                let found = state.catalog.find(key);
-                found.inspect(|found| state.forget(*found, Loss::Deleted)).is_some()
-            }));
-            core.unlock(state);
-            core.notify_changed();
+        core.in_holds(None, keys, |state, key| {
+            // A removal that is queued after the close began might not reach the stages.
+            let found = state.catalog.find(key).filter(|_| !state.is_closing);
+            deleted.push(found.inspect(|found| state.forget(*found, Loss::Deleted)).is_some());
+        });
+        core.notify_changed();
+        for keys in keys.chunks(KEYS_PER_HOLD) {
             core.insight().shadows.remove(keys);
         }
-        deleted.resize(keys.len(), false);
         deleted
     }
 
-    /// Removes every block from every tier.
+    /// Removes every block from every tier. All are absent at once; returns when they are removed.
     pub fn clear(&self) {
-        let core = self.core();
-        let mut state = core.lock();
-        if state.is_closing {
-            return;
-        }
-        state.history.set_time(core.clock.unix_ms());
-        state.forget_all(Loss::Cleared);
-        core.unlock(state);
-        core.notify_changed();
-        core.insight().shadows.clear();
+        self.core().clear();
     }
 
     /// Promotes blocks to DRAM in the background, because they will be read soon. Returns the
@@ -469,18 +459,23 @@ impl StoreInner {
         }
         // Ends the prefetch threads.
         self.prefetch.close();
+        // Before the flush: a clear that is under way queues removals for the stages.
+        self.core.remove_cleared(Loss::Cleared, |_, _| {}, |_| {});
         // Before `is_closed`, while the movers still write.
         let flushed = self.core.flush(CallOptions::default());
+        // In short holds, because the queues may be long.
+        for stage in 0..self.core.stages.len() {
+            drop(settle::fail_queue(&self.core, self.core.lock(), stage, &StageError::Timeout));
+        }
         // Under one hold of the lock: a mover or caller that sees `is_closed` also sees empty
         // queues and settled tickets, and stops waiting.
         let mut state = self.core.lock();
         state.is_closed = true;
         for stage in 0..self.core.stages.len() {
-            mover::fail_queue(&mut state, stage, &StageError::Timeout);
+            settle::settle_queue(&mut state, stage, &StageError::Timeout);
             // Otherwise the joins below could wait for a stage that hangs.
             self.core.stages[stage].end_all_waits();
-            state.key_tickets[stage].settled += state.key_changes[stage].len() as u64;
-            state.key_changes[stage].clear();
+            state.cancel_key_changes(stage);
         }
         drop(state);
         self.core.notify_movers();
@@ -545,6 +540,7 @@ impl StoreCore {
             protection_refused: eviction.protection_refused,
             catalog_bytes: (state.catalog.memory_bytes() + state.eviction.memory_bytes()) as u64,
             pending_bytes: state.pending_total(),
+            lock_holds: self.lock_holds(),
             pool,
             stage_blocks: (0..stages.len()).map(|at| state.catalog.stage_blocks(at)).collect(),
             stages,

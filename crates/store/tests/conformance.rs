@@ -2,9 +2,11 @@
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
+use std::time::Duration;
+
 use cascade_block::{DigestAlgorithm, DigestMode};
-use cascade_store::conformance::{DRAM_BYTES, Subject, all};
-use cascade_store::{FilesConfig, PolicyKind, Store, StoreConfig, WritePolicy};
+use cascade_store::{FilesConfig, HealthConfig, PolicyKind, Store, StoreConfig, WritePolicy};
+use cascade_tier::conformance::block_store::{DRAM_BYTES, Subject, all};
 
 fn dram() -> StoreConfig {
     StoreConfig {
@@ -21,7 +23,9 @@ fn files(directory: &std::path::Path) -> StoreConfig {
         segment_bytes: 16 << 20,
         ..FilesConfig::new(directory)
     };
-    StoreConfig { pipeline: "Dram|Files".to_owned(), files: Some(files), ..dram() }
+    // A slow disk must not open a circuit.
+    let health = HealthConfig { probe_timeout: Duration::from_secs(30), ..HealthConfig::default() };
+    StoreConfig { pipeline: "Dram|Files".to_owned(), files: Some(files), health, ..dram() }
 }
 
 fn run(config: impl Fn(&std::path::Path) -> StoreConfig) {

@@ -102,7 +102,8 @@ fn every_batch_ends_by_its_deadline() {
     assert!(store.contains(&keys).iter().all(|is_here| *is_here));
 
     clock.step.store(1, Ordering::SeqCst);
-    let present = store.put(&puts, within(200));
+    // 157 holds of 256 keys to look all of them up, then as many to compare their bytes.
+    let present = store.put(&puts, within(500));
     count_in_time(&present, |it| matches!(it, PutOutcome::Present), is_put_timeout);
     let views = store.view(&keys, within(40));
     count_in_time(

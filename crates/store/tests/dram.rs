@@ -132,6 +132,41 @@ fn a_store_full_of_pins_declines_at_once() {
     assert!(matches!(outcomes[0], PutOutcome::Declined(DeclineReason::TooLarge)), "{outcomes:?}");
 }
 
+/// More blocks are in use than a search visits in one hold of the lock. The one that is not in use
+/// any more is evicted for the next put, whatever kept it.
+#[test]
+fn a_put_evicts_the_one_block_that_is_released() {
+    for policy in [PolicyKind::PrefixCost, PolicyKind::Lru, PolicyKind::S3Fifo, PolicyKind::Arc] {
+        let store = Store::open(StoreConfig { policy, ..dram(8) }).unwrap();
+        put(&store, &keys(0..2000), 4 << 10);
+        let mut views = store.view(&keys(0..1000), NOW);
+        store.pin(&keys(1000..2000));
+        // Fills the rest of DRAM with blocks that are pinned as well.
+        for block in 3000..4000 {
+            put(&store, &keys(block..block + 1), 4 << 10);
+            store.pin(&keys(block..block + 1));
+        }
+        let is_full = |block: u64| {
+            let outcome = &put(&store, &keys(block..block + 1), 4 << 10)[0];
+            let is_full = matches!(outcome, PutOutcome::Declined(DeclineReason::Full));
+            assert!(is_full || matches!(outcome, PutOutcome::Stored), "{policy:?}: {outcome:?}");
+            is_full
+        };
+        assert!(is_full(5000) && is_full(5001), "{policy:?}: every block is in use");
+        drop(views.remove(300));
+        assert!(!is_full(5002), "{policy:?}: a view was dropped");
+        assert_eq!(store.contains(&keys(300..301)), [false]);
+        store.pin(&keys(5002..5003));
+        assert!(is_full(5003), "{policy:?}: every block is in use again");
+        store.unpin(&keys(1500..1501));
+        assert!(!is_full(5004), "{policy:?}: a pin was removed");
+        assert_eq!(store.contains(&keys(1500..1501)), [false]);
+        drop(views);
+        put(&store, &keys(6000..6900), 4 << 10);
+        assert_eq!(check(&store, &keys(6899..6900)), [Some("dram")]);
+    }
+}
+
 #[test]
 fn an_expired_block_is_a_miss_and_frees_its_memory() {
     use std::sync::Arc;

@@ -13,12 +13,12 @@ use std::sync::atomic::Ordering;
 
 use cascade_block::{DigestAlgorithm, DigestMode};
 use cascade_runtime::{Clock, SystemClock};
-use cascade_store::stage::conformance;
 use cascade_store::stages::{EncryptedStage, FilesStage, StageContext};
 use cascade_store::{
     CallOptions, EncryptionConfig, FileLayout, FilesConfig, IoEngine, Put, PutOutcome, Store,
     StoreConfig,
 };
+use cascade_tier::conformance::tier as conformance;
 use third_party::MapStage;
 
 use blocks::{MIB, bytes_of, check, dram, key, keys, put};

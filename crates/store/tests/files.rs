@@ -262,8 +262,8 @@ fn a_pipeline_with_files_needs_a_directory() {
 #[test]
 fn the_file_stage_conforms() {
     use cascade_runtime::{Clock, SystemClock};
-    use cascade_store::stage::conformance;
     use cascade_store::stages::{FilesStage, StageContext};
+    use cascade_tier::conformance::tier as conformance;
     use std::sync::Arc;
 
     let directory = tempfile::tempdir().unwrap();

@@ -12,7 +12,7 @@ use std::time::Duration;
 use cascade_block::BlockKey;
 use cascade_memory::Slab;
 use cascade_runtime::{Clock, Deadline, ManualClock, SystemClock};
-use cascade_store::stage::{
+use cascade_tier::tier::{
     Address, BlockFacts, Load, LoadOutcome, LoadQueue, MakeRoomOutcome, Stage, StageError,
     StageStats,
 };

@@ -10,10 +10,9 @@ use cascade_block::{BlockKey, Digest, Manifest, Namespace, NamespaceId, TenantSe
 use cascade_memory::Pool;
 use cascade_runtime::{Clock, Deadline, SystemClock};
 use cascade_store::StoreConfig;
-use cascade_store::stage::{
-    Address, BlockFacts, Load, LoadOutcome, Stage, StageError, conformance,
-};
 use cascade_store::stages::{RecordAnswer, RecordCall, RecordStage, Records, StageContext};
+use cascade_tier::conformance::tier as conformance;
+use cascade_tier::tier::{Address, BlockFacts, Load, LoadOutcome, Stage, StageError};
 
 const HEADER_BYTES: u64 = 160;
 

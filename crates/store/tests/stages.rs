@@ -4,8 +4,8 @@ mod third_party;
 
 use std::sync::Arc;
 
-use cascade_store::stage::conformance;
 use cascade_store::stages::FakeStage;
+use cascade_tier::conformance::tier as conformance;
 use third_party::MapStage;
 
 #[test]

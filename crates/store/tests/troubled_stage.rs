@@ -9,12 +9,12 @@ use std::time::Duration;
 
 use cascade_block::{DigestAlgorithm, DigestMode, NamespaceId};
 use cascade_runtime::SystemClock;
-use cascade_store::stage::BlockFacts;
 use cascade_store::stages::StageRegistry;
 use cascade_store::{
     CallOptions, GetOutcome, HealthConfig, Put, PutOutcome, PutSlab, Store, StoreConfig,
     StoreError, ViewOutcome, WritePolicy,
 };
+use cascade_tier::tier::BlockFacts;
 use third_party::{MapStage, flush, frequent_probes, open, wait_for};
 
 use blocks::{MIB, bytes_of, check, dram, key, keys, put, wait_until};

@@ -1,7 +1,7 @@
 //! Answers: messages from a node to a worker.
 
 use cascade_block::{Manifest, NamespaceId};
-use cascade_store::{Change, Changes, PutOutcome, StoreError};
+use cascade_tier::{Change, Changes, PutOutcome, StoreError};
 
 use crate::failure::{read_error, read_outcome, write_error, write_outcome};
 use crate::fields::{FieldReader, FieldWriter};

@@ -1,7 +1,7 @@
 //! Calls: messages from a worker to its node.
 
 use cascade_block::{BlockKey, Manifest, NamespaceId};
-use cascade_store::ChangeCursor;
+use cascade_tier::ChangeCursor;
 
 use crate::chain::ChainRequest;
 use crate::fields::{FieldReader, FieldWriter};

@@ -3,8 +3,7 @@
 use std::time::Duration;
 
 use cascade_block::BlockKey;
-use cascade_store::Request;
-use cascade_store::eviction::{Hints, Priority, StopReason};
+use cascade_tier::{Hints, Priority, Request, StopReason};
 
 use crate::WireError;
 use crate::fields::{FieldReader, FieldWriter};

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use cascade_block::with_causes;
-use cascade_store::{DeclineReason, PutOutcome, StoreError};
+use cascade_tier::{DeclineReason, PutOutcome, StoreError};
 use thiserror::Error;
 
 use crate::WireError;

@@ -1,7 +1,7 @@
 //! Encoding and decoding of the fields of a message.
 
 use cascade_block::{BlockKey, Manifest, NamespaceId};
-use cascade_store::{ChangeCursor, TierName};
+use cascade_tier::{ChangeCursor, TierName};
 
 use crate::{KEYS_MAX, TEXT_BYTES_MAX, WireError};
 
@@ -214,7 +214,7 @@ impl<'a> FieldReader<'a> {
     }
 
     pub(crate) fn name(&mut self, field: &'static str) -> Result<TierName, WireError> {
-        Ok(cascade_store::intern(self.text(field)?))
+        Ok(cascade_tier::intern(self.text(field)?))
     }
 
     pub(crate) fn cursor(&mut self) -> Result<ChangeCursor, WireError> {

@@ -1,4 +1,5 @@
-//! The protocol between a worker process and its node: frames and messages. No I/O, no state.
+//! The protocol between a worker process and its node: frames, messages, and where the
+//! socket is. No I/O, no state.
 //!
 //! `docs/wire-protocol.md` has every byte. All integers are little endian.
 
@@ -9,6 +10,7 @@ mod failure;
 mod fields;
 mod frame;
 mod hello;
+mod socket;
 
 pub use answer::{Answer, Lease, PreparedBlock, Welcome};
 pub use call::{BlockToPrepare, Call, HoldRange, KeyQuestion, LeasePurpose, SealedBlock};
@@ -20,6 +22,7 @@ pub use frame::{
 };
 
 pub use hello::{Access, Hello, SessionId};
+pub use socket::{SOCKET_PATH_BYTES_MAX, client_socket, default_socket};
 
 use thiserror::Error;
 

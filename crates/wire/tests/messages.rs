@@ -1,16 +1,19 @@
 //! Every message is decoded as it was encoded, and invalid bytes are refused without a panic.
 
+use std::sync::Arc;
+use std::time::Duration;
+
 use cascade_block::{BlockKey, Manifest, NamespaceId};
-use cascade_store::eviction::{Hints, Priority, StopReason};
-use cascade_store::{Change, ChangeCursor, Changes, DeclineReason, PutOutcome, StoreError};
+use cascade_tier::{
+    Change, ChangeCursor, Changes, DeclineReason, Hints, Priority, PutOutcome, StopReason,
+    StoreError,
+};
 use cascade_wire::{
     Access, Answer, BLOCKS_MAX, BlockToPrepare, Call, ChainRequest, Frame, HEADER_BYTES, Hello,
     HoldRange, KEYS_MAX, KeyQuestion, Lease, LeasePurpose, PreparedBlock, SealedBlock,
     TEXT_BYTES_MAX, TraceContext, VERSION, Welcome, WireError, frame_length,
 };
 use proptest::prelude::*;
-use std::sync::Arc;
-use std::time::Duration;
 
 fn key(fill: u8) -> BlockKey {
     BlockKey::from_bytes([fill; 32])

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, cast
 
+from cascadekv._program import program
+
 __all__ = ["EngineError", "EngineProcess", "EngineSpec", "RunResult", "serve_node"]
 
 START_S = 300.0
@@ -204,7 +206,7 @@ class EngineProcess:
 def serve_node(directory: Path, *flags: str) -> Generator[str]:
     """Run a node with a DRAM tier; yields the value for `cascade.node`."""
     path = directory / "node.sock"
-    command = [sys.executable, "-m", "cascadekv", "serve", "--socket", str(path)]
+    command = [str(program()), "serve", "--socket", str(path)]
     command += ["--pipeline", "Dram", "--log-filter", "warn", *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:  # noqa: S603 # our own
         try:

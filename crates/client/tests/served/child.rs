@@ -7,7 +7,7 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 
 use cascade_client::{Client, ConnectOptions};
 use cascade_node::{Node, NodeConfig, Server};
-use cascade_store::{BlockStore, PutSlab, StoreError};
+use cascade_tier::{BlockStore, PutSlab, StoreError};
 
 use crate::test_node::{bytes_of, hits, keys, pause, put, wait_until, within};
 
@@ -194,7 +194,7 @@ fn holder() {
     let key = keys(900..901)[0];
     slab.copy_from_slice(&bytes_of(&key, 8192));
     let outcomes = client.put_slabs(vec![PutSlab::new(key, slab)], within(5000));
-    assert!(matches!(outcomes[..], [cascade_store::PutOutcome::Stored]), "{outcomes:?}");
+    assert!(matches!(outcomes[..], [cascade_tier::PutOutcome::Stored]), "{outcomes:?}");
     report_ready();
     await_resume();
 }

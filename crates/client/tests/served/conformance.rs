@@ -1,10 +1,11 @@
 //! The conformance suite of embedded stores, run over a served store.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use cascade_block::{DigestAlgorithm, DigestMode};
-use cascade_store::conformance::{DRAM_BYTES, Subject, all};
 use cascade_store::{FilesConfig, PolicyKind, StoreConfig, WritePolicy};
+use cascade_tier::conformance::block_store::{DRAM_BYTES, Subject, all};
 
 use crate::test_node::TestNode;
 
@@ -15,6 +16,8 @@ fn files(store: &mut StoreConfig, directory: &std::path::Path) {
         segment_bytes: 16 << 20,
         ..FilesConfig::new(directory)
     });
+    // A slow disk must not open a circuit.
+    store.health.probe_timeout = Duration::from_secs(30);
 }
 
 fn run(configure: impl Fn(&mut StoreConfig, &std::path::Path)) {

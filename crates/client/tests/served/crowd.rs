@@ -5,7 +5,7 @@ use std::io::Write;
 use std::os::unix::net::UnixStream;
 
 use cascade_client::{Client, ConnectOptions};
-use cascade_store::{BlockStore, PutOutcome, StoreError, ViewOutcome};
+use cascade_tier::{BlockStore, PutOutcome, StoreError, ViewOutcome};
 
 use crate::child::{Process, SOCKET, await_resume, report_ready, variable};
 use crate::test_node::{NOW, TestNode, hits, keys, put, wait_until};

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use cascade_store::{BlockStore, PutOutcome, ViewOutcome};
+use cascade_tier::{BlockStore, PutOutcome, ViewOutcome};
 
 use crate::test_node::{TestNode, hits, keys, put, wait_until, within};
 

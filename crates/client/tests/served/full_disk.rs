@@ -1,6 +1,7 @@
 //! A full disk behind a served store: blocks in DRAM are served as before.
 
-use cascade_store::{BlockStore, FilesConfig, PutOutcome};
+use cascade_store::FilesConfig;
+use cascade_tier::{BlockStore, PutOutcome};
 
 use crate::small_disk::SmallDisk;
 use crate::test_node::{NOW, TestNode, hits, keys, put, within};

@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use cascade_store::BlockStore;
+use cascade_tier::BlockStore;
 
 use crate::child::{Process, variable};
 use crate::test_node::{NOW, TestNode, hits, keys, pause, wait_until};

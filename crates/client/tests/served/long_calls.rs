@@ -1,6 +1,6 @@
 //! Calls with more keys than one message has room for.
 
-use cascade_store::{BlockStore, PutOutcome, Request};
+use cascade_tier::{BlockStore, PutOutcome, Request};
 
 use crate::test_node::{NOW, TestNode, keys, put};
 

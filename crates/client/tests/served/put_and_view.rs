@@ -1,10 +1,11 @@
 //! A client and a node in one process: put, view and release.
 
+use std::os::unix::net::UnixListener;
+
 use cascade_block::BlockKey;
 use cascade_client::{Client, ConnectOptions};
 use cascade_node::{Node, NodeConfig, Server};
-use cascade_store::{BlockStore, CallOptions, Put, PutOutcome, ViewOutcome};
-use std::os::unix::net::UnixListener;
+use cascade_tier::{BlockStore, CallOptions, Put, PutOutcome, ViewOutcome};
 
 const NOW: CallOptions = CallOptions { timeout: None, writer: None };
 

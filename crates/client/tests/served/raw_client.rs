@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use cascade_block::NamespaceId;
-use cascade_store::{BlockStore, PutOutcome, StoreError};
+use cascade_tier::{BlockStore, PutOutcome, StoreError};
 use cascade_wire::{
     Access, Answer, BlockToPrepare, Call, Frame, Hello, HoldRange, KeyQuestion, Lease,
     LeasePurpose, PreparedBlock, SealedBlock, SessionId, Welcome, frame_length,

@@ -3,9 +3,7 @@
 use std::time::Duration;
 
 use cascade_client::{Administrator, Client, ConnectOptions};
-use cascade_store::{
-    BlockStore, PrepareOutcome, Put, PutOutcome, PutSlab, StoreError, ViewOutcome,
-};
+use cascade_tier::{BlockStore, PrepareOutcome, Put, PutOutcome, PutSlab, StoreError, ViewOutcome};
 
 use crate::child::Process;
 use crate::test_node::{NOW, bytes_of, hits, keys, put, timed, wait_until, within};

@@ -8,7 +8,8 @@ use std::os::unix::net::UnixStream;
 
 use cascade_block::{Manifest, Namespace, TenantSecret};
 use cascade_client::{Client, ConnectOptions};
-use cascade_store::{BlockStore, FilesConfig, PutOutcome, StoreError, ViewOutcome};
+use cascade_store::FilesConfig;
+use cascade_tier::{BlockStore, PutOutcome, StoreError, ViewOutcome};
 use cascade_wire::{Call, KeyQuestion};
 
 use crate::child::{Process, SOCKET, await_resume, report_ready, variable};

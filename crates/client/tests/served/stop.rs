@@ -5,7 +5,7 @@ use std::os::unix::net::UnixListener;
 use std::time::Duration;
 
 use cascade_client::{Client, ConnectOptions};
-use cascade_store::{BlockStore, PutOutcome, StoreError, ViewOutcome};
+use cascade_tier::{BlockStore, PutOutcome, StoreError, ViewOutcome};
 use cascade_wire::{Answer, UNREAD_CALL};
 use rustix::process::Signal;
 

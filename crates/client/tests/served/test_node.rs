@@ -8,8 +8,9 @@ use cascade_block::BlockKey;
 use cascade_client::{Client, ConnectOptions};
 use cascade_node::{Node, NodeConfig, Server};
 use cascade_runtime::{Clock, Deadline, SystemClock};
-pub(crate) use cascade_store::conformance::{bytes_of, key, keys};
-use cascade_store::{BlockStore, CallOptions, Put, PutOutcome, Store, StoreStats, ViewOutcome};
+use cascade_store::Store;
+pub(crate) use cascade_tier::conformance::block_store::{bytes_of, key, keys};
+use cascade_tier::{BlockStore, CallOptions, Put, PutOutcome, StoreStats, ViewOutcome};
 
 pub(crate) const NOW: CallOptions = CallOptions { timeout: None, writer: None };
 /// How long a test waits for a condition.

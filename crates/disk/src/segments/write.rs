@@ -252,6 +252,12 @@ impl SegmentFiles {
                 }
             };
             let (runs, changed) = self.write_runs(writer, &segment, &mut pending, deadline);
+            if runs.is_empty() && changed.is_empty() {
+                // No transfer begins after the deadline.
+                let path = segment.path.clone();
+                failure = Some(DiskError::Timeout { operation: "write", path });
+                break;
+            }
             let failed = runs.iter().find_map(|(_, result)| result.clone().err());
             for (key, address) in failed_blocks(&runs) {
                 writer.failed_copies.entry(key).or_default().push(address);

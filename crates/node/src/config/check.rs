@@ -6,13 +6,11 @@ use std::path::{Path, PathBuf};
 
 use cascade_store::stages::StageRegistry;
 use cascade_store::{Pipeline, SecretReaders, StoreConfig, StoreError, read_secret};
+use cascade_wire::SOCKET_PATH_BYTES_MAX;
 
 use super::error::ConfigError;
 use super::settings::SettingSource;
 use super::{NodeConfig, SecurityConfig, TenantConfig};
-
-/// The longest path of a Unix socket: `sun_path` without the terminating zero.
-pub const SOCKET_PATH_BYTES_MAX: usize = 107;
 
 /// The longest tenant name. It is used as a directory name and as a metric label.
 const TENANT_NAME_BYTES_MAX: usize = 64;

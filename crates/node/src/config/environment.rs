@@ -1,4 +1,4 @@
-//! The process's environment: the only module that reads environment variables.
+//! The environment of a node and of the command. `cascade_client` reads a client's own variables.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -69,25 +69,14 @@ impl Environment {
         self.variables.get(NOTIFY_SOCKET).cloned()
     }
 
-    /// The default Unix socket, for nodes and clients.
+    /// The default Unix socket of a node.
     pub fn default_socket(&self) -> PathBuf {
-        let runtime = self.variables.get(RUNTIME_DIRECTORY).map(PathBuf::from);
-        match runtime.filter(|directory| directory.is_absolute()) {
-            Some(directory) => directory.join("cascade.sock"),
-            None if self.user == 0 => PathBuf::from("/run/cascade/cascade.sock"),
-            None => PathBuf::from(format!("/tmp/cascade-{}/cascade.sock", self.user)),
-        }
+        cascade_wire::default_socket(|name| self.variables.get(name).cloned(), self.user)
     }
 
-    /// The socket that a client uses when its caller names none: `CASCADE_NODE` (a path or
-    /// `unix:PATH`), else `CASCADE_SOCKET`, which nodes read too, else the default.
+    /// The socket that a client in this environment uses when its caller names none.
     pub fn socket(&self) -> PathBuf {
-        let path_in = |name| self.variables.get(name).map(PathBuf::from);
-        let node = path_in(NODE).map(|path| match path.to_str() {
-            Some(text) => PathBuf::from(text.strip_prefix("unix:").unwrap_or(text)),
-            None => path,
-        });
-        node.or_else(|| path_in("CASCADE_SOCKET")).unwrap_or_else(|| self.default_socket())
+        cascade_wire::client_socket(|name| self.variables.get(name).cloned(), self.user)
     }
 
     pub(super) fn apply(&self, settings: &mut Settings) -> Result<(), ConfigError> {
@@ -144,18 +133,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_default_socket_is_in_a_directory_of_its_user() {
-        let none = [("HOME", "/root")];
-        let socket = |user| Environment::new(none, user).default_socket();
-        assert_eq!(socket(0), PathBuf::from("/run/cascade/cascade.sock"));
-        assert_eq!(socket(1000), PathBuf::from("/tmp/cascade-1000/cascade.sock"));
-        let login = Environment::new([("XDG_RUNTIME_DIR", "/run/user/1000")], 1000);
-        assert_eq!(login.default_socket(), PathBuf::from("/run/user/1000/cascade.sock"));
-        let relative = Environment::new([("XDG_RUNTIME_DIR", "run")], 1000);
-        assert_eq!(relative.default_socket(), PathBuf::from("/tmp/cascade-1000/cascade.sock"));
-    }
-
-    #[test]
     fn only_misspelled_and_old_variables_are_refused() {
         for name in [
             "CASCADE_NODE",
@@ -182,18 +159,8 @@ mod tests {
     }
 
     #[test]
-    fn a_client_uses_the_socket_that_is_set_or_else_the_default() {
-        let socket = |variables: &[(&str, &str)]| {
-            let variables = variables.iter().map(|(name, value)| (*name, *value));
-            Environment::new(variables, 0).socket()
-        };
-        assert_eq!(socket(&[]), PathBuf::from("/run/cascade/cascade.sock"));
-        assert_eq!(socket(&[("CASCADE_SOCKET", "/a")]), PathBuf::from("/a"));
-        assert_eq!(
-            socket(&[("CASCADE_NODE", "/b"), ("CASCADE_SOCKET", "/a")]),
-            PathBuf::from("/b")
-        );
-        assert_eq!(socket(&[("CASCADE_NODE", "unix:/b")]), PathBuf::from("/b"));
-        assert_eq!(socket(&[("CASCADE_NODE", "")]), PathBuf::from("/run/cascade/cascade.sock"));
+    fn an_empty_variable_counts_as_not_set() {
+        let empty = Environment::new([("CASCADE_NODE", ""), ("CASCADE_SOCKET", "/a")], 0);
+        assert_eq!(empty.socket(), PathBuf::from("/a"));
     }
 }

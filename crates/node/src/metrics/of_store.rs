@@ -449,6 +449,15 @@ pub(super) const FAMILIES: &[MetricFamily] = &[
         },
     },
     MetricFamily {
+        name: "cascade_store_lock_hold_seconds",
+        kind: MetricKind::Histogram,
+        help: "Time that the store's lock was held for 64 keys or more",
+        labels: &["tenant"],
+        read: |status, samples| {
+            each_tenant(status, |t| samples.add_histogram(&[&t.name], &t.lock_hold_s));
+        },
+    },
+    MetricFamily {
         name: "cascade_pool_capacity_bytes",
         kind: MetricKind::Gauge,
         help: "Size of the shared-memory pool",

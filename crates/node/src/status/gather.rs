@@ -1,11 +1,13 @@
 //! Builds a status from the statistics of stores and sessions.
 
-use cascade_store::{HealthState as StoreHealth, ShadowFigure, StoreCounters, StoreStats};
+use cascade_store::{
+    HealthState as StoreHealth, HoldTimes, ShadowFigure, StoreCounters, StoreStats,
+};
 
 use crate::server::ClientSnapshot;
 use crate::status::{
     CatalogStatus, ClientStatus, ClientsStatus, EvictionStatus, GetStatus, HealthState,
-    HealthStatus, HitRate, HotPrefix, LookupStatus, MoverStatus, PoolStatus, PutStatus,
+    HealthStatus, Histogram, HitRate, HotPrefix, LookupStatus, MoverStatus, PoolStatus, PutStatus,
     ShadowStatus, TenantStatus, TierStatus, WarmRestartStatus,
 };
 
@@ -51,6 +53,7 @@ impl TenantStatus {
                 protected_blocks: stats.protected_blocks,
                 protection_refused: stats.protection_refused,
             },
+            lock_hold_s: lock_hold_s(&stats.lock_holds),
             pool: PoolStatus {
                 capacity_bytes: stats.pool.capacity_bytes as u64,
                 reserved_bytes: stats.pool.reserved_bytes as u64,
@@ -83,6 +86,15 @@ impl TenantStatus {
             })
             .collect();
         self
+    }
+}
+
+#[expect(clippy::cast_precision_loss, reason = "bounds and a sum for display")]
+fn lock_hold_s(times: &HoldTimes) -> Histogram {
+    Histogram {
+        bounds: HoldTimes::BOUNDS_US.iter().map(|bound| *bound as f64 / 1e6).collect(),
+        counts: times.counts.clone(),
+        sum: times.sum_ns as f64 / 1e9,
     }
 }
 

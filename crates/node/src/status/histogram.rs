@@ -19,6 +19,18 @@ impl Histogram {
         self.counts.iter().sum()
     }
 
+    /// Adds the values of another histogram with the same bounds.
+    pub(crate) fn add(&mut self, other: &Self) {
+        if self.counts.is_empty() {
+            self.clone_from(other);
+            return;
+        }
+        for (count, more) in self.counts.iter_mut().zip(&other.counts) {
+            *count += more;
+        }
+        self.sum += other.sum;
+    }
+
     /// The mean, or `None` without values.
     #[expect(clippy::cast_precision_loss, reason = "an approximate mean is enough")]
     pub fn mean(&self) -> Option<f64> {

@@ -106,6 +106,7 @@ impl TenantStatus {
             evictions,
             damaged_blocks,
             catalog,
+            lock_hold_s,
             pool,
             // Predictions for one tenant's tier cannot be added to those of another.
             shadows: _,
@@ -154,6 +155,7 @@ impl TenantStatus {
                 protection_refused
             }
         );
+        self.lock_hold_s.add(lock_hold_s);
         self.add_pool(pool);
         for tier in tiers {
             self.add_tier(tier);

@@ -203,8 +203,8 @@ fn the_port_stops_during_a_tls_handshake() {
         (config.head_timeout, config.connection_timeout) = (hour, hour);
     });
     let _silent = TcpStream::connect(served.address()).unwrap();
-    // Connections are accepted in order: when this one is refused, the silent one has been
-    // accepted.
+    // The port accepts connections in order. The silent connection came first, so it is accepted
+    // by the time that this request is refused.
     authority.request_metrics(&served, None).unwrap_err();
     let (stopped, is_stopped) = std::sync::mpsc::channel();
     std::thread::spawn(move || {

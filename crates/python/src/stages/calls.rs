@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use cascade_memory::{Slab, SlabMut};
 use cascade_runtime::{Deadline, SystemClock};
-use cascade_store::stage::StageError;
 use cascade_store::stages::{RecordAnswer, RecordCall, Records};
+use cascade_tier::tier::StageError;
 
 /// Time-out of the stage's `close` method.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(3);

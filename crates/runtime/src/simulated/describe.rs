@@ -6,8 +6,8 @@ use super::threads::{State, Thread};
 use super::waiting::{Reason, Wait};
 
 impl World {
-    /// One line for each thread that has not ended.
-    pub(super) fn describe_threads(&self) -> String {
+    /// One line for each thread that has neither ended nor been killed.
+    pub fn describe_threads(&self) -> String {
         let threads = self.threads.borrow();
         let live = threads.iter().filter(|thread| !thread.is_over());
         let lines = live.map(|thread| match &thread.state {
@@ -51,5 +51,8 @@ fn describe_holders(lock: usize, threads: &[Thread]) -> String {
         format!("`{}`{over} since {}", thread.name, held.location)
     });
     let names: Vec<String> = names.collect();
-    if names.is_empty() { "nobody, while a writer waits".to_owned() } else { names.join(" and ") }
+    if names.is_empty() {
+        return "no thread, while a writer waits".to_owned();
+    }
+    names.join(" and ")
 }

@@ -1,6 +1,6 @@
 //! The puts of a client, in one phase and in two.
 
-use cascade_runtime::{now, yield_now};
+use cascade_runtime::yield_now;
 use cascade_store::{
     CallOptions, DeclineReason, PrepareOutcome, Put, PutOutcome, PutSlab, StoreError,
 };
@@ -27,6 +27,7 @@ impl Client {
             parent: parent.map(|parent| self.shared.keys[parent as usize]),
             is_prefix: batch.is_prefix,
             is_partial: batch.is_partial && at + 1 == batch.keys.len(),
+            ttl_ms: batch.ttl_ms,
             ..Put::new(self.shared.keys[key as usize], bytes)
         }
     }
@@ -38,6 +39,7 @@ impl Client {
             bytes.iter().enumerate().map(|(at, bytes)| self.make_put(batch, at, bytes)).collect();
         let call = self.begin_put("put", &blocks);
         let outcomes = self.store.put(&puts, CallOptions::default());
+        self.expire(call, batch);
         self.end_put(call, &blocks, &outcomes);
     }
 
@@ -59,6 +61,7 @@ impl Client {
                         parent: put.parent,
                         is_prefix: put.is_prefix,
                         is_partial: put.is_partial,
+                        ttl_ms: put.ttl_ms,
                         ..PutSlab::new(put.key, slab)
                     });
                     None
@@ -77,11 +80,22 @@ impl Client {
             .into_iter()
             .map(|outcome| outcome.unwrap_or_else(|| put.next().expect("one for each slab")))
             .collect();
+        self.expire(call, batch);
         self.end_put_settled(call, &blocks, &outcomes, &is_settled);
     }
 
+    fn expire(&self, call: Call, batch: &PutBatch) {
+        if let Some(ttl_ms) = batch.ttl_ms {
+            self.shared.model().expire(call.begin, ttl_ms);
+        }
+    }
+
     fn begin_put(&self, name: &'static str, blocks: &[(u32, Content)]) -> Call {
-        Call { begin: self.shared.model().begin_put(blocks), began: now(), name }
+        Call {
+            begin: self.shared.model().begin_put(blocks),
+            began: self.shared.running_time(),
+            name,
+        }
     }
 
     fn end_put(&self, call: Call, blocks: &[(u32, Content)], outcomes: &[PutOutcome]) {
@@ -96,7 +110,7 @@ impl Client {
         outcomes: &[PutOutcome],
         is_settled: &[bool],
     ) {
-        let took = now().saturating_sub(call.began);
+        let took = self.took(call);
         let mut model = self.checked(call);
         // The two phases have a time-out each.
         if took > self.shared.timeout * 2 + LATENESS_MAX {
@@ -116,10 +130,12 @@ impl Client {
                 PutOutcome::Failed(error) => {
                     // A file tier cannot store an empty block.
                     let is_empty = content.length == 0 && self.shared.profile.has_files();
-                    // Nor one that is removed, or reclaimed, while the caller waits for its write.
+                    // Nor one that is removed or reclaimed, or that expires, while the caller waits
+                    // for its write.
                     let is_refused = matches!(error, StoreError::Tier { .. })
                         && (is_empty
                             || !self.shared.profile.are_files_roomy
+                            || self.shared.profile.has_expiry
                             || model.is_doomed(call.begin, *key));
                     if !is_refused {
                         self.check_error(&mut model, call, *key, error);

@@ -17,11 +17,11 @@ use super::{ContractViolation, DiskCounts, DiskSettings, Latency};
 /// The root directory.
 pub(super) const ROOT: u64 = 1;
 /// Pages of removed files that stay readable by handles. Nothing reports that a handle was closed.
-const REMOVED_PAGES_MAX: u64 = 4096;
+const REMOVED_PAGES_MAX: u64 = 1 << 16;
 /// Removed files that stay readable, however long they are.
-const REMOVED_FILES_MIN: usize = 8;
-/// Violations that are kept.
-const VIOLATIONS_MAX: usize = 100;
+const REMOVED_FILES_MIN: usize = 64;
+/// Violations that are kept of each kind: late, or not.
+const VIOLATIONS_MAX: u64 = 100;
 /// The number of the first simulated process.
 const FIRST_PROCESS: u32 = 1000;
 
@@ -128,7 +128,7 @@ impl Device {
         let counts = &mut self.counts;
         let count = match fault {
             DiskFault::Error(_) => &mut counts.errors,
-            DiskFault::Hang(_) => &mut counts.hangs,
+            DiskFault::Hang(_) | DiskFault::Stall => &mut counts.hangs,
             DiskFault::Slow(_) => &mut counts.slow_calls,
             DiskFault::ShortTransfer => &mut counts.short_transfers,
             DiskFault::TornWrite => &mut counts.torn_writes,
@@ -142,8 +142,10 @@ impl Device {
 
     /// Records that a caller broke the contract of the disk.
     pub(super) fn violate(&mut self, inode: u64, is_late: bool, text: String) {
-        self.counts.violations += 1;
-        if self.violations.len() < VIOLATIONS_MAX {
+        let counts = &mut self.counts;
+        let count = if is_late { &mut counts.late_violations } else { &mut counts.violations };
+        *count += 1;
+        if *count <= VIOLATIONS_MAX {
             let (at, path) = (cascade_runtime::now(), self.path_of(inode));
             self.violations.push(ContractViolation { at, path, is_late, text });
         }

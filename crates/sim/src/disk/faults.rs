@@ -26,6 +26,8 @@ pub enum DiskFault {
     Error(CallKind),
     /// The call does not end before the episode does.
     Hang(CallKind),
+    /// No call ends before the episode does.
+    Stall,
     /// Every call takes so many times longer.
     Slow(u32),
     /// A transfer moves and reports fewer bytes, in whole pages.
@@ -93,6 +95,7 @@ impl Episode {
             DiskFault::Hang(Write),
             DiskFault::Hang(Sync),
             DiskFault::Hang(Name),
+            DiskFault::Stall,
             DiskFault::Slow(10),
             DiskFault::Slow(100),
             DiskFault::ShortTransfer,
@@ -127,7 +130,9 @@ impl DiskFault {
             Self::ShortTransfer => matches!(kind, CallKind::Read | CallKind::Write),
             Self::FlippedRead => kind == CallKind::Read,
             Self::TornWrite | Self::LostWrite | Self::FlippedWrite => kind == CallKind::Write,
-            Self::Hang(_) | Self::Slow(_) | Self::Full | Self::OtherDirectory => false,
+            Self::Hang(_) | Self::Stall | Self::Slow(_) | Self::Full | Self::OtherDirectory => {
+                false
+            }
         }
     }
 }
@@ -157,6 +162,9 @@ impl FaultPlan {
         for episode in self.episodes.iter().filter(|episode| episode.is_active(now)) {
             match episode.fault {
                 DiskFault::Slow(times) => planned.extra_latency = times.saturating_sub(1),
+                DiskFault::Stall => {
+                    planned.hangs_until = planned.hangs_until.max(Some(episode.until));
+                }
                 DiskFault::Hang(of) if of == kind && random.one_in(episode.one_in) => {
                     planned.hangs_until = planned.hangs_until.max(Some(episode.until));
                 }

@@ -191,7 +191,9 @@ impl FileOperations for SimFiles {
         self.name_step(|device, now| {
             let inode = device.resolve(directory)?;
             device.directory(inode)?;
-            let is_other = device.faults.is_active(DiskFault::OtherDirectory, now);
+            // Not at an opening, which holds no lock: the tier would keep to the other directory.
+            let is_other =
+                !device.locks.is_empty() && device.faults.is_active(DiskFault::OtherDirectory, now);
             if is_other {
                 device.count_fault(DiskFault::OtherDirectory, now);
             }

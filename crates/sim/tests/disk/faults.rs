@@ -110,14 +110,17 @@ fn a_lock_is_held_until_it_is_dropped_or_the_process_ends() {
 }
 
 #[test]
-fn another_directory_has_another_identity() {
+fn another_directory_has_another_identity_while_a_tier_is_open() {
     let fixture = Fixture::instant(1);
     let identity = || fixture.io.files.directory_identity(Path::new(DIRECTORY)).unwrap();
     let before = identity();
     assert_eq!(before, identity());
     fixture.disk.inject(always(DiskFault::OtherDirectory));
+    assert_eq!(before, identity(), "no tier holds its lock");
+    let lock = fixture.io.files.lock_file(Path::new("/files/one.lock")).unwrap();
     assert_ne!(before, identity());
     fixture.disk.clear_faults();
+    drop(lock);
     assert_eq!(before, identity());
 }
 

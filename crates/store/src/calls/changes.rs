@@ -10,15 +10,16 @@
 //! key that changed, its last change comes after every piece that was read before the change, and
 //! every later piece agrees with it.
 
-use crate::change::{Change, ChangeCursor, Changes};
+use cascade_tier::{Change, ChangeCursor, Changes, StoreError};
+
+use crate::Store;
 use crate::core::catalog::{ContentIndex, KeyIndex};
 use crate::core::change_log::ChangeLog;
 use crate::core::history::Loss;
 use crate::core::state::StoreState;
-use crate::{Store, StoreError};
 
 /// Changes returned and entries scanned while the lock is held once.
-const PIECE_KEYS: u32 = 2048;
+const PIECE_KEYS: u32 = 256;
 
 impl Store {
     /// Returns the changes since a cursor, at most `max` (zero counts as one). Without a cursor,
@@ -29,7 +30,7 @@ impl Store {
     /// which [`Store::contains`] is true.
     ///
     /// The first call starts a log of `changes_max` changes. The log ends if that many changes
-    /// happen without a further call. The lock is released after every 2,048 changes.
+    /// happen without a further call. The lock is released after every 256 changes.
     ///
     /// # Errors
     /// [`StoreError::Config`] if `changes_max` is 0; [`StoreError::Closed`] if the store is closed.
@@ -44,7 +45,8 @@ impl Store {
         let mut cursor = since;
         let mut answer: Option<Changes> = None;
         loop {
-            let mut state = core.lock();
+            let mut state = core.lock_for(PIECE_KEYS as usize);
+            state.charge(PIECE_KEYS);
             if state.is_closed {
                 return Err(StoreError::Closed);
             }
@@ -163,8 +165,7 @@ impl StoreState {
     /// Logs that all keys were removed, in place of their single removals.
     pub(crate) fn note_cleared(&mut self) {
         if let Some(log) = self.catalog.changes_mut() {
-            // `forget_all` has detached the log, so that removed keys did not remove their
-            // expirations.
+            // The removals of the single keys are not reported, and leave the expirations alone.
             log.expirations.clear();
         }
         self.catalog.report(Change::Cleared);
@@ -178,9 +179,11 @@ impl StoreState {
     }
 
     /// Whether a content can be read now. True for every content while all read circuits are
-    /// closed.
+    /// closed, and for cleared ones, whose followers have been told.
     pub(crate) fn is_readable(&self, content: ContentIndex) -> bool {
-        self.open_read_circuits == 0 || !self.is_unreadable(self.catalog.content(content))
+        self.open_read_circuits == 0
+            || self.catalog.is_cleared(content)
+            || !self.is_unreadable(self.catalog.content(content))
     }
 
     /// Logs the keys of a content if its readability changed: a tier gained or lost the content

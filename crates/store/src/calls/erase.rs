@@ -1,18 +1,16 @@
 //! Erase: removes every block from every tier, and overwrites its bytes.
 
-use std::collections::HashSet;
-
 use cascade_block::with_causes;
 use cascade_memory::WipeReport;
+use cascade_tier::tier::{NotErased, StageEraseReport};
+use cascade_tier::{CallOptions, StoreError, TierName};
 
 use crate::core::catalog::LOWER_STAGES_MAX;
-use crate::core::history::{History, Loss};
+use crate::core::history::Loss;
 use crate::core::state::{KeyChange, StoreState};
-use crate::not_erased::NotErased;
 use crate::shared::StoreCore;
 use crate::shared::call::CallContext;
-use crate::stage::StageEraseReport;
-use crate::{CallOptions, StoreError, TierName};
+use crate::shared::hold::KEYS_PER_HOLD;
 
 /// Result of erasing a store.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -65,11 +63,13 @@ impl StoreCore {
         if std::mem::replace(&mut state.is_erasing, true) {
             return Err(StoreError::Erasing);
         }
-        let mut erased =
-            EraseReport { tiers: self.empty_catalog(&mut state), ..EraseReport::default() };
-        let mut removed = CancelledRemovals::default();
-        removed.take(&mut state);
+        state.erases += 1;
+        state.are_removals_cancelled = true;
+        state.make_all_absent();
         drop(state);
+        let mut removed = CancelledRemovals::default();
+        let tiers = self.empty_catalog(&mut removed);
+        let mut erased = EraseReport { tiers, ..EraseReport::default() };
         self.reset_insight();
         self.notify_changed();
         self.notify_movers();
@@ -79,27 +79,32 @@ impl StoreCore {
         self.wait_for_calls(&mut erased, &mut removed, call);
         self.wait_for_stuck_calls(&mut erased, call);
         self.erase_stages(&mut erased, removed, call);
+        self.lock().are_removals_cancelled = false;
+        // Flushes wait for this.
+        self.notify_changed();
         self.wipe(&mut erased, call);
         let mut state = self.lock();
         // The records of the erased blocks were cleared, but still contain their keys and digests.
-        if let Some(ledger) = &state.ledger {
-            ledger.wipe_free();
+        let mut wiped = 0;
+        while let Some(next) = state.ledger.as_ref().and_then(|ledger| ledger.wipe_free(wiped)) {
+            wiped = next;
+            drop(state);
+            state = self.lock_for(KEYS_PER_HOLD);
         }
         state.is_erasing = false;
         drop(state);
         Ok(erased)
     }
 
-    /// Empties the catalog, the eviction policy and the history. Returns what each tier had.
-    fn empty_catalog(&self, state: &mut StoreState) -> Vec<TierEraseReport> {
+    /// Removes all keys, and empties the eviction policy and the history. Returns what each tier
+    /// had.
+    fn empty_catalog(&self, removed: &mut CancelledRemovals) -> Vec<TierEraseReport> {
         let tier = |at| TierEraseReport { tier: self.tier_name(at), ..TierEraseReport::default() };
         let mut tiers: Vec<_> = (0..=self.stages.len()).map(tier).collect();
-        let mut counted = HashSet::new();
-        for key in state.catalog.all_keys() {
-            let index = state.catalog.entry(key).content;
-            let content = state.catalog.content(index);
-            let is_first = counted.insert(index);
-            let bytes = if is_first { u64::from(content.bytes) } else { 0 };
+        let mut count = |state: &StoreState, key| {
+            let content = state.catalog.content(state.catalog.entry(key).content);
+            // Each content once, with its last key.
+            let bytes = if content.key_count == 1 { u64::from(content.bytes) } else { 0 };
             let in_dram = content.slab.is_some();
             for (at, tier) in tiers.iter_mut().enumerate() {
                 let has = match at {
@@ -109,16 +114,22 @@ impl StoreCore {
                 tier.blocks += u64::from(has);
                 tier.bytes += if has { bytes } else { 0 };
             }
+        };
+        loop {
+            // In the same holds as the removals of keys: no mover sends these.
+            self.remove_cleared(Loss::Deleted, &mut count, |state| removed.take(state));
+            let mut state = self.lock();
+            if state.catalog.key_count() == 0 && state.catalog.cleared_keys() == 0 {
+                // Ghost lists and the history contain keys of former blocks.
+                let emptied = state.take_traces(self.new_eviction(), self.clock.unix_ms());
+                drop(state);
+                // Without the lock: they are as large as the store was.
+                drop(emptied);
+                return tiers;
+            }
+            // A call that began before the erase has put a block meanwhile.
+            state.make_all_absent();
         }
-        state.forget_all(Loss::Deleted);
-        // Ghost lists and the history contain keys of former blocks.
-        state.eviction = self.new_eviction();
-        state.history = History::new(self.clock.unix_ms(), self.seed);
-        state.prefetched.clear();
-        state.prefetched_bytes = 0;
-        state.unstored = Default::default();
-        state.requeue_counts = [0; LOWER_STAGES_MAX];
-        tiers
     }
 
     /// Waits until no call, mover or scrubber holds a block.
@@ -193,11 +204,9 @@ impl StoreCore {
             if erased.left.len() > left_before {
                 // The stage is not erased: remove its blocks one by one. Otherwise they would all
                 // be back after a restart.
-                let mut state = self.lock();
-                for change in removed {
-                    state.push_key_change(at, change);
-                }
-                self.unlock(state);
+                self.in_holds(None, &removals(removed), |state, change| {
+                    state.push_key_change(at, *change);
+                });
             }
         }
     }
@@ -216,7 +225,9 @@ impl StoreCore {
             let (again, in_time) = self.wait_for_change(state, call);
             state = again;
             // Processes that hold memory of an earlier run end without a notification.
+            drop(state);
             self.release_dead_holders();
+            state = self.lock();
             wiped.held_bytes = self.pool.stats().reserved_bytes.min(held_before);
             if !in_time {
                 break;
@@ -249,17 +260,24 @@ impl StoreCore {
     }
 }
 
-/// Queued removals of keys, which are needed only for a stage that cannot be erased.
+/// Queued key changes that were not sent. Their removals are needed only for a stage that cannot be
+/// erased.
 #[derive(Default)]
-struct CancelledRemovals([Vec<KeyChange>; LOWER_STAGES_MAX]);
+struct CancelledRemovals([Vec<Vec<KeyChange>>; LOWER_STAGES_MAX]);
 
 impl CancelledRemovals {
-    /// Empties the queues of key changes, and keeps the removals.
+    /// Empties the queues of key changes.
     fn take(&mut self, state: &mut StoreState) {
-        for (stage, removed) in self.0.iter_mut().enumerate() {
-            state.key_tickets[stage].settled += state.key_changes[stage].len() as u64;
-            let is_removal = |change: &KeyChange| matches!(change, KeyChange::Remove(..));
-            removed.extend(state.key_changes[stage].drain(..).filter(is_removal));
+        for (stage, taken) in self.0.iter_mut().enumerate() {
+            let changes = state.cancel_key_changes(stage);
+            if !changes.is_empty() {
+                taken.push(changes);
+            }
         }
     }
+}
+
+fn removals(changes: Vec<Vec<KeyChange>>) -> Vec<KeyChange> {
+    let is_removal = |change: &KeyChange| matches!(change, KeyChange::Remove(..));
+    changes.into_iter().flatten().filter(is_removal).collect()
 }

@@ -1,12 +1,14 @@
 //! Flush, and the write failures that each caller has been informed of.
 
+use cascade_tier::tier::StageError;
+use cascade_tier::{CallOptions, StoreError};
+
+use crate::Store;
 use crate::core::circuit::Direction;
 use crate::core::flush_mark::FlushMark;
 use crate::drive::breaker::HealthSignal;
 use crate::shared::call::CallContext;
 use crate::shared::{StoreCore, tier_error};
-use crate::stage::StageError;
-use crate::{CallOptions, Store, StoreError};
 
 impl Store {
     /// Returns once every block put so far is written to all lower stages and would survive a
@@ -41,36 +43,64 @@ impl StoreCore {
         self.flush_since(&mut reported, self.call(options))
     }
 
-    fn flush_since(&self, reported: &mut FlushMark, call: CallContext) -> Result<(), StoreError> {
+    /// Waits until the stages have everything that is queued now.
+    fn wait_for_queues(&self, call: CallContext) -> Result<(), StoreError> {
         let mut state = self.lock();
-        if state.is_closed {
-            return Err(StoreError::Closed);
+        loop {
+            if state.is_closed {
+                return Err(StoreError::Closed);
+            }
+            // An erase cancels the removals of deleted blocks, until it has erased the stages, or
+            // has queued the removals again.
+            if state.are_removals_cancelled {
+                state = self.wait_or_time_out(state, "flush", call)?;
+                continue;
+            }
+            let erases = state.erases;
+            // Blocks that are queued after this line belong to a later flush. Without fixed
+            // tickets, steady puts would keep this call waiting.
+            let tickets = state.block_tickets.map(|tickets| tickets.pushed);
+            while (0..self.stages.len()).any(|at| state.block_tickets[at].settled < tickets[at]) {
+                state = self.wait_or_time_out(state, "flush", call)?;
+            }
+            // A written block can queue key changes for its stage: draw these tickets only now.
+            let tickets = state.key_tickets.map(|tickets| tickets.pushed);
+            state = self.wait_for_key_changes(state, tickets, "flush", call)?;
+            if state.erases == erases {
+                return Ok(());
+            }
         }
-        // Blocks that are queued after this line belong to a later flush. Without fixed tickets,
-        // steady puts would keep this call waiting.
-        let tickets = state.block_tickets.map(|tickets| tickets.pushed);
-        while (0..self.stages.len()).any(|at| state.block_tickets[at].settled < tickets[at]) {
-            state = self.wait_or_time_out(state, "flush", call)?;
-        }
-        // A written block can queue key changes for its stage: draw these tickets only now.
-        let tickets = state.key_tickets.map(|tickets| tickets.pushed);
-        drop(self.wait_for_key_changes(state, tickets, "flush", call)?);
-        // Read once: exactly the stages that are skipped below are reported at the end, even if a
-        // circuit changes meanwhile.
-        let open_circuits = self.lock().open_write_circuits;
+    }
+
+    fn flush_since(&self, reported: &mut FlushMark, call: CallContext) -> Result<(), StoreError> {
+        self.wait_for_queues(call)?;
+        // Read once: exactly the stages that are skipped or cut short below are reported at the
+        // end, even if a circuit closes meanwhile.
+        let mut open_circuits = self.lock().open_write_circuits;
         let mut flushed = Ok(());
         // Try every stage and report the first error.
-        for (at, stage) in
-            self.stages.iter().enumerate().filter(|(at, _)| open_circuits & (1 << at) == 0)
-        {
+        for (at, stage) in self.stages.iter().enumerate() {
+            if open_circuits & (1 << at) != 0 {
+                continue;
+            }
             // Without the lock: the stage may use the whole time of the call.
             let result = stage.flush(call.deadline);
             let signal = match &result {
-                // A flush can have much to write: a time-out says nothing about the health.
-                Ok(()) | Err(StageError::Timeout) => HealthSignal::None,
+                // A flush can have much to write: a time-out says nothing about the health, and an
+                // open circuit says nothing new.
+                Ok(()) | Err(StageError::Timeout | StageError::CircuitOpen) => HealthSignal::None,
                 Err(error) => HealthSignal::Failure(error.clone()),
             };
-            self.record_health(&mut self.lock(), at, Direction::Writes, signal);
+            let mut state = self.lock();
+            self.record_health(&mut state, at, Direction::Writes, signal);
+            let is_open = state.is_write_circuit_open(at);
+            drop(state);
+            if is_open && matches!(result, Err(StageError::CircuitOpen)) {
+                // It opened during the call: report the error that opened it, as if it had been
+                // open before.
+                open_circuits |= 1 << at;
+                continue;
+            }
             flushed = flushed.and(result.map_err(|error| tier_error(stage, "flush", error)));
         }
         let mut state = self.lock();

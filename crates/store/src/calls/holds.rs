@@ -10,9 +10,10 @@ use std::time::Duration;
 
 use cascade_memory::{Slab, SlabMut};
 use cascade_runtime::{Plant, is_planted};
+use cascade_tier::StoreError;
 use foldhash::fast::RandomState;
 
-use crate::{HeldPiece, StoreError};
+use crate::HeldPiece;
 
 /// Minimum number of bytes that a hold counts towards a client's share.
 const COUNTED_BYTES_MIN: usize = 1024;

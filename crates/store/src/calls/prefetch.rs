@@ -5,11 +5,11 @@ use std::sync::PoisonError;
 
 use cascade_block::BlockKey;
 use cascade_runtime::{Condvar, Mutex, MutexGuard};
+use cascade_tier::{CallOptions, ViewOutcome};
 
 use crate::calls::read::ReadPurpose;
 use crate::drive::mover::RateLimiter;
 use crate::shared::StoreCore;
-use crate::{CallOptions, ViewOutcome};
 
 /// Maximum length of the queue of hints; further hints are declined.
 const HINTS_MAX: usize = 64;

@@ -5,16 +5,17 @@ use std::time::Duration;
 
 use cascade_block::{BlockKey, DigestMode};
 use cascade_memory::Region;
+use cascade_tier::{
+    CallOptions, DeclineReason, PrepareOutcome, Put, PutOutcome, StoreError, TierName, ViewOutcome,
+};
 
 use crate::calls::put::{PutCandidate, resident_ancestor};
 use crate::calls::put_check::PutCheck;
 use crate::core::eviction::Slot;
-use crate::outcome::{PrepareOutcome, PutOutcome};
 use crate::shared::StoreCore;
-use crate::shared::call::{CallContext, KEYS_PER_LOCK};
-use crate::{
-    CallOptions, DeclineReason, Put, Store, StoreError, TierName, ViewOutcome, WritePolicy,
-};
+use crate::shared::call::CallContext;
+use crate::shared::hold::KEYS_PER_HOLD;
+use crate::{Store, WritePolicy};
 
 /// Maximum bytes of slabs in one step. A batch of large blocks takes several steps, so that the
 /// copies of one step overlap with the evictions of the next.
@@ -181,12 +182,14 @@ impl StoreCore {
     ) -> Vec<PrepareOutcome> {
         let mut prepared = Vec::with_capacity(batch.len());
         let mut allocated_bytes = 0;
-        let mut state = self.lock();
+        let mut state = self.lock_for(batch.len());
         let now = self.timestamps(&mut state);
-        for (put, bytes) in batch.iter().zip(lengths).take(KEYS_PER_LOCK) {
+        for (put, bytes) in batch.iter().zip(lengths).take(KEYS_PER_HOLD) {
             if allocated_bytes > 0 && allocated_bytes + bytes > bytes_max.min(BATCH_BYTES) {
                 break;
             }
+            state = self.end_full_hold(state);
+            state.charge(1);
             let next = match self.check_put_by_length(&mut state, put, *bytes, None, now) {
                 PutCheck::Settled(outcome) => PrepareOutcome::Settled(outcome),
                 PutCheck::Compare => PrepareOutcome::Compare,
@@ -248,9 +251,10 @@ impl StoreCore {
             return true;
         }
         let now_unix_ms = self.clock.unix_ms();
-        keys.chunks(KEYS_PER_LOCK).all(|keys| {
+        keys.chunks(KEYS_PER_HOLD).all(|keys| {
             let mut found = Vec::with_capacity(keys.len());
-            let state = self.lock();
+            let mut state = self.lock_for(keys.len());
+            state.charge_keys(keys);
             state.catalog.find_batch(keys, &mut found);
             found.into_iter().flatten().all(|key| {
                 let entry = state.catalog.entry(key);

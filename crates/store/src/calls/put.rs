@@ -5,17 +5,18 @@
 
 use cascade_block::{BlockKey, Digest, DigestMode};
 use cascade_memory::{Slab, SlabMut};
-use cascade_runtime::{Clock, MutexGuard, Plant, is_planted};
+use cascade_runtime::{Clock, Plant, is_planted};
+use cascade_tier::tier::BlockFacts;
+use cascade_tier::{CallOptions, DeclineReason, Put, PutOutcome, PutSlab, StoreError};
 
 use crate::calls::put_check::PutCheck;
+use crate::core::awaited::Place;
 use crate::core::catalog::{ContentIndex, NewKey};
 use crate::core::eviction::{Incoming, Slot};
-use crate::core::state::{KeyChange, StoreState};
-use crate::outcome::PutSlab;
-use crate::shared::call::{CallContext, KEYS_PER_LOCK};
+use crate::core::state::StoreState;
+use crate::shared::call::CallContext;
+use crate::shared::hold::{KEYS_PER_HOLD, StateGuard};
 use crate::shared::{AllocationFailure, StoreCore, Timestamps};
-use crate::stage::BlockFacts;
-use crate::{CallOptions, DeclineReason, Put, PutOutcome, StoreError, WritePolicy};
 
 /// Maximum bytes that one round of a put holds outside the catalog.
 const ROUND_BYTES: usize = 16 << 20;
@@ -42,6 +43,8 @@ pub(super) struct PutBatch<'a> {
     /// The last block that was declined. Its descendants are declined too, also in later rounds:
     /// there a child would look like a block without a parent and evict its own ancestors.
     declined: Option<(BlockKey, DeclineReason)>,
+    /// The blocks that were stored, if the put waits for their writes.
+    awaited: Vec<(usize, Place)>,
     call: CallContext,
 }
 
@@ -92,7 +95,7 @@ impl StoreCore {
         let mut slabs = Vec::with_capacity(batch.len());
         let mut facts = Vec::with_capacity(batch.len());
         for put in batch {
-            facts.push(put.facts());
+            facts.push(facts_of_slab(&put));
             slabs.push(put.slab.seal());
         }
         let puts: Vec<Put<'_>> =
@@ -104,7 +107,8 @@ impl StoreCore {
                 }
                 // No back-pressure here: the slabs are allocated already, so waiting would free no
                 // memory. `reserve` and `prepare` have waited for the backlog.
-                let mut state = self.lock();
+                let mut state = self.lock_for(round.len());
+                state.charge_keys(round);
                 let now = self.timestamps(&mut state);
                 for at in round {
                     self.publish_new(&mut state, puts, *at, &slabs[*at], now);
@@ -125,7 +129,8 @@ impl StoreCore {
         let outcomes = batch.iter().map(|_| None).collect();
         let digests = vec![None; batch.len()];
         let call = self.call(options);
-        let mut puts = PutBatch { batch, digests, outcomes, declined: None, call };
+        let awaited = Vec::new();
+        let mut puts = PutBatch { batch, digests, outcomes, declined: None, awaited, call };
         self.hash(&mut puts);
         for _ in 0..ATTEMPTS_MAX {
             let undecided = puts.undecided();
@@ -137,7 +142,7 @@ impl StoreCore {
             // the meantime, the comparison has no result and the next attempt puts a new block.
             self.compare_undecided(&mut puts);
         }
-        let PutBatch { outcomes, call, .. } = puts;
+        let PutBatch { outcomes, mut awaited, call, .. } = puts;
         // Only a key that others deleted in every attempt, between the check and the comparison,
         // has no outcome here.
         let retries_exhausted = || {
@@ -146,7 +151,8 @@ impl StoreCore {
         };
         let outcomes =
             outcomes.into_iter().map(|outcome| outcome.unwrap_or_else(retries_exhausted));
-        self.finish_put(batch, outcomes.collect(), call)
+        awaited.sort_unstable_by_key(|(index, _)| *index);
+        self.finish_put(batch, outcomes.collect(), &awaited, call)
     }
 
     /// Allocates a slab outside any batch, to write a block in place.
@@ -196,16 +202,17 @@ impl StoreCore {
         let mut allocated_bytes = 0;
         // The last block that got a slab in this round, and its nearest resident ancestor.
         let mut previous: Option<(BlockKey, Option<Slot>)> = None;
-        let mut state = self.lock();
+        let mut state = self.lock_for(undecided.len().min(ROUND_BLOCKS));
         let now = self.timestamps(&mut state);
         for (done, at) in undecided.iter().enumerate() {
             // Both limits are checked before the block is decided, and need an earlier one: every
             // round decides at least one block, also one that is larger than a round.
             let is_full = allocated.len() == ROUND_BLOCKS || allocated_bytes >= ROUND_BYTES;
-            if is_full || done == KEYS_PER_LOCK {
+            if is_full || state.is_hold_full() {
                 self.unlock(state);
                 return (allocated, done);
             }
+            state.charge(1);
             let put = &puts.batch[*at];
             match self.check_put(&mut state, put, puts.digests[*at], now) {
                 PutCheck::Settled(outcome) => puts.outcomes[*at] = Some(outcome),
@@ -256,11 +263,11 @@ impl StoreCore {
     /// way to them.
     pub(crate) fn allocate_for_put<'a>(
         &'a self,
-        state: MutexGuard<'a, StoreState>,
+        state: StateGuard<'a>,
         candidate: PutCandidate<'_>,
         holds_some: bool,
         call: CallContext,
-    ) -> (MutexGuard<'a, StoreState>, Result<SlabMut, AllocationFailure>) {
+    ) -> (StateGuard<'a>, Result<SlabMut, AllocationFailure>) {
         let PutCandidate { put, bytes, ancestor } = candidate;
         if !self.stages.is_empty() {
             // Ends the round instead of waiting: other calls may wait for the slabs that this call
@@ -295,9 +302,9 @@ impl StoreCore {
     /// Back-pressure: waits while the write backlog is at its limit. False if the deadline passed.
     fn wait_for_backlog<'a>(
         &'a self,
-        mut state: MutexGuard<'a, StoreState>,
+        mut state: StateGuard<'a>,
         call: CallContext,
-    ) -> (MutexGuard<'a, StoreState>, bool) {
+    ) -> (StateGuard<'a>, bool) {
         while self.is_backlogged(&state) {
             // The stage may hang. A failed probe opens its circuit, which drops the queue and ends
             // this wait.
@@ -328,7 +335,8 @@ impl StoreCore {
         if is_planted(Plant::EarlyPublish) {
             return self.publish_unfilled(puts, &sealed);
         }
-        let mut state = self.lock();
+        let mut state = self.lock_for(sealed.len());
+        state.charge_keys(&sealed);
         let now = self.timestamps(&mut state);
         for (index, slab) in sealed {
             // Under the same hold of the lock as the publication: an allocation that counts what
@@ -354,7 +362,14 @@ impl StoreCore {
         puts.outcomes[index] = match self.check_put(state, put, digest, now) {
             PutCheck::Settled(outcome) => Some(outcome),
             PutCheck::Compare => None,
-            PutCheck::New => Some(self.publish(state, put, digest, slab.clone(), (puts.call, now))),
+            PutCheck::New => {
+                let place = self.publish(state, put, digest, slab.clone(), (puts.call, now));
+                if self.waits_for_writes() {
+                    state.awaited.begin(place);
+                    puts.awaited.push((index, place));
+                }
+                Some(PutOutcome::Stored)
+            }
         };
     }
 
@@ -382,10 +397,14 @@ impl StoreCore {
             state.record(key, Some(&facts));
             state.make_resident(key, now.policy);
         }
+        // The new key is the first one.
+        let other = state.catalog.each_key_of(content).nth(1);
+        let other = state.catalog.entry(other.expect("the content had a key")).key;
+        let place = (content, state.catalog.content(content).generation);
         for stage in 0..self.stages.len() {
             // For a content that is still queued, the mover adds its other keys after the write.
             if let Some(address) = state.catalog.content(content).address(stage) {
-                state.push_key_change(stage, KeyChange::Add(facts, address));
+                state.push_addition(stage, facts, address, (place, other));
             }
         }
         PutOutcome::Deduplicated
@@ -400,7 +419,7 @@ impl StoreCore {
         digest: Option<Digest>,
         slab: Slab,
         (call, now): (CallContext, Timestamps),
-    ) -> PutOutcome {
+    ) -> Place {
         let facts = self.facts(put, digest);
         let bytes = u64::from(facts.bytes);
         state.counters.bytes_written += bytes;
@@ -417,6 +436,7 @@ impl StoreCore {
         let entry = state.catalog.content_mut(content);
         entry.put_stamp = put_stamp;
         entry.writer = call.writer.map_or(0, |writer| writer.0.get());
+        let place = (content, entry.generation);
         state.put_slab(content, slab, Some(&facts));
         for stage in 0..self.stages.len() {
             if state.catalog.content(content).address(stage).is_none() {
@@ -424,7 +444,7 @@ impl StoreCore {
             }
         }
         state.make_resident(key, now.policy);
-        PutOutcome::Stored
+        place
     }
 
     /// Waits for the stages if the write policy requires it, then counts the outcomes.
@@ -432,19 +452,21 @@ impl StoreCore {
         &self,
         batch: &[Put<'_>],
         mut outcomes: Vec<PutOutcome>,
+        awaited: &[(usize, Place)],
         call: CallContext,
     ) -> Vec<PutOutcome> {
-        // Without DRAM no tier keeps the block until a stage has written it, so that the put waits
-        // as with write-through.
-        if self.config.write == WritePolicy::Through || !self.pipeline.has_dram {
-            for (put, outcome) in batch.iter().zip(&mut outcomes) {
-                if let Err(error) = self.wait_written(put, outcome, call) {
+        if self.waits_for_writes() {
+            let mut awaited = awaited.iter().peekable();
+            for (at, (put, outcome)) in batch.iter().zip(&mut outcomes).enumerate() {
+                let place = awaited.next_if(|(index, _)| *index == at).map(|(_, place)| *place);
+                if let Err(error) = self.wait_written(put, outcome, place, call) {
                     *outcome = PutOutcome::Failed(error);
                 }
             }
         }
-        for (batch, outcomes) in batch.chunks(KEYS_PER_LOCK).zip(outcomes.chunks(KEYS_PER_LOCK)) {
-            let mut state = self.lock();
+        for (batch, outcomes) in batch.chunks(KEYS_PER_HOLD).zip(outcomes.chunks(KEYS_PER_HOLD)) {
+            let mut state = self.lock_for(batch.len());
+            state.charge_keys(batch);
             let now = self.policy_now(&state);
             for (put, outcome) in batch.iter().zip(outcomes) {
                 state.count_put(&put.key, outcome);
@@ -554,16 +576,15 @@ fn outcome_of_comparison(is_same: Result<Option<bool>, StoreError>) -> Option<Pu
     }
 }
 
-impl PutSlab {
-    fn facts(&self) -> Put<'static> {
-        Put {
-            key: self.key,
-            bytes: &[],
-            parent: self.parent,
-            namespace: self.namespace,
-            is_prefix: self.is_prefix,
-            is_partial: self.is_partial,
-            ttl_ms: self.ttl_ms,
-        }
+/// A put with the properties of a slab and without its bytes.
+fn facts_of_slab(slab: &PutSlab) -> Put<'static> {
+    Put {
+        key: slab.key,
+        bytes: &[],
+        parent: slab.parent,
+        namespace: slab.namespace,
+        is_prefix: slab.is_prefix,
+        is_partial: slab.is_partial,
+        ttl_ms: slab.ttl_ms,
     }
 }

@@ -1,11 +1,11 @@
 //! Checks a put against the catalog before its bytes are copied.
 
 use cascade_block::{Digest, DigestMode};
+use cascade_tier::{DeclineReason, Put, PutOutcome, StoreError};
 
 use crate::core::catalog::ContentIndex;
 use crate::core::state::StoreState;
 use crate::shared::{StoreCore, Timestamps};
-use crate::{DeclineReason, Put, PutOutcome, StoreError};
 
 /// Result of checking a put against the catalog.
 pub(crate) enum PutCheck {
@@ -92,6 +92,7 @@ impl StoreCore {
         if let PutCheck::Settled(outcome) = self.check_admission(state, put, bytes) {
             return PutCheck::Settled(outcome);
         }
+        state.forget_cleared(&put.key);
         match digest.and_then(|digest| state.catalog.find_digest(&digest)) {
             // A key linked to bytes that cannot be read would be a miss: such bytes are stored
             // again.

@@ -2,17 +2,18 @@
 
 use cascade_block::BlockKey;
 use cascade_memory::Slab;
-use cascade_runtime::MutexGuard;
+use cascade_tier::tier::{LoadOutcome, StageError};
+use cascade_tier::{CallOptions, GetOutcome, StoreError, ViewOutcome};
 
+use crate::calls::fetch_source::FetchSource;
 use crate::calls::read_counters::ReadResult;
-use crate::calls::read_flow::{Fetch, FetchSource, PendingRead, ReadFlow};
+use crate::calls::read_flow::{Fetch, PendingRead, ReadFlow};
 use crate::core::catalog::{ExpectedAccess, KeyIndex};
 use crate::core::history::Loss;
-use crate::core::state::{KeyChange, StoreState};
-use crate::shared::call::{CallContext, KEYS_PER_LOCK};
+use crate::core::state::StoreState;
+use crate::shared::call::CallContext;
+use crate::shared::hold::{KEYS_PER_HOLD, StateGuard};
 use crate::shared::{AllocationFailure, StoreCore};
-use crate::stage::{LoadOutcome, StageError};
-use crate::{CallOptions, GetOutcome, StoreError, ViewOutcome};
 
 /// The blocks of a step take at most DRAM divided by this.
 const STEP_SHARE: usize = 8;
@@ -62,7 +63,7 @@ impl StoreCore {
                 break;
             }
             let keys: Vec<BlockKey> =
-                rest.iter().take(KEYS_PER_LOCK).map(|(key, _)| *key).collect();
+                rest.iter().take(KEYS_PER_HOLD).map(|(key, _)| *key).collect();
             let step = &keys[..self.step_keys(&keys)];
             for (view, (_, bytes)) in
                 self.read(step, call, ReadPurpose::Compare).into_iter().zip(rest)
@@ -93,10 +94,11 @@ impl StoreCore {
     /// The number of leading keys to read in one step, so that their blocks take at most a fixed
     /// share of DRAM; at least one.
     pub(crate) fn step_keys(&self, keys: &[BlockKey]) -> usize {
-        let keys = &keys[..keys.len().min(KEYS_PER_LOCK)];
+        let keys = &keys[..keys.len().min(KEYS_PER_HOLD)];
         let most = (self.pool.region().bytes() / STEP_SHARE).min(STEP_BYTES);
         let mut found = Vec::with_capacity(keys.len());
-        let state = self.lock();
+        let mut state = self.lock_for(keys.len());
+        state.charge_keys(keys);
         state.catalog.find_batch(keys, &mut found);
         let mut bytes = 0;
         let mut fits = |found: &Option<KeyIndex>| {
@@ -111,17 +113,18 @@ impl StoreCore {
     /// another call. Those for which the call has no room yet are queued again.
     pub(super) fn plan<'a>(
         &'a self,
-        mut state: MutexGuard<'a, StoreState>,
+        mut state: StateGuard<'a>,
         mut pending: Vec<PendingRead>,
         may_wait: bool,
         flow: &mut ReadFlow<'_, '_>,
-    ) -> MutexGuard<'a, StoreState> {
+    ) -> StateGuard<'a> {
         let now = self.policy_now(&state);
         let now_unix_ms = self.clock.unix_ms();
         state.history.set_time(now_unix_ms);
         let stamp = state.history.stamp();
         let keys: Vec<BlockKey> = pending.iter().map(|pending| pending.key).collect();
         let mut found = Vec::with_capacity(keys.len());
+        state.charge_keys(&keys);
         state.catalog.find_batch(&keys, &mut found);
         self.count_first_lookups(&mut state, &mut pending, &found, now_unix_ms, flow);
         let tier = self.tier_name(self.memory_tier());
@@ -186,12 +189,12 @@ impl StoreCore {
     /// allocates a slab. Returns an outcome instead if no stage is usable or no slab is available.
     fn plan_fetch<'a>(
         &'a self,
-        mut state: MutexGuard<'a, StoreState>,
+        mut state: StateGuard<'a>,
         pending: PendingRead,
         key: KeyIndex,
         may_wait: bool,
         flow: &mut ReadFlow<'_, '_>,
-    ) -> (MutexGuard<'a, StoreState>, Option<ViewOutcome>) {
+    ) -> (StateGuard<'a>, Option<ViewOutcome>) {
         let (index, open_circuits) = (state.catalog.entry(key).content, state.open_read_circuits);
         let content = state.catalog.content_mut(index);
         if content.is_loading {
@@ -218,9 +221,8 @@ impl StoreCore {
         state = again;
         match slab {
             Ok(mut slab) => {
-                let knows_all_keys = state.key_tickets[stage].has_all_adds();
-                let from =
-                    FetchSource { content: index, generation, stage, address, knows_all_keys };
+                let place = (index, generation);
+                let from = FetchSource::new(&state, place, (stage, address), pending.key);
                 // After a kill of this process, the kernel may still write into the slab.
                 self.note_load(&mut slab);
                 flow.plan(Fetch { pending, from, slab });
@@ -259,6 +261,8 @@ impl StoreCore {
         }
         let tier = self.tier_name(1 + from.stage);
         match loaded {
+            // Read as another key of its content, which may be a key of other bytes by now.
+            LoadOutcome::Hit(_) if from.key != pending.key && !from.has_same_key(state) => {}
             LoadOutcome::Hit(slab) => {
                 let slab = slab.seal();
                 self.promote(state, pending, from, &slab, flow.purpose);
@@ -285,10 +289,13 @@ impl StoreCore {
             LoadOutcome::Gone if self.stages[from.stage].keeps_names_only() => {
                 pending.avoid |= 1 << from.stage;
             }
-            LoadOutcome::Gone => forget_key(state, pending, from),
+            LoadOutcome::Gone => {
+                let can_be_read = from.settle_gone(state, &pending.key);
+                pending.avoid |= u8::from(!can_be_read) << from.stage;
+            }
             LoadOutcome::Damaged => {
                 state.counters.damaged_blocks += 1;
-                forget_address(state, from, Loss::Damaged);
+                from.forget_address(state, Loss::Damaged);
             }
         }
         pending.tries += 1;
@@ -365,36 +372,4 @@ fn resident(
         state.touch(key, now);
     }
     Some(slab)
-}
-
-/// The bytes are no longer at the address in the catalog: removes the address for all keys of the
-/// content.
-fn forget_address(state: &mut StoreState, from: FetchSource, why: Loss) {
-    let Some(content) = state.catalog.live_content(from.place()) else { return };
-    if content.address(from.stage) == Some(from.address) {
-        state.clear_address(from.content, from.stage);
-        for key in state.catalog.keys_of(from.content) {
-            let name = state.catalog.entry(key).key;
-            state.push_key_change(from.stage, KeyChange::Remove(name, from.address));
-        }
-        state.forget_if_in_no_tier(from.content, why);
-    }
-}
-
-/// The stage does not know this key. Its addition may still have been queued when the stage was
-/// asked; then nothing is known. Else, for the only key of a content, its bytes are gone; otherwise
-/// forget this key alone.
-fn forget_key(state: &mut StoreState, pending: &PendingRead, from: FetchSource) {
-    let Some(content) = state.catalog.live_content(from.place()) else { return };
-    if content.address(from.stage) != Some(from.address) || !from.knows_all_keys {
-        return;
-    }
-    if content.key_count == 1 {
-        return forget_address(state, from, Loss::Vanished);
-    }
-    if let Some(key) = state.catalog.find(&pending.key)
-        && state.catalog.entry(key).content == from.content
-    {
-        state.forget(key, Loss::Vanished);
-    }
 }

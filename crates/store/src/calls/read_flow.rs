@@ -9,16 +9,16 @@ use std::collections::VecDeque;
 use cascade_block::BlockKey;
 use cascade_memory::{Slab, SlabMut};
 use cascade_runtime::Clock;
+use cascade_tier::tier::{Load, LoadOutcome, LoadQueue, StageError};
+use cascade_tier::{GetOutcome, TierName, ViewOutcome};
 
-use crate::address::Address;
+use crate::calls::fetch_source::FetchSource;
 use crate::calls::read::ReadPurpose;
-use crate::core::catalog::ContentIndex;
 use crate::core::circuit::Direction;
 use crate::drive::breaker::HealthSignal;
 use crate::shared::StoreCore;
-use crate::shared::call::{CallContext, KEYS_PER_LOCK};
-use crate::stage::{Load, LoadOutcome, LoadQueue, StageError};
-use crate::{GetOutcome, TierName, ViewOutcome};
+use crate::shared::call::CallContext;
+use crate::shared::hold::KEYS_PER_HOLD;
 
 /// A read call holds at most DRAM divided by this in slabs that it loads or copies from.
 const HELD_SHARE: usize = 8;
@@ -32,6 +32,9 @@ const ENDED_BYTES_MAX: usize = 1 << 20;
 /// Keys that are looked up again in one piece, because the first lookup found more blocks than the
 /// call may hold.
 const KEYS_AGAIN_MAX: usize = 64;
+
+/// What the result of a read from a stage costs a hold of the lock, in keys looked up.
+const SETTLE_COST: u32 = 4;
 
 /// A block of a read without an outcome so far.
 #[derive(Debug, Clone, Copy)]
@@ -52,24 +55,6 @@ pub(super) struct Fetch {
     pub(super) pending: PendingRead,
     pub(super) from: FetchSource,
     pub(super) slab: SlabMut,
-}
-
-/// Where a block is read from.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct FetchSource {
-    pub(super) content: ContentIndex,
-    pub(super) generation: u32,
-    pub(super) stage: usize,
-    pub(super) address: Address,
-    /// Whether the stage had recorded all added names when the read was planned.
-    pub(super) knows_all_keys: bool,
-}
-
-impl FetchSource {
-    /// The content, with its generation: a later content can reuse the index.
-    pub(super) fn place(self) -> (ContentIndex, u32) {
-        (self.content, self.generation)
-    }
 }
 
 /// A load in flight.
@@ -169,10 +154,12 @@ impl<'a, 'b> ReadFlow<'a, 'b> {
         target.hits.push_back((pending.index, slab, tier));
     }
 
-    /// Settles a block that was loaded. A copying get has copied it when its load ended.
+    /// Settles a block that was loaded. A copying get has copied it when its load ended, unless
+    /// the block was read as another key.
     pub(super) fn settle_loaded(&mut self, pending: &PendingRead, slab: Slab, tier: TierName) {
-        if self.target.is_none() {
-            self.settle(pending, ViewOutcome::Hit { slab, tier });
+        let copied = self.target.as_ref().map(|target| &target.copied[pending.index]);
+        if copied.is_none_or(Option::is_none) {
+            self.settle_resident(pending, slab, tier);
         }
     }
 
@@ -250,7 +237,7 @@ impl<'a, 'b> ReadFlow<'a, 'b> {
             self.loading.len() - 1
         });
         self.loading[number] = Some(loading);
-        (number, Load { key: pending.key, address: from.address, slab })
+        (number, Load { key: from.key, address: from.address, slab })
     }
 
     fn add_ended(&mut self, loading: Loading, outcome: LoadOutcome) {
@@ -327,8 +314,11 @@ impl LoadQueue for StageReads<'_, '_, '_, '_> {
         let loading = self.flow.loading[number].take().expect("a load ends once");
         self.flow.free_numbers.push(number);
         // Here, not when it is applied to the catalog: the stage has just read these bytes to
-        // verify them, so that they are in the cache of the processor.
-        if let (LoadOutcome::Hit(slab), Some(target)) = (&outcome, &mut self.flow.target) {
+        // verify them, so that they are in the cache of the processor. If they were read as another
+        // key, only the catalog can tell whether they are the bytes of this one.
+        if loading.from.key == loading.pending.key
+            && let (LoadOutcome::Hit(slab), Some(target)) = (&outcome, &mut self.flow.target)
+        {
             let tier = self.core.tier_name(1 + self.stage);
             target.copy(loading.pending.index, slab, tier);
         }
@@ -351,7 +341,7 @@ impl StageReads<'_, '_, '_, '_> {
         ));
         self.reported_bytes += std::mem::take(&mut flow.ended_bytes);
         let now_unix_ms = core.clock.unix_ms();
-        let mut state = core.lock();
+        let mut state = core.lock_for(ended.len());
         // A call that lasts reports now and then, as several calls would.
         if self.reported_bytes >= flow.held_bytes_max {
             self.reported_bytes = 0;
@@ -360,11 +350,11 @@ impl StageReads<'_, '_, '_, '_> {
         }
         state.history.set_time(now_unix_ms);
         for (Loading { mut pending, from, bytes }, outcome) in ended {
+            state = core.end_full_hold(state);
+            state.charge(SETTLE_COST);
             state.slabs_in_flight -= 1;
             flow.held_bytes -= bytes;
-            // The stage may know this name soon; asking again at once would find the same.
-            let is_early = matches!(outcome, LoadOutcome::Gone) && !from.knows_all_keys;
-            flow.has_progress |= !is_early;
+            flow.has_progress = true;
             if !core.settle(&mut state, &mut pending, from, outcome, flow) {
                 flow.waiting.push(pending);
             }
@@ -450,10 +440,10 @@ impl StoreCore {
     /// Looks up the next blocks and plans their loads, under one hold of the lock.
     fn plan_piece(&self, flow: &mut ReadFlow<'_, '_>, may_wait: bool) {
         let is_again = flow.queued.front().is_some_and(|pending| pending.is_counted);
-        let keys_max = if is_again { KEYS_AGAIN_MAX } else { KEYS_PER_LOCK };
+        let keys_max = if is_again { KEYS_AGAIN_MAX } else { KEYS_PER_HOLD };
         let count = flow.queued.len().min(keys_max);
         let pending: Vec<PendingRead> = flow.queued.drain(..count).collect();
-        let state = self.plan(self.lock(), pending, may_wait, flow);
+        let state = self.plan(self.lock_for(count), pending, may_wait, flow);
         self.unlock(state);
     }
 

@@ -1,18 +1,31 @@
 //! Write-through: a put returns only once every tier has its blocks.
 
+use cascade_tier::tier::StageError;
+use cascade_tier::{Put, PutOutcome, StoreError};
+
+use crate::WritePolicy;
+use crate::core::awaited::Place;
 use crate::core::history::Loss;
-use crate::outcome::PutOutcome;
-use crate::shared::StoreCore;
+use crate::core::state::StoreState;
 use crate::shared::call::CallContext;
-use crate::{Put, StoreError};
+use crate::shared::hold::StateGuard;
+use crate::shared::{StoreCore, tier_error};
 
 impl StoreCore {
-    /// Waits until every stage has the block. A block that is only in DRAM, because an earlier
-    /// write failed, is queued once more.
-    pub(crate) fn wait_written(
+    /// Whether a put waits for the stages. Without DRAM no tier keeps the block until a stage has
+    /// written it, so that the put waits as with write-through.
+    pub(super) fn waits_for_writes(&self) -> bool {
+        self.config.write == WritePolicy::Through || !self.pipeline.has_dram
+    }
+
+    /// Waits until every stage has written the block, or until another caller has removed it. A
+    /// block that is only in DRAM, because an earlier write failed, is queued once more. `place` is
+    /// the block of a put that stored it; the writes of this block are awaited already.
+    pub(super) fn wait_written(
         &self,
         put: &Put<'_>,
         outcome: &PutOutcome,
+        place: Option<Place>,
         call: CallContext,
     ) -> Result<(), StoreError> {
         use PutOutcome::{Deduplicated, Present, Stored};
@@ -20,44 +33,18 @@ impl StoreCore {
             return Ok(());
         }
         let mut state = self.lock();
-        // A block that was just stored is queued already; only an older one is queued here, once
-        // for each stage.
-        let is_new = matches!(outcome, Stored);
-        for stage in 0..self.stages.len() {
-            let mut was_queued = is_new;
-            loop {
-                if state.is_closed {
-                    return Err(StoreError::Closed);
-                }
-                let Some(key) = state.catalog.find(&put.key) else {
-                    // Removed after the put by another caller, which says nothing about the stage.
-                    let why = state.history.loss_of(&put.key).map(|(why, _)| why);
-                    if matches!(why, Some(Loss::Deleted | Loss::Cleared)) {
-                        return Ok(());
-                    }
-                    return Err(self.stage_error(&state, stage, "write a block"));
-                };
-                let content = state.catalog.entry(key).content;
-                let entry = state.catalog.content(content);
-                if entry.bytes as usize != put.bytes.len() {
-                    // Removed after the put, and put with other bytes by another caller.
-                    return Ok(());
-                }
-                if entry.dirty & (1 << stage) == 0 {
-                    if entry.address(stage).is_some() {
-                        break;
-                    }
-                    if was_queued || entry.slab.is_none() || state.is_write_circuit_open(stage) {
-                        return Err(self.stage_error(&state, stage, "write a block"));
-                    }
-                    was_queued = true;
-                    let digest = state.catalog.digest_of(content).copied();
-                    state.push_block(stage, self.facts(put, digest), content);
-                    self.notify_movers();
-                }
-                state = self.wait_or_time_out(state, "put", call)?;
-            }
-        }
+        let place = if let Some(place) = place {
+            place
+        } else {
+            let Some(place) = place_of(&state, put) else {
+                return self.result_without_block(&state, put, 0);
+            };
+            state.awaited.begin(place);
+            place
+        };
+        let (mut state, written) = self.wait_for_stages(state, put, place, call);
+        state.awaited.end(place);
+        written?;
         if matches!(outcome, Deduplicated) {
             if let Some(stage) =
                 (0..self.stages.len()).find(|stage| state.is_write_circuit_open(*stage))
@@ -69,4 +56,96 @@ impl StoreCore {
         }
         Ok(())
     }
+
+    fn wait_for_stages<'a>(
+        &'a self,
+        mut state: StateGuard<'a>,
+        put: &Put<'_>,
+        place: Place,
+        call: CallContext,
+    ) -> (StateGuard<'a>, Result<(), StoreError>) {
+        for stage in 0..self.stages.len() {
+            let mut was_queued = false;
+            loop {
+                if let Some(result) = self.result_so_far(&mut state, stage, put, place) {
+                    match result {
+                        Ok(()) => break,
+                        Err(error) => return (state, Err(error)),
+                    }
+                }
+                let content = state.catalog.content(place.0);
+                if content.dirty & (1 << stage) == 0 {
+                    if was_queued || content.slab.is_none() || state.is_write_circuit_open(stage) {
+                        let error = self.stage_error(&state, stage, "write a block");
+                        return (state, Err(error));
+                    }
+                    was_queued = true;
+                    let digest = state.catalog.digest_of(place.0).copied();
+                    state.push_block(stage, self.facts(put, digest), place.0);
+                    self.notify_movers();
+                }
+                let (again, in_time) = self.wait_for_change(state, call);
+                state = again;
+                if !in_time {
+                    return (state, Err(call.timeout_error("put")));
+                }
+            }
+        }
+        (state, Ok(()))
+    }
+
+    /// The result of a stage for a block; `None` as long as the stage has yet to write it.
+    fn result_so_far(
+        &self,
+        state: &mut StoreState,
+        stage: usize,
+        put: &Put<'_>,
+        place: Place,
+    ) -> Option<Result<(), StoreError>> {
+        match state.awaited.result(place, stage) {
+            Some(Ok(())) => return Some(Ok(())),
+            // The error that opened the circuit says more.
+            Some(Err(StageError::CircuitOpen)) if !state.is_closed => {
+                return Some(Err(self.stage_error(state, stage, "write a block")));
+            }
+            Some(Err(error)) if !state.is_closed => {
+                return Some(Err(tier_error(&self.stages[stage], "write a block", error.clone())));
+            }
+            // The close has ended all writes, which says nothing about the stage.
+            _ if state.is_closed => return Some(Err(StoreError::Closed)),
+            _ => {}
+        }
+        let Some(content) = state.catalog.live_content(place) else {
+            return Some(self.result_without_block(state, put, stage));
+        };
+        content.address(stage).is_some().then_some(Ok(()))
+    }
+
+    /// The result for a block that is no longer in the store. Success if a caller removed it, or if
+    /// a tier dropped it after its write: neither says anything about the put.
+    fn result_without_block(
+        &self,
+        state: &StoreState,
+        put: &Put<'_>,
+        stage: usize,
+    ) -> Result<(), StoreError> {
+        if state.is_closed {
+            return Err(StoreError::Closed);
+        }
+        match state.history.loss_of(&put.key) {
+            Some((
+                Loss::EvictedUnwritten | Loss::Unwritten | Loss::Damaged | Loss::PutFailed,
+                _,
+            )) => Err(self.stage_error(state, stage, "write a block")),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// The block of a put whose key was present.
+fn place_of(state: &StoreState, put: &Put<'_>) -> Option<Place> {
+    let content = state.catalog.entry(state.catalog.find(&put.key)?).content;
+    let entry = state.catalog.content(content);
+    // Else it was removed after the put, and put with other bytes by another caller.
+    (entry.bytes as usize == put.bytes.len()).then_some((content, entry.generation))
 }

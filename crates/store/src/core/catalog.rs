@@ -5,16 +5,18 @@
 //! content.
 
 mod arena;
+mod cleared;
 mod table;
 
 use cascade_block::{BlockKey, Digest, FingerprintSeed};
 use cascade_memory::Slab;
+use cascade_tier::Change;
+use cascade_tier::tier::Address;
 
-use crate::Change;
-use crate::address::Address;
 use crate::core::change_log::ChangeLog;
 use crate::core::eviction::Slot;
 use arena::Arena;
+use cleared::Cleared;
 pub(crate) use table::KeyTable;
 
 /// Most stages below DRAM in one pipeline.
@@ -186,6 +188,7 @@ pub(crate) struct Catalog {
     digests: Arena<Digest>,
     by_digest: KeyTable,
     generation: u32,
+    cleared: Cleared,
     /// Number of contents with an address in each lower stage.
     stage_blocks: [u64; LOWER_STAGES_MAX],
     /// The keys added and removed, while a subscriber follows them.
@@ -202,14 +205,20 @@ impl Catalog {
             digests: Arena::new(),
             by_digest: KeyTable::new(),
             generation: 0,
+            cleared: Cleared::default(),
             stage_blocks: [0; LOWER_STAGES_MAX],
             changes: None,
         }
     }
 
+    /// The secret seed of the tables.
+    pub(crate) fn seed(&self) -> FingerprintSeed {
+        self.seed
+    }
+
     /// Keys known in any tier.
     pub(crate) fn key_count(&self) -> usize {
-        self.keys.len()
+        self.keys.len() - self.cleared_keys()
     }
 
     /// Contents known in any tier.
@@ -263,7 +272,11 @@ impl Catalog {
 
     fn find_by(&self, key: &BlockKey, fingerprint: u64) -> Option<KeyIndex> {
         let found = self.table.find(fingerprint, |index| self.keys.get(index).key == *key);
-        found.map(KeyIndex)
+        let found = found.map(KeyIndex);
+        if self.cleared_keys() == 0 {
+            return found;
+        }
+        found.filter(|key| !self.is_cleared(self.entry(*key).content))
     }
 
     /// The fingerprint of a key in this store.
@@ -316,13 +329,15 @@ impl Catalog {
     pub(crate) fn live_content(&mut self, of: (ContentIndex, u32)) -> Option<&mut Content> {
         // Reads and writes refer to a content while the lock is released, and its index may be
         // reused meanwhile.
-        let content = self.contents.try_get_mut(of.0.0)?;
-        (content.generation == of.1).then_some(content)
+        let is_live = self.contents.try_get(of.0.0)?.generation == of.1 && !self.is_cleared(of.0);
+        is_live.then(|| self.contents.get_mut(of.0.0))
     }
 
     pub(crate) fn find_digest(&self, digest: &Digest) -> Option<ContentIndex> {
         let mark = self.seed.of_digest(digest);
-        self.by_digest.find(mark, |index| self.digests.get(index) == digest).map(ContentIndex)
+        let is_it =
+            |index| self.digests.get(index) == digest && !self.is_cleared(ContentIndex(index));
+        self.by_digest.find(mark, is_it).map(ContentIndex)
     }
 
     pub(crate) fn digest_of(&self, content: ContentIndex) -> Option<&Digest> {
@@ -420,7 +435,9 @@ impl Catalog {
     pub(crate) fn remove(&mut self, key: KeyIndex) -> Option<Content> {
         let entry = self.keys.remove(key.0);
         self.table.remove(self.fingerprint(&entry.key), key.0);
-        if let Some(log) = &mut self.changes {
+        let was_cleared = self.note_removal(entry.content);
+        // One change was reported when all were cleared.
+        if let Some(log) = self.changes.as_mut().filter(|_| !was_cleared) {
             log.remove_expiration(entry.expires_unix_ms, key.0);
             self.report(Change::Removed(entry.key));
         }
@@ -477,12 +494,15 @@ impl Catalog {
         self.each_key_of(content).collect()
     }
 
-    /// The keys at these indices, skipping free ones.
+    /// The keys at these indices, skipping free and cleared ones.
     pub(crate) fn keys_at(
         &self,
         indices: std::ops::Range<u32>,
     ) -> impl Iterator<Item = KeyIndex> + '_ {
-        indices.filter(|index| self.keys.try_get(*index).is_some()).map(KeyIndex)
+        let is_known = |index: &u32| {
+            self.keys.try_get(*index).is_some_and(|entry| !self.is_cleared(entry.content))
+        };
+        indices.filter(is_known).map(KeyIndex)
     }
 
     /// The exclusive upper bound of key indices.
@@ -493,11 +513,6 @@ impl Catalog {
     /// Distinguishes a parent from a later key at its index.
     fn tag_of(&self, key: &BlockKey) -> u32 {
         (self.fingerprint(key) >> 32) as u32
-    }
-
-    /// All keys.
-    pub(crate) fn all_keys(&self) -> Vec<KeyIndex> {
-        self.keys.indices().map(KeyIndex).collect()
     }
 }
 

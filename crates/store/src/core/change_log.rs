@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeSet, VecDeque};
 
-use crate::change::{Change, ChangeCursor};
+use cascade_tier::{Change, ChangeCursor};
 
 /// The log of the latest changes, with the expiration times of keys.
 #[derive(Debug)]

@@ -7,10 +7,8 @@
 use std::time::Duration;
 
 use cascade_block::with_causes;
-
-use crate::StoreError;
-use crate::stage::StageError;
-use crate::stage_health::{CircuitHealth, HealthState, StageHealth};
+use cascade_tier::tier::StageError;
+use cascade_tier::{CircuitHealth, HealthState, StageHealth, StoreError};
 
 /// Maximum length of the window of calls: bits of the history in [`Circuit`].
 const WINDOW_MAX: u32 = 64;

@@ -7,27 +7,32 @@
 
 mod arc;
 mod blocks;
+mod chunks;
 pub mod conformance;
 mod ghosts;
-mod hints;
 mod lru;
 pub(crate) mod policy_kind;
 mod prefix_cost;
 mod s3_fifo;
+mod search;
 mod waterfall;
 
 use std::fmt;
 use std::time::Duration;
 
+pub use cascade_tier::{Hints, Priority, StopReason};
+
 use crate::PolicyKind;
 pub use arc::Arc;
-use blocks::Adoption;
-pub use blocks::{BLOCKS_MAX, BlockList, BlockTable, Incoming, Slot};
+use blocks::ChainWalk;
+pub use blocks::{BLOCKS_MAX, BlockList, BlockTable, Incoming, ParkReason, Slot};
 pub use ghosts::Ghosts;
-pub use hints::{Hints, Priority, StopReason};
 pub use lru::Lru;
 pub use prefix_cost::PrefixCost;
 pub use s3_fifo::S3Fifo;
+use search::NoAncestor;
+pub(crate) use search::{AncestorSearch, Verdict, VictimSearch};
+pub use search::{Search, Visits};
 pub use waterfall::Waterfall;
 
 /// One block of a requested chain.
@@ -57,19 +62,11 @@ pub enum EvictionChoice {
     Decline,
 }
 
-/// Maximum number of leaves from which ancestors are searched when no leaf is usable.
-const USED_LEAVES_MAX: usize = 16;
-
-/// Maximum number of ancestors that one search visits: it runs under the store's lock.
-const ANCESTORS_MAX: usize = 4096;
-
-/// Whether a block may be evicted: it is a leaf, and neither pinned nor in use.
-pub type EvictionFilter<'a> = dyn FnMut(&BlockTable, Slot) -> bool + 'a;
-
 /// Decides the order of eviction. The mechanism calls it; each method says when.
 ///
 /// Protected blocks are reported like all others, but a policy must neither link them into a list
-/// nor return them as victims: [`BlockTable::is_protected`] identifies them.
+/// nor return them as victims: [`BlockTable::is_protected`] identifies them. Neither must it return
+/// parked blocks: [`BlockTable::is_parked`] identifies these.
 pub trait Policy: fmt::Debug + Send {
     /// The name of the policy on the command line.
     fn name(&self) -> &'static str;
@@ -100,13 +97,23 @@ pub trait Policy: fmt::Debug + Send {
     /// The last resident child of a block was removed: the block is a leaf now.
     fn became_leaf(&mut self, _: &mut BlockTable, _: Slot) {}
 
-    /// The first eviction candidate that `may_go` allows. It stays until [`Policy::remove`].
+    /// A block that this policy has just returned cannot be evicted now. Called before it is marked
+    /// as parked.
+    fn park(&mut self, blocks: &mut BlockTable, slot: Slot);
+
+    /// A parked block may be evicted again.
+    fn unpark(&mut self, blocks: &mut BlockTable, slot: Slot);
+
+    /// The first candidate for eviction other than `spared`: a leaf that is not parked. Called only
+    /// while there is one. Each block that is visited is counted in `visits`; without visits left,
+    /// the search is unfinished and the next call goes on with it.
     fn victim(
         &mut self,
         blocks: &mut BlockTable,
         now: Duration,
-        may_go: &mut EvictionFilter<'_>,
-    ) -> Option<Slot>;
+        spared: Option<Slot>,
+        visits: &mut Visits,
+    ) -> Search;
 
     /// Whether `victim`, which this policy has just returned, is worth less than `incoming`.
     fn should_evict_for(
@@ -170,8 +177,12 @@ pub struct Eviction {
     limits: EvictionLimits,
     stats: EvictionStats,
     now: Duration,
-    /// Leaves that the last search for a victim could not use, in its order.
-    used_leaves: Vec<Slot>,
+    /// Candidates that searches may still visit in this hold of the store's lock.
+    visits: Visits,
+    /// Counts changes after which another block may be evictable.
+    changes: u64,
+    /// The last search for an ancestor that found none.
+    no_ancestor: Option<NoAncestor>,
 }
 
 /// A policy by its kind.
@@ -195,7 +206,9 @@ impl Eviction {
             limits,
             stats: EvictionStats::default(),
             now: Duration::ZERO,
-            used_leaves: Vec::new(),
+            visits: Visits::default(),
+            changes: 0,
+            no_ancestor: None,
         }
     }
 
@@ -245,8 +258,7 @@ impl Eviction {
         // A contradiction may have cut the chain before its partial tail.
         let full = full.min(chain.len());
         for requested in chain[..leading].iter().rev() {
-            let slot = requested.resident.filter(|slot| self.blocks.is_protected(*slot));
-            slot.inspect(|slot| self.protected.move_to_newest(&mut self.blocks, *slot));
+            requested.resident.inspect(|slot| self.use_protected(*slot));
         }
         let leading_full = leading.min(full);
         // The policy must not count a tail that was cut off as a hit.
@@ -263,15 +275,14 @@ impl Eviction {
     /// One block is read outside a chain request.
     pub fn touch(&mut self, now: Duration, slot: Slot) {
         self.advance(now);
-        if self.blocks.is_protected(slot) {
-            self.protected.move_to_newest(&mut self.blocks, slot);
-        }
+        self.use_protected(slot);
         self.policy.touch(&mut self.blocks, self.now, slot);
     }
 
     /// Inserts a block; the caller has made room. Blocks of one request are inserted root first.
     pub fn insert(&mut self, now: Duration, incoming: &Incoming) -> Slot {
         self.advance(now);
+        self.free_unfinished();
         let is_protected = incoming.is_protected && self.has_quota_for(incoming.bytes);
         let slot = self.blocks.insert(incoming, is_protected);
         self.stats.inserted += 1;
@@ -292,8 +303,12 @@ impl Eviction {
     /// If the slot holds no block.
     pub fn remove(&mut self, slot: Slot, why: RemovalReason) {
         assert!(self.blocks.is_resident(slot), "a block leaves once: slot {}", slot.index());
+        self.free_unfinished();
+        self.changes += 1;
         if self.blocks.is_protected(slot) {
-            self.protected.remove(&mut self.blocks, slot);
+            if !self.blocks.is_parked(slot) {
+                self.protected.remove(&mut self.blocks, slot);
+            }
             self.stats.protected_blocks -= 1;
             self.stats.protected_bytes -= u64::from(self.blocks.bytes_of(slot));
         }
@@ -309,84 +324,11 @@ impl Eviction {
         }
     }
 
-    /// The first leaf in the order of eviction with an owner that `usable` accepts. The store
-    /// accepts blocks that are neither pinned nor waiting for write-back. The victim stays until
-    /// it is removed.
-    pub fn victim(&mut self, now: Duration, usable: &mut dyn FnMut(u32) -> bool) -> Option<Slot> {
-        self.advance(now);
-        self.choose(None, usable)
-    }
-
-    /// The victim to evict for an incoming block: never the block's own parent, and none if the
-    /// policy values the incoming block less than every candidate. A protected block, incoming or
-    /// victim, skips that comparison.
-    pub fn victim_for(
-        &mut self,
-        now: Duration,
-        incoming: &Incoming,
-        usable: &mut dyn FnMut(u32) -> bool,
-    ) -> EvictionChoice {
-        self.advance(now);
-        let victim = self.choose(incoming.parent, usable).filter(|victim| {
-            let is_protected = incoming.is_protected || self.blocks.is_protected(*victim);
-            is_protected || self.policy.should_evict_for(&self.blocks, self.now, *victim, incoming)
-        });
-        self.stats.declined += u64::from(victim.is_none());
-        victim.map_or(EvictionChoice::Decline, EvictionChoice::Evict)
-    }
-
-    /// The victim when the last search found no usable leaf: the nearest usable ancestor of an
-    /// unusable leaf. Otherwise a lease on the last block of a chain would keep the whole chain in
-    /// the tier. Never a protected block, and never an ancestor of the incoming block: no lookup
-    /// would reach the incoming block without it.
-    pub fn victim_above_used_leaf(
-        &self,
-        incoming: Option<&Incoming>,
-        usable: &mut dyn FnMut(u32) -> bool,
-    ) -> Option<Slot> {
-        let spared = incoming.and_then(|incoming| incoming.parent);
-        // One limit for the whole search: many leaves may share a long chain of ancestors in use.
-        let mut steps = 0;
-        for leaf in &self.used_leaves {
-            let mut at = *leaf;
-            while let Some(slot) = self.blocks.next_ancestor(at) {
-                steps += 1;
-                // All further ancestors are ancestors of this block, too.
-                if Some(slot) == spared || self.blocks.is_protected(slot) {
-                    break;
-                }
-                if steps > ANCESTORS_MAX {
-                    return None;
-                }
-                // The slot of a deleted block still links to its parent, so the walk goes on
-                // through it.
-                if self.blocks.is_resident(slot) && usable(self.blocks.owner(slot)) {
-                    return Some(slot);
-                }
-                at = slot;
-            }
+    /// A protected block is used. Parked ones are in no list.
+    fn use_protected(&mut self, slot: Slot) {
+        if self.blocks.is_protected(slot) && !self.blocks.is_parked(slot) {
+            self.protected.move_to_newest(&mut self.blocks, slot);
         }
-        None
-    }
-
-    /// Evicts until `bytes_needed` bytes are freed or no candidate is left. Appends the owners of
-    /// the evicted blocks and returns the number of bytes freed.
-    pub fn victims(
-        &mut self,
-        now: Duration,
-        bytes_needed: u64,
-        usable: &mut dyn FnMut(u32) -> bool,
-        owners: &mut Vec<u32>,
-    ) -> u64 {
-        let mut bytes = 0;
-        while bytes < bytes_needed {
-            let Some(slot) = self.victim(now, usable) else { break };
-            bytes += u64::from(self.blocks.bytes_of(slot));
-            // Before the removal, after which the slot holds no block.
-            owners.push(self.blocks.owner(slot));
-            self.remove(slot, RemovalReason::Evicted);
-        }
-        bytes
     }
 
     fn advance(&mut self, now: Duration) {
@@ -397,7 +339,17 @@ impl Eviction {
     /// have been deleted and put again. Cuts the chain where it contradicts the known parents, so
     /// no block occurs twice among the leading ones.
     fn leading<'a>(&mut self, chain: &'a [RequestedBlock]) -> (&'a [RequestedBlock], usize) {
-        let mut before = None;
+        let mut walk = ChainWalk::default();
+        let counted = self.count_leading(chain, &mut walk);
+        self.blocks.end_walk(chain, &walk);
+        counted
+    }
+
+    fn count_leading<'a>(
+        &mut self,
+        chain: &'a [RequestedBlock],
+        walk: &mut ChainWalk,
+    ) -> (&'a [RequestedBlock], usize) {
         for (at, requested) in chain.iter().enumerate() {
             // A slot that is not resident any more counts as a miss.
             let resident = requested.resident.filter(|slot| self.blocks.is_resident(*slot));
@@ -407,18 +359,25 @@ impl Eviction {
                 requested.fingerprint,
                 "a slot of another block"
             );
-            if let Some(parent) = before {
-                match self.blocks.adopt(slot, parent) {
-                    Adoption::Settled(None) => {}
-                    Adoption::Settled(Some(leaf)) => {
-                        self.policy.became_leaf(&mut self.blocks, leaf);
-                    }
-                    Adoption::Contradiction => return (&chain[..at], at),
+            if at > 0 {
+                let adoption = self.blocks.adopt(slot, &chain[..at], walk);
+                self.changes += u64::from(adoption.is_change);
+                for leaf in adoption.leaves.into_iter().flatten() {
+                    self.policy.became_leaf(&mut self.blocks, leaf);
+                }
+                if adoption.is_contradiction {
+                    return (&chain[..at], at);
                 }
             }
-            before = Some(slot);
         }
         (chain, chain.len())
+    }
+
+    /// Frees some slots of deleted blocks that an earlier operation left.
+    fn free_unfinished(&mut self) {
+        if let Some(leaf) = self.blocks.free_unfinished() {
+            self.policy.became_leaf(&mut self.blocks, leaf);
+        }
     }
 
     fn has_quota_for(&self, bytes: u32) -> bool {
@@ -426,29 +385,5 @@ impl Eviction {
         let percent = u128::from(self.limits.protected_percent.min(100));
         let quota = u128::from(self.limits.capacity_bytes) * percent / 100;
         u128::from(self.stats.protected_bytes) + u128::from(bytes) <= quota
-    }
-
-    fn choose(
-        &mut self,
-        parent: Option<Slot>,
-        usable: &mut dyn FnMut(u32) -> bool,
-    ) -> Option<Slot> {
-        let used_leaves = &mut self.used_leaves;
-        used_leaves.clear();
-        let mut may_go = |blocks: &BlockTable, slot: Slot| {
-            if !blocks.is_leaf(slot) || Some(slot) == parent {
-                return false;
-            }
-            let is_usable = usable(blocks.owner(slot));
-            // `victim_above_used_leaf` starts at these leaves. The parent of the incoming block is
-            // not one of them.
-            if !is_usable && used_leaves.len() < USED_LEAVES_MAX {
-                used_leaves.push(slot);
-            }
-            is_usable
-        };
-        // Protected blocks are in no policy's list: they are candidates only when nothing else is.
-        let chosen = self.policy.victim(&mut self.blocks, self.now, &mut may_go);
-        chosen.or_else(|| self.protected.oldest_allowed(&mut self.blocks, &mut may_go, usize::MAX))
     }
 }

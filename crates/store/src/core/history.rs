@@ -3,8 +3,8 @@
 use std::fmt;
 
 use cascade_block::{BlockKey, FingerprintSeed};
+use cascade_tier::DeclineReason;
 
-use crate::DeclineReason;
 use crate::core::eviction::{Ghosts, RemovalReason};
 
 /// Most losses remembered, the latest ones: 1.5 MiB.

@@ -13,18 +13,25 @@ use std::time::Duration;
 
 use cascade_block::{BlockKey, FingerprintSeed};
 use cascade_runtime::Clock;
+use cascade_tier::tier::{Address, BlockFacts, StageError};
+use cascade_tier::{PutOutcome, StoreCounters};
 
 use crate::HealthConfig;
-use crate::address::Address;
+use crate::core::additions::Additions;
+use crate::core::awaited::AwaitedWrites;
 use crate::core::catalog::{Catalog, ContentIndex, ExpectedAccess, KeyIndex, LOWER_STAGES_MAX};
 use crate::core::circuit::Breaker;
-use crate::core::eviction::{Eviction, EvictionChoice, Incoming, RemovalReason};
+use crate::core::eviction::{AncestorSearch, Eviction, Incoming, RemovalReason, VictimSearch};
 use crate::core::flush_mark::FlushMark;
 use crate::core::history::{History, Loss};
+use crate::core::usable::verdict;
 use crate::durable::ledger::{Ledger, unknown_namespace};
-use crate::outcome::PutOutcome;
-use crate::stage::{BlockFacts, StageError};
-use crate::stats::StoreCounters;
+use crate::hold_recorder::HoldRecorder;
+
+/// What an eviction costs a hold of the lock, in keys looked up.
+const EVICTION_COST: u32 = 4;
+/// Names of a content that are walked for the price of one key.
+const NAMES_PER_KEY: u32 = 8;
 
 /// A block queued to be written to a lower stage.
 #[derive(Debug, Clone, Copy)]
@@ -54,6 +61,8 @@ pub(crate) enum EvictionResult {
     Evicted,
     /// The policy values every evictable block more than the incoming one.
     AllWorthMore,
+    /// This hold of the lock has visited enough blocks: release it and call again.
+    Searching,
     /// Every block is pinned, being read, or not written yet.
     NoneEvictable,
 }
@@ -64,16 +73,6 @@ pub(crate) enum EvictionResult {
 pub(crate) struct Tickets {
     pub(crate) pushed: u64,
     pub(crate) settled: u64,
-    /// `pushed` after the last added name.
-    pushed_with_last_add: u64,
-}
-
-impl Tickets {
-    /// Whether the stage has recorded every name that was added. Removals do not count: a read
-    /// queues one for each block that it finds gone.
-    pub(crate) fn has_all_adds(self) -> bool {
-        self.settled >= self.pushed_with_last_add
-    }
 }
 
 /// The state of a store.
@@ -92,7 +91,10 @@ pub(crate) struct StoreState {
     /// Blocks to be written, by stage.
     pub(crate) queues: [VecDeque<PendingWrite>; LOWER_STAGES_MAX],
     pub(crate) block_tickets: [Tickets; LOWER_STAGES_MAX],
+    pub(crate) awaited: AwaitedWrites,
     pub(crate) key_changes: [Vec<KeyChange>; LOWER_STAGES_MAX],
+    /// The additions among the key changes that are queued or being recorded.
+    pub(crate) additions: [Additions; LOWER_STAGES_MAX],
     /// Blocks and key changes that each stage failed to store since the start.
     pub(crate) write_failures: FlushMark,
     /// Failures before the last erase: no flush reports these, because the blocks are erased.
@@ -128,10 +130,16 @@ pub(crate) struct StoreState {
     pub(crate) slabs_in_flight: u64,
     /// Blocks in the current step of the scrubber.
     pub(crate) blocks_in_scrub: u64,
+    /// Empty between calls; kept to save allocations of [`crate::shared::StoreCore`].
+    pub(crate) released: Vec<usize>,
     /// The latest time of a request that has one. The policy uses these instead of the clock.
     pub(crate) policy_time: Option<Duration>,
     /// The ledger of a named pool: lets the next process restore the blocks in DRAM.
     pub(crate) ledger: Option<Ledger>,
+    /// What the current hold of the lock has done so far; see [`StoreState::charge`].
+    pub(crate) cost: u32,
+    /// Records the holds of the lock, if the configuration wants that.
+    pub(crate) recorder: Option<HoldRecorder>,
     pub(crate) has_dram: bool,
     /// Number of stages below DRAM.
     pub(crate) lower_stages: usize,
@@ -139,6 +147,10 @@ pub(crate) struct StoreState {
     pub(crate) is_closing: bool,
     /// Puts are refused while the store is erased.
     pub(crate) is_erasing: bool,
+    /// An erase has cancelled key changes, and has yet to erase the stages or to queue them again.
+    pub(crate) are_removals_cancelled: bool,
+    /// Number of erases that have begun.
+    pub(crate) erases: u64,
     /// Every call is refused, and the threads end.
     pub(crate) is_closed: bool,
 }
@@ -162,7 +174,9 @@ impl StoreState {
             tier_matches: [0; 1 + LOWER_STAGES_MAX],
             queues: Default::default(),
             block_tickets: Default::default(),
+            awaited: AwaitedWrites::default(),
             key_changes: Default::default(),
+            additions: Default::default(),
             write_failures: FlushMark::default(),
             failures_before_erase: FlushMark::default(),
             reported_failures: FlushMark::default(),
@@ -182,12 +196,17 @@ impl StoreState {
             dram_bytes: 0,
             slabs_in_flight: 0,
             blocks_in_scrub: 0,
+            released: Vec::new(),
             policy_time: None,
             ledger: None,
+            cost: 0,
+            recorder: None,
             has_dram,
             lower_stages,
             is_closing: false,
             is_erasing: false,
+            are_removals_cancelled: false,
+            erases: 0,
             is_closed: false,
         }
     }
@@ -224,17 +243,24 @@ impl StoreState {
 
     /// Notes that a chain lookup matched this block: its caller will read it.
     pub(crate) fn expect_read(&mut self, key: KeyIndex) {
+        self.replace_expected_access(key, ExpectedAccess::ReportedAccess);
+    }
+
+    /// Replaces the access that is expected for a block, because the block is used.
+    fn replace_expected_access(&mut self, key: KeyIndex, by: ExpectedAccess) -> ExpectedAccess {
         let entry = self.catalog.entry_mut(key);
-        let awaited = std::mem::replace(&mut entry.expected_access, ExpectedAccess::ReportedAccess);
-        self.counters.prefetched_used += u64::from(awaited == ExpectedAccess::FirstUse);
+        let awaited = std::mem::replace(&mut entry.expected_access, by);
+        if awaited == ExpectedAccess::FirstUse {
+            self.counters.prefetched_used += 1;
+            self.release_key(key);
+        }
+        awaited
     }
 
     /// Reports an access to the policy, unless a chain lookup has reported it already.
     pub(crate) fn touch(&mut self, key: KeyIndex, now: Duration) {
-        let entry = self.catalog.entry_mut(key);
-        let awaited = std::mem::replace(&mut entry.expected_access, ExpectedAccess::None);
-        self.counters.prefetched_used += u64::from(awaited == ExpectedAccess::FirstUse);
-        match entry.slot() {
+        let awaited = self.replace_expected_access(key, ExpectedAccess::None);
+        match self.catalog.entry(key).slot() {
             Some(_) if awaited == ExpectedAccess::ReportedAccess => {}
             Some(slot) => self.eviction.touch(now, slot),
             None => self.make_resident(key, now),
@@ -242,45 +268,29 @@ impl StoreState {
     }
 
     /// Evicts one block from DRAM. With an incoming block, evicts only a block that the policy
-    /// values less.
+    /// values less. `ancestors` keeps the progress of a search between holds of the lock.
     pub(crate) fn evict_one(
         &mut self,
         now: Duration,
         incoming: Option<&Incoming>,
+        ancestors: &mut AncestorSearch,
     ) -> EvictionResult {
         let catalog = &self.catalog;
-        let (mut any_evictable, mut any_dirty) = (false, false);
-        let mut usable = |owner: u32| {
-            let entry = catalog.entry(KeyIndex(owner));
-            any_dirty |= catalog.content(entry.content).dirty > 0;
-            // The policy offers ordinary blocks first. A dirty one becomes evictable as soon as it
-            // is written: wait for it rather than evict a protected block.
-            let waits_for_dirty = entry.is_prefix() && any_dirty;
-            let is_evictable_now = !waits_for_dirty && is_evictable(catalog, KeyIndex(owner));
-            any_evictable |= is_evictable_now;
-            is_evictable_now
-        };
-        let victim = match incoming {
-            None => self.eviction.victim(now, &mut usable),
-            Some(incoming) => match self.eviction.victim_for(now, incoming, &mut usable) {
-                EvictionChoice::Evict(slot) => Some(slot),
-                EvictionChoice::Decline => None,
-            },
-        };
+        let mut usable = |owner: u32| verdict(catalog, KeyIndex(owner));
+        let mut search = self.eviction.search(now, incoming, &mut usable);
+        if incoming.is_some() {
+            self.eviction.count_declined(search);
+        }
         // Leaves that wait for write-back are usable soon. Leaves that are held are not.
-        let all_held = victim.is_none() && !any_evictable && !any_dirty;
-        let victim = if all_held {
-            let mut usable = |owner: u32| is_evictable(catalog, KeyIndex(owner));
-            self.eviction.victim_above_used_leaf(incoming, &mut usable)
-        } else {
-            victim
-        };
-        let Some(slot) = victim else {
-            return if any_evictable {
-                EvictionResult::AllWorthMore
-            } else {
-                EvictionResult::NoneEvictable
-            };
+        if search == VictimSearch::None && !self.eviction.waits_for_write() {
+            search = self.eviction.search_above(incoming, &mut usable, ancestors);
+        }
+        self.charge(EVICTION_COST);
+        let slot = match search {
+            VictimSearch::Found(slot) => slot,
+            VictimSearch::AllWorthMore => return EvictionResult::AllWorthMore,
+            VictimSearch::Unfinished => return EvictionResult::Searching,
+            VictimSearch::None => return EvictionResult::NoneEvictable,
         };
         let key = KeyIndex(self.eviction.blocks().owner(slot));
         let is_protected = self.eviction.blocks().is_protected(slot);
@@ -346,6 +356,9 @@ impl StoreState {
         let content = self.catalog.content_mut(index);
         if content.slab.replace(slab).is_none() {
             self.dram_bytes += u64::from(content.bytes);
+        } else {
+            // The readers of the former slab do not hold the new one.
+            self.release_content(index);
         }
         self.note_readability(index, was_readable);
         if let Some(ledger) = &mut self.ledger {
@@ -400,19 +413,11 @@ impl StoreState {
         }
     }
 
-    /// Removes every key from every tier.
-    pub(crate) fn forget_all(&mut self, why: Loss) {
-        // Detaches the change log: this becomes one change, not one for each key.
-        let log = self.catalog.changes_mut().take();
-        for key in self.catalog.all_keys() {
-            self.forget(key, why);
-        }
-        *self.catalog.changes_mut() = log;
-        self.note_cleared();
-    }
-
     /// Removes a key, and with the last key its content, from every tier.
     pub(crate) fn forget(&mut self, key: KeyIndex, why: Loss) {
+        let names = self.catalog.content(self.catalog.entry(key).content).key_count;
+        // Takes about twice as long as a lookup.
+        self.charge(1 + names / NAMES_PER_KEY);
         if let Some(ledger) = &mut self.ledger {
             ledger.clear(key);
         }
@@ -457,13 +462,8 @@ impl StoreState {
     /// Queues a key change for the mover of a stage.
     pub(crate) fn push_key_change(&mut self, stage: usize, change: KeyChange) {
         self.limit_key_changes(stage);
-        let (tickets, is_add) =
-            (&mut self.key_tickets[stage], matches!(change, KeyChange::Add(..)));
-        tickets.pushed += 1;
-        if is_add {
-            tickets.pushed_with_last_add = tickets.pushed;
-        }
         self.key_changes[stage].push(change);
+        self.key_tickets[stage].pushed += 1;
     }
 
     /// Queues a content for the mover of a stage; the content keeps its slab until it is written.
@@ -532,6 +532,7 @@ impl StoreState {
                 let entry = self.catalog.entry_mut(key);
                 if entry.expected_access == ExpectedAccess::FirstUse {
                     entry.expected_access = ExpectedAccess::None;
+                    self.release_key(key);
                 }
             }
         }
@@ -568,15 +569,4 @@ fn record_key(ledger: &mut Ledger, catalog: &Catalog, key: KeyIndex, facts: Opti
     let record = BlockFacts { digest, ..facts.copied().unwrap_or_else(known) };
     let addresses = std::array::from_fn(|stage| content.address(stage));
     ledger.record(key, &record, facts.is_some(), slab, addresses);
-}
-
-/// Whether a block may be evicted from DRAM: not pinned, not prefetched and unused, no reader holds
-/// its slab, and written to all stages.
-fn is_evictable(catalog: &Catalog, key: KeyIndex) -> bool {
-    let entry = catalog.entry(key);
-    let content = catalog.content(entry.content);
-    // The catalog itself is one holder.
-    let is_held = content.slab.as_ref().is_some_and(|slab| slab.holders() > 1);
-    let is_prefetched = entry.expected_access == ExpectedAccess::FirstUse;
-    entry.pins == 0 && !is_prefetched && content.dirty == 0 && !is_held
 }

@@ -4,12 +4,12 @@
 //! While the write circuit is open, no block is queued for the stage; blocks that it should have
 //! are listed, and queued when the circuit closes. An open write circuit does not affect reads.
 
+use cascade_tier::tier::{LoadOutcome, StageError};
+
 use crate::core::catalog::{Content, LOWER_STAGES_MAX};
 use crate::core::circuit::{CircuitChange, Direction};
 use crate::core::state::{KeyChange, PendingWrite, StoreState};
-use crate::drive::mover;
 use crate::shared::StoreCore;
-use crate::stage::{LoadOutcome, StageError};
 
 /// Maximum number of blocks listed as missing in a stage. Beyond it the oldest, which are evicted
 /// first, are dropped from the list.
@@ -98,6 +98,10 @@ impl StoreCore {
         direction: Direction,
         signal: HealthSignal,
     ) {
+        if let (HealthSignal::Failure(error), Direction::Writes) = (&signal, direction) {
+            // Before the circuit can open: callers then report this error.
+            state.note_error(stage, error.clone());
+        }
         let now = self.clock.monotonic();
         let breaker = &mut state.breakers[stage];
         let change = match signal {
@@ -167,7 +171,8 @@ impl StoreCore {
             // All blocks that only this stage has become unreadable or readable at once, too many
             // for single entries in the change log: followers start again.
             (Direction::Reads, _) => state.invalidate_change_cursors(),
-            (Direction::Writes, true) => mover::fail_queue(state, stage, &StageError::CircuitOpen),
+            // The mover fails the queued blocks.
+            (Direction::Writes, true) => self.notify_movers(),
             (Direction::Writes, false) => {
                 // The mover sends the queued key changes before it writes these blocks.
                 state.requeue_counts[stage] = state.unstored[stage].len();
@@ -241,8 +246,10 @@ impl StoreState {
     }
 
     /// Puts failed key changes back at the front of the queue: their order matters.
-    pub(crate) fn requeue_key_changes(&mut self, stage: usize, failed: &[KeyChange]) {
-        self.key_changes[stage].splice(0..0, failed.iter().copied());
+    pub(crate) fn requeue_key_changes(&mut self, stage: usize, mut failed: Vec<KeyChange>) {
+        // Moves only those that were queued meanwhile.
+        failed.append(&mut self.key_changes[stage]);
+        self.key_changes[stage] = failed;
         // Several halves may be too many: the failed changes join those that were queued meanwhile.
         while self.is_write_circuit_open(stage) && self.key_changes[stage].len() >= KEY_CHANGES_MAX
         {
@@ -258,9 +265,9 @@ impl StoreState {
         }
         // Half at once, because each removal at the front moves the rest of the queue. Dropped
         // changes settle their tickets: a flush must not wait for them.
-        let count = (KEY_CHANGES_MAX / 2) as u64;
-        self.key_changes[stage].drain(..KEY_CHANGES_MAX / 2);
-        self.key_tickets[stage].settled += count;
+        let dropped: Vec<_> = self.key_changes[stage].drain(..KEY_CHANGES_MAX / 2).collect();
+        self.settle_key_changes(stage, &dropped);
+        let count = dropped.len() as u64;
         self.counters.name_failures += count;
         self.write_failures.count(stage, count);
     }
@@ -270,10 +277,12 @@ impl StoreState {
     pub(crate) fn requeue_unstored(&mut self, stage: usize, bytes_max: u64) {
         let mut bytes = 0;
         while self.requeue_counts[stage] > 0
+            && !self.is_hold_full()
             && bytes < bytes_max
             && !self.is_write_circuit_open(stage)
         {
             self.requeue_counts[stage] -= 1;
+            self.charge(1);
             let Some(pending) = self.unstored[stage].pop_front() else { continue };
             let place = (pending.content, pending.generation);
             // Since it was listed, the block may have been deleted, evicted, or put and queued

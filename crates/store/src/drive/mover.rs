@@ -11,31 +11,26 @@ use std::time::Duration;
 use cascade_block::BlockKey;
 use cascade_memory::Slab;
 use cascade_runtime::{Deadline, Plant, is_planted, thread};
+use cascade_tier::tier::{Address, BlockFacts, MakeRoomOutcome, StageError};
 
-use crate::address::Address;
 use crate::core::catalog::ContentIndex;
 use crate::core::circuit::Direction;
 use crate::core::history::Loss;
 use crate::core::state::{KeyChange, PendingWrite, StoreState};
 use crate::drive::breaker::HealthSignal;
-use crate::drive::scrub;
+use crate::drive::settle::{fail_queue, settle};
 use crate::shared::StoreCore;
-use crate::stage::{BlockFacts, MakeRoomOutcome, StageError};
+use crate::shared::hold::KEYS_PER_HOLD;
 
 /// Maximum bytes of one batch. The disk pauses between two batches, so that short ones are slow.
 const BATCH_BYTES: u64 = 32 << 20;
 /// The part of a stage's capacity that one batch may have. In a stage that is too small for its
 /// batch, room for some blocks would be made by dropping others of the batch.
 const BATCH_SHARE: u64 = 8;
-/// Maximum number of blocks in one batch.
-const BATCH_BLOCKS: usize = 256;
 /// Maximum number of key changes in one call.
 const KEY_CHANGES_PER_CALL: usize = 4096;
 /// Delay before key changes that a stage failed to record are retried.
 const KEY_CHANGES_RETRY_DELAY: Duration = Duration::from_millis(20);
-/// Failed writes of one block, with a closed circuit, before the block is given up: the block
-/// itself may be the cause.
-const WRITE_TRIES_MAX: u8 = 3;
 /// Rounds of making room without effect before the rest of a batch is given up.
 const INEFFECTIVE_ROUNDS_MAX: u32 = 3;
 /// Rounds of making room for one batch that may keep blocks; later rounds keep none, to make sure
@@ -79,37 +74,29 @@ pub(crate) fn run(core: &Arc<StoreCore>, stage: usize) {
         let is_long_enough = core.config.timeout >= core.config.health.probe_timeout;
         let signal =
             HealthSignal::of(results.iter().map(|result| result.as_ref().err()), is_long_enough);
-        let mut state = core.lock();
+        let mut state = core.lock_for(batch.pending.len());
         state.history.set_time(core.clock.unix_ms());
         if core.stages[stage].checks_slabs() {
-            scrub::settle_checked(&mut state, &batch.pending, &batch.blocks, &results);
+            state = core.settle_checked(state, &batch.pending, &batch.blocks, &results);
         }
         // Before the blocks become clean: eviction skips a slab that has another holder.
         drop(batch.blocks);
         let is_time_out = |result: &Result<_, _>| matches!(result, Err(StageError::Timeout));
         let is_stuck = !results.is_empty() && results.iter().all(is_time_out);
         for (pending, result) in batch.pending.iter().zip(results) {
+            state = core.end_full_hold(state);
+            state.charge(1);
             settle(&mut state, stage, pending, result);
         }
         // Deleted blocks settle, too: a flush waits for every ticket that was pushed.
         state.block_tickets[stage].settled += batch.pending.len() as u64 + batch.deleted;
         // Every further batch would take the whole time-out again, while puts wait for the backlog.
         if is_stuck {
-            fail_queue(&mut state, stage, &StageError::Timeout);
+            state = fail_queue(core, state, stage, &StageError::Timeout);
         }
         core.record_health(&mut state, stage, Direction::Writes, signal);
         drop(state);
         core.notify_changed();
-    }
-}
-
-/// Fails all queued writes of a stage: a whole batch timed out, its write circuit opened, or the
-/// store closes. The failures are counted; the blocks stay in DRAM until they are evicted.
-pub(crate) fn fail_queue(state: &mut StoreState, stage: usize, why: &StageError) {
-    let queue = std::mem::take(&mut state.queues[stage]);
-    state.block_tickets[stage].settled += queue.len() as u64;
-    for pending in queue {
-        settle(state, stage, &pending, Err(why.clone()));
     }
 }
 
@@ -122,7 +109,13 @@ fn next_batch(core: &StoreCore, stage: usize, batch_bytes: u64) -> Option<WriteB
     loop {
         // Not once the store is closed: nothing wakes this thread after the close.
         if state.is_write_circuit_open(stage) && !state.is_closed {
-            state = core.wait_for_work(state);
+            if state.queues[stage].is_empty() {
+                state = core.wait_for_work(state);
+            } else {
+                // Puts wait for the backlog, and flushes for these tickets.
+                state = fail_queue(core, state, stage, &StageError::CircuitOpen);
+                core.notify_changed();
+            }
             continue;
         }
         // Only while the queue is empty: blocks of puts have priority over retries.
@@ -133,9 +126,15 @@ fn next_batch(core: &StoreCore, stage: usize, batch_bytes: u64) -> Option<WriteB
         let mut batch =
             WriteBatch { pending: Vec::new(), blocks: Vec::new(), key_changes, deleted: 0 };
         let mut bytes = 0;
-        while (bytes < batch_bytes || batch.blocks.is_empty()) && batch.blocks.len() < BATCH_BLOCKS
-        {
+        while batch.blocks.is_empty() || (bytes < batch_bytes && !state.is_hold_full()) {
+            if state.is_hold_full() && batch.blocks.is_empty() {
+                // All that it has met were deleted while they were queued, perhaps very many.
+                state = core.end_full_hold(state);
+                // A stage must record these before the blocks that were queued after them.
+                batch.key_changes.append(&mut state.key_changes[stage]);
+            }
             let Some(pending) = state.queues[stage].pop_front() else { break };
+            state.charge(1);
             let place = (pending.content, pending.generation);
             let slab = state.catalog.live_content(place).and_then(|content| content.slab.clone());
             let Some(slab) = slab else {
@@ -159,6 +158,11 @@ fn next_batch(core: &StoreCore, stage: usize, batch_bytes: u64) -> Option<WriteB
         if state.is_closed {
             return None;
         }
+        if state.is_hold_full() && state.requeue_counts[stage] > 0 {
+            // `requeue_unstored` has met only blocks that need no retry, and is not done.
+            state = core.end_full_hold(state);
+            continue;
+        }
         state = core.wait_for_work(state);
     }
 }
@@ -177,7 +181,7 @@ fn requeue_batch(core: &StoreCore, stage: usize, batch: WriteBatch, why: &StageE
     if state.is_write_circuit_open(stage)
         || matches!(why, StageError::Timeout | StageError::CircuitOpen)
     {
-        fail_queue(&mut state, stage, why);
+        state = fail_queue(core, state, stage, why);
     }
     core.notify_changed();
     core.pause(state, KEY_CHANGES_RETRY_DELAY);
@@ -193,7 +197,6 @@ fn send_key_changes(
     mut changes: Vec<KeyChange>,
     deadline: Deadline,
 ) -> Result<(), StageError> {
-    let mut settled = 0;
     let (mut run_max, mut rounds) = (KEY_CHANGES_PER_CALL, 0);
     while !changes.is_empty() {
         let count = run_length(&changes, run_max);
@@ -202,7 +205,9 @@ fn send_key_changes(
             match make_room(core, stage, rounds < KEEPING_ROUNDS_MAX, deadline) {
                 Ok(room) => {
                     apply_room(core, stage, &room);
-                    settled += apply_room_to_changes(&mut changes, &room);
+                    let (moved, dropped) = maps_of(&room);
+                    let dropped = apply_room_to_changes(&mut changes, &moved, &dropped);
+                    core.lock().settle_key_changes(stage, &dropped);
                     // The stage may have recorded a part of the run, which takes room each time.
                     (run_max, rounds) = ((count / 2).max(1), rounds + 1);
                     continue;
@@ -221,19 +226,20 @@ fn send_key_changes(
             state.note_error(stage, error.clone());
             if !state.is_closed {
                 // Stop at the first failure: later changes of a key must not overtake earlier ones.
-                state.key_tickets[stage].settled += settled;
-                state.requeue_key_changes(stage, &changes);
+                state.requeue_key_changes(stage, changes);
                 return Err(error);
             }
             state.counters.name_failures += count as u64;
             state.write_failures.count(stage, count as u64);
         }
+        // Before the next run, which can remove keys: until then, reads of the added keys use them.
+        for some in changes[..count].chunks(KEYS_PER_HOLD) {
+            core.lock_for(some.len()).settle_key_changes(stage, some);
+        }
         changes.drain(..count);
-        settled += count as u64;
         // Up to the full length again: many short runs would each move the rest of the changes.
         (run_max, rounds) = ((run_max * 2).min(KEY_CHANGES_PER_CALL), 0);
     }
-    core.lock().key_tickets[stage].settled += settled;
     Ok(())
 }
 
@@ -387,12 +393,20 @@ fn should_keep(
     })
 }
 
+/// The new address of each moved block by its old one, and the addresses of dropped blocks.
+fn maps_of(room: &MakeRoomOutcome) -> (HashMap<Address, Address>, HashSet<Address>) {
+    let moved = room.moved.iter().map(|(_, old, new)| (*old, *new)).collect();
+    (moved, room.dropped.iter().map(|(_, address)| *address).collect())
+}
+
 /// Gives key changes the new addresses of their blocks, and removes the keys to be added to dropped
-/// blocks. Returns their number.
-fn apply_room_to_changes(changes: &mut Vec<KeyChange>, room: &MakeRoomOutcome) -> u64 {
-    let before = changes.len();
-    let moved: HashMap<_, _> = room.moved.iter().map(|(_, old, new)| (*old, *new)).collect();
-    let dropped: HashSet<_> = room.dropped.iter().map(|(_, address)| *address).collect();
+/// blocks. Returns these.
+fn apply_room_to_changes(
+    changes: &mut Vec<KeyChange>,
+    moved: &HashMap<Address, Address>,
+    dropped: &HashSet<Address>,
+) -> Vec<KeyChange> {
+    let mut removed = Vec::new();
     changes.retain_mut(|change| {
         let (KeyChange::Add(_, address) | KeyChange::Remove(_, address)) = change;
         // First: if only some keys of a block did not fit, the block has moved all the same.
@@ -400,35 +414,39 @@ fn apply_room_to_changes(changes: &mut Vec<KeyChange>, room: &MakeRoomOutcome) -
             *address = *new;
             return true;
         }
-        !dropped.contains(address) || matches!(change, KeyChange::Remove(..))
+        let is_kept = !dropped.contains(address) || matches!(change, KeyChange::Remove(..));
+        if !is_kept {
+            removed.push(*change);
+        }
+        is_kept
     });
-    (before - changes.len()) as u64
+    removed
 }
 
 /// Applies moves and drops of a stage to the catalog and the queued key changes.
 fn apply_room(core: &StoreCore, stage: usize, room: &MakeRoomOutcome) {
-    let mut state = core.lock();
-    state.history.set_time(core.clock.unix_ms());
-    let settled = apply_room_to_changes(&mut state.key_changes[stage], room);
-    state.key_tickets[stage].settled += settled;
-    for (key, old, new) in &room.moved {
-        if is_planted(Plant::StaleAddress) {
-            break;
-        }
-        if let Some(content) = content_at(&mut state, stage, key, *old) {
-            state.set_address(content, stage, *new);
-        }
+    if !is_planted(Plant::StaleAddress) {
+        core.in_holds(None, &room.moved, |state, (key, old, new)| {
+            if let Some(content) = content_at(state, stage, key, *old) {
+                state.set_address(content, stage, *new);
+            }
+        });
     }
-    for (key, address) in &room.dropped {
+    core.in_holds(None, &room.dropped, |state, (key, address)| {
         state.counters.reclaimed_blocks += 1;
         // The first dropped key of a content clears the address; for its other keys there is
         // nothing left to do.
-        if let Some(content) = content_at(&mut state, stage, key, *address) {
+        if let Some(content) = content_at(state, stage, key, *address) {
             state.clear_address(content, stage);
             state.catalog.content_mut(content).was_reclaimed = true;
             state.forget_if_in_no_tier(content, Loss::Reclaimed);
         }
-    }
+    });
+    let (moved, dropped) = maps_of(room);
+    // Last: until here, changes with the old addresses were queued.
+    let mut state = core.lock_for(room.moved.len() + room.dropped.len());
+    let dropped = apply_room_to_changes(&mut state.key_changes[stage], &moved, &dropped);
+    state.settle_key_changes(stage, &dropped);
     drop(state);
     core.notify_changed();
 }
@@ -440,86 +458,11 @@ fn content_at(
     key: &BlockKey,
     address: Address,
 ) -> Option<ContentIndex> {
-    let found = state.catalog.find(key)?;
+    // Also of a cleared key: the address will be in the removal that its stage gets.
+    let catalog = &state.catalog;
+    let found = catalog.find(key).or_else(|| catalog.find_cleared(key))?;
     let index = state.catalog.entry(found).content;
     (state.catalog.content(index).address(stage) == Some(address)).then_some(index)
-}
-
-/// Applies the result of the write of one block.
-fn settle(
-    state: &mut StoreState,
-    stage: usize,
-    pending: &PendingWrite,
-    result: Result<Address, StageError>,
-) {
-    state.pending_bytes[stage] -= u64::from(pending.facts.bytes);
-    let place = (pending.content, pending.generation);
-    let Some(content) = state.catalog.live_content(place) else {
-        // Deleted during the write.
-        let address = result.ok();
-        if let Some(address) = address {
-            state.push_key_change(stage, KeyChange::Remove(pending.facts.key, address));
-        }
-        return;
-    };
-    // Also after a failure: a block that a stage does not take must become evictable.
-    content.dirty &= !(1 << stage);
-    let is_clean = content.dirty == 0;
-    match result {
-        Ok(address) => {
-            content.was_reclaimed = false;
-            state.set_address(pending.content, stage, address);
-            state.counters.demoted_blocks += 1;
-            state.counters.demoted_bytes += u64::from(pending.facts.bytes);
-            add_other_keys(state, stage, pending, address);
-        }
-        Err(StageError::Declined { .. }) => state.counters.demote_declines += 1,
-        // Counted as damage when it was dropped from memory.
-        Err(StageError::ChangedInMemory) => {}
-        Err(error) => {
-            state.counters.demote_failures += 1;
-            state.write_failures.count(stage, 1);
-            // Time-outs and open circuits are not the fault of the block and do not count.
-            let is_block_error = matches!(error, StageError::Failed(_) | StageError::NoResult);
-            let tries =
-                pending.tries + u8::from(is_block_error && !state.is_write_circuit_open(stage));
-            // Making room for this block was tried already, without effect.
-            if !matches!(error, StageError::Full) && tries < WRITE_TRIES_MAX {
-                state.note_unstored(stage, PendingWrite { tries, ..*pending });
-            }
-            state.note_error(stage, error);
-        }
-    }
-    // Without a DRAM tier, memory holds a block only until it is written.
-    if is_clean && !state.has_dram {
-        state.drop_slab(pending.content);
-        state.forget_if_in_no_tier(pending.content, Loss::Unwritten);
-    }
-}
-
-/// Queues the other keys of a content for the stage, and the removal of the key it was written
-/// under if that was deleted meanwhile.
-fn add_other_keys(state: &mut StoreState, stage: usize, pending: &PendingWrite, address: Address) {
-    let mut has_written_key = false;
-    for key in state.catalog.keys_of(pending.content) {
-        let entry = state.catalog.entry(key);
-        if entry.key == pending.facts.key {
-            has_written_key = true;
-            continue;
-        }
-        let expires = entry.expires_unix_ms;
-        let facts = BlockFacts {
-            key: entry.key,
-            parent: state.catalog.parent_of(key).map(|parent| state.catalog.entry(parent).key),
-            is_prefix: entry.is_prefix(),
-            expires_unix_ms: (expires != 0).then_some(expires),
-            ..pending.facts
-        };
-        state.push_key_change(stage, KeyChange::Add(facts, address));
-    }
-    if !has_written_key {
-        state.push_key_change(stage, KeyChange::Remove(pending.facts.key, address));
-    }
 }
 
 /// A rate limiter: each batch delays the next one by its bytes divided by the rate.

@@ -4,11 +4,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use cascade_runtime::{Deadline, thread};
+use cascade_tier::tier::StageError;
 
 use crate::core::circuit::Direction;
 use crate::drive::breaker::HealthSignal;
 use crate::shared::StoreCore;
-use crate::stage::StageError;
 
 /// Checks per probe interval for a probe that is due.
 const CHECKS_PER_INTERVAL: u32 = 5;

@@ -11,13 +11,14 @@ use std::time::Duration;
 use cascade_block::checksum;
 use cascade_memory::Slab;
 use cascade_runtime::thread::{Builder, JoinHandle};
+use cascade_tier::CallOptions;
+use cascade_tier::tier::{Address, BlockFacts, StageError};
 
-use crate::address::Address;
+use crate::Store;
 use crate::core::catalog::{Catalog, ContentIndex};
 use crate::core::state::{PendingWrite, StoreState};
 use crate::shared::StoreCore;
-use crate::stage::{BlockFacts, StageError};
-use crate::{CallOptions, Store};
+use crate::shared::hold::StateGuard;
 
 /// Maximum bytes of one step. Its blocks cannot be evicted meanwhile.
 const STEP_BYTES: usize = 4 << 20;
@@ -124,8 +125,8 @@ impl StoreCore {
             if !is_intact {
                 // Also if `settle` dropped nothing, because the content has another slab by now:
                 // this write does not take place.
-                if let Some(content) = state.catalog.live_content(place) {
-                    content.dirty &= !(1 << stage);
+                if state.catalog.live_content(place).is_some() {
+                    state.clear_dirty(place.0, stage);
                 }
                 // The mover subtracts only the bytes of blocks that stay in its batch.
                 state.pending_bytes[stage] -= u64::from(pending.facts.bytes);
@@ -137,6 +138,24 @@ impl StoreCore {
         pending.retain(|_| is_kept(of_pending.next()));
         blocks.retain(|_| is_kept(of_blocks.next()));
         is_intact.iter().filter(|is_intact| !**is_intact).count() as u64
+    }
+
+    /// Applies the comparisons that a stage made when it stored these blocks.
+    pub(super) fn settle_checked<'a>(
+        &'a self,
+        mut state: StateGuard<'a>,
+        pending: &[PendingWrite],
+        blocks: &[(BlockFacts, Slab)],
+        results: &[Result<Address, StageError>],
+    ) -> StateGuard<'a> {
+        for ((pending, (_, slab)), result) in pending.iter().zip(blocks).zip(results) {
+            state = self.end_full_hold(state);
+            state.charge(1);
+            let is_intact = !matches!(result, Err(StageError::ChangedInMemory));
+            let place = (pending.content, pending.generation);
+            settle(&mut state, &CheckedContent { place, slab: slab.clone(), is_intact });
+        }
+        state
     }
 }
 
@@ -160,20 +179,6 @@ fn contents_to_check(catalog: &Catalog, from: u32) -> (Vec<CheckedContent>, Opti
         }
     }
     (picked, (to < end).then_some(to))
-}
-
-/// Applies the comparisons that a stage made when it stored these blocks.
-pub(super) fn settle_checked(
-    state: &mut StoreState,
-    pending: &[PendingWrite],
-    blocks: &[(BlockFacts, Slab)],
-    results: &[Result<Address, StageError>],
-) {
-    for ((pending, (_, slab)), result) in pending.iter().zip(blocks).zip(results) {
-        let is_intact = !matches!(result, Err(StageError::ChangedInMemory));
-        let place = (pending.content, pending.generation);
-        settle(state, &CheckedContent { place, slab: slab.clone(), is_intact });
-    }
 }
 
 /// Applies the result of one comparison. Returns true if the block was damaged and dropped.

@@ -22,12 +22,11 @@ use std::time::Duration;
 use cascade_block::{NamespaceId, checksum};
 use cascade_memory::{MemoryError, Pool, PoolFiles, Slab, SlabMut};
 use cascade_runtime::LeafMutex;
+use cascade_tier::tier::{Address, BlockFacts};
+use cascade_tier::{StoreError, WarmStats};
 
-use crate::StoreError;
-use crate::address::Address;
 use crate::core::catalog::{KeyIndex, LOWER_STAGES_MAX};
-use crate::stage::BlockFacts;
-use crate::warm_stats::WarmStats;
+use crate::shared::hold::KEYS_PER_HOLD;
 pub(crate) use leftover::remove_unused;
 pub use leftover::{LeftoverPool, leftover_pools};
 pub(crate) use opening::{open, remove};
@@ -241,12 +240,16 @@ impl Ledger {
         }
     }
 
-    /// Overwrites cleared records with zeroes: names and digests of blocks.
-    pub(crate) fn wipe_free(&self) {
+    /// Overwrites cleared records with zeroes: names and digests of blocks. Wipes some, from the
+    /// `from`th free one on, and returns where to continue.
+    pub(crate) fn wipe_free(&self, from: usize) -> Option<usize> {
         // Clearing a record zeroes only its first word; an erase must leave no names.
-        for place in &self.free {
+        let rest = self.free.get(from..).filter(|rest| !rest.is_empty())?;
+        let some = &rest[..rest.len().min(KEYS_PER_HOLD)];
+        for place in some {
             record::wipe(self.table.block(*place));
         }
+        Some(from + some.len())
     }
 
     /// Assigns a recovered record to its key.
@@ -336,6 +339,10 @@ impl HoldersState {
         // A process with `has` places that takes `more` of `free` ones may keep as many as remain
         // if `has + more <= free - more`. So its total is at most `(has + free) / 2`.
         usize::midpoint(has, self.free.len().saturating_sub(HELD_FOR_LOADS))
+    }
+
+    fn is_sweep_due(&self, now: Duration) -> bool {
+        !self.kept.is_empty() && now.saturating_sub(self.checked_at) >= HOLDERS_RECHECK
     }
 
     fn count_down(&mut self, process: Process) {
@@ -429,11 +436,16 @@ impl Holders {
         self.release_where(&mut self.lock(), |process| process.is_some_and(|it| it.pid == pid))
     }
 
+    /// Whether a second has passed since the last sweep, and earlier processes hold memory.
+    pub(crate) fn is_sweep_due(&self, now: Duration) -> bool {
+        self.lock().is_sweep_due(now)
+    }
+
     /// Releases the memory of ended processes; checks at most once a second. Returns whether any
     /// was released.
     pub(crate) fn sweep(&self, now: Duration) -> bool {
         let mut state = self.lock();
-        if state.kept.is_empty() || now.saturating_sub(state.checked_at) < HOLDERS_RECHECK {
+        if !state.is_sweep_due(now) {
             return false;
         }
         state.checked_at = now;

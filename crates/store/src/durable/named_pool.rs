@@ -7,12 +7,12 @@ use std::time::Duration;
 
 use cascade_memory::Pool;
 use cascade_runtime::Clock;
+use cascade_tier::{StoreError, WarmStats};
 
 use crate::core::state::StoreState;
 use crate::durable::ledger;
 use crate::durable::ledger::{Holders, Ledger, Recovered};
-use crate::warm_stats::WarmStats;
-use crate::{KeepPool, StoreConfig, StoreError};
+use crate::{KeepPool, StoreConfig};
 
 /// The named pool of a store, except for its ledger, which is part of the state.
 #[derive(Debug)]

@@ -6,13 +6,14 @@ use std::time::Duration;
 
 use cascade_block::BlockKey;
 use cascade_memory::SlabMut;
+use cascade_tier::StoreError;
 
 use crate::core::catalog::{ContentIndex, NewKey};
 use crate::core::state::StoreState;
 use crate::durable::ledger::{HeldId, HeldPiece, Process, Recovered};
 use crate::durable::named_pool::millis;
 use crate::shared::StoreCore;
-use crate::{KeepPool, Store, StoreError};
+use crate::{KeepPool, Store};
 
 /// Blocks restored to DRAM, by key, for the comparison with the blocks of the stages.
 #[derive(Debug, Default)]
@@ -24,7 +25,7 @@ impl RestoredBlocks {
         &self,
         key: &BlockKey,
         stage: usize,
-        address: crate::address::Address,
+        address: cascade_tier::tier::Address,
     ) -> bool {
         self.0.get(key).is_some_and(|recovered| recovered.is_stored_at(stage, address))
     }
@@ -85,11 +86,17 @@ impl StoreCore {
         }
     }
 
-    /// Frees memory held by processes of an earlier run that have ended. Returns whether there was
-    /// any.
-    pub(crate) fn release_dead_holders(&self) -> bool {
+    /// Whether to look for processes of an earlier run that have ended.
+    pub(crate) fn is_sweep_of_holders_due(&self) -> bool {
         let now = self.clock.monotonic();
-        self.warm.as_ref().is_some_and(|warm| warm.holders.sweep(now))
+        self.warm.as_ref().is_some_and(|warm| warm.holders.is_sweep_due(now))
+    }
+
+    /// Frees memory held by processes of an earlier run that have ended.
+    pub(crate) fn release_dead_holders(&self) {
+        if let Some(warm) = &self.warm {
+            warm.holders.sweep(self.clock.monotonic());
+        }
     }
 
     /// Notes for the operator on the pool of an earlier run.

@@ -1,13 +1,16 @@
 //! Explain: the state of each block of a chain, and why a request did not match more of it.
 
 use cascade_block::{BlockKey, ManifestDifference, Namespace, NamespaceId};
+use cascade_tier::{CallOptions, StoreError, TierName, WriterId};
 
+use crate::Store;
 use crate::core::catalog::KeyIndex;
 use crate::core::history::Loss;
 use crate::core::state::StoreState;
 use crate::shared::StoreCore;
-use crate::shared::call::KEYS_PER_LOCK;
-use crate::{CallOptions, Store, StoreError, TierName, WriterId};
+
+/// What the description of a block costs a hold of the lock, beside its lookup.
+const EXPLAIN_COST: u32 = 1;
 
 /// The state of the blocks of a chain.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -112,13 +115,11 @@ impl Store {
         let core = self.core();
         let now_unix_ms = core.clock.unix_ms();
         let mut blocks = Vec::with_capacity(keys.len());
-        for keys in keys.chunks(KEYS_PER_LOCK) {
-            let state = core.lock();
-            blocks.extend(keys.iter().map(|key| BlockExplanation {
-                key: *key,
-                state: core.explain_block(&state, key, now_unix_ms),
-            }));
-        }
+        core.in_holds(None, keys, |state, key| {
+            state.charge(EXPLAIN_COST);
+            let state = core.explain_block(state, key, now_unix_ms);
+            blocks.push(BlockExplanation { key: *key, state });
+        });
         let is_here = |block: &&BlockExplanation| match &block.state {
             BlockState::Present(here) => !here.tiers.is_empty(),
             BlockState::Absent { .. } | BlockState::Unknown => false,

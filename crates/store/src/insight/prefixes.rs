@@ -4,13 +4,15 @@ use std::sync::PoisonError;
 
 use cascade_block::BlockKey;
 use cascade_runtime::MutexGuard;
+use cascade_tier::TierName;
 
+use crate::Store;
 use crate::core::catalog::KeyIndex;
 use crate::core::state::StoreState;
 use crate::insight::hot::WatchedPrefix;
 use crate::insight::traffic::Insight;
 use crate::shared::StoreCore;
-use crate::{Store, TierName};
+use crate::shared::hold::KEYS_PER_HOLD;
 
 /// A prefix that many requests share.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -48,8 +50,7 @@ impl Store {
             key: watched.key,
             depth_blocks: watched.depth,
             hits: watched.hits(),
-            // One hold of the lock for each prefix: its walk is as long as the chain.
-            tiers: core.tiers_of_chain(&core.lock(), &watched.key, watched.depth),
+            tiers: core.tiers_of_chain(&watched.key, watched.depth),
         };
         watched.into_iter().map(describe).collect()
     }
@@ -79,18 +80,29 @@ impl StoreCore {
         memory.into_iter().chain(lower.map(|stage| 1 + stage)).collect()
     }
 
-    fn tiers_of_chain(&self, state: &StoreState, key: &BlockKey, depth: u32) -> Vec<TierBytes> {
+    /// Walks a chain up from its last block, in short holds of the lock: it may be of any length.
+    fn tiers_of_chain(&self, key: &BlockKey, depth: u32) -> Vec<TierBytes> {
         let mut sums = vec![(0_u64, 0_u64); 1 + self.stages.len()];
-        let mut at = state.catalog.find(key);
-        for _ in 0..depth {
-            let Some(found) = at else { break };
-            let content = state.catalog.entry(found).content;
-            let bytes = u64::from(state.catalog.content(content).bytes);
-            for tier in self.tiers_with(state, found) {
-                sums[tier].0 += 1;
-                sums[tier].1 += bytes;
+        let (mut next, mut left) = (Some(*key), depth);
+        while let Some(key) = next.take() {
+            let mut state = self.lock_for(KEYS_PER_HOLD);
+            let mut at = state.catalog.find(&key);
+            while let Some(found) = at.filter(|_| left > 0) {
+                if state.is_hold_full() {
+                    // By its key: its index may be another key's after the lock was released.
+                    next = Some(state.catalog.entry(found).key);
+                    break;
+                }
+                state.charge(1);
+                left -= 1;
+                let content = state.catalog.entry(found).content;
+                let bytes = u64::from(state.catalog.content(content).bytes);
+                for tier in self.tiers_with(&state, found) {
+                    sums[tier].0 += 1;
+                    sums[tier].1 += bytes;
+                }
+                at = state.catalog.parent_of(found);
             }
-            at = state.catalog.parent_of(found);
         }
         let held = sums.into_iter().enumerate().filter(|(_, (blocks, _))| *blocks > 0);
         held.map(|(tier, (blocks, bytes))| TierBytes { tier: self.tier_name(tier), blocks, bytes })

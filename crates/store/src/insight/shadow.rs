@@ -16,10 +16,10 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use cascade_block::{BlockKey, FingerprintSeed};
+use cascade_tier::{Hints, PrepareOutcome, Put, PutOutcome, ShadowFigure, ShadowRates, TierName};
 
-use crate::core::eviction::{EvictionLimits, Hints};
-use crate::shadow_figure::{ShadowFigure, ShadowRates};
-use crate::{PolicyKind, PrepareOutcome, Put, PutOutcome, StoreConfig, TierName};
+use crate::core::eviction::EvictionLimits;
+use crate::{PolicyKind, StoreConfig};
 use cache::{Arrival, DramShadow};
 use queue::FilesShadow;
 use sample::Sample;
@@ -262,7 +262,7 @@ impl Shadows {
 
     /// Blocks were put, with these outcomes.
     pub(crate) fn put(&mut self, now: Duration, batch: &[Put<'_>], outcomes: &[PutOutcome]) {
-        use crate::DeclineReason::{Full, WorthLess};
+        use cascade_tier::DeclineReason::{Full, WorthLess};
         for (put, outcome) in batch.iter().zip(outcomes) {
             let is_taken = match outcome {
                 PutOutcome::Stored | PutOutcome::Deduplicated | PutOutcome::Present => true,
@@ -287,7 +287,7 @@ impl Shadows {
         lengths: &[usize],
         prepared: &[PrepareOutcome],
     ) {
-        use crate::DeclineReason::{Full, WorthLess};
+        use cascade_tier::DeclineReason::{Full, WorthLess};
         for ((put, bytes), prepared) in batch.iter().zip(lengths).zip(prepared) {
             let PrepareOutcome::Settled(PutOutcome::Declined(Full | WorthLess)) = prepared else {
                 continue;

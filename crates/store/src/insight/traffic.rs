@@ -3,11 +3,11 @@
 use std::collections::BTreeMap;
 
 use cascade_block::{BlockKey, FingerprintSeed, Manifest, Namespace, NamespaceId};
+use cascade_tier::{ShadowFigure, TierName};
 
+use crate::StoreConfig;
 use crate::insight::hot::HotPrefixes;
 use crate::insight::shadow::{ChainLookup, Shadows};
-use crate::shadow_figure::ShadowFigure;
-use crate::{StoreConfig, TierName};
 
 /// Maximum number of manifests that are kept in memory; stages keep the others.
 const NAMESPACES_MAX: usize = 1024;

@@ -3,11 +3,7 @@
 use std::time::Duration;
 
 use cascade_runtime::{Clock, Deadline};
-
-use crate::{StoreError, WriterId};
-
-/// Keys of one batch that are processed before the lock is released and the deadline is checked.
-pub(crate) const KEYS_PER_LOCK: usize = 512;
+use cascade_tier::{StoreError, WriterId};
 
 /// Deadline and writer of one call, shared by all its steps.
 #[derive(Debug, Clone, Copy)]

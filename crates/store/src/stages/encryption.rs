@@ -17,17 +17,17 @@ use std::time::Duration;
 use cascade_block::{BlockKey, Digest, Manifest, Namespace, NamespaceId, TenantSecret, checksum};
 use cascade_memory::{HugePages, Pool, PoolConfig, Slab, SlabMut, copy_out};
 use cascade_runtime::{Clock, Condvar, Deadline, Mutex, MutexGuard};
+use cascade_tier::tier::{
+    Address, BlockFacts, Load, LoadOutcome, LoadQueue, MakeRoomOutcome, Stage, StageEraseReport, StageError,
+    StageStats, load_list,
+};
+use cascade_tier::{StoreError, TierName};
 
 use self::keys::{KeyId, KeyRing};
 use self::loads::RecordLoads;
 use self::record::{OVERHEAD, Trailer};
 use super::StageContext;
-use crate::address::Address;
-use crate::stage::{
-    BlockFacts, Load, LoadOutcome, LoadQueue, MakeRoomOutcome, Stage, StageEraseReport, StageError,
-    StageStats, load_list,
-};
-use crate::{EncryptionConfig, StoreConfig, StoreError, TierName};
+use crate::{EncryptionConfig, StoreConfig};
 
 /// Memory for records in flight: a share of DRAM within these bounds.
 const BOUNCE_SHARE: u64 = 8;

@@ -6,11 +6,10 @@ use std::sync::PoisonError;
 use cascade_block::BlockKey;
 use cascade_memory::Slab;
 use cascade_runtime::{Deadline, Mutex, MutexGuard};
-
-use crate::TierName;
-use crate::address::Address;
-use crate::stage::{
-    BlockFacts, Load, LoadOutcome, MakeRoomOutcome, Stage, StageEraseReport, StageError, StageStats,
+use cascade_tier::TierName;
+use cascade_tier::tier::{
+    Address, BlockFacts, Load, LoadOutcome, MakeRoomOutcome, Stage, StageEraseReport, StageError,
+    StageStats,
 };
 
 /// Counts the blocks that it would have. A load finds nothing, because it stores no bytes.

@@ -11,15 +11,14 @@ use cascade_disk::{
 };
 use cascade_memory::Slab;
 use cascade_runtime::{Clock, Deadline, Mutex, MutexGuard, RwLock};
+use cascade_tier::tier::{
+    Address, BlockFacts, Load, LoadOutcome, LoadQueue, MakeRoomOutcome, NotErased, Stage, StageEraseReport,
+    StageError, StageStats, load_list,
+};
+use cascade_tier::{StoreError, TierName};
 
 use super::StageContext;
-use crate::address::Address;
-use crate::not_erased::NotErased;
-use crate::stage::{
-    BlockFacts, Load, LoadOutcome, LoadQueue, MakeRoomOutcome, Stage, StageEraseReport, StageError,
-    StageStats, load_list,
-};
-use crate::{FileLayout, FilesConfig, IoEngine, StoreError, TierName};
+use crate::{FileLayout, FilesConfig, IoEngine};
 
 /// Stores blocks in files.
 #[derive(Debug)]

@@ -11,14 +11,13 @@ use std::time::Duration;
 use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId};
 use cascade_memory::Slab;
 use cascade_runtime::{CallError, CallLimit, Calls, Cancel, Clock, Deadline, LeafMutex};
-
-use crate::TierName;
-use crate::address::Address;
-use crate::core::circuit::Direction;
-use crate::stage::{
-    BlockFacts, Load, LoadOutcome, LoadQueue, MakeRoomOutcome, Stage, StageEraseReport, StageError,
-    StageStats, next_loads,
+use cascade_tier::TierName;
+use cascade_tier::tier::{
+    Address, BlockFacts, Load, LoadOutcome, LoadQueue, MakeRoomOutcome, Stage, StageEraseReport,
+    StageError, StageStats, next_loads,
 };
+
+use crate::core::circuit::Direction;
 
 /// Most concurrent loads of a stage that may exceed its deadlines.
 const LOADS_MAX: usize = 16;

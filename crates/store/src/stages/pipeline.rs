@@ -1,6 +1,7 @@
 //! Pipelines: an ordered list of stages, such as `"Dram|Files"`.
 
-use crate::PipelineError;
+use cascade_tier::PipelineError;
+
 use crate::core::catalog::LOWER_STAGES_MAX;
 use crate::stages::StageRegistry;
 

@@ -15,16 +15,16 @@ use std::sync::{Arc, PoisonError};
 use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId};
 use cascade_memory::{Slab, SlabMut};
 use cascade_runtime::{Deadline, Mutex, MutexGuard};
+use cascade_tier::tier::{
+    Address, BlockFacts, Load, LoadOutcome, MakeRoomOutcome, Stage, StageEraseReport, StageError,
+    StageStats,
+};
+use cascade_tier::{StoreError, TierName};
 
 use self::buffers::RecordBuffers;
 use self::index::RecordIndex;
 use self::record::{HEADER_BYTES, RecordHeader, RecordKind, name_of};
 use super::StageContext;
-use crate::address::Address;
-use crate::stage::{
-    BlockFacts, Load, LoadOutcome, MakeRoomOutcome, Stage, StageEraseReport, StageError, StageStats,
-};
-use crate::{StoreError, TierName};
 
 /// Making room frees at least this share of the capacity, so that it is rare.
 const ROOM_SHARE: u64 = 64;

@@ -6,10 +6,11 @@ use std::sync::Arc;
 
 use cascade_memory::Pool;
 use cascade_runtime::Clock;
+use cascade_tier::StoreError;
+use cascade_tier::tier::Stage;
 
 use super::{FakeStage, FilesStage};
-use crate::stage::Stage;
-use crate::{FileLayout, StoreConfig, StoreError};
+use crate::{FileLayout, StoreConfig};
 
 /// The arguments of a factory.
 #[derive(Debug, Clone, Copy)]

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use cascade_block::{BlockKey, Manifest, Namespace, TenantSecret};
 use cascade_runtime::{Deadline, SystemClock};
-pub(crate) use cascade_store::conformance::bytes_of;
 use cascade_store::{CallOptions, Put, PutOutcome, Store, StoreConfig, ViewOutcome};
+pub(crate) use cascade_tier::conformance::block_store::bytes_of;
 
 pub(crate) const MIB: u64 = 1 << 20;
 

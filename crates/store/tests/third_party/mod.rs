@@ -11,12 +11,12 @@ use std::time::Duration;
 use cascade_block::{BlockKey, Namespace};
 use cascade_memory::Slab;
 use cascade_runtime::{Deadline, SystemClock};
-use cascade_store::stage::{
+use cascade_store::stages::StageRegistry;
+use cascade_store::{CallOptions, HealthConfig, HealthState, Store, StoreConfig, TierName};
+use cascade_tier::tier::{
     Address, BlockFacts, Load, LoadOutcome, MakeRoomOutcome, Stage, StageEraseReport, StageError,
     StageStats,
 };
-use cascade_store::stages::StageRegistry;
-use cascade_store::{CallOptions, HealthConfig, HealthState, Store, StoreConfig, TierName};
 
 /// A store over DRAM and a fresh map stage.
 pub(crate) fn open(config: StoreConfig) -> (Store, Arc<MapStage>) {
@@ -83,9 +83,17 @@ pub(crate) struct MapStage {
     pub(crate) panics: AtomicBool,
     /// Returns one result less than the batch has blocks.
     pub(crate) answers_short: AtomicBool,
+    /// How long a flush takes, in milliseconds.
+    pub(crate) flush_delay_ms: AtomicU64,
     /// How long adding a name takes, in milliseconds.
     pub(crate) name_delay_ms: AtomicU64,
+    /// Blocks whose bytes did not have their stated length.
+    pub(crate) wrong_lengths: AtomicU64,
     hung: Arc<HangSwitch>,
+    stores_held: Arc<HangSwitch>,
+    names_held: Arc<HangSwitch>,
+    loads_held: Arc<HangSwitch>,
+    loaded_held: Arc<HangSwitch>,
     /// Whether it can erase what it keeps.
     pub(crate) erases: AtomicBool,
     /// Whether it fails to keep manifests.
@@ -100,17 +108,38 @@ pub(crate) struct MapStage {
 struct HangSwitch {
     is_hung: Mutex<bool>,
     released: Condvar,
+    /// Number of calls that have met it while it was on.
+    reached: AtomicU64,
 }
 
 impl HangSwitch {
     fn wait(&self) {
         let is_hung = self.is_hung.lock().unwrap();
+        self.reached.fetch_add(u64::from(*is_hung), Ordering::Relaxed);
         drop(self.released.wait_while(is_hung, |is_hung| *is_hung).unwrap());
     }
 }
 
 /// Calls hang until this is dropped.
 pub(crate) struct HangGuard(Arc<HangSwitch>);
+
+impl HangGuard {
+    fn new(switch: &Arc<HangSwitch>) -> Self {
+        *switch.is_hung.lock().unwrap() = true;
+        switch.reached.store(0, Ordering::Relaxed);
+        Self(Arc::clone(switch))
+    }
+
+    /// Waits until a call hangs.
+    #[expect(clippy::disallowed_methods, reason = "waits for another thread of the store")]
+    pub(crate) fn wait_until_reached(&self) {
+        let limit = Deadline::after(&SystemClock, Duration::from_secs(60));
+        while self.0.reached.load(Ordering::Relaxed) == 0 {
+            assert!(!limit.has_passed(&SystemClock), "no call has come");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
 
 impl Drop for HangGuard {
     fn drop(&mut self) {
@@ -142,14 +171,32 @@ impl MapStage {
 
     /// Makes every call hang, whatever its deadline.
     pub(crate) fn hang(&self) -> HangGuard {
-        *self.hung.is_hung.lock().unwrap() = true;
-        HangGuard(Arc::clone(&self.hung))
+        HangGuard::new(&self.hung)
     }
 
     /// Makes erasing hang, and nothing else.
     pub(crate) fn hang_erase(&self) -> HangGuard {
-        *self.erase_hung.is_hung.lock().unwrap() = true;
-        HangGuard(Arc::clone(&self.erase_hung))
+        HangGuard::new(&self.erase_hung)
+    }
+
+    /// Holds calls to store blocks, before they store any.
+    pub(crate) fn hold_stores(&self) -> HangGuard {
+        HangGuard::new(&self.stores_held)
+    }
+
+    /// Holds calls to add names, before they add any.
+    pub(crate) fn hold_names(&self) -> HangGuard {
+        HangGuard::new(&self.names_held)
+    }
+
+    /// Holds calls to load blocks, before they look for any.
+    pub(crate) fn hold_loads(&self) -> HangGuard {
+        HangGuard::new(&self.loads_held)
+    }
+
+    /// Holds calls to load blocks, once they have the results.
+    pub(crate) fn hold_loaded(&self) -> HangGuard {
+        HangGuard::new(&self.loaded_held)
     }
 
     /// Number of stored blocks.
@@ -212,6 +259,7 @@ impl Stage for MapStage {
         batch: Vec<(BlockFacts, Slab)>,
         deadline: Deadline,
     ) -> Vec<Result<Address, StageError>> {
+        self.stores_held.wait();
         let worked = self.work(deadline);
         let one_less = |left: u64| left.checked_sub(1);
         let (set, get) = (Ordering::Relaxed, Ordering::Relaxed);
@@ -220,6 +268,10 @@ impl Stage for MapStage {
         let mut keep = |(facts, slab): (BlockFacts, Slab)| {
             worked.clone()?;
             if fails || self.broken() || self.fails_writes.load(Ordering::Relaxed) {
+                return Err(eio());
+            }
+            if facts.bytes as usize != slab.len() {
+                self.wrong_lengths.fetch_add(1, Ordering::Relaxed);
                 return Err(eio());
             }
             let capacity = self.capacity_bytes.load(Ordering::Relaxed);
@@ -242,6 +294,7 @@ impl Stage for MapStage {
     fn load(&self, batch: Vec<Load>, deadline: Deadline) -> Vec<LoadOutcome> {
         self.loads.fetch_add(batch.len() as u64, Ordering::Relaxed);
         let worked = self.work(deadline);
+        self.loads_held.wait();
         let blocks = self.blocks.lock().unwrap();
         let load_one = |mut load: Load| {
             if let Err(error) = &worked {
@@ -262,6 +315,8 @@ impl Stage for MapStage {
             }
         };
         let mut results: Vec<_> = batch.into_iter().map(load_one).collect();
+        drop(blocks);
+        self.loaded_held.wait();
         if self.answers_short.load(Ordering::Relaxed) {
             results.pop();
         }
@@ -270,6 +325,7 @@ impl Stage for MapStage {
 
     fn alias(&self, batch: Vec<(BlockFacts, Address)>, _: Deadline) -> Result<(), StageError> {
         self.hung.wait();
+        self.names_held.wait();
         cascade_runtime::sleep(Duration::from_millis(self.name_delay_ms.load(Ordering::Relaxed)));
         let mut blocks = self.blocks.lock().unwrap();
         for (facts, address) in batch {
@@ -325,6 +381,8 @@ impl Stage for MapStage {
 
     fn flush(&self, _deadline: Deadline) -> Result<(), StageError> {
         self.hung.wait();
+        let delay = self.flush_delay_ms.load(Ordering::Relaxed);
+        cascade_runtime::sleep(Duration::from_millis(delay));
         Ok(())
     }
 

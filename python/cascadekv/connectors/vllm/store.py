@@ -13,7 +13,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -21,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cascadekv import Store
+from cascadekv._program import program
 from cascadekv.connectors.settings import RETRY_S, StoreAddress, StoreLink
 from cascadekv.errors import CascadeError
 
@@ -121,7 +121,7 @@ class PrivateNode:
         """Start the node and wait until it is ready. Raises `OSError` if it does not start."""
         self._directory = socket.parent
         self._directory.mkdir(mode=0o700, exist_ok=True)
-        command = [sys.executable, "-m", "cascadekv", "serve", "--socket", str(socket)]
+        command = [str(program()), "serve", "--socket", str(socket)]
         for key, flag in _FLAGS.items():
             if key in options:
                 command += [flag, str(options[key])]

@@ -92,12 +92,6 @@ impl<T> Arena<T> {
         self.next
     }
 
-    pub(super) fn indices(&self) -> impl Iterator<Item = u32> + '_ {
-        let chunks = (0u32..).step_by(CHUNK).zip(&self.chunks);
-        let entries = chunks.flat_map(|(first, chunk)| (first..).zip(chunk));
-        entries.filter_map(|(index, entry)| entry.is_some().then_some(index))
-    }
-
     fn place(&mut self, index: u32, entry: T) {
         let (chunk, within) = split(index);
         while self.chunks.len() <= chunk {

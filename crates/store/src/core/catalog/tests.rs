@@ -144,3 +144,52 @@ fn keys_with_equal_leading_bytes_do_not_slow_down_lookups() {
         assert!(looked_at.get() < 5100, "{} entries for 5,000 keys", looked_at.get());
     }
 }
+
+#[test]
+fn cleared_keys_are_absent_until_they_are_put_again() {
+    let mut catalog = Catalog::new(FingerprintSeed::new(1));
+    let keys: Vec<BlockKey> = (0..40).map(|number| key(number, 1)).collect();
+    let digest = Digest::of(DigestAlgorithm::Blake3, b"bytes");
+    let (_, content) = catalog.insert(&new_key(keys[0]), 7, Some(digest));
+    let generation = catalog.content(content).generation;
+    for key in &keys[1..] {
+        catalog.insert(&new_key(*key), 7, None);
+    }
+    catalog.clear();
+    assert_eq!((catalog.key_count(), catalog.cleared_keys()), (0, 40));
+    assert!(keys.iter().all(|key| catalog.find(key).is_none()));
+    assert_eq!(catalog.keys_at(0..catalog.key_indices_end()).count(), 0);
+    assert_eq!(catalog.find_digest(&digest), None);
+    assert!(catalog.live_content((content, generation)).is_none());
+
+    // One is put again, before and after which others are removed.
+    let old = catalog.find_cleared(&keys[3]).unwrap();
+    catalog.remove(old);
+    let (again, _) = catalog.insert(&new_key(keys[3]), 9, Some(digest));
+    assert_eq!(catalog.find(&keys[3]), Some(again));
+    assert_eq!(catalog.find_cleared(&keys[3]), None);
+    let mut at = 0;
+    let mut removed = 0;
+    while let (Some(key), next) = catalog.next_cleared(at, 100) {
+        catalog.remove(key);
+        (at, removed) = (next, removed + 1);
+    }
+    assert_eq!((removed, catalog.cleared_keys(), catalog.key_count()), (39, 0, 1));
+    assert_eq!(catalog.find(&keys[3]), Some(again));
+    assert!(catalog.find_digest(&digest).is_some());
+}
+
+#[test]
+fn the_search_for_cleared_keys_is_bounded_and_does_not_stop_at_gaps() {
+    let mut catalog = Catalog::new(FingerprintSeed::new(1));
+    let added: Vec<KeyIndex> =
+        (0..100).map(|number| catalog.insert(&new_key(key(number, 1)), 7, None).0).collect();
+    for index in &added[..99] {
+        catalog.remove(*index);
+    }
+    catalog.clear();
+    // Two keys pay for 32 indices.
+    assert_eq!(catalog.next_cleared(0, 2), (None, 32));
+    assert_eq!(catalog.next_cleared(96, 2), (Some(added[99]), 100));
+    assert_eq!(catalog.next_cleared(100, 2), (None, 100));
+}

@@ -2,9 +2,10 @@
 
 use std::time::Duration;
 
+use cascade_tier::HealthState;
+use cascade_tier::tier::StageError;
+
 use super::{Circuit, CircuitChange, HealthConfig};
-use crate::stage::StageError;
-use crate::stage_health::HealthState;
 
 fn at(seconds: u64) -> Duration {
     Duration::from_secs(seconds)

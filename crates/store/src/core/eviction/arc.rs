@@ -3,10 +3,11 @@
 
 use std::time::Duration;
 
+use cascade_tier::Hints;
+
 use super::lru::place;
 use super::{
-    BlockList, BlockTable, EvictionFilter, Ghosts, Hints, Policy, RemovalReason, RequestedBlock,
-    Slot,
+    BlockList, BlockTable, Ghosts, Policy, RemovalReason, RequestedBlock, Search, Slot, Visits,
 };
 
 /// A block's state: the top bit is set once the block was used again; the other bits are the number
@@ -29,9 +30,30 @@ pub struct Arc {
     requests: u32,
     /// The largest number of resident blocks so far: the capacity of the tier once it is full.
     capacity: usize,
+    /// Where a search that used up its visits goes on.
+    search: Option<ArcSearch>,
+}
+
+/// A search that is not finished: one of up to three passes.
+#[derive(Debug, Clone, Copy)]
+struct ArcSearch {
+    /// Whether the list to shrink is `once`.
+    shrinks_once: bool,
+    pass: u8,
+    /// Blocks left to visit in this pass.
+    left: usize,
 }
 
 impl Arc {
+    /// Begins a search, or takes over one that is not finished.
+    fn take_search(&mut self) -> ArcSearch {
+        self.search.take().unwrap_or_else(|| {
+            let shrinks_once = self.once.len() > self.once_target;
+            let first = if shrinks_once { &self.once } else { &self.often };
+            ArcSearch { shrinks_once, pass: 0, left: first.len().min(SEARCH_BLOCKS) }
+        })
+    }
+
     fn list(&mut self, blocks: &BlockTable, slot: Slot) -> &mut BlockList {
         if blocks.state(slot) & OFTEN == 0 { &mut self.once } else { &mut self.often }
     }
@@ -91,9 +113,14 @@ impl Policy for Arc {
     fn touch(&mut self, blocks: &mut BlockTable, _: Duration, slot: Slot) {
         if !blocks.is_protected(slot) {
             // The state selects the list, so the block leaves its list before its state changes.
-            self.list(blocks, slot).remove(blocks, slot);
+            let is_parked = blocks.is_parked(slot);
+            if !is_parked {
+                self.list(blocks, slot).remove(blocks, slot);
+            }
             blocks.set_state(slot, self.requests | OFTEN);
-            self.often.push_newest(blocks, slot);
+            if !is_parked {
+                self.often.push_newest(blocks, slot);
+            }
         }
     }
 
@@ -107,7 +134,9 @@ impl Policy for Arc {
         // A block can only be inserted before a parent in the same list. `place` subtracts their
         // states; their `OFTEN` bits are equal and cancel out.
         let parent_in_list = blocks.parent(slot).filter(|parent| {
-            !blocks.is_protected(*parent) && blocks.state(*parent) & OFTEN == often
+            !blocks.is_protected(*parent)
+                && !blocks.is_parked(*parent)
+                && blocks.state(*parent) & OFTEN == often
         });
         place(self.list(blocks, slot), blocks, slot, parent_in_list);
         self.forget();
@@ -117,7 +146,9 @@ impl Policy for Arc {
         if blocks.is_protected(slot) {
             return;
         }
-        self.list(blocks, slot).remove(blocks, slot);
+        if !blocks.is_parked(slot) {
+            self.list(blocks, slot).remove(blocks, slot);
+        }
         if why == RemovalReason::Evicted {
             let is_often = blocks.state(slot) & OFTEN != 0;
             let ghosts = if is_often { &mut self.often_ghosts } else { &mut self.once_ghosts };
@@ -127,21 +158,39 @@ impl Policy for Arc {
         }
     }
 
+    fn park(&mut self, blocks: &mut BlockTable, slot: Slot) {
+        self.list(blocks, slot).remove(blocks, slot);
+    }
+
+    fn unpark(&mut self, blocks: &mut BlockTable, slot: Slot) {
+        self.list(blocks, slot).push_newest(blocks, slot);
+    }
+
     fn victim(
         &mut self,
         blocks: &mut BlockTable,
         _: Duration,
-        may_go: &mut EvictionFilter<'_>,
-    ) -> Option<Slot> {
-        let (first, second) = if self.once.len() > self.once_target {
-            (&mut self.once, &mut self.often)
-        } else {
-            (&mut self.often, &mut self.once)
-        };
-        first
-            .oldest_allowed(blocks, may_go, SEARCH_BLOCKS)
-            .or_else(|| second.oldest_allowed(blocks, may_go, usize::MAX))
-            .or_else(|| first.oldest_allowed(blocks, may_go, usize::MAX))
+        spared: Option<Slot>,
+        visits: &mut Visits,
+    ) -> Search {
+        // A few blocks of the list to shrink, then all of the other list, then all of the first.
+        let ArcSearch { shrinks_once, pass, mut left } = self.take_search();
+        for pass in pass..3 {
+            let list = if shrinks_once == (pass != 1) { &mut self.once } else { &mut self.often };
+            match list.oldest_candidate(blocks, spared, &mut left, visits) {
+                Search::None => {}
+                Search::Unfinished => {
+                    self.search = Some(ArcSearch { shrinks_once, pass, left });
+                    return Search::Unfinished;
+                }
+                found @ Search::Found(_) => return found,
+            }
+            let next = if shrinks_once == (pass == 1) { &self.once } else { &self.often };
+            left = next.len();
+        }
+        // Blocks were moved while the search was not finished. It begins again.
+        let is_empty = self.once.is_empty() && self.often.is_empty();
+        if is_empty { Search::None } else { Search::Unfinished }
     }
 
     fn memory_bytes(&self) -> usize {

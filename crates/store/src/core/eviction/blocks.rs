@@ -1,11 +1,26 @@
 //! The table of resident blocks, which the mechanism shares with every policy.
 
+mod parking;
+#[cfg(test)]
+mod tests;
+
+use super::chunks::Chunks;
+use super::{RequestedBlock, Search, Visits};
+pub use parking::ParkReason;
+
 /// The place of a resident block in the table; reused once the block is removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Slot(u32);
 
 /// No slot: the end of a list, or a block without parent.
 const NONE: u32 = u32::MAX;
+
+/// Most slots of deleted blocks that one operation frees. The rest is freed by later operations.
+const FREED_MAX: usize = 16;
+
+/// Most ancestors of a chain's first block that a request visits. With more, the block loses its
+/// parent.
+const ANCESTORS_ABOVE_MAX: usize = 1024;
 
 /// Most blocks that a table holds.
 pub const BLOCKS_MAX: usize = (NONE - 1) as usize;
@@ -37,7 +52,15 @@ struct Block {
     newer: u32,
     state: u32,
     status: SlotStatus,
+    /// Whether the current request visited the block, or an ancestor of its first block.
+    is_visited: bool,
+    /// Why the block is no candidate for eviction now, apart from children.
+    parked: Option<ParkReason>,
+    /// Whether `BlockTable::parked` has the slot. Belongs to the slot, not to its block.
+    is_in_parked: bool,
 }
+
+const _: () = assert!(size_of::<Block>() == 40, "a million blocks take 40 MB");
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum SlotStatus {
@@ -68,10 +91,21 @@ pub struct Incoming {
 /// into their [`BlockList`]s through it.
 #[derive(Debug, Default)]
 pub struct BlockTable {
-    table: Vec<Block>,
-    free: Vec<u32>,
+    table: Chunks<Block>,
+    free: Chunks<u32>,
     resident: usize,
     bytes: u64,
+    /// Blocks that still count a child that was freed: its parents above them are freed later.
+    unfinished: Chunks<u32>,
+    /// Ordinary and protected leaves that are not parked: all candidates for eviction.
+    candidates: [usize; 2],
+    /// Slots of parked blocks, and some whose block is not parked any more.
+    parked: Chunks<u32>,
+    /// Number of parked blocks by reason.
+    parked_counts: [usize; 2],
+    /// Ancestors visited in corrections of parents, for tests of their cost.
+    #[cfg(test)]
+    pub(super) visits: usize,
 }
 
 impl BlockTable {
@@ -148,7 +182,8 @@ impl BlockTable {
 
     /// Memory of the table, including spare capacity.
     pub fn memory_bytes(&self) -> usize {
-        self.table.capacity() * size_of::<Block>() + self.free.capacity() * size_of::<u32>()
+        let lists = [&self.free, &self.unfinished, &self.parked];
+        self.table.memory_bytes() + lists.map(Chunks::memory_bytes).iter().sum::<usize>()
     }
 
     pub(super) fn insert(&mut self, incoming: &Incoming, is_protected: bool) -> Slot {
@@ -164,14 +199,19 @@ impl BlockTable {
             newer: NONE,
             state: 0,
             status: if is_protected { SlotStatus::Protected } else { SlotStatus::Ordinary },
+            is_visited: false,
+            parked: None,
+            is_in_parked: false,
         };
         if let Some(parent) = parent {
-            self.table[parent.index()].children += 1;
+            self.add_child(parent);
         }
         self.resident += 1;
         self.bytes += u64::from(incoming.bytes);
+        self.candidates[usize::from(is_protected)] += 1;
         if let Some(index) = self.free.pop() {
-            self.table[index as usize] = block;
+            let is_in_parked = self.table[index as usize].is_in_parked;
+            self.table[index as usize] = Block { is_in_parked, ..block };
             return Slot(index);
         }
         assert!(self.table.len() < BLOCKS_MAX, "more than {BLOCKS_MAX} blocks in one tier");
@@ -182,6 +222,10 @@ impl BlockTable {
     /// Removes a block, which must be in no list. Returns the resident parent that became a leaf by
     /// this, if any.
     pub(super) fn remove(&mut self, slot: Slot) -> Option<Slot> {
+        self.unpark(slot);
+        if self.is_leaf(slot) {
+            self.candidates[usize::from(self.is_protected(slot))] -= 1;
+        }
         self.resident -= 1;
         self.bytes -= u64::from(self.bytes_of(slot));
         if self.is_leaf(slot) {
@@ -191,37 +235,93 @@ impl BlockTable {
         None
     }
 
-    /// Corrects the parent of a block that was put while its parent was not resident.
-    pub(super) fn adopt(&mut self, child: Slot, parent: Slot) -> Adoption {
+    /// Corrects the parent of a block that was put while its parent was not resident. `earlier` are
+    /// the blocks of the request before the child, root first; the last one is the new parent.
+    pub(super) fn adopt(
+        &mut self,
+        child: Slot,
+        earlier: &[RequestedBlock],
+        walk: &mut ChainWalk,
+    ) -> Adoption {
+        let slot_at = |at: usize| earlier[at].resident.expect("the blocks before are resident");
+        let parent = slot_at(earlier.len() - 1);
         let before = Slot::some(self.table[child.index()].parent);
         if before == Some(parent) {
-            return Adoption::Settled(None);
+            return Adoption::default();
         }
-        // A block without children is no ancestor of another block. Blocks of a chain that were put
-        // without parents are adopted root first, so none of them needs the walk to the root; with
-        // it, the first lookup of the chain would take quadratic time.
-        let can_be_ancestor = parent == child || self.table[child.index()].children > 0;
-        if can_be_ancestor && self.descends_from(parent, child) {
-            return Adoption::Contradiction;
+        // A block without children is no ancestor of another block.
+        let mut leaf = None;
+        if parent == child || self.table[child.index()].children > 0 {
+            // Parents must not form a cycle, but callers' chains may contradict each other. The
+            // ancestors of the new parent are the blocks before it in this request and the
+            // ancestors of the first one. Each is visited once in a request.
+            if walk.visited == 0 {
+                leaf = self.visit_above(slot_at(0), walk);
+            }
+            for at in walk.visited..earlier.len() {
+                self.visit(slot_at(at));
+            }
+            walk.visited = earlier.len();
+            if self.table[child.index()].is_visited {
+                let leaves = [leaf, None];
+                return Adoption { is_contradiction: true, is_change: true, leaves };
+            }
         }
         // The new parent counts the child before the former one loses it. If the former parent is a
         // deleted descendant of the new one, removal goes up the chain and would otherwise report
         // the new parent as a leaf.
-        self.table[parent.index()].children += 1;
+        let before = Slot::some(self.table[child.index()].parent);
+        self.add_child(parent);
         self.table[child.index()].parent = parent.0;
-        Adoption::Settled(before.and_then(|before| self.remove_child(before)))
+        let orphaned = before.and_then(|before| self.remove_child(before));
+        Adoption { is_contradiction: false, is_change: true, leaves: [leaf, orphaned] }
     }
 
-    /// Guards against callers whose chains contradict each other: parents must not form a cycle.
-    fn descends_from(&self, mut slot: Slot, ancestor: Slot) -> bool {
+    /// Visits the ancestors of a request's first block. If there are too many, the block loses its
+    /// parent instead; returns the parent if it became a leaf.
+    fn visit_above(&mut self, first: Slot, walk: &mut ChainWalk) -> Option<Slot> {
+        let above = self.next_ancestor(first);
         // Ends, because no adoption makes a cycle.
-        loop {
-            if slot == ancestor {
-                return true;
-            }
-            let Some(parent) = Slot::some(self.table[slot.index()].parent) else { return false };
-            slot = parent;
+        let mut ancestors = std::iter::successors(above, |at| self.next_ancestor(*at));
+        if ancestors.nth(ANCESTORS_ABOVE_MAX).is_some() {
+            // A lookup names a chain from its root on, so the block should have no parent.
+            self.table[first.index()].parent = NONE;
+            return above.and_then(|above| self.remove_child(above));
         }
+        let mut at = above;
+        while let Some(slot) = at {
+            self.visit(slot);
+            at = self.next_ancestor(slot);
+        }
+        walk.above = above;
+        None
+    }
+
+    fn visit(&mut self, slot: Slot) {
+        self.table[slot.index()].is_visited = true;
+        #[cfg(test)]
+        {
+            self.visits += 1;
+        }
+    }
+
+    /// Ends a request's corrections of parents.
+    pub(super) fn end_walk(&mut self, chain: &[RequestedBlock], walk: &ChainWalk) {
+        for requested in &chain[..walk.visited] {
+            let slot = requested.resident.expect("only resident blocks were visited");
+            self.table[slot.index()].is_visited = false;
+        }
+        let mut at = walk.above;
+        while let Some(slot) = at.filter(|slot| self.table[slot.index()].is_visited) {
+            self.table[slot.index()].is_visited = false;
+            at = self.next_ancestor(slot);
+        }
+    }
+    fn add_child(&mut self, parent: Slot) {
+        if self.is_candidate(parent) {
+            self.candidates[usize::from(self.is_protected(parent))] -= 1;
+        }
+        self.table[parent.index()].children += 1;
     }
 
     fn release(&mut self, slot: Slot) -> Option<Slot> {
@@ -231,10 +331,17 @@ impl BlockTable {
         parent.and_then(|parent| self.remove_child(parent))
     }
 
+    /// Frees further slots of deleted blocks, if an operation left some. Returns the resident
+    /// parent that became a leaf by this, if any.
+    pub(super) fn free_unfinished(&mut self) -> Option<Slot> {
+        let parent = self.unfinished.pop()?;
+        self.remove_child(Slot(parent))
+    }
+
     /// Counts one child less. Frees deleted parents that waited for their last child, up the chain.
     /// Returns the first resident parent that became a leaf.
     fn remove_child(&mut self, mut parent: Slot) -> Option<Slot> {
-        loop {
+        for _ in 0..FREED_MAX {
             let block = &mut self.table[parent.index()];
             block.children -= 1;
             if block.children > 0 {
@@ -242,22 +349,42 @@ impl BlockTable {
             }
             // A resident parent is a leaf now. A deleted one has waited for this child.
             if block.status != SlotStatus::Orphaning {
+                if self.is_candidate(parent) {
+                    self.candidates[usize::from(self.is_protected(parent))] += 1;
+                }
                 return Some(parent);
             }
             block.status = SlotStatus::Free;
             self.free.push(parent.0);
             parent = Slot::some(block.parent)?;
         }
+        // A chain that was deleted from its root on is freed at once by its last block. It may be
+        // long, so the rest is freed by later operations. Until then the parent counts the freed
+        // child, so that its slot stays in use.
+        self.unfinished.push(parent.0);
+        None
     }
 }
 
+/// A request's corrections of parents.
+#[derive(Debug, Default)]
+pub(super) struct ChainWalk {
+    /// How many blocks of the chain are marked as visited.
+    visited: usize,
+    /// The first ancestor of the first block that is marked as visited.
+    above: Option<Slot>,
+}
+
 /// Result of correcting a parent.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Adoption {
-    /// The parent is correct; names the former parent if it became a leaf.
-    Settled(Option<Slot>),
-    /// The parent is a descendant of the child: the caller's chains contradict each other.
-    Contradiction,
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Adoption {
+    /// The parent is a descendant of the child: the caller's chains contradict each other. The
+    /// parent is not corrected.
+    pub(super) is_contradiction: bool,
+    /// Whether a block has another parent now, or none.
+    pub(super) is_change: bool,
+    /// Former parents that became leaves.
+    pub(super) leaves: [Option<Slot>; 2],
 }
 
 /// An ordered list of blocks, linked through the table. A block is in at most one list.
@@ -341,24 +468,27 @@ impl BlockList {
         }
     }
 
-    /// The oldest block that `may_go` allows, among the `among` oldest. Blocks before it are
-    /// pinned, new or have children: they move to the newest end, so that no search visits them
-    /// twice.
-    pub fn oldest_allowed(
+    /// The oldest candidate for eviction except `spared`, among the `among` oldest blocks. Blocks
+    /// before it move to the newest end, so that no search visits them twice. Counts `among` down.
+    pub fn oldest_candidate(
         &mut self,
         blocks: &mut BlockTable,
-        may_go: &mut super::EvictionFilter<'_>,
-        among: usize,
-    ) -> Option<Slot> {
-        // At most one look at each block, although blocks move to the other end.
-        for _ in 0..self.len.min(among) {
-            let slot = self.oldest()?;
-            if may_go(blocks, slot) {
-                return Some(slot);
+        spared: Option<Slot>,
+        among: &mut usize,
+        visits: &mut Visits,
+    ) -> Search {
+        while *among > 0 {
+            let Some(slot) = self.oldest() else { break };
+            if !visits.take(1) {
+                return Search::Unfinished;
+            }
+            *among -= 1;
+            if Some(slot) != spared && blocks.is_candidate(slot) {
+                return Search::Found(slot);
             }
             self.move_to_newest(blocks, slot);
         }
-        None
+        Search::None
     }
 
     fn link(&mut self, blocks: &mut BlockTable, slot: Slot, older: u32, newer: u32) {

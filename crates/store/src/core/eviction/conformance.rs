@@ -6,9 +6,10 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
+use cascade_tier::{Hints, Priority, StopReason};
+
 use super::{
-    Eviction, EvictionChoice, EvictionLimits, Hints, Incoming, Policy, Priority, RemovalReason,
-    RequestedBlock, Slot, StopReason,
+    Eviction, EvictionChoice, EvictionLimits, Incoming, Policy, RemovalReason, RequestedBlock, Slot,
 };
 
 /// Makes a new policy.

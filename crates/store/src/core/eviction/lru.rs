@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use super::{
-    BlockList, BlockTable, EvictionFilter, Hints, Policy, RemovalReason, RequestedBlock, Slot,
-};
+use cascade_tier::Hints;
+
+use super::{BlockList, BlockTable, Policy, RemovalReason, RequestedBlock, Search, Slot, Visits};
 
 /// A parent that was used at most this many requests ago counts as used by the same request: other
 /// requests may come between a request and its puts.
@@ -57,31 +57,45 @@ impl Policy for Lru {
     fn touch(&mut self, blocks: &mut BlockTable, _: Duration, slot: Slot) {
         if !blocks.is_protected(slot) {
             blocks.set_state(slot, self.requests);
-            self.list.move_to_newest(blocks, slot);
+            if !blocks.is_parked(slot) {
+                self.list.move_to_newest(blocks, slot);
+            }
         }
     }
 
     fn insert(&mut self, blocks: &mut BlockTable, _: Duration, slot: Slot) {
         if !blocks.is_protected(slot) {
             blocks.set_state(slot, self.requests);
-            let parent = blocks.parent(slot).filter(|parent| !blocks.is_protected(*parent));
+            let is_in_list =
+                |parent: &Slot| !blocks.is_protected(*parent) && !blocks.is_parked(*parent);
+            let parent = blocks.parent(slot).filter(is_in_list);
             place(&mut self.list, blocks, slot, parent);
         }
     }
 
     fn remove(&mut self, blocks: &mut BlockTable, slot: Slot, _: RemovalReason) {
-        if !blocks.is_protected(slot) {
+        if !blocks.is_protected(slot) && !blocks.is_parked(slot) {
             self.list.remove(blocks, slot);
         }
+    }
+
+    fn park(&mut self, blocks: &mut BlockTable, slot: Slot) {
+        self.list.remove(blocks, slot);
+    }
+
+    fn unpark(&mut self, blocks: &mut BlockTable, slot: Slot) {
+        self.list.push_newest(blocks, slot);
     }
 
     fn victim(
         &mut self,
         blocks: &mut BlockTable,
         _: Duration,
-        may_go: &mut EvictionFilter<'_>,
-    ) -> Option<Slot> {
-        self.list.oldest_allowed(blocks, may_go, usize::MAX)
+        spared: Option<Slot>,
+        visits: &mut Visits,
+    ) -> Search {
+        let mut among = usize::MAX;
+        self.list.oldest_candidate(blocks, spared, &mut among, visits)
     }
 
     fn memory_bytes(&self) -> usize {

@@ -17,9 +17,10 @@ mod units;
 
 use std::time::Duration;
 
+use cascade_tier::Hints;
+
 use super::{
-    BlockTable, EvictionFilter, Ghosts, Hints, Incoming, Policy, RemovalReason, RequestedBlock,
-    Slot,
+    BlockTable, Ghosts, Incoming, Policy, RemovalReason, RequestedBlock, Search, Slot, Visits,
 };
 use cells::Cells;
 use features::{Features, RequestShape, UnitKind, apply_hints, boost, fan_bucket, features};
@@ -32,6 +33,8 @@ use units::Units;
 const REFRESH_REQUESTS_MAX: u64 = 50;
 /// Ghosts for each block that the tier can hold.
 const GHOSTS_PER_BLOCK: usize = 8;
+/// Cells that a search for the lowest worth looks at for one visit.
+const CELLS_PER_VISIT: usize = 64;
 /// Bounds of the number of blocks that were requested and not yet inserted.
 const PENDING_MIN: usize = 1024;
 const PENDING_MAX: usize = 1 << 16;
@@ -57,8 +60,6 @@ pub struct PrefixCost {
     victim_unit: Option<u32>,
     /// Marks of the leading known blocks of a chain; kept to save allocations.
     known: Vec<Mark>,
-    /// Units skipped in a search; kept to save allocations.
-    skipped: Vec<u32>,
 }
 
 impl PrefixCost {
@@ -325,16 +326,65 @@ impl PrefixCost {
         self.units[unit].expected_until > self.now
     }
 
-    /// Of the units that a queued request expects, the one expected last.
-    fn least_urgent(&self, blocks: &BlockTable, may_go: &mut EvictionFilter<'_>) -> Option<u32> {
-        let expected = self.skipped.iter().copied().filter(|unit| self.is_expected(*unit));
-        let evictable = expected.filter(|unit| {
-            let deepest = self.units[*unit].blocks.oldest();
-            deepest.is_some_and(|slot| may_go(blocks, slot))
-        });
-        evictable.max_by(|one, other| {
-            self.units[*one].expected_until.total_cmp(&self.units[*other].expected_until)
-        })
+    /// The deepest resident block of a unit, if it is a candidate for eviction.
+    fn candidate(&self, blocks: &BlockTable, unit: u32) -> Option<Slot> {
+        self.units[unit].blocks.oldest().filter(|slot| blocks.is_candidate(*slot))
+    }
+
+    /// The candidate of the listed unit of the lowest worth that no queued request expects. Units
+    /// that have no candidate leave the lists until they have one.
+    fn least_worthy(
+        &mut self,
+        blocks: &BlockTable,
+        spared: Option<Slot>,
+        visits: &mut Visits,
+    ) -> Search {
+        // The search for the lowest worth looks at every cell.
+        let visits_each = 1 + self.cells.cells.len() / CELLS_PER_VISIT;
+        let mut unit_of_spared = None;
+        let search = loop {
+            if !visits.take(visits_each) {
+                break Search::Unfinished;
+            }
+            let Some(unit) = self.lowest_worth() else { break Search::None };
+            let candidate = self.candidate(blocks, unit);
+            if candidate.is_some() && self.is_expected(unit) {
+                self.units.wait(&mut self.cells, unit);
+                continue;
+            }
+            if let Some(slot) = candidate.filter(|_| candidate != spared) {
+                self.victim_unit = Some(unit);
+                break Search::Found(slot);
+            }
+            // It is listed again once its deepest block is a leaf and not parked.
+            self.units.unlist(&mut self.cells, unit);
+            unit_of_spared = candidate.map_or(unit_of_spared, |_| Some(unit));
+        };
+        if let Some(unit) = unit_of_spared {
+            self.units.list(&mut self.cells, unit);
+        }
+        search
+    }
+
+    /// Of the candidates that queued requests expect, the one that is expected last.
+    fn least_urgent(
+        &mut self,
+        blocks: &BlockTable,
+        spared: Option<Slot>,
+        visits: &mut Visits,
+    ) -> Search {
+        let mut unit_of_spared = None;
+        while let Some(unit) = self.units.last_waiting(unit_of_spared) {
+            if !visits.take(1) {
+                return Search::Unfinished;
+            }
+            match self.candidate(blocks, unit) {
+                None => self.units.unlist(&mut self.cells, unit),
+                Some(slot) if Some(slot) == spared => unit_of_spared = Some(unit),
+                Some(slot) => return Search::Found(slot),
+            }
+        }
+        Search::None
     }
 }
 
@@ -397,8 +447,7 @@ impl Policy for PrefixCost {
             let index = run[0].unit();
             if let Some(within) = hints.expected_within {
                 let until = self.now + within.as_secs_f64();
-                let unit = &mut self.units[index];
-                unit.expected_until = unit.expected_until.max(until);
+                self.units.expect(&mut self.cells, index, until);
             }
             let unit = &self.units[index];
             #[expect(clippy::float_cmp, reason = "units of one request hold the same number")]
@@ -461,34 +510,34 @@ impl Policy for PrefixCost {
         self.relist(Mark::from_raw(blocks.state(slot)).unit());
     }
 
+    fn park(&mut self, blocks: &mut BlockTable, slot: Slot) {
+        // The block keeps its place in its unit, and with it the order of the unit's blocks.
+        self.units.unlist(&mut self.cells, Mark::from_raw(blocks.state(slot)).unit());
+    }
+
+    fn unpark(&mut self, blocks: &mut BlockTable, slot: Slot) {
+        self.relist(Mark::from_raw(blocks.state(slot)).unit());
+    }
+
     fn victim(
         &mut self,
         blocks: &mut BlockTable,
         now: Duration,
-        may_go: &mut EvictionFilter<'_>,
-    ) -> Option<Slot> {
+        spared: Option<Slot>,
+        visits: &mut Visits,
+    ) -> Search {
         self.advance(now);
-        self.skipped.clear();
-        let mut chosen = None;
-        while let Some(unit) = self.lowest_worth() {
-            let deepest = self.units[unit].blocks.oldest();
-            if deepest.is_none_or(|slot| !blocks.is_leaf(slot)) {
-                // It is listed again once the last child of its deepest block is removed.
-                self.units.unlist(&mut self.cells, unit);
-            } else if !self.is_expected(unit) && deepest.is_some_and(|slot| may_go(blocks, slot)) {
-                chosen = Some(unit);
-                break;
-            } else {
-                self.units.unlist(&mut self.cells, unit);
-                self.skipped.push(unit);
+        while self.units.end_wait(&mut self.cells, self.now) {
+            if !visits.take(1) {
+                return Search::Unfinished;
             }
         }
-        self.victim_unit = chosen;
-        let chosen = chosen.or_else(|| self.least_urgent(blocks, may_go));
-        while let Some(unit) = self.skipped.pop() {
-            self.units.list(&mut self.cells, unit);
+        let search = self.least_worthy(blocks, spared, visits);
+        if search != Search::None {
+            return search;
         }
-        chosen.and_then(|unit| self.units[unit].blocks.oldest())
+        self.victim_unit = None;
+        self.least_urgent(blocks, spared, visits)
     }
 
     fn should_evict_for(
@@ -515,7 +564,6 @@ impl Policy for PrefixCost {
             + self.pending.memory_bytes()
             + self.ghosts.memory_bytes()
             + self.known.capacity() * size_of::<Mark>()
-            + self.skipped.capacity() * size_of::<u32>()
     }
 }
 

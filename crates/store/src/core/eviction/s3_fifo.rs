@@ -3,9 +3,10 @@
 
 use std::time::Duration;
 
+use cascade_tier::Hints;
+
 use super::{
-    BlockList, BlockTable, EvictionFilter, Ghosts, Hints, Policy, RemovalReason, RequestedBlock,
-    Slot,
+    BlockList, BlockTable, Ghosts, Policy, RemovalReason, RequestedBlock, Search, Slot, Visits,
 };
 
 /// Share of all blocks up to which blocks are evicted from the main queue first.
@@ -56,6 +57,18 @@ pub struct S3Fifo {
     requests: u32,
     /// Uses after which a block moves from the small queue to the main one.
     promote_at: u32,
+    /// Where a search that used up its visits goes on.
+    search: Option<S3FifoSearch>,
+}
+
+/// A search that is not finished: one of up to three passes.
+#[derive(Debug, Clone, Copy)]
+struct S3FifoSearch {
+    /// Whether the first pass is over the small queue.
+    begins_with_small: bool,
+    pass: u8,
+    /// Blocks left to visit in this pass.
+    left: usize,
 }
 
 impl Default for S3Fifo {
@@ -73,51 +86,74 @@ impl S3Fifo {
             ghosts: Ghosts::default(),
             requests: 0,
             promote_at: uses.clamp(1, USES_MAX),
+            search: None,
         }
+    }
+
+    fn list(&mut self, blocks: &BlockTable, slot: Slot) -> &mut BlockList {
+        let is_main = S3FifoState(blocks.state(slot)).is_main();
+        if is_main { &mut self.main } else { &mut self.small }
     }
 
     fn victim_of_small(
         &mut self,
         blocks: &mut BlockTable,
-        may_go: &mut EvictionFilter<'_>,
-        among: usize,
-    ) -> Option<Slot> {
+        spared: Option<Slot>,
+        left: &mut usize,
+        visits: &mut Visits,
+    ) -> Search {
         // Each block is looked at once: it is promoted, returned or moved to the newest end.
-        for _ in 0..self.small.len().min(among) {
-            let slot = self.small.oldest()?;
+        while *left > 0 {
+            let Some(slot) = self.small.oldest() else { break };
+            if !visits.take(1) {
+                return Search::Unfinished;
+            }
+            *left -= 1;
             let state = S3FifoState(blocks.state(slot));
             if state.uses() >= self.promote_at {
                 self.small.remove(blocks, slot);
                 // Bit 0 marks the main queue, where uses are counted from zero again.
                 blocks.set_state(slot, state.with_uses(0).0 | 1);
                 self.main.push_newest(blocks, slot);
-            } else if may_go(blocks, slot) {
-                return Some(slot);
+            } else if Some(slot) != spared && blocks.is_candidate(slot) {
+                return Search::Found(slot);
             } else {
                 self.small.move_to_newest(blocks, slot);
             }
         }
-        None
+        Search::None
     }
 
     fn victim_of_main(
         &mut self,
         blocks: &mut BlockTable,
-        may_go: &mut EvictionFilter<'_>,
-        among: usize,
-    ) -> Option<Slot> {
-        // Each pass reduces a block's uses by one, so the last pass meets only blocks with none.
-        let passes = self.main.len() * (USES_MAX as usize + 1);
-        for _ in 0..passes.min(among) {
-            let slot = self.main.oldest()?;
+        spared: Option<Slot>,
+        left: &mut usize,
+        visits: &mut Visits,
+    ) -> Search {
+        while *left > 0 {
+            let Some(slot) = self.main.oldest() else { break };
+            if !visits.take(1) {
+                return Search::Unfinished;
+            }
+            *left -= 1;
             let state = S3FifoState(blocks.state(slot));
-            if state.uses() == 0 && may_go(blocks, slot) {
-                return Some(slot);
+            if state.uses() == 0 && Some(slot) != spared && blocks.is_candidate(slot) {
+                return Search::Found(slot);
             }
             blocks.set_state(slot, state.with_uses(state.uses().saturating_sub(1)).0);
             self.main.move_to_newest(blocks, slot);
         }
-        None
+        Search::None
+    }
+
+    /// Blocks to visit in a pass over the small or the main queue.
+    fn blocks_of_pass(&self, is_small: bool, pass: u8) -> usize {
+        // Each round over the main queue reduces a block's uses by one, so the last round meets
+        // only blocks with none.
+        let rounds = USES_MAX as usize + 1;
+        let all = if is_small { self.small.len() } else { self.main.len() * rounds };
+        if pass == 0 { all.min(SEARCH_BLOCKS) } else { all }
     }
 }
 
@@ -160,6 +196,7 @@ impl Policy for S3Fifo {
         let parent_in_list = blocks.parent(slot).filter(|parent| {
             let other = S3FifoState(blocks.state(*parent));
             !blocks.is_protected(*parent)
+                && !blocks.is_parked(*parent)
                 && other.is_main() == is_main
                 && state.since(other) <= SAME_PUT_REQUESTS
         });
@@ -173,37 +210,59 @@ impl Policy for S3Fifo {
         if blocks.is_protected(slot) {
             return;
         }
-        if S3FifoState(blocks.state(slot)).is_main() {
-            self.main.remove(blocks, slot);
-        } else {
-            self.small.remove(blocks, slot);
-            if why == RemovalReason::Evicted {
-                // As in the paper, as many ghosts as the main queue has blocks. Blocks of the main
-                // queue leave none.
-                let main_blocks = blocks.len() - blocks.len() * SMALL_PERCENT / 100;
-                self.ghosts.push(blocks.fingerprint(slot), 0, main_blocks);
-            }
+        if !blocks.is_parked(slot) {
+            self.list(blocks, slot).remove(blocks, slot);
         }
+        let is_main = S3FifoState(blocks.state(slot)).is_main();
+        if !is_main && why == RemovalReason::Evicted {
+            // As in the paper, as many ghosts as the main queue has blocks. Blocks of the main
+            // queue leave none.
+            let main_blocks = blocks.len() - blocks.len() * SMALL_PERCENT / 100;
+            self.ghosts.push(blocks.fingerprint(slot), 0, main_blocks);
+        }
+    }
+
+    fn park(&mut self, blocks: &mut BlockTable, slot: Slot) {
+        self.list(blocks, slot).remove(blocks, slot);
+    }
+
+    fn unpark(&mut self, blocks: &mut BlockTable, slot: Slot) {
+        self.list(blocks, slot).push_newest(blocks, slot);
     }
 
     fn victim(
         &mut self,
         blocks: &mut BlockTable,
         _: Duration,
-        may_go: &mut EvictionFilter<'_>,
-    ) -> Option<Slot> {
-        // The first search is bounded by `SEARCH_BLOCKS`. The last one is not, so that an evictable
-        // block is always found.
-        let small_is_full = self.small.len() * 100 >= blocks.len() * SMALL_PERCENT;
-        if small_is_full {
-            self.victim_of_small(blocks, may_go, SEARCH_BLOCKS)
-                .or_else(|| self.victim_of_main(blocks, may_go, usize::MAX))
-                .or_else(|| self.victim_of_small(blocks, may_go, usize::MAX))
-        } else {
-            self.victim_of_main(blocks, may_go, SEARCH_BLOCKS)
-                .or_else(|| self.victim_of_small(blocks, may_go, usize::MAX))
-                .or_else(|| self.victim_of_main(blocks, may_go, usize::MAX))
+        spared: Option<Slot>,
+        visits: &mut Visits,
+    ) -> Search {
+        // A few blocks of one queue, then all of the other, then all of the first.
+        let search = self.search.take().unwrap_or_else(|| {
+            let begins_with_small = self.small.len() * 100 >= blocks.len() * SMALL_PERCENT;
+            let left = self.blocks_of_pass(begins_with_small, 0);
+            S3FifoSearch { begins_with_small, pass: 0, left }
+        });
+        let S3FifoSearch { begins_with_small, pass, mut left } = search;
+        for pass in pass..3 {
+            let is_small = begins_with_small == (pass != 1);
+            let search = if is_small {
+                self.victim_of_small(blocks, spared, &mut left, visits)
+            } else {
+                self.victim_of_main(blocks, spared, &mut left, visits)
+            };
+            match search {
+                Search::None => left = self.blocks_of_pass(!is_small, pass + 1),
+                Search::Unfinished => {
+                    self.search = Some(S3FifoSearch { begins_with_small, pass, left });
+                    return Search::Unfinished;
+                }
+                found @ Search::Found(_) => return found,
+            }
         }
+        // Blocks were moved while the search was not finished. It begins again.
+        let is_empty = self.small.is_empty() && self.main.is_empty();
+        if is_empty { Search::None } else { Search::Unfinished }
     }
 
     fn memory_bytes(&self) -> usize {

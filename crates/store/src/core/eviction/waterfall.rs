@@ -3,7 +3,9 @@
 
 use std::time::Duration;
 
-use super::{BlockTable, EvictionFilter, Hints, Lru, Policy, RemovalReason, RequestedBlock, Slot};
+use cascade_tier::Hints;
+
+use super::{BlockTable, Lru, Policy, RemovalReason, RequestedBlock, Search, Slot, Visits};
 
 /// The policy: LRU without promotion on hits.
 #[derive(Debug, Default)]
@@ -39,13 +41,22 @@ impl Policy for Waterfall {
         self.order.remove(blocks, slot, why);
     }
 
+    fn park(&mut self, blocks: &mut BlockTable, slot: Slot) {
+        self.order.park(blocks, slot);
+    }
+
+    fn unpark(&mut self, blocks: &mut BlockTable, slot: Slot) {
+        self.order.unpark(blocks, slot);
+    }
+
     fn victim(
         &mut self,
         blocks: &mut BlockTable,
         now: Duration,
-        may_go: &mut EvictionFilter<'_>,
-    ) -> Option<Slot> {
-        self.order.victim(blocks, now, may_go)
+        spared: Option<Slot>,
+        visits: &mut Visits,
+    ) -> Search {
+        self.order.victim(blocks, now, spared, visits)
     }
 
     fn promotes_hits(&self) -> bool {

@@ -3,10 +3,10 @@
 use std::sync::atomic::{AtomicU64, Ordering, compiler_fence};
 
 use cascade_block::{BlockKey, Digest, NamespaceId, checksum};
+use cascade_tier::tier::BlockFacts;
 
 use super::process::Process;
 use crate::core::catalog::LOWER_STAGES_MAX;
-use crate::stage::BlockFacts;
 
 /// Words of a block's record: three cache lines.
 pub(super) const BLOCK_WORDS: usize = 24;

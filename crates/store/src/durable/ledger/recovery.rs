@@ -275,7 +275,7 @@ mod tests {
 
     use super::super::{HeldKind, WarmPool, open};
     use super::*;
-    use crate::stage::BlockFacts;
+    use cascade_tier::tier::BlockFacts;
 
     const UNIT: u64 = 4096;
 

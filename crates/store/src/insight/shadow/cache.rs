@@ -2,11 +2,13 @@
 
 use std::time::Duration;
 
+use cascade_tier::Hints;
+
 use super::Sample;
 use crate::PolicyKind;
 use crate::core::catalog::KeyTable;
 use crate::core::eviction::{
-    Eviction, EvictionChoice, EvictionLimits, Hints, Incoming, Policy, PrefixCost, RemovalReason,
+    Eviction, EvictionChoice, EvictionLimits, Incoming, Policy, PrefixCost, RemovalReason,
     RequestedBlock, Slot, policy,
 };
 

@@ -11,11 +11,12 @@ use std::sync::{Arc, PoisonError};
 
 use cascade_block::Digest;
 use cascade_runtime::{Mutex, RwLock, fill_random};
+use cascade_tier::StoreError;
 use ring::aead::{AES_256_GCM, LessSafeKey, NONCE_LEN, UnboundKey};
 use ring::{hkdf, hmac};
 
+use crate::EncryptionConfig;
 use crate::secret::{SecretError, SecretReaders, read_secret};
-use crate::{EncryptionConfig, StoreError};
 
 /// Bytes of a key.
 const KEY_BYTES: usize = 32;

@@ -3,10 +3,10 @@
 use cascade_block::BlockKey;
 use cascade_memory::SlabMut;
 use cascade_runtime::Deadline;
+use cascade_tier::tier::{Load, LoadOutcome, LoadQueue, StageError};
 
 use super::EncryptedStage;
 use super::record::OVERHEAD;
-use crate::stage::{Load, LoadOutcome, LoadQueue, StageError};
 
 /// A block whose record is being read.
 pub(super) struct Target {

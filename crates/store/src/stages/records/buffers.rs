@@ -3,9 +3,8 @@
 use std::sync::Arc;
 
 use cascade_memory::{DIRECT_ALIGN, HugePages, MemoryError, Pool, PoolConfig, SlabMut};
-
-use crate::StoreError;
-use crate::stage::StageError;
+use cascade_tier::StoreError;
+use cascade_tier::tier::StageError;
 
 /// A share of DRAM within these bounds; memory is committed as it is used.
 const SHARE: u64 = 8;

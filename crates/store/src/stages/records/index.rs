@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 use std::ops::Bound;
 
 use cascade_block::BlockKey;
+use cascade_tier::tier::BlockFacts;
 
 use super::record::{HEADER_BYTES, RecordHeader, RecordKind, name_of};
-use crate::stage::BlockFacts;
 
 /// Blocks by address, so the oldest comes first.
 #[derive(Debug, Default)]

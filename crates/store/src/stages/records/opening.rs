@@ -5,13 +5,12 @@ use std::time::Duration;
 
 use cascade_block::{Manifest, NamespaceId};
 use cascade_runtime::{Clock, Deadline};
+use cascade_tier::tier::{Address, BlockFacts, StageError};
 
 use super::buffers::RecordBuffers;
 use super::index::RecordIndex;
 use super::record::{HEADER_BYTES, RecordHeader, RecordKind, address_of, manifest_of, name_of};
 use super::{RecordAnswer, RecordBuffer, RecordCall, Records};
-use crate::address::Address;
-use crate::stage::{BlockFacts, StageError};
 
 /// Headers requested at once.
 const BATCH: usize = 256;

@@ -5,8 +5,7 @@
 //! namespace 16, CRC-32C of the payload 4, CRC-32C of all before 4. `docs/python.md` has the table.
 
 use cascade_block::{BlockKey, Digest, Manifest, NamespaceId, checksum};
-
-use crate::stage::BlockFacts;
+use cascade_tier::tier::BlockFacts;
 
 /// Length of a header.
 pub(super) const HEADER_BYTES: usize = 160;

@@ -1,7 +1,8 @@
 //! Features of a unit, from the request that used it last and the caller's hints.
 
+use cascade_tier::{Hints, Priority, StopReason};
+
 use super::mark::FAN_MAX;
-use crate::core::eviction::{Hints, Priority, StopReason};
 
 /// The octave of a coarse cell, which does not distinguish octaves. Real octaves are smaller.
 const UNKNOWN_OCTAVE: u8 = 23;

@@ -6,10 +6,11 @@
 //! private units (time since the previous turn, length, blocks added) are factors on their class's
 //! rate.
 
+use cascade_tier::StopReason;
+
 use super::age::{BINS, EDGES, PerBin, width};
 use super::cells::{Cell, Cells};
 use super::features::{Features, UnitKind};
-use crate::core::eviction::StopReason;
 
 /// Weight of the parent's rate, as exposure: `K`.
 const PARENT_WEIGHT: f64 = 50.0;

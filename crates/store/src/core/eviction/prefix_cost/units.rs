@@ -1,13 +1,19 @@
 //! Units: blocks last used by the same request, which are counted and evicted as one.
 
+use std::collections::BTreeSet;
+
 use super::age::{BINS, EDGES};
 use super::cells::Cells;
 use crate::core::eviction::BlockList;
+use crate::core::eviction::chunks::Chunks;
 
 /// No unit: the end of a list.
 pub(super) const NONE: u32 = u32::MAX;
 /// Most units: a [`super::mark::Mark`] has 25 bits for the number.
 pub(super) const UNITS_MAX: usize = 1 << 25;
+
+/// Most units that one call moves to older bins.
+const MOVES_PER_CALL: usize = 256;
 
 /// Links of one of the two lists that a unit is in.
 #[derive(Debug, Clone, Copy)]
@@ -39,6 +45,8 @@ pub(super) struct Unit {
     pub(super) turn: u8,
     /// Whether it is in its cell's list of units with an eviction candidate.
     pub(super) is_listed: bool,
+    /// Whether it waits for the request that is expected to use it, and is in no cell's list.
+    is_waiting: bool,
     in_bin: Links,
     in_cell: Links,
 }
@@ -52,15 +60,20 @@ impl Unit {
 /// All units, linked by age over all cells, and by age within their cells.
 #[derive(Debug)]
 pub(super) struct Units {
-    table: Vec<Unit>,
-    free: Vec<u32>,
+    table: Chunks<Unit>,
+    free: Chunks<u32>,
     /// Units of each bin, oldest and newest.
     bins: [(u32, u32); BINS],
+    /// Waiting units by the time until which they wait, in bits: times are not negative, so that
+    /// their bits are in the order of the times.
+    waiting: BTreeSet<(u64, u32)>,
 }
 
 impl Default for Units {
     fn default() -> Self {
-        Self { table: Vec::new(), free: Vec::new(), bins: [(NONE, NONE); BINS] }
+        let bins = [(NONE, NONE); BINS];
+        let (table, free) = (Chunks::default(), Chunks::default());
+        Self { table, free, bins, waiting: BTreeSet::new() }
     }
 }
 
@@ -99,6 +112,7 @@ impl Units {
             bin: 0,
             turn,
             is_listed: false,
+            is_waiting: false,
             in_bin: UNLINKED,
             in_cell: UNLINKED,
         };
@@ -119,15 +133,22 @@ impl Units {
         self.table.len() - self.free.len()
     }
 
-    /// Moves units to the next bin once they are old enough; each bin's list is in order of age.
+    /// Moves units to the bins of their ages; each bin's list is in order of age. Moves a limited
+    /// number of them: after a pause, all units may have to move. The others move in later calls.
     pub(super) fn age(&mut self, cells: &mut Cells, now: f64) {
-        // From the youngest bin on, so that a unit can cross several edges in one call.
-        for bin in 0..BINS - 1 {
+        let mut left = MOVES_PER_CALL;
+        // From the oldest bin on, so that each list stays in order although units pass several bins
+        // at once.
+        for bin in (0..BINS - 1).rev() {
             loop {
                 let index = self.bins[bin].0;
                 if index == NONE || self[index].at + EDGES[bin + 1] > now {
                     break;
                 }
+                if left == 0 {
+                    return;
+                }
+                left -= 1;
                 self.cross(cells, index, now);
             }
         }
@@ -135,16 +156,20 @@ impl Units {
 
     fn cross(&mut self, cells: &mut Cells, index: u32, now: f64) {
         let unit = &self[index];
-        let (bin, weight) = (usize::from(unit.bin), unit.weight());
-        // The change is effective from when the unit reached the edge, not from now, so that
-        // exposure does not depend on how often units are aged.
-        let (crossed_at, was_listed) = (unit.at + EDGES[bin + 1], unit.is_listed);
-        let cell = &mut cells.cells[usize::from(unit.cell)];
-        cell.weigh(bin, -weight, crossed_at, now);
-        cell.weigh(bin + 1, weight, crossed_at, now);
-        self.unlist(cells, index);
+        let (mut bin, weight, was_listed) = (usize::from(unit.bin), unit.weight(), unit.is_listed);
+        let (at, cell) = (unit.at, usize::from(unit.cell));
+        self.remove_from_cell(cells, index);
         self.remove_bin(index);
-        self[index].bin += 1;
+        while bin + 1 < BINS && at + EDGES[bin + 1] <= now {
+            // The change is effective from when the unit reached the edge, not from now, so that
+            // exposure does not depend on how often units are aged.
+            let crossed_at = at + EDGES[bin + 1];
+            let cell = &mut cells.cells[cell];
+            cell.weigh(bin, -weight, crossed_at, now);
+            cell.weigh(bin + 1, weight, crossed_at, now);
+            bin += 1;
+        }
+        self[index].bin = u8::try_from(bin).expect("bins are few");
         self.push_bin(index);
         if was_listed {
             self.list(cells, index);
@@ -177,17 +202,63 @@ impl Units {
         // From now on only: exposure up to now stays with the former cell.
         cells.cells[usize::from(unit.cell)].weigh(bin, -weight, now, now);
         cells.cells[usize::from(cell)].weigh(bin, weight, now, now);
-        self.unlist(cells, index);
+        self.remove_from_cell(cells, index);
         self[index].cell = cell;
         if was_listed {
             self.list(cells, index);
         }
     }
 
+    /// Notes that a queued request uses a unit by then.
+    pub(super) fn expect(&mut self, cells: &mut Cells, index: u32, until: f64) {
+        if until > self[index].expected_until {
+            let was_waiting = self[index].is_waiting;
+            self.unlist_waiting(index);
+            self[index].expected_until = until;
+            if was_waiting {
+                self.wait(cells, index);
+            }
+        }
+    }
+
+    /// Takes a unit out of its cell's list until the time by which a queued request uses it.
+    pub(super) fn wait(&mut self, cells: &mut Cells, index: u32) {
+        self.unlist(cells, index);
+        let unit = &mut self[index];
+        unit.is_waiting = true;
+        let until = unit.expected_until.to_bits();
+        self.waiting.insert((until, index));
+    }
+
+    /// Lists a waiting unit again whose time has passed, if there is one.
+    pub(super) fn end_wait(&mut self, cells: &mut Cells, now: f64) -> bool {
+        let Some((until, index)) = self.waiting.first().copied() else { return false };
+        let is_over = f64::from_bits(until) <= now;
+        if is_over {
+            self.unlist_waiting(index);
+            self.list(cells, index);
+        }
+        is_over
+    }
+
+    /// The waiting unit that is expected last, before `before` in that order.
+    pub(super) fn last_waiting(&self, before: Option<u32>) -> Option<u32> {
+        let of = |index: u32| (self[index].expected_until.to_bits(), index);
+        let mut waiting = self.waiting.range(..before.map_or((u64::MAX, NONE), of));
+        waiting.next_back().map(|(_, index)| *index)
+    }
+
+    fn unlist_waiting(&mut self, index: u32) {
+        if std::mem::take(&mut self[index].is_waiting) {
+            let until = self[index].expected_until.to_bits();
+            self.waiting.remove(&(until, index));
+        }
+    }
+
     /// Adds a unit to its cell's list as the newest.
     pub(super) fn list(&mut self, cells: &mut Cells, index: u32) {
         let unit = &self[index];
-        if unit.is_listed {
+        if unit.is_listed || unit.is_waiting {
             return;
         }
         let bin = usize::from(unit.bin);
@@ -206,8 +277,14 @@ impl Units {
         unit.is_listed = true;
     }
 
-    /// Removes a unit from its cell's list, if it is there.
+    /// Makes a unit no candidate: removes it from its cell's list, if it is there, and ends its
+    /// wait.
     pub(super) fn unlist(&mut self, cells: &mut Cells, index: u32) {
+        self.unlist_waiting(index);
+        self.remove_from_cell(cells, index);
+    }
+
+    fn remove_from_cell(&mut self, cells: &mut Cells, index: u32) {
         let unit = &mut self[index];
         if !unit.is_listed {
             return;
@@ -231,7 +308,7 @@ impl Units {
     }
 
     pub(super) fn memory_bytes(&self) -> usize {
-        self.table.capacity() * size_of::<Unit>() + self.free.capacity() * size_of::<u32>()
+        self.table.memory_bytes() + self.free.memory_bytes()
     }
 
     fn push_bin(&mut self, index: u32) {
@@ -256,5 +333,50 @@ impl Units {
             NONE => self.bins[bin].1 = older,
             newer => self[newer].in_bin.older = older,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::features::{Features, UnitKind};
+    use super::*;
+    use crate::core::eviction::Priority;
+
+    /// After a pause, the next call moved every unit, under the store's lock.
+    #[test]
+    fn after_a_pause_units_move_to_their_bins_in_several_calls() {
+        const UNITS: usize = 1000;
+        const WEIGHT: f64 = 1000.0;
+        let (mut units, mut cells) = (Units::default(), Cells::at_most(4));
+        let features = Features {
+            kind: UnitKind::Superseded,
+            workload: None,
+            stop: None,
+            priority: Priority::Normal,
+        };
+        let cell = cells.add(features, 0, 0.0);
+        for number in 0..UNITS {
+            let at = if number < UNITS / 2 { 0.0 } else { 1.0 };
+            let index = units.add(&mut cells, at, cell, 1, (0, 1));
+            units.list(&mut cells, index);
+        }
+        let now = EDGES[10] + 1.5;
+        let in_bin = |units: &Units, bin: usize| {
+            units.table.iter().filter(|unit| usize::from(unit.bin) == bin).count()
+        };
+        for moved in [MOVES_PER_CALL, 2 * MOVES_PER_CALL, 3 * MOVES_PER_CALL, UNITS, UNITS] {
+            units.age(&mut cells, now);
+            assert_eq!((in_bin(&units, 10), in_bin(&units, 0)), (moved, UNITS - moved));
+        }
+        // Each bin that a unit has passed was exposed to it for the whole of its width.
+        let cell = &mut cells.cells[usize::from(cell)];
+        for bin in 0..10 {
+            let exposure = cell.exposure(bin, now);
+            assert!((exposure - WEIGHT).abs() < 1e-6, "bin {bin}: {exposure}");
+        }
+        let mut order = std::iter::successors(Some(units.bins[10].0), |index| {
+            Some(units[*index].in_bin.newer).filter(|newer| *newer != NONE)
+        });
+        assert!(order.by_ref().map(|index| units[index].at).is_sorted(), "in order of age");
     }
 }

@@ -1,8 +1,0 @@
-//! The command `cascade` as a program without Python.
-
-use std::process::ExitCode;
-
-fn main() -> ExitCode {
-    let code = cascade_bench::cli::main(std::env::args_os(), None);
-    ExitCode::from(u8::try_from(code).unwrap_or(1))
-}

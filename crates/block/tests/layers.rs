@@ -1,0 +1,72 @@
+//! Checks that crates depend on each other only as the drawing in `ARCHITECTURE.md` has it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::Path;
+
+/// Each crate, and the crates of ours that it may depend on. Tests may depend on others.
+const LAYERS: &[(&str, &str)] = &[
+    ("block", ""),
+    ("runtime", ""),
+    ("memory", "block runtime"),
+    ("tier", "block memory runtime"),
+    ("disk", "block memory runtime tier"),
+    ("wire", "block tier"),
+    ("store", "block disk memory runtime tier"),
+    ("client", "block memory runtime tier wire"),
+    ("node", "block disk memory runtime store tier wire"),
+    ("sim", "block disk memory runtime store tier"),
+    ("replay", "block runtime store tier"),
+    ("bench", "block client memory replay runtime store tier wire"),
+    ("command", "bench block client disk node replay runtime sim store tier wire"),
+    // What a worker loads: no node, no benchmark, no terminal, no HTTP client.
+    ("python", "block client memory runtime store tier"),
+];
+
+#[test]
+fn crates_depend_only_on_crates_below() {
+    let allowed: BTreeMap<&str, BTreeSet<&str>> =
+        LAYERS.iter().map(|(name, below)| (*name, below.split(' ').collect())).collect();
+    let crates = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let mut violations = Vec::new();
+    for entry in fs::read_dir(crates).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_str().unwrap().to_owned();
+        let Some(below) = allowed.get(&*name) else {
+            violations.push(format!("crates/{name} has no line in LAYERS"));
+            continue;
+        };
+        let manifest = fs::read_to_string(path.join("Cargo.toml")).unwrap();
+        let others = dependencies(&manifest);
+        let above = others.iter().filter(|it| !below.contains(&***it));
+        violations.extend(above.map(|it| format!("crates/{name} must not depend on {it}")));
+    }
+    assert!(violations.is_empty(), "\n{}", violations.join("\n"));
+}
+
+/// The crates of ours under `[dependencies]`, without `cascade-`.
+fn dependencies(manifest: &str) -> Vec<String> {
+    let section = manifest.split("\n[dependencies]\n").nth(1).unwrap_or_default();
+    let lines = section.lines().take_while(|line| !line.starts_with('['));
+    let ours = lines.filter_map(|line| line.strip_prefix("cascade-"));
+    ours.map(|line| line.split(['.', ' ', '=']).next().unwrap_or_default().to_owned()).collect()
+}
+
+/// Each line of `LAYERS` names only crates of the lines before it, so that there is no circle.
+#[test]
+fn layers_are_in_order() {
+    let mut before = BTreeSet::new();
+    for (name, below) in LAYERS {
+        for it in below.split(' ').filter(|it| !it.is_empty()) {
+            assert!(before.contains(it), "{name} names {it}, which is not below it");
+        }
+        before.insert(*name);
+    }
+}
+
+#[test]
+fn dependencies_of_tests_are_not_counted() {
+    let manifest = "[package]\n\n[dependencies]\ncascade-block.workspace = true\nclap = \"4\"\n\n\
+        [dev-dependencies]\ncascade-node.workspace = true\n";
+    assert_eq!(dependencies(manifest), ["block"]);
+}

@@ -1,0 +1,224 @@
+//! `cascade bench`: measurements of this machine and this build.
+
+mod eviction;
+mod shadow;
+mod vllm;
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use cascade_bench::node::NodeOptions;
+use cascade_bench::{Bench, Figure, MeasureError, node, table_header};
+use cascade_replay::environment::Environment;
+use clap::{Args, Subcommand};
+
+use crate::bench::eviction::EvictionArgs;
+use crate::bench::shadow::ShadowArgs;
+use crate::bench::vllm::VllmArgs;
+use crate::{EXIT_OK, Failure, Screen, write_json};
+
+#[derive(Debug, Subcommand)]
+pub(super) enum BenchVerb {
+    /// Measure an embedded store: put, get, view, lookup, restart and disk.
+    Core(CoreArgs),
+    /// Measure a served node: control path, copies, hot reads, idle clients, soak.
+    Node(NodeArgs),
+    /// Compare eviction policies and Belady's optimum over traces and capacities.
+    Eviction(EvictionArgs),
+    /// Compare the predictions of shadow caches with stores of those sizes.
+    Shadow(ShadowArgs),
+    /// Measure vLLM with the connector: time to first token with and without a hit.
+    Vllm(Box<VllmArgs>),
+    /// Run as a worker process of `bench node`: commands on stdin, reports on stdout.
+    #[command(hide = true)]
+    NodeWorker,
+}
+
+/// The measurements of an embedded store.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  cascade bench core
+      1 million keys and half a GiB on disk: about one minute.
+  cascade bench core --full --json figures.json
+      10 million keys (3 GiB of memory) and a restart with a million blocks: about ten minutes.
+  cascade bench core --only put/
+      Only figures whose name contains put/.
+
+Each limit is measured in the same run and alternates with the figure: memcpy between the same kinds
+of memory, fio (or plain O_DIRECT reads if fio is missing) with the same block size and depth, or a
+plain hash table. A share of 100 % reaches the limit of the machine. Run it on an idle machine; a
+wide range of samples means that it was busy.")]
+pub(super) struct CoreArgs {
+    /// Larger sizes and counts.
+    #[arg(long)]
+    full: bool,
+    /// Write the figures as JSON to FILE; - is standard output.
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// Directory on the disk to measure.
+    #[arg(long, value_name = "DIR", default_value = ".")]
+    directory: PathBuf,
+    /// Measure only figures whose name contains TEXT.
+    #[arg(long, value_name = "TEXT")]
+    only: Option<String>,
+}
+
+/// The measurements of a served node.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  cascade bench node
+      About three minutes, with 1 GiB of memory and up to 9 processes.
+  cascade bench node --short
+      Check that every measurement works, with little work for each. Its values mean nothing.
+  cascade bench node --only control/
+      Only figures whose name contains control/.
+  cascade bench node --only soak/ --soak 3600 --json soak.json
+      An hour of mixed load while workers are killed, to find leaks.
+  cascade bench node --only replay/ --trace data/traces/mooncake/conversation_trace.jsonl
+      Show how much time of a replay goes into copies and how much into round trips.
+
+The node is a child process (`cascade serve` on a temporary socket), and so is each worker. Each
+limit is measured in the same run and alternates with the figure: a bare round trip over a Unix
+socket, or memcpy by the same processes in the same pool. Run it on an idle machine; a wide range of
+samples means that it was busy.")]
+pub(super) struct NodeArgs {
+    /// Write the figures as JSON to FILE; - is standard output.
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// Measure only figures whose name contains TEXT.
+    #[arg(long, value_name = "TEXT")]
+    only: Option<String>,
+    /// Only check that every measurement works, with little work for each.
+    #[arg(long)]
+    short: bool,
+    /// Also replay this trace through a client.
+    #[arg(long, value_name = "TRACE")]
+    trace: Option<PathBuf>,
+    /// Also run a mixed load of this length while workers are killed.
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
+    soak: Option<u64>,
+}
+
+/// Runs one of the benchmarks.
+pub(super) fn run(args: &BenchVerb, screen: &mut Screen) -> Result<i32, Failure> {
+    match args {
+        BenchVerb::Core(args) => core(args, screen),
+        BenchVerb::Node(args) => node(args, screen),
+        BenchVerb::Eviction(args) => eviction::run(args, screen),
+        BenchVerb::Shadow(args) => shadow::run(args, screen),
+        BenchVerb::Vllm(args) => vllm::run(args, screen),
+        BenchVerb::NodeWorker => {
+            let commands = std::io::stdin().lock();
+            node::run_worker(commands, std::io::stdout().lock())
+                .map_err(|error| Failure::other("run as a worker process", error))?;
+            Ok(EXIT_OK)
+        }
+    }
+}
+
+fn core(args: &CoreArgs, screen: &mut Screen) -> Result<i32, Failure> {
+    let output = Output { json: args.json.as_deref(), only: args.only.as_deref() };
+    output.measure(Some(&args.directory), screen, |deliver| {
+        Bench {
+            is_full: args.full,
+            directory: args.directory.clone(),
+            only: args.only.clone(),
+            deliver,
+        }
+        .run()
+    })
+}
+
+fn node(args: &NodeArgs, screen: &mut Screen) -> Result<i32, Failure> {
+    let output = Output { json: args.json.as_deref(), only: args.only.as_deref() };
+    let options = NodeOptions {
+        is_short: args.short,
+        trace: args.trace.clone(),
+        soak: args.soak.map(Duration::from_secs),
+    };
+    output.measure(None, screen, |deliver| {
+        let (directory, only) = (PathBuf::from("."), args.only.clone());
+        node::run(&mut Bench { is_full: false, directory, only, deliver }, &options)
+    })
+}
+
+/// Where figures are written, and which are selected.
+#[derive(Debug, Clone, Copy)]
+struct Output<'a> {
+    json: Option<&'a Path>,
+    only: Option<&'a str>,
+}
+
+/// Called with each figure when it is measured.
+type Deliver<'d> = &'d mut dyn FnMut(Figure) -> Result<(), MeasureError>;
+
+impl Output<'_> {
+    /// Measures, prints each figure when it is ready, and writes the JSON at the end.
+    fn measure(
+        self,
+        disk: Option<&Path>,
+        screen: &mut Screen,
+        measure: impl FnOnce(Deliver<'_>) -> Result<(), MeasureError>,
+    ) -> Result<i32, Failure> {
+        let environment = Environment::capture(crate::COMMIT, disk);
+        let is_json_on_screen = self.json == Some(Path::new("-"));
+        if environment.profile == "debug" {
+            screen.notice("note: this is a debug build; its figures mean nothing")?;
+        }
+        if !is_json_on_screen {
+            let headline = screen.dim(&environment.headline());
+            screen.line(headline)?;
+            let header = screen.bold(&table_header());
+            screen.line(header)?;
+        }
+        let mut figures: Vec<Figure> = Vec::new();
+        measure(&mut |figure: Figure| {
+            if !is_json_on_screen {
+                let row = figure.row();
+                let row = match figure.is_reached {
+                    Some(is_reached) => screen.verdict(is_reached, &row),
+                    None => row,
+                };
+                let printed = screen.line(row);
+                printed.map_err(|failure| MeasureError::Deliver(Box::new(failure)))?;
+            }
+            figures.push(figure);
+            Ok(())
+        })?;
+        if figures.is_empty() {
+            let only = self.only.unwrap_or("");
+            return Err(Failure::usage(
+                format!("--only {only:?} matches no figure"),
+                "run without --only to see all names",
+            ));
+        }
+        self.finish(&figures, &environment, screen)?;
+        Ok(EXIT_OK)
+    }
+
+    /// Prints how many targets were met, and writes the figures and the environment as JSON.
+    fn finish(
+        self,
+        figures: &[Figure],
+        environment: &Environment,
+        screen: &mut Screen,
+    ) -> Result<(), Failure> {
+        let missed = figures.iter().filter(|figure| figure.is_reached == Some(false)).count();
+        let targets = figures.iter().filter(|figure| figure.is_reached.is_some()).count();
+        let met = targets - missed;
+        let Some(path) = self.json else {
+            return screen.line(format!("{met} of {targets} targets met"));
+        };
+        write_json(path, figures, screen)?;
+        if path == Path::new("-") {
+            return Ok(());
+        }
+        let environment_path = path.with_extension("environment.json");
+        write_json(&environment_path, environment, screen)?;
+        screen.line(format!("{met} of {targets} targets met"))?;
+        let (figures, environment) = (path.display(), environment_path.display());
+        screen.notice(format!("figures: {figures}, environment: {environment}"))
+    }
+}

@@ -1,0 +1,27 @@
+//! Control-C: the first one stops the run and reports, the second ends the process at once.
+
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::{EXIT_INTERRUPTED, Failure};
+
+static IS_REQUESTED: AtomicBool = AtomicBool::new(false);
+
+/// Installs the signal handler, once per process.
+pub(super) fn install_handler() -> Result<(), Failure> {
+    static INSTALLED: OnceLock<Result<(), String>> = OnceLock::new();
+    let installed = INSTALLED.get_or_init(|| {
+        let handler = || {
+            if IS_REQUESTED.swap(true, Ordering::Relaxed) {
+                std::process::exit(EXIT_INTERRUPTED);
+            }
+        };
+        ctrlc::set_handler(handler).map_err(|error| error.to_string())
+    });
+    installed.clone().map_err(|reason| Failure::other("install a handler for Control-C", reason))
+}
+
+/// Whether Control-C was pressed.
+pub(super) fn is_requested() -> bool {
+    IS_REQUESTED.load(Ordering::Relaxed)
+}

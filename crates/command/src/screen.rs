@@ -1,0 +1,116 @@
+//! The output of a command: results to standard output, notices to standard error.
+
+use std::fmt;
+use std::io::{self, IsTerminal, Write};
+use std::path::Path;
+
+use crate::Failure;
+
+/// The standard streams of the process. All output of a command goes through it. A closed pipe
+/// (`| head`) is not an error.
+pub struct Screen {
+    results: Box<dyn Write + Send>,
+    notices: Box<dyn Write + Send>,
+    /// Whether standard error is a terminal, where a progress bar can be drawn.
+    pub is_interactive: bool,
+    /// Whether results may be coloured.
+    pub is_coloured: bool,
+}
+
+impl fmt::Debug for Screen {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Screen")
+            .field("is_interactive", &self.is_interactive)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Screen {
+    /// The streams of the process. Respects `NO_COLOR` and `CLICOLOR`.
+    pub fn of_process() -> Self {
+        Self {
+            results: Box::new(io::stdout()),
+            notices: Box::new(io::stderr()),
+            is_interactive: io::stderr().is_terminal(),
+            is_coloured: console::colors_enabled(),
+        }
+    }
+
+    /// Writes a line of the result.
+    pub fn line(&mut self, text: impl fmt::Display) -> Result<(), Failure> {
+        let written = writeln!(self.results, "{text}");
+        written.or_else(ignore_closed_pipe).map_err(|source| Failure::write("-", source))
+    }
+
+    /// Writes bytes as they are, without a newline.
+    pub fn bytes(&mut self, bytes: &[u8]) -> Result<(), Failure> {
+        let written = self.results.write_all(bytes).and_then(|()| self.results.flush());
+        written.or_else(ignore_closed_pipe).map_err(|source| Failure::write("-", source))
+    }
+
+    /// Writes a line that is not part of the result, such as progress or an error.
+    pub fn notice(&mut self, text: impl fmt::Display) -> Result<(), Failure> {
+        let written = writeln!(self.notices, "{text}");
+        written.or_else(ignore_closed_pipe).map_err(|source| Failure::write("-", source))
+    }
+
+    /// Text in bold, if results are coloured.
+    pub fn bold(&self, text: &str) -> String {
+        self.style(console::Style::new().bold(), text)
+    }
+
+    /// Text in a lighter shade, if results are coloured.
+    pub fn dim(&self, text: &str) -> String {
+        self.style(console::Style::new().dim(), text)
+    }
+
+    /// Text in green for good or red for bad, if results are coloured.
+    pub fn verdict(&self, is_good: bool, text: &str) -> String {
+        let style = console::Style::new();
+        self.style(if is_good { style.green() } else { style.red().bold() }, text)
+    }
+
+    fn style(&self, style: console::Style, text: &str) -> String {
+        style.force_styling(self.is_coloured).apply_to(text).to_string()
+    }
+}
+
+fn ignore_closed_pipe(error: io::Error) -> io::Result<()> {
+    if error.kind() == io::ErrorKind::BrokenPipe { Ok(()) } else { Err(error) }
+}
+
+/// Writes a value as JSON to a file, or to standard output for `-`.
+pub fn write_json<T>(path: &Path, value: &T, screen: &mut Screen) -> Result<(), Failure>
+where
+    T: serde::Serialize + ?Sized,
+{
+    let text = serde_json::to_string_pretty(value);
+    let text = text.map_err(|error| Failure::write(path, io::Error::other(error)))?;
+    if path.as_os_str() == "-" { screen.line(text) } else { write_file(path, text.as_bytes()) }
+}
+
+/// Writes a file under a temporary name and renames it, so that readers never see half of it.
+///
+/// Devices and pipes (`/dev/stdout`) are written directly, because a rename would replace them.
+pub fn write_file(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
+    let write = || -> io::Result<()> {
+        let is_special = path.metadata().is_ok_and(|target| !target.is_file());
+        if is_special {
+            return std::fs::write(path, bytes);
+        }
+        if let Some(parent) = path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
+            std::fs::create_dir_all(parent)?;
+        }
+        let mut temporary = path.as_os_str().to_owned();
+        temporary.push(".part");
+        let written =
+            std::fs::write(&temporary, bytes).and_then(|()| std::fs::rename(&temporary, path));
+        if written.is_err() {
+            // A full disk leaves a part of the file, which would keep the space. The first error is
+            // the one to report.
+            drop(std::fs::remove_file(&temporary));
+        }
+        written
+    };
+    write().map_err(|source| Failure::write(path, source))
+}

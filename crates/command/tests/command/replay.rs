@@ -1,0 +1,247 @@
+//! `cascade replay` on a real trace.
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+
+use cascade_replay::payload;
+use cascade_replay::trace::Trace;
+use cascade_replay::workload::Workload;
+use cascade_store::{CallOptions, FilesConfig, Put, PutOutcome, Store, StoreConfig};
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::{cascade, conversation_trace, json, stderr};
+
+/// A replay of the first requests of the conversation trace.
+struct Replay {
+    directory: TempDir,
+}
+
+impl Replay {
+    fn new() -> Self {
+        Self { directory: TempDir::new().unwrap() }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    /// Runs with more options. Returns the exit code and the JSON.
+    fn run(&self, options: &[&str]) -> (i32, Value) {
+        let out = self.path("out.json");
+        let trace = conversation_trace(self.directory.path());
+        let output = cascade()
+            .arg("replay")
+            .arg(trace)
+            .args(["--block-bytes", "4KiB", "--json"])
+            .arg(&out)
+            .args(options)
+            .output()
+            .unwrap();
+        let code = output.status.code().unwrap();
+        assert!(out.exists(), "exit code {code}: {}", stderr(&output));
+        (code, json(&out))
+    }
+
+    fn files(&self) -> String {
+        self.path("files").display().to_string()
+    }
+}
+
+fn count(result: &Value, name: &str) -> u64 {
+    result[name].as_u64().unwrap_or_else(|| panic!("{name} is {}", result[name]))
+}
+
+#[test]
+fn the_json_has_the_documented_fields_and_consistent_values() {
+    let (code, result) = Replay::new().run(&["--dram", "64MiB"]);
+    assert_eq!(code, 0);
+    assert_eq!(count(&result, "requests"), 400);
+    assert_eq!(count(&result, "wrong_blocks"), 0);
+    assert_eq!(count(&result, "dram_bytes"), 64 << 20);
+    assert_eq!(count(&result, "files_bytes"), 0);
+    assert_eq!(result["policy"], "prefix-cost");
+    let by_tier = result["hits_by_tier"].as_object().unwrap();
+    let sum: u64 = by_tier.values().map(|hits| hits.as_u64().unwrap()).sum();
+    assert_eq!(sum, count(&result, "blocks_hit"));
+    assert_eq!(count(&result, "bytes_read"), sum * 4096);
+    let requested = result["blocks_requested"].as_f64().unwrap();
+    let rate = result["blocks_hit"].as_f64().unwrap() / requested;
+    assert!((result["hit_rate"].as_f64().unwrap() - rate).abs() < 1e-12);
+    assert!(result["seconds"].as_f64().unwrap() > 0.0);
+    assert!(count(&result, "bytes_written") > 0);
+    assert!(result["environment"]["argv"].as_array().unwrap().len() > 5);
+}
+
+#[test]
+fn a_cache_that_fits_all_blocks_hits_as_an_unbounded_cache() {
+    let (code, result) = Replay::new().run(&["--dram", "256MiB", "--admit-partial"]);
+    assert_eq!(code, 0);
+    assert!(count(&result, "blocks_hit") > 0);
+    assert_eq!(result["hit_rate"], result["ceilings"]["endless"]);
+}
+
+#[test]
+fn concurrent_workers_get_no_wrong_byte() {
+    let options = ["--dram", "8MiB", "--threads", "4", "--digest", "blake3"];
+    let (code, result) = Replay::new().run(&options);
+    assert_eq!((code, count(&result, "wrong_blocks")), (0, 0));
+    assert_eq!(count(&result, "requests"), 400);
+}
+
+#[test]
+fn a_warm_up_is_not_counted() {
+    let replay = Replay::new();
+    let (_, cold) = replay.run(&["--dram", "256MiB"]);
+    let (_, warm) = replay.run(&["--dram", "256MiB", "--warm-up", "50%"]);
+    assert_eq!(count(&warm, "requests"), 200);
+    assert!(count(&warm, "blocks_requested") < count(&cold, "blocks_requested"));
+    assert!(warm["hit_rate"].as_f64() > cold["hit_rate"].as_f64());
+}
+
+#[test]
+fn the_file_tier_serves_evicted_blocks_and_survives_a_restart() {
+    let replay = Replay::new();
+    let files = replay.files();
+    let options = ["--dram", "8MiB", "--files", &files, "--files-capacity", "1GiB"];
+    let (code, first) = replay.run(&options);
+    assert_eq!((code, count(&first, "wrong_blocks")), (0, 0));
+    assert!(count(&first["hits_by_tier"], "files") > 0, "{}", first["hits_by_tier"]);
+    let (code, second) = replay.run(&options);
+    assert_eq!((code, count(&second, "wrong_blocks")), (0, 0));
+    assert!(count(&second["run"], "started_with_blocks") > 0);
+    assert!(count(&second, "blocks_hit") > count(&first, "blocks_hit"));
+    let (_, fresh) = replay.run(&[&options[..], &["--fresh"]].concat());
+    assert_eq!(count(&fresh["run"], "started_with_blocks"), 0);
+    assert_eq!(count(&fresh, "blocks_hit"), count(&first, "blocks_hit"));
+}
+
+#[test]
+fn damaged_files_are_misses_not_wrong_bytes() {
+    let replay = Replay::new();
+    let files = replay.files();
+    let options = ["--dram", "8MiB", "--files", &files, "--files-capacity", "1GiB"];
+    let (_, first) = replay.run(&options);
+    let (_, intact) = replay.run(&options);
+    damage(&replay.path("files"));
+    let (code, damaged) = replay.run(&options);
+    assert_eq!((code, count(&damaged, "wrong_blocks")), (0, 0));
+    assert!(count(&damaged, "blocks_hit") < count(&intact, "blocks_hit"));
+    assert!(count(&first, "blocks_hit") > 0);
+}
+
+#[test]
+fn a_wrong_byte_is_reported_with_its_key_and_exit_code_1() {
+    let replay = Replay::new();
+    let trace = conversation_trace(replay.directory.path());
+    let workload = Workload::new(&Trace::read(&trace).unwrap(), 4096);
+    let [key, other] = [0, 1].map(|at| workload.requests[0].keys[at]);
+    let mut bytes = vec![0; 4096];
+    payload::fill(&other, &mut bytes);
+    let store = Store::open(StoreConfig {
+        pipeline: "Dram|Files".to_owned(),
+        files: Some(FilesConfig {
+            segment_bytes: 1 << 26,
+            ..FilesConfig::new(replay.path("files"))
+        }),
+        ..StoreConfig::default()
+    });
+    let store = store.unwrap();
+    let outcomes = store.put(&[Put::new(key, &bytes)], CallOptions::default());
+    assert!(matches!(outcomes[0], PutOutcome::Stored), "{outcomes:?}");
+    store.close().unwrap();
+    let files = replay.files();
+    let (code, result) = replay.run(&["--files", &files, "--segment-size", "64MiB"]);
+    assert_eq!(code, 1);
+    assert!(count(&result, "wrong_blocks") >= 1);
+    let described = result["wrong_examples"][0].as_str().unwrap();
+    assert!(described.contains(&key.to_string()), "{described}");
+}
+
+/// Flips a byte in every 64 KiB of every large file.
+fn damage(directory: &Path) {
+    for entry in fs::read_dir(directory).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            damage(&path);
+            continue;
+        }
+        let mut bytes = fs::read(&path).unwrap();
+        let places = (0..bytes.len()).skip(100_000).step_by(65_536);
+        places.for_each(|at| bytes[at] ^= 0xff);
+        fs::write(&path, bytes).unwrap();
+    }
+}
+
+#[test]
+fn inspect_reports_an_intact_and_a_damaged_directory() {
+    let replay = Replay::new();
+    let files = replay.files();
+    let options = ["--dram", "8MiB", "--files", &files, "--files-capacity", "1GiB"];
+    replay.run(&options);
+    let inspect = || {
+        let output = crate::run(&["inspect", &files, "--verify", "--json"]);
+        let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+        (output.status.code().unwrap(), report)
+    };
+    let (code, intact) = inspect();
+    assert_eq!((code, &intact["is_clean"]), (0, &Value::Bool(true)), "{}", intact["problems"]);
+    assert!(count(&intact, "live_blocks") > 0);
+    damage(&replay.path("files"));
+    let (code, damaged) = inspect();
+    assert_eq!((code, &damaged["is_clean"]), (1, &Value::Bool(false)));
+    assert!(count(&damaged, "damaged_blocks") > 0, "{damaged}");
+}
+
+#[test]
+fn a_replay_of_keys_only_hits_as_one_with_payload() {
+    let replay = Replay::new();
+    let (code, keys) = replay.run(&["--metadata-only", "--dram-blocks", "500", "--policy", "lru"]);
+    assert_eq!(code, 0);
+    assert_eq!(count(&keys, "bytes_read"), 0);
+    let (_, bytes) = replay.run(&["--dram", "64MiB", "--dram-blocks", "500", "--policy", "lru"]);
+    let [keys, bytes] = [keys, bytes].map(|result| count(&result, "blocks_hit"));
+    assert!(keys.abs_diff(bytes) * 100 <= keys, "{keys} and {bytes} differ by more than 1 %");
+}
+
+#[test]
+fn the_report_loads_nothing_from_the_network() {
+    let replay = Replay::new();
+    let page = replay.path("page.html").display().to_string();
+    let (code, _) = replay.run(&["--dram", "64MiB", "--report", &page]);
+    assert_eq!(code, 0);
+    let html = fs::read_to_string(page).unwrap();
+    assert!(html.matches("<svg").count() >= 4, "a plot is missing");
+    assert!(html.contains("<text"), "labels must be text elements");
+    let without_namespace = html.replace("http://www.w3.org/2000/svg", "");
+    for reference in ["http://", "https://", "src=", "@import", "url("] {
+        assert!(!without_namespace.contains(reference), "the page loads something: {reference}");
+    }
+    let data = html.split("id=\"cascade-replay\">").nth(1).unwrap();
+    let data: Value = serde_json::from_str(data.split("</script>").next().unwrap()).unwrap();
+    assert_eq!(count(&data, "requests"), 400);
+}
+
+#[test]
+fn an_interrupted_replay_reports_its_partial_result() {
+    let replay = Replay::new();
+    let out = replay.path("out.json");
+    // In real time, the whole replay would take minutes.
+    let mut child = cascade()
+        .arg("replay")
+        .arg(conversation_trace(replay.directory.path()))
+        .args(["--speed", "1", "--block-bytes", "4KiB", "--dram", "64MiB", "--json"])
+        .arg(&out)
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut notices = BufReader::new(child.stderr.take().unwrap()).lines();
+    while !notices.next().unwrap().unwrap().starts_with("replaying") {}
+    let process = rustix::process::Pid::from_child(&child);
+    rustix::process::kill_process(process, rustix::process::Signal::INT).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    assert_eq!(json(&out)["run"]["was_stopped"], true);
+}

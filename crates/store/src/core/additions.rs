@@ -1,0 +1,122 @@
+//! The keys that a stage is about to record.
+//!
+//! A key that shares the bytes of another one is in the catalog before a stage knows it. Until then
+//! its bytes are read under a key that the stage has: its `via`.
+
+use std::collections::HashMap;
+
+use cascade_block::BlockKey;
+
+use crate::core::awaited::Place;
+use crate::core::state::{KeyChange, StoreState};
+use cascade_tier::tier::Address;
+use cascade_tier::tier::BlockFacts;
+
+/// Most steps from a pending key to one that the stage has. Only deletions make the way long.
+const STEPS_MAX: usize = 8;
+
+/// The keys that one stage is about to record.
+#[derive(Debug, Default)]
+pub(crate) struct Additions {
+    pending: HashMap<BlockKey, Pending>,
+    /// Number of additions that the stage has recorded, or that were dropped.
+    settled: u64,
+}
+
+/// A key with queued additions: a key can be removed and added again while it is queued.
+#[derive(Debug)]
+struct Pending {
+    count: u32,
+    /// The content that the latest addition names.
+    place: Place,
+    /// Another key of the same content. The stage has it, or records it before this key. It is
+    /// removed from the stage only after this key is recorded.
+    via: BlockKey,
+}
+
+impl Additions {
+    /// The addition of a key was queued.
+    fn push(&mut self, key: BlockKey, place: Place, via: BlockKey) {
+        let count = self.pending.get(&key).map_or(0, |pending| pending.count);
+        self.pending.insert(key, Pending { count: count + 1, place, via });
+    }
+
+    /// These changes were recorded, or dropped from the queue.
+    fn settle(&mut self, changes: &[KeyChange]) {
+        for change in changes {
+            let KeyChange::Add(facts, _) = change else { continue };
+            self.settled += 1;
+            if let Some(pending) = self.pending.get_mut(&facts.key) {
+                pending.count -= 1;
+                if pending.count == 0 {
+                    self.pending.remove(&facts.key);
+                }
+            }
+        }
+    }
+
+    /// Whether an addition of this key is queued or being recorded.
+    pub(crate) fn is_pending(&self, key: &BlockKey) -> bool {
+        self.pending.contains_key(key)
+    }
+
+    /// Grows with each addition that the stage has recorded.
+    pub(crate) fn settled(&self) -> u64 {
+        self.settled
+    }
+}
+
+impl StoreState {
+    /// Queues another key of a content that a stage has. Until the stage has recorded it, its bytes
+    /// are read as those of `other`, a key that the stage has or records before it.
+    pub(crate) fn push_addition(
+        &mut self,
+        stage: usize,
+        facts: BlockFacts,
+        address: Address,
+        (place, other): (Place, BlockKey),
+    ) {
+        // The removal of a deleted key from the stage is queued already, before this addition.
+        let is_kept = |key: &BlockKey| self.catalog.find(key).is_some();
+        let via = self.recorded_key(stage, place, other).filter(is_kept).unwrap_or(other);
+        self.push_key_change(stage, KeyChange::Add(facts, address));
+        self.additions[stage].push(facts.key, place, via);
+    }
+
+    /// A stage has recorded these key changes, or they were dropped.
+    pub(crate) fn settle_key_changes(&mut self, stage: usize, changes: &[KeyChange]) {
+        self.additions[stage].settle(changes);
+        self.key_tickets[stage].settled += changes.len() as u64;
+    }
+
+    /// Takes all queued key changes of a stage. They will not be sent.
+    pub(crate) fn cancel_key_changes(&mut self, stage: usize) -> Vec<KeyChange> {
+        let cancelled = std::mem::take(&mut self.key_changes[stage]);
+        self.settle_key_changes(stage, &cancelled);
+        cancelled
+    }
+
+    /// The key under which a stage has the bytes of a key: the key itself, if the stage has
+    /// recorded it. `None` if it is not known.
+    pub(crate) fn recorded_key(
+        &self,
+        stage: usize,
+        place: Place,
+        key: BlockKey,
+    ) -> Option<BlockKey> {
+        let mut at = key;
+        for _ in 0..STEPS_MAX {
+            let found = self.catalog.find(&at);
+            let is_pending = self.additions[stage].pending.get(&at);
+            at = match (found, is_pending) {
+                // Put again with other bytes.
+                (_, Some(pending)) if pending.place != place => return None,
+                (Some(found), _) if self.catalog.entry(found).content != place.0 => return None,
+                (_, Some(pending)) => pending.via,
+                // Also a deleted key: its removal is queued behind the addition that names it.
+                (_, None) => return Some(at),
+            };
+        }
+        None
+    }
+}

@@ -1,0 +1,111 @@
+//! A vector that grows without moving its elements: by one chunk, not by a copy of everything.
+
+use std::ops::{Index, IndexMut};
+
+const CHUNK_BITS: usize = 12;
+const CHUNK: usize = 1 << CHUNK_BITS;
+
+/// Elements in chunks of 4,096. A push under the store's lock copies no element.
+#[derive(Debug)]
+pub(super) struct Chunks<T> {
+    chunks: Vec<Vec<T>>,
+    len: usize,
+}
+
+impl<T> Default for Chunks<T> {
+    fn default() -> Self {
+        Self { chunks: Vec::new(), len: 0 }
+    }
+}
+
+impl<T> Chunks<T> {
+    pub(super) fn len(&self) -> usize {
+        self.len
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    pub(super) fn get(&self, index: usize) -> Option<&T> {
+        self.chunks.get(index >> CHUNK_BITS)?.get(index & (CHUNK - 1))
+    }
+
+    pub(super) fn push(&mut self, element: T) {
+        let chunk = self.len >> CHUNK_BITS;
+        if chunk == self.chunks.len() {
+            // The first chunk grows with its use: most tiers of a test or a shadow are small.
+            let reserved = if chunk == 0 { 0 } else { CHUNK };
+            self.chunks.push(Vec::with_capacity(reserved));
+        }
+        self.chunks[chunk].push(element);
+        self.len += 1;
+    }
+
+    pub(super) fn pop(&mut self) -> Option<T> {
+        let last = self.len.checked_sub(1)?;
+        self.len = last;
+        // Chunks that became empty are kept for later pushes.
+        self.chunks[last >> CHUNK_BITS].pop()
+    }
+
+    /// Removes an element and moves the last one to its place.
+    pub(super) fn swap_remove(&mut self, index: usize) {
+        if let Some(last) = self.pop()
+            && index < self.len
+        {
+            self[index] = last;
+        }
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = &T> {
+        self.chunks.iter().flatten()
+    }
+
+    pub(super) fn memory_bytes(&self) -> usize {
+        self.chunks.iter().map(|chunk| chunk.capacity() * size_of::<T>()).sum()
+    }
+}
+
+impl<T> Index<usize> for Chunks<T> {
+    type Output = T;
+
+    fn index(&self, index: usize) -> &T {
+        &self.chunks[index >> CHUNK_BITS][index & (CHUNK - 1)]
+    }
+}
+
+impl<T> IndexMut<usize> for Chunks<T> {
+    fn index_mut(&mut self, index: usize) -> &mut T {
+        &mut self.chunks[index >> CHUNK_BITS][index & (CHUNK - 1)]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn elements_stay_in_place_while_it_grows_and_shrinks() {
+        let mut chunks = Chunks::default();
+        for number in 0..CHUNK {
+            chunks.push(number);
+        }
+        let first = std::ptr::from_ref(&chunks[0]);
+        for number in CHUNK..3 * CHUNK {
+            chunks.push(number);
+        }
+        assert!(std::ptr::eq(first, &raw const chunks[0]), "no element was moved");
+        assert!(chunks.iter().copied().eq(0..3 * CHUNK));
+        chunks.swap_remove(1);
+        assert_eq!((chunks[1], chunks.len()), (3 * CHUNK - 1, 3 * CHUNK - 1));
+        chunks.swap_remove(3 * CHUNK - 2);
+        let reserved = chunks.memory_bytes();
+        while chunks.len() > 1 {
+            chunks.pop();
+        }
+        assert_eq!((chunks.get(0), chunks.get(1)), (Some(&0), None));
+        (0..CHUNK).for_each(|number| chunks.push(number));
+        assert_eq!((chunks[CHUNK], chunks.memory_bytes()), (CHUNK - 1, reserved));
+    }
+}

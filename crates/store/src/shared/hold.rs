@@ -1,0 +1,222 @@
+//! The lock of the state: who gets it next, for how many keys, and how long each hold takes.
+//!
+//! A call over many keys takes the lock for at most [`KEYS_PER_HOLD`] keys, releases it, and takes
+//! it again *in turn*. Without turns, a thread that releases a lock and takes it again at once
+//! keeps it from the threads that wait: they are only being woken up when it is taken again.
+
+use std::ops::{Deref, DerefMut};
+use std::sync::{PoisonError, TryLockError};
+use std::time::Duration;
+
+use cascade_runtime::{Clock, Condvar, Deadline, Mutex, MutexGuard, now};
+use cascade_tier::HoldTimes;
+
+use crate::core::state::StoreState;
+use crate::hold_recorder::{HoldCounters, HoldRecorder};
+use crate::shared::StoreCore;
+use crate::shared::call::CallContext;
+
+/// Most keys that are handled while the lock is held once. More would make other calls wait longer;
+/// fewer would make batches pay for the lock.
+pub(crate) const KEYS_PER_HOLD: usize = 256;
+/// Holds for at least this many keys are timed: for fewer, reading the clock would show.
+const TIMED_KEYS_MIN: usize = 64;
+
+const POISONED: &str = "no thread panics while it holds the lock of the store";
+
+/// The state and its lock.
+#[derive(Debug)]
+pub(crate) struct StateLock {
+    state: Mutex<StoreState>,
+    /// Held by the next thread that gets `state` in turn, and waited for by those after it.
+    turn: Mutex<()>,
+    recorder: Option<HoldRecorder>,
+    counters: HoldCounters,
+}
+
+/// Releases the lock when dropped.
+#[derive(Debug)]
+#[must_use = "the lock is released at once if the guard is not kept"]
+pub(crate) struct StateGuard<'a> {
+    // Dropped in this order: the hold ends before the lock is released, so that the recorder has
+    // one hold at a time.
+    hold: CurrentHold<'a>,
+    state: MutexGuard<'a, StoreState>,
+}
+
+/// Measures a hold, if that is wanted, until it is dropped.
+#[derive(Debug)]
+struct CurrentHold<'a> {
+    lock: &'a StateLock,
+    /// CPU time of the thread when it began.
+    began_cpu: Option<Duration>,
+    /// When it began, if it is for many keys.
+    began: Option<Duration>,
+}
+
+impl StateLock {
+    pub(crate) fn new(mut state: StoreState, recorder: Option<HoldRecorder>) -> Self {
+        state.recorder.clone_from(&recorder);
+        let (state, turn) = (Mutex::new(state), Mutex::new(()));
+        Self { state, turn, recorder, counters: HoldCounters::default() }
+    }
+
+    /// Takes the lock for a few keys: at once if it is free, otherwise in turn.
+    #[inline]
+    #[track_caller]
+    pub(crate) fn lock(&self) -> StateGuard<'_> {
+        match self.state.try_lock() {
+            Ok(state) => self.guard(state, 0),
+            Err(TryLockError::WouldBlock) => self.lock_in_turn(0),
+            // After a panic under the lock the invariants may not hold; continuing could serve
+            // wrong bytes.
+            Err(TryLockError::Poisoned(_)) => panic!("{POISONED}"),
+        }
+    }
+
+    /// Takes the lock for this many keys, after the thread that waits for it first.
+    #[track_caller]
+    pub(crate) fn lock_in_turn(&self, keys: usize) -> StateGuard<'_> {
+        let turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let state = self.state.lock().expect(POISONED);
+        drop(turn);
+        self.guard(state, keys)
+    }
+
+    pub(crate) fn is_poisoned(&self) -> bool {
+        self.state.is_poisoned()
+    }
+
+    /// The times of the holds for many keys.
+    pub(crate) fn times(&self) -> HoldTimes {
+        self.counters.times()
+    }
+
+    /// Releases the lock until notified, or until the deadline if there is one.
+    #[track_caller]
+    pub(crate) fn wait<'a>(
+        &'a self,
+        guard: StateGuard<'a>,
+        condition: &Condvar,
+        until: Option<(Deadline, &dyn Clock)>,
+    ) -> StateGuard<'a> {
+        let StateGuard { hold, state } = guard;
+        drop(hold);
+        let state = match until {
+            Some((deadline, clock)) => {
+                condition
+                    .wait_until(state, deadline, clock)
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .0
+            }
+            None => condition.wait(state).unwrap_or_else(PoisonError::into_inner),
+        };
+        self.guard(state, 0)
+    }
+
+    #[inline]
+    fn guard<'a>(&'a self, mut state: MutexGuard<'a, StoreState>, keys: usize) -> StateGuard<'a> {
+        state.cost = 0;
+        state.eviction.begin_hold();
+        let began_cpu = self.recorder.as_ref().map(HoldRecorder::begin);
+        let began = (keys >= TIMED_KEYS_MIN).then(now);
+        StateGuard { hold: CurrentHold { lock: self, began_cpu, began }, state }
+    }
+}
+
+impl Drop for CurrentHold<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        if let Some(began) = self.began {
+            self.lock.counters.count(now().saturating_sub(began));
+        }
+        if let (Some(recorder), Some(began)) = (&self.lock.recorder, self.began_cpu) {
+            recorder.end(began);
+        }
+    }
+}
+
+impl Deref for StateGuard<'_> {
+    type Target = StoreState;
+
+    #[inline]
+    fn deref(&self) -> &StoreState {
+        &self.state
+    }
+}
+
+impl DerefMut for StateGuard<'_> {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut StoreState {
+        &mut self.state
+    }
+}
+
+impl StoreState {
+    /// Counts work of the current hold: one for each key, more for work that takes longer.
+    #[inline]
+    pub(crate) fn charge(&mut self, keys: u32) {
+        self.cost = self.cost.saturating_add(keys);
+        if let Some(recorder) = &self.recorder {
+            recorder.count(keys);
+        }
+    }
+
+    /// Counts a part of a batch that is handled in the current hold.
+    pub(crate) fn charge_keys<T>(&mut self, keys: &[T]) {
+        self.charge(u32::try_from(keys.len()).unwrap_or(u32::MAX));
+    }
+
+    /// Whether the current hold has done as much as one hold may do.
+    #[inline]
+    pub(crate) fn is_hold_full(&self) -> bool {
+        self.cost as usize >= KEYS_PER_HOLD
+    }
+}
+
+impl StoreCore {
+    /// Takes the lock for this many keys of a batch: in turn, if they are many.
+    #[track_caller]
+    pub(crate) fn lock_for(&self, keys: usize) -> StateGuard<'_> {
+        if keys < TIMED_KEYS_MIN { self.state.lock() } else { self.state.lock_in_turn(keys) }
+    }
+
+    /// The times of the holds of the lock for many keys.
+    pub(crate) fn lock_holds(&self) -> HoldTimes {
+        self.state.times()
+    }
+
+    /// Releases the lock and takes it again in turn, if this hold has done enough.
+    pub(crate) fn end_full_hold<'a>(&'a self, state: StateGuard<'a>) -> StateGuard<'a> {
+        if !state.is_hold_full() {
+            return state;
+        }
+        self.unlock(state);
+        self.lock_for(KEYS_PER_HOLD)
+    }
+
+    /// Handles items in as many holds of the lock as needed, until the deadline of the call.
+    /// Returns how many were handled: all of the first hold, also after the deadline.
+    pub(crate) fn in_holds<T>(
+        &self,
+        call: Option<CallContext>,
+        items: &[T],
+        mut handle: impl FnMut(&mut StoreState, &T),
+    ) -> usize {
+        let mut done = 0;
+        while done < items.len() {
+            if done > 0 && call.is_some_and(|call| call.has_timed_out(&*self.clock)) {
+                break;
+            }
+            let mut state = self.lock_for(items.len() - done);
+            state.history.set_time(self.clock.unix_ms());
+            while done < items.len() && !state.is_hold_full() {
+                state.charge(1);
+                handle(&mut state, &items[done]);
+                done += 1;
+            }
+            self.unlock(state);
+        }
+        done
+    }
+}

@@ -1,0 +1,62 @@
+"""The build backend of pyproject.toml: builds the program `cascade`, then maturin the wheel.
+
+`make` does the same without it, with its own profile and stripping.
+"""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import maturin
+from maturin import get_requires_for_build_editable, get_requires_for_build_wheel
+
+__all__ = [
+    "build_editable",
+    "build_sdist",
+    "build_wheel",
+    "get_requires_for_build_editable",
+    "get_requires_for_build_wheel",
+]
+
+
+def build_wheel(
+    wheel_directory: str,
+    config_settings: Mapping[str, Any] | None = None,
+    metadata_directory: str | None = None,
+) -> str:
+    """Build the wheel."""
+    _build_program()
+    return maturin.build_wheel(wheel_directory, config_settings, metadata_directory)
+
+
+def build_editable(
+    wheel_directory: str,
+    config_settings: Mapping[str, Any] | None = None,
+    metadata_directory: str | None = None,
+) -> str:
+    """Build a wheel that refers to the sources in Python."""
+    _build_program()
+    return maturin.build_editable(wheel_directory, config_settings, metadata_directory)
+
+
+def build_sdist(*_: object) -> NoReturn:
+    """Refuse: maturin collects the crates of the library, and not those of the program."""
+    raise NotImplementedError("cascadekv has no source distribution; build a wheel in a clone")
+
+
+def _build_program() -> None:
+    """Put the program where pyproject.toml has maturin look for it."""
+    cargo = shutil.which("cargo")
+    if cargo is None:
+        raise FileNotFoundError("cargo is not installed; https://rustup.rs installs it")
+    command = [cargo, "build", "--release", "--locked", "--package", "cascade-command"]
+    subprocess.run(command, check=True)  # noqa: S603 # no part is from outside
+    command = [cargo, "metadata", "--no-deps", "--format-version", "1"]
+    metadata = subprocess.run(command, check=True, capture_output=True)  # noqa: S603 # as above
+    target = Path(json.loads(metadata.stdout)["target_directory"])
+    scripts = Path("target", "wheel", "scripts")
+    scripts.mkdir(parents=True, exist_ok=True)
+    shutil.copy2(target / "release" / "cascade", scripts)
