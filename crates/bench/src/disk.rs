@@ -149,7 +149,12 @@ fn write(directory: &Path, keys: &[BlockKey], size: usize) -> Result<f64, Measur
 type TimedRead = fn(&Store, &[BlockKey], &mut [u8]) -> Result<Duration, String>;
 
 /// GiB/s of a cold read with a call on a store that was just opened, so that no block is in DRAM.
-fn read(directory: &Path, keys: &[BlockKey], size: usize, call: TimedRead) -> Result<f64, MeasureError> {
+fn read(
+    directory: &Path,
+    keys: &[BlockKey],
+    size: usize,
+    call: TimedRead,
+) -> Result<f64, MeasureError> {
     let store: Store = open("segment reads", config(directory, keys.len() * size))?;
     let wrong = |what: String| MeasureError::measure("segment reads", what);
     // Touched once, as the buffer of a caller that reads again and again.

@@ -12,13 +12,13 @@ use std::time::Duration;
 use cascade_block::BlockKey;
 use cascade_memory::Slab;
 use cascade_runtime::{Clock, Deadline, ManualClock, SystemClock};
-use cascade_tier::tier::{
-    Address, BlockFacts, Load, LoadOutcome, LoadQueue, MakeRoomOutcome, Stage, StageError,
-    StageStats,
-};
 use cascade_store::stages::StageRegistry;
 use cascade_store::{
     CallOptions, GetOutcome, HealthConfig, Store, StoreConfig, StoreError, TierName, ViewOutcome,
+};
+use cascade_tier::tier::{
+    Address, BlockFacts, Load, LoadOutcome, LoadQueue, MakeRoomOutcome, Stage, StageError,
+    StageStats,
 };
 use third_party::{MapStage, flush};
 

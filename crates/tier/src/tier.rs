@@ -85,11 +85,7 @@ pub fn next_loads(queue: &mut dyn LoadQueue) -> (Vec<usize>, Vec<Load>) {
 
 /// Loads a list of blocks through [`Stage::load_each`]; one result for each, in order. Blocks that
 /// the stage does not take have timed out.
-pub fn load_list(
-    stage: &dyn Stage,
-    batch: Vec<Load>,
-    deadline: Deadline,
-) -> Vec<LoadOutcome> {
+pub fn load_list(stage: &dyn Stage, batch: Vec<Load>, deadline: Deadline) -> Vec<LoadOutcome> {
     struct List {
         waiting: std::iter::Enumerate<std::vec::IntoIter<Load>>,
         outcomes: Vec<Option<LoadOutcome>>,

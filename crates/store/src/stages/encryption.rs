@@ -18,8 +18,8 @@ use cascade_block::{BlockKey, Digest, Manifest, Namespace, NamespaceId, TenantSe
 use cascade_memory::{HugePages, Pool, PoolConfig, Slab, SlabMut, copy_out};
 use cascade_runtime::{Clock, Condvar, Deadline, Mutex, MutexGuard};
 use cascade_tier::tier::{
-    Address, BlockFacts, Load, LoadOutcome, LoadQueue, MakeRoomOutcome, Stage, StageEraseReport, StageError,
-    StageStats, load_list,
+    Address, BlockFacts, Load, LoadOutcome, LoadQueue, MakeRoomOutcome, Stage, StageEraseReport,
+    StageError, StageStats, load_list,
 };
 use cascade_tier::{StoreError, TierName};
 

@@ -12,8 +12,8 @@ use cascade_disk::{
 use cascade_memory::Slab;
 use cascade_runtime::{Clock, Deadline, Mutex, MutexGuard, RwLock};
 use cascade_tier::tier::{
-    Address, BlockFacts, Load, LoadOutcome, LoadQueue, MakeRoomOutcome, NotErased, Stage, StageEraseReport,
-    StageError, StageStats, load_list,
+    Address, BlockFacts, Load, LoadOutcome, LoadQueue, MakeRoomOutcome, NotErased, Stage,
+    StageEraseReport, StageError, StageStats, load_list,
 };
 use cascade_tier::{StoreError, TierName};
 
