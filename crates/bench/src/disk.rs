@@ -85,7 +85,7 @@ fn read_and_write(bench: &mut Bench<'_>, size: usize, names: Names) -> Result<()
         samples[2].push(limit.measure(Direction::Read, best_read).map_err(disk)?);
         let before = cold::cached_bytes(&directory).map_err(disk)?;
         samples[3].push(read(&directory, &keys, size, view)?);
-        samples[4].push(read(&directory, &keys, size, get)?);
+        samples[4].push(read(&directory, &keys, size, get_from_files)?);
         let after = cold::cached_bytes(&directory).map_err(disk)?;
         let both = before.zip(after).map(|(before, after)| before.max(after));
         cached_most = cached_most.zip(both).map(|(most, now): (u64, u64)| most.max(now));
@@ -106,7 +106,7 @@ fn read_and_write(bench: &mut Bench<'_>, size: usize, names: Names) -> Result<()
     bench.deliver(Figure::rate(names.write, "GiB/s", write, (limit_write, &text), target))
 }
 
-fn config(directory: &Path, bytes: usize) -> StoreConfig {
+pub(super) fn config(directory: &Path, bytes: usize) -> StoreConfig {
     let mut files = FilesConfig::new(directory);
     files.capacity_bytes = (bytes * 2).max(1 << 30) as u64;
     files.segment_bytes = 64 << 20;
@@ -120,9 +120,30 @@ fn config(directory: &Path, bytes: usize) -> StoreConfig {
 
 /// GiB/s from the first put until the flush has written all blocks.
 fn write(directory: &Path, keys: &[BlockKey], size: usize) -> Result<f64, MeasureError> {
+    let took = put_and_close(&config(directory, keys.len() * size), keys, size)?;
+    Ok(gib_per_second(keys.len() * size, took))
+}
+
+/// Puts blocks into a new store, flushes and closes it. Returns the time of the puts and the flush.
+pub(super) fn put_and_close(
+    config: &StoreConfig,
+    keys: &[BlockKey],
+    size: usize,
+) -> Result<Duration, MeasureError> {
+    let store = open("segment writes", config.clone())?;
+    let took = put_all(&store, keys, size)?;
+    store.close().map_err(failed("segment writes"))?;
+    Ok(took)
+}
+
+/// Puts blocks and flushes them. Returns the time of both.
+pub(super) fn put_all(
+    store: &Store,
+    keys: &[BlockKey],
+    size: usize,
+) -> Result<Duration, MeasureError> {
     let batch_blocks = BATCH_BYTES / size;
     let mut batch_bytes = vec![0; BATCH_BYTES];
-    let store = open("segment writes", config(directory, keys.len() * size))?;
     let mut took = Duration::ZERO;
     let mut stored = true;
     for batch in keys.chunks(batch_blocks) {
@@ -138,11 +159,10 @@ fn write(directory: &Path, keys: &[BlockKey], size: usize) -> Result<f64, Measur
     let mut flushed = Ok(());
     took += timed(|| flushed = store.flush(FLUSH_OPTIONS));
     flushed.map_err(failed("segment writes"))?;
-    store.close().map_err(failed("segment writes"))?;
     if !stored {
         return Err(MeasureError::measure("segment writes", "a block was not stored"));
     }
-    Ok(gib_per_second(keys.len() * size, took))
+    Ok(took)
 }
 
 /// Reads blocks, checks them, and returns the time of the call. The memory is for copies.
@@ -174,28 +194,44 @@ fn view(store: &Store, keys: &[BlockKey], buffer: &mut [u8]) -> Result<Duration,
         let ViewOutcome::Hit { slab, tier } = outcome else {
             return Err(format!("a view returned {outcome:?}"));
         };
-        check(key, &slab, buffer.len() / keys.len(), tier)?;
+        check(key, &slab, buffer.len() / keys.len(), tier, "files")?;
     }
     Ok(took)
 }
 
-fn get(store: &Store, keys: &[BlockKey], buffer: &mut [u8]) -> Result<Duration, String> {
+fn get_from_files(store: &Store, keys: &[BlockKey], buffer: &mut [u8]) -> Result<Duration, String> {
+    get(store, keys, buffer, |_| "files")
+}
+
+/// Gets blocks, checks their bytes and tiers, and returns the time of the call.
+pub(super) fn get<'a>(
+    store: &Store,
+    keys: &[BlockKey],
+    buffer: &mut [u8],
+    expected_tier: impl Fn(usize) -> &'a str,
+) -> Result<Duration, String> {
     let size = buffer.len() / keys.len();
     let mut outcomes = Vec::new();
     let mut pieces: Vec<&mut [u8]> = buffer.chunks_exact_mut(size).collect();
     let took = timed(|| outcomes = store.get(keys, &mut pieces, CallOptions::default()));
-    for ((key, outcome), piece) in keys.iter().zip(outcomes).zip(&pieces) {
+    for (at, ((key, outcome), piece)) in keys.iter().zip(outcomes).zip(&pieces).enumerate() {
         let GetOutcome::Hit { tier, .. } = outcome else {
             return Err(format!("a get returned {outcome:?}"));
         };
-        check(key, piece, size, tier)?;
+        check(key, piece, size, tier, expected_tier(at))?;
     }
     Ok(took)
 }
 
-fn check(key: &BlockKey, bytes: &[u8], size: usize, tier: &str) -> Result<(), String> {
+fn check(
+    key: &BlockKey,
+    bytes: &[u8],
+    size: usize,
+    tier: &str,
+    expected_tier: &str,
+) -> Result<(), String> {
     let is_right = payload::check(key, bytes, size).is_ok();
-    if is_right && tier == "files" {
+    if is_right && tier == expected_tier {
         return Ok(());
     }
     let bytes = if is_right { "right" } else { "WRONG" };

@@ -64,6 +64,12 @@ pub trait ReadQueue {
 
     /// Reports the result of the block with this number.
     fn ended(&mut self, number: usize, outcome: ReadOutcome);
+
+    /// All blocks that were taken are being read. Does a short piece of other work, or returns
+    /// false if there is none. There may be another block afterwards.
+    fn idle(&mut self) -> bool {
+        false
+    }
 }
 
 /// A list of blocks to read and their results.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::thread;
 
 use cascade_block::{DigestAlgorithm, DigestMode};
-use cascade_store::{CallOptions, Put, PutOutcome, Store, StoreConfig, ViewOutcome};
+use cascade_store::{CallOptions, GetOutcome, Put, PutOutcome, Store, StoreConfig, ViewOutcome};
 use third_party::{MapStage, flush, open};
 
 use blocks::{bytes_of, dram, key, keys, put};
@@ -38,9 +38,13 @@ fn put_as(store: &Store, n: u64) -> PutOutcome {
     store.put(&[Put::new(key(n), &bytes)], CallOptions::default()).remove(0)
 }
 
-/// Views a key that shares the bytes of key 0.
+/// Gets and views a key that shares the bytes of key 0.
 #[track_caller]
 fn assert_hit(store: &Store, n: u64) {
+    let mut bytes = vec![0; BLOCK];
+    let got = store.get(&[key(n)], &mut [&mut bytes], CallOptions::default()).remove(0);
+    assert!(matches!(got, GetOutcome::Hit { bytes: BLOCK, .. }), "{n}: {got:?}");
+    assert!(bytes == *bytes_of(&key(0), BLOCK), "{n}: wrong bytes");
     let view = store.view(&[key(n)], CallOptions::default()).remove(0);
     let is_right =
         matches!(&view, ViewOutcome::Hit { slab, .. } if **slab == *bytes_of(&key(0), BLOCK));

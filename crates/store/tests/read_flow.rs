@@ -55,6 +55,8 @@ struct Behaviour {
     most_bytes: usize,
     /// Calls that took at least one block.
     calls: u64,
+    /// Pieces of other work that the store did while blocks were in flight.
+    idle_work: u64,
 }
 
 impl Behaviour {
@@ -163,6 +165,9 @@ impl Stage for QueueStage {
             }
             if in_flight.is_empty() {
                 return;
+            }
+            while queue.idle() {
+                self.set(|behaviour| behaviour.idle_work += 1);
             }
             let bytes = in_flight.iter().map(|(_, load)| load.slab.len()).sum();
             let (mut at, mut panics, mut stops) = (0, false, false);
@@ -295,6 +300,29 @@ fn one_call_of_the_stage_reads_more_than_the_call_may_hold_at_once() {
     let outcomes = get(&store, &keys);
     assert!(outcomes.iter().all(|outcome| matches!(outcome, GetOutcome::Hit { .. })));
     // 12 MiB through 512 KiB of slabs, without a pause between two calls.
+    assert_eq!(stage.get(|behaviour| behaviour.calls), 1);
+}
+
+/// They were copied first if they came first in the batch, and the stage had nothing to do.
+#[test]
+fn blocks_in_dram_are_copied_while_the_stage_loads_others_of_the_batch() {
+    let keys = keys(0..192);
+    let (store, stage) = open(&keys, 4);
+    // 1.5 MiB are now the last used ones, of which a call may hold 512 KiB at once.
+    get(&store, &keys[..24]);
+    stage.set(|behaviour| (behaviour.calls, behaviour.idle_work) = (0, 0));
+    let outcomes = get(&store, &keys[..96]);
+    let tiers: Vec<&str> = outcomes
+        .iter()
+        .map(|outcome| match outcome {
+            GetOutcome::Hit { tier, .. } => *tier,
+            other => panic!("{other:?}"),
+        })
+        .collect();
+    assert_eq!(tiers[..24], ["dram"; 24]);
+    assert!(tiers.contains(&"queue"));
+    // Three rounds of at most 512 KiB, and two lookups between them.
+    assert!(stage.get(|behaviour| behaviour.idle_work) >= 5);
     assert_eq!(stage.get(|behaviour| behaviour.calls), 1);
 }
 

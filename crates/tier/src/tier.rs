@@ -72,6 +72,13 @@ pub trait LoadQueue {
 
     /// Reports the result of the block with this number. A number is used again after that.
     fn ended(&mut self, number: usize, outcome: LoadOutcome);
+
+    /// All blocks that were taken are being loaded, and the stage would wait. Does a short piece of
+    /// other work, such as a copy of a block from DRAM, or returns false if there is none. There
+    /// may be another block to load afterwards.
+    fn idle(&mut self) -> bool {
+        false
+    }
 }
 
 /// Maximum number of blocks that [`Stage::load`] gets at once from a queue.

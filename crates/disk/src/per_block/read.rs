@@ -65,6 +65,10 @@ impl TransferQueue for FileReads<'_> {
         let outcome = self.files.finish_read(&pending, outcome);
         self.queue.ended(number, outcome);
     }
+
+    fn idle(&mut self) -> bool {
+        self.queue.idle()
+    }
 }
 
 impl FileReads<'_> {

@@ -51,6 +51,10 @@ impl TransferQueue for SegmentReads<'_> {
         let outcome = self.files.finish_read(&pending, finished);
         self.queue.ended(number, outcome);
     }
+
+    fn idle(&mut self) -> bool {
+        self.queue.idle()
+    }
 }
 
 impl SegmentFiles {

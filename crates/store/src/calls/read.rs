@@ -110,7 +110,8 @@ impl StoreCore {
     }
 
     /// Decides the pending blocks: hit in DRAM, miss, fetch by this call, or wait for the fetch of
-    /// another call. Those for which the call has no room yet are queued again.
+    /// another call. Those for which the call has no room yet are queued again, and all behind the
+    /// first of these.
     pub(super) fn plan<'a>(
         &'a self,
         mut state: StateGuard<'a>,
@@ -130,10 +131,7 @@ impl StoreCore {
         let tier = self.tier_name(self.memory_tier());
         let mut may_have_changed = state.is_closed;
         let mut rest = pending.into_iter().zip(found);
-        while !flow.is_full()
-            && !flow.is_blocked()
-            && let Some((pending, mut found)) = rest.next()
-        {
+        while let Some((pending, mut found)) = rest.next() {
             if state.is_closed {
                 flow.settle(&pending, ViewOutcome::Failed(StoreError::Closed));
                 continue;
@@ -149,9 +147,17 @@ impl StoreCore {
                 flow.settle(&pending, ViewOutcome::Miss);
                 continue;
             };
+            let content = state.catalog.content(state.catalog.entry(key).content);
+            if content.slab.is_some() && flow.defer(&pending, content.bytes as usize) {
+                continue;
+            }
             if let Some(slab) = resident(&mut state, key, now, stamp, flow.purpose) {
                 flow.settle_resident(&pending, slab, tier);
                 continue;
+            }
+            if flow.is_full() || flow.is_blocked() {
+                flow.stop_at(pending);
+                break;
             }
             may_have_changed = true;
             let (again, settled) = self.plan_fetch(state, pending, key, may_wait, flow);
@@ -159,8 +165,11 @@ impl StoreCore {
             if let Some(outcome) = settled {
                 flow.settle(&pending, outcome);
             }
+            if flow.is_blocked() {
+                break;
+            }
         }
-        // In their order, and behind the block that found no room.
+        // In their order, and behind the block for which there was no room.
         let rest: Vec<PendingRead> = rest.map(|(pending, _)| pending).collect();
         flow.queue_again(rest);
         state

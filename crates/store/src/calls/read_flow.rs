@@ -2,7 +2,8 @@
 //!
 //! Blocks are planned under the lock in pieces. A stage pulls them from a [`StageReads`] when it
 //! has capacity and gives each back as it ends, in the thread of the caller. That thread copies the
-//! block to the caller's buffer while the stage reads the next ones.
+//! block to the caller's buffer while the stage reads the next ones. While it would wait for the
+//! stage, it copies the blocks of the batch that are in DRAM.
 
 use std::collections::VecDeque;
 
@@ -20,11 +21,14 @@ use crate::shared::StoreCore;
 use crate::shared::call::CallContext;
 use crate::shared::hold::KEYS_PER_HOLD;
 
-/// A read call holds at most DRAM divided by this in slabs that it loads or copies from.
+/// A read call holds at most DRAM divided by this in slabs that it loads, and as much in slabs that
+/// it copies from.
 const HELD_SHARE: usize = 8;
 /// Maximum bytes of these slabs. Enough for a disk to work without a pause, and for other calls to
 /// wait only some milliseconds behind these reads.
 const HELD_BYTES_MAX: usize = 32 << 20;
+/// Bytes that are copied from DRAM before the call looks for loads that have ended.
+const IDLE_COPY_BYTES: usize = 1 << 20;
 /// Ended loads are applied to the catalog together, to take the lock once for this many blocks or
 /// bytes.
 const ENDED_BLOCKS_MAX: usize = 32;
@@ -70,8 +74,11 @@ struct CallerBuffers<'a, 'b> {
     buffers: &'a mut [&'b mut [u8]],
     copied: Vec<Option<GetOutcome>>,
     batch_bytes: usize,
-    /// Blocks in DRAM that are not copied yet.
+    /// Blocks in DRAM that are not copied yet, and their bytes.
     hits: VecDeque<(usize, Slab, TierName)>,
+    hit_bytes: usize,
+    /// Blocks in DRAM to look up again, because the call holds enough others. With their lengths.
+    deferred: VecDeque<(PendingRead, usize)>,
 }
 
 /// State of one read call.
@@ -92,8 +99,9 @@ pub(super) struct ReadFlow<'a, 'b> {
     /// Loads that ended and are not applied to the catalog yet.
     ended: Vec<(Loading, LoadOutcome)>,
     ended_bytes: usize,
-    /// Bytes of all slabs that this call loads or has yet to copy from.
+    /// Bytes of all slabs that this call loads.
     held_bytes: usize,
+    /// The limit of these, and of the slabs that the call has yet to copy from.
     held_bytes_max: usize,
     /// There was no memory for the next block; the slabs that this call holds may be the reason.
     is_blocked: bool,
@@ -135,7 +143,8 @@ impl<'a, 'b> ReadFlow<'a, 'b> {
     fn copying(self, buffers: &'a mut [&'b mut [u8]]) -> Self {
         let batch_bytes = buffers.iter().map(|buffer| buffer.len()).sum();
         let copied = buffers.iter().map(|_| None).collect();
-        let target = CallerBuffers { buffers, copied, batch_bytes, hits: VecDeque::new() };
+        let (hits, hit_bytes, deferred) = (VecDeque::new(), 0, VecDeque::new());
+        let target = CallerBuffers { buffers, copied, batch_bytes, hits, hit_bytes, deferred };
         Self { target: Some(target), ..self }
     }
 
@@ -150,8 +159,19 @@ impl<'a, 'b> ReadFlow<'a, 'b> {
             return self.settle(pending, ViewOutcome::Hit { slab, tier });
         };
         self.has_progress = true;
-        self.held_bytes += slab.len();
+        target.hit_bytes += slab.len();
         target.hits.push_back((pending.index, slab, tier));
+    }
+
+    /// If the call has to copy as many blocks as it may hold, keeps this one, which is in DRAM, for
+    /// later and returns true. So the call finds the blocks that a stage has to load first.
+    pub(super) fn defer(&mut self, pending: &PendingRead, bytes: usize) -> bool {
+        let Some(target) = &mut self.target else { return false };
+        let is_full = target.hit_bytes >= self.held_bytes_max && !target.hits.is_empty();
+        if is_full {
+            target.deferred.push_back((*pending, bytes));
+        }
+        is_full
     }
 
     /// Settles a block that was loaded. A copying get has copied it when its load ended, unless
@@ -174,10 +194,10 @@ impl<'a, 'b> ReadFlow<'a, 'b> {
 
     /// Whether the call holds slabs, so that it must not wait for more.
     pub(super) fn holds_some(&self) -> bool {
-        self.held_bytes > 0
+        self.held_bytes > 0 || self.target.as_ref().is_some_and(|target| !target.hits.is_empty())
     }
 
-    /// Whether the call holds as many slabs as it may.
+    /// Whether the call loads into as many slabs as it may.
     pub(super) fn is_full(&self) -> bool {
         self.held_bytes > 0 && self.held_bytes >= self.held_bytes_max
     }
@@ -185,6 +205,11 @@ impl<'a, 'b> ReadFlow<'a, 'b> {
     /// There is no memory for this block. It is planned again once the call has released slabs.
     pub(super) fn postpone(&mut self, pending: PendingRead) {
         self.is_blocked = true;
+        self.stop_at(pending);
+    }
+
+    /// The call may not load this block yet.
+    pub(super) fn stop_at(&mut self, pending: PendingRead) {
         self.postponed = Some(pending);
     }
 
@@ -210,23 +235,46 @@ impl<'a, 'b> ReadFlow<'a, 'b> {
 
     fn fail_rest(&mut self, operation: &'static str) {
         let queued = std::mem::take(&mut self.queued);
-        for pending in queued.into_iter().chain(std::mem::take(&mut self.waiting)) {
+        let deferred = self.target.as_mut().map(|target| std::mem::take(&mut target.deferred));
+        let deferred = deferred.into_iter().flatten().map(|(pending, _)| pending);
+        let rest = queued.into_iter().chain(std::mem::take(&mut self.waiting)).chain(deferred);
+        for pending in rest {
             let late = self.call.timeout_error(operation);
             self.settle(&pending, ViewOutcome::Failed(late));
         }
     }
 
     /// Copies blocks in DRAM to the caller's buffers, at least one and up to this many bytes.
-    fn copy_resident(&mut self, bytes_max: usize) {
-        let Some(target) = &mut self.target else { return };
+    /// Returns whether there was one.
+    fn copy_resident(&mut self, bytes_max: usize) -> bool {
+        let Some(target) = &mut self.target else { return false };
         let mut bytes = 0;
         while bytes < bytes_max
             && let Some((index, slab, tier)) = target.hits.pop_front()
         {
             bytes += slab.len();
-            self.held_bytes -= slab.len();
+            target.hit_bytes -= slab.len();
             target.copy(index, &slab, tier);
         }
+        bytes > 0
+    }
+
+    fn has_deferred(&self) -> bool {
+        self.target.as_ref().is_some_and(|target| !target.deferred.is_empty())
+    }
+
+    /// Takes as many deferred blocks as the call may copy from.
+    fn take_deferred(&mut self) -> Vec<PendingRead> {
+        let Some(target) = &mut self.target else { return Vec::new() };
+        let (mut taken, mut bytes) = (Vec::new(), target.hit_bytes);
+        while taken.len() < KEYS_PER_HOLD
+            && (bytes < self.held_bytes_max || taken.is_empty())
+            && let Some((pending, block_bytes)) = target.deferred.pop_front()
+        {
+            bytes += block_bytes;
+            taken.push(pending);
+        }
+        taken
     }
 
     /// Takes a planned block for its stage.
@@ -298,10 +346,6 @@ impl LoadQueue for StageReads<'_, '_, '_, '_> {
                 return Some(self.flow.start(fetch));
             }
             let flow = &mut *self.flow;
-            if flow.is_full() {
-                // Blocks in DRAM that wait to be copied must not keep the stage from its next load.
-                flow.copy_resident(usize::MAX);
-            }
             let may_plan = !flow.queued.is_empty() && !flow.is_full() && !flow.is_blocked;
             if !may_plan || flow.call.has_timed_out(&*self.core.clock) {
                 return None;
@@ -323,7 +367,17 @@ impl LoadQueue for StageReads<'_, '_, '_, '_> {
             target.copy(loading.pending.index, slab, tier);
         }
         self.flow.add_ended(loading, outcome);
-        self.flow.copy_resident(loading.bytes);
+    }
+
+    fn idle(&mut self) -> bool {
+        if self.flow.copy_resident(IDLE_COPY_BYTES) {
+            return true;
+        }
+        let has_deferred = self.flow.has_deferred();
+        if has_deferred {
+            self.core.plan_deferred(self.flow);
+        }
+        has_deferred
     }
 }
 
@@ -424,17 +478,47 @@ impl StoreCore {
             if flow.target.is_some() && flow.fail_if_late(&*self.clock) {
                 return;
             }
-            flow.is_blocked = false;
-            self.plan_piece(flow, true);
-            // While one stage loads, blocks for another one may be planned.
-            while let Some(stage) = flow.planned.iter().position(|fetches| !fetches.is_empty()) {
-                self.load_planned(flow, stage);
+            self.plan_some(flow);
+            loop {
+                // While one stage loads, blocks for another one may be planned.
+                while let Some(stage) = flow.planned.iter().position(|loads| !loads.is_empty()) {
+                    self.load_planned(flow, stage);
+                }
+                flow.copy_resident(usize::MAX);
+                if flow.fail_if_late(&*self.clock) {
+                    return;
+                }
+                if !flow.has_deferred() {
+                    break;
+                }
+                self.plan_deferred(flow);
             }
-            flow.copy_resident(usize::MAX);
-            if flow.fail_if_late(&*self.clock) {
+        }
+    }
+
+    /// Looks up blocks until there is one to load, or none is left to look up: blocks in DRAM are
+    /// copied while a stage loads.
+    fn plan_some(&self, flow: &mut ReadFlow<'_, '_>) {
+        flow.is_blocked = false;
+        loop {
+            self.plan_piece(flow, true);
+            let has_planned = flow.planned.iter().any(|loads| !loads.is_empty());
+            if flow.target.is_none()
+                || flow.queued.is_empty()
+                || has_planned
+                || flow.is_blocked
+                || flow.call.has_timed_out(&*self.clock)
+            {
                 return;
             }
         }
+    }
+
+    /// Looks up blocks again that were in DRAM.
+    fn plan_deferred(&self, flow: &mut ReadFlow<'_, '_>) {
+        let pending = flow.take_deferred();
+        let state = self.plan(self.lock_for(pending.len()), pending, false, flow);
+        self.unlock(state);
     }
 
     /// Looks up the next blocks and plans their loads, under one hold of the lock.

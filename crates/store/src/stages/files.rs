@@ -181,6 +181,10 @@ impl ReadQueue for FileLoads<'_> {
         };
         self.queue.ended(number, outcome);
     }
+
+    fn idle(&mut self) -> bool {
+        self.queue.idle()
+    }
 }
 
 /// Time-out of opening, which scans all records; a million take seconds.

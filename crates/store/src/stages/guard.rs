@@ -362,6 +362,13 @@ impl LoadQueue for CheckedLoads<'_> {
         self.queue.ended(number, outcome);
         self.is_in_store = false;
     }
+
+    fn idle(&mut self) -> bool {
+        self.is_in_store = true;
+        let has_worked = self.queue.idle();
+        self.is_in_store = false;
+        has_worked
+    }
 }
 
 /// The limit of a call. A call that is watched opens the circuit if it takes too long.

@@ -69,4 +69,8 @@ impl LoadQueue for RecordLoads<'_> {
         self.stage.returned.notify_all();
         self.queue.ended(number, outcome);
     }
+
+    fn idle(&mut self) -> bool {
+        self.queue.idle()
+    }
 }
