@@ -196,7 +196,6 @@ impl StoreCore {
                 // A lookup stops at a missing parent, so that this block could never be matched.
                 PutCheck::New if declined.is_some_and(|(key, _)| put.parent == Some(key)) => {
                     let (_, reason) = declined.expect("the guard has checked it");
-                    *declined = Some((put.key, reason));
                     PrepareOutcome::Settled(PutOutcome::Declined(reason))
                 }
                 // A block larger than the pool is declined as `TooLarge` by the allocation below.
