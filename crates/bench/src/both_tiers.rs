@@ -38,8 +38,8 @@ pub(super) fn run(bench: &mut Bench<'_>) -> Result<(), MeasureError> {
     bench.deliver(Figure::rate(NAME.to_owned(), "GiB/s", value, limit, target))
 }
 
-/// GiB/s of batches with both, and the sum of the GiB/s of each alone. A batch has as many blocks in
-/// DRAM as are copied in the time in which its other blocks are read.
+/// GiB/s of batches with both, and the sum of the GiB/s of each alone. A batch has as many blocks
+/// in DRAM as are copied in the time in which its other blocks are read.
 fn measure(
     directory: &Path,
     in_files: &[BlockKey],

@@ -131,7 +131,7 @@ impl StoreCore {
         let tier = self.tier_name(self.memory_tier());
         let mut may_have_changed = state.is_closed;
         let mut rest = pending.into_iter().zip(found);
-        while let Some((pending, mut found)) = rest.next() {
+        for (pending, mut found) in rest.by_ref() {
             if state.is_closed {
                 flow.settle(&pending, ViewOutcome::Failed(StoreError::Closed));
                 continue;
