@@ -1,5 +1,6 @@
 //! Planted bugs: the simulator finds each, and finds nothing in the same worlds without it.
 
+use std::ops::Range;
 use std::time::Duration;
 
 use cascade_runtime::{Plant, SystemClock};
@@ -51,17 +52,23 @@ fn a_lease_that_outlives_its_slab_is_found() {
 
 #[test]
 fn a_violation_names_the_command_that_repeats_it() {
-    let repeat = |number, length| {
-        let result = world(number, Some(Plant::OutlivingLease), length);
-        result.listed.first().expect("this world has a lease").repeat.clone()
+    // The first of these worlds in which the bug shows, and the command that repeats it.
+    let repeat = |mut numbers: Range<u64>, length| {
+        let found = numbers.find_map(|number| {
+            let result = world(number, Some(Plant::OutlivingLease), length);
+            result.listed.first().map(|it| (number, it.repeat.clone()))
+        });
+        found.expect("one of these worlds has a lease")
     };
-    assert_eq!(
-        repeat(0, LENGTH),
-        "cascade sim --nodes 1 --seed 3 --operations 1200000 --world 0 --plant outliving-lease"
-    );
+    let command = |operations, number| {
+        format!(
+            "cascade sim --nodes 1 --seed 3 --operations {operations} --world {number} \
+             --plant outliving-lease"
+        )
+    };
+    let (number, text) = repeat(0..WORLDS, LENGTH);
+    assert_eq!(text, command(1_200_000, number));
     // A simulation with a time has worlds of the whole length.
-    assert_eq!(
-        repeat(70, Length::Time(Duration::from_millis(1))),
-        "cascade sim --nodes 1 --seed 3 --operations 1420000 --world 70 --plant outliving-lease"
-    );
+    let (number, text) = repeat(70..70 + WORLDS, Length::Time(Duration::from_millis(1)));
+    assert_eq!(text, command((number + 1) * WORLD_OPERATIONS, number));
 }

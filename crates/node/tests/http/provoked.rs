@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
+use std::io::ErrorKind;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -148,9 +149,16 @@ fn provoke(served: &Served) {
 fn damage(directory: &Path) {
     for file in fs::read_dir(directory).unwrap() {
         let path = file.unwrap().path();
-        let length = fs::metadata(&path).unwrap().len();
-        if path.is_file() && length > 1 << 20 {
-            let file = fs::File::options().write(true).open(&path).unwrap();
+        let file = match fs::File::options().write(true).open(&path) {
+            Ok(file) => file,
+            // A directory, or a file that the store has removed meanwhile.
+            Err(error) if matches!(error.kind(), ErrorKind::IsADirectory | ErrorKind::NotFound) => {
+                continue;
+            }
+            Err(error) => panic!("{}: {error}", path.display()),
+        };
+        let length = file.metadata().unwrap().len();
+        if length > 1 << 20 {
             let noise = vec![0xa5; (length / 4) as usize];
             std::os::unix::fs::FileExt::write_all_at(&file, &noise, length / 2).unwrap();
         }
