@@ -97,7 +97,8 @@ impl FileEraseReport {
         if !remaining.is_empty() {
             let why = io::Error::other("block files of their namespaces were not removed");
             self.add_remaining(directory.join("manifests"), "not removed", &why);
-            return self.sync(io, directory, deadline);
+            self.sync(io, directory, deadline);
+            return;
         }
         match manifests::files(io, directory, deadline) {
             Ok(paths) => drop(self.erase(io, paths, deadline)),
@@ -106,18 +107,15 @@ impl FileEraseReport {
         self.sync(io, directory, deadline);
     }
 
-    /// Syncs the directory, so that its removals are on stable storage.
-    pub(crate) fn sync(&mut self, io: &FileIo, directory: &Path, deadline: Deadline) {
+    /// Syncs the directory, so that its removals are on stable storage. Returns whether they are.
+    pub(crate) fn sync(&mut self, io: &FileIo, directory: &Path, deadline: Deadline) -> bool {
         let target = directory.to_owned();
         let synced =
             io.call("sync", directory, deadline, move |files| files.sync_directory(&target));
-        if let Err(error) = synced {
-            self.add_remaining(
-                directory.to_owned(),
-                "removals may not be on stable storage",
-                &error,
-            );
-        }
+        let Err(error) = synced else { return true };
+        let what = "removals may not be on stable storage";
+        self.add_remaining(directory.to_owned(), what, &error);
+        false
     }
 
     pub(crate) fn add_remaining(&mut self, path: PathBuf, what: &str, why: &dyn std::error::Error) {

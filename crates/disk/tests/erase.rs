@@ -171,3 +171,54 @@ fn a_file_whose_erase_hangs_is_kept_reported_and_counted() {
     }
     assert!(left >= 1, "overwriting or removing a segment can hang");
 }
+
+/// A crash between two removals left an older segment without the newer ones, and the next opening
+/// returned blocks that had been replaced long before.
+#[test]
+fn an_interrupted_erase_brings_no_earlier_block_back() {
+    const BLOCKS: u64 = 40;
+    const EARLIER: usize = LENGTH;
+    const LATER: usize = LENGTH + 1;
+    let (mut crashes, mut empty) = (0, 0);
+    for is_permanent in [true, false] {
+        for step in 0.. {
+            let directory = tempfile::tempdir_in("/dev/shm").unwrap();
+            let pool = conformance::pool();
+            let clock = Arc::new(SystemClock);
+            let config = config(directory.path(), FileTierLayout::Segments);
+            let io =
+                FileIo::system(TransferEngineKind::Psync, false, 8, Some(&pool), clock).unwrap();
+            let fill = |plan: &Arc<FaultPlan>| {
+                let (files, _) = open_with(config.clone(), plan.wrap(&io), deadline()).unwrap();
+                for length in [EARLIER, LATER] {
+                    let blocks: Vec<_> = (0..BLOCKS).map(|number| (number, length)).collect();
+                    append(&*files, &pool, &blocks);
+                    files.checkpoint(deadline()).unwrap();
+                }
+                files
+            };
+            let counting = FaultPlan::new(Fault::Io, u64::MAX, false);
+            let before = {
+                let files = fill(&counting);
+                let before = counting.calls();
+                files.erase(deadline()).unwrap();
+                before
+            };
+            if before + step >= counting.calls() {
+                break;
+            }
+            let plan = FaultPlan::new(Fault::Torn, before + step, is_permanent);
+            let files = fill(&plan);
+            let _interrupted = files.erase(deadline());
+            drop(files);
+            let (_, recovery) = open_with(config.clone(), io, deadline()).unwrap();
+            for (meta, _) in &recovery.live {
+                let length = usize::try_from(meta.payload_bytes).unwrap();
+                assert_eq!(length, LATER, "step {step}: an earlier block is live again");
+            }
+            crashes += 1;
+            empty += u32::from(recovery.live.is_empty());
+        }
+    }
+    assert!(crashes > 10 && empty > 0 && empty < crashes, "{empty} of {crashes} left nothing");
+}

@@ -4,13 +4,16 @@ mod blocks;
 mod third_party;
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::thread;
 
 use cascade_block::{DigestAlgorithm, DigestMode};
-use cascade_store::{CallOptions, GetOutcome, Put, PutOutcome, Store, StoreConfig, ViewOutcome};
+use cascade_store::{
+    BlockState, CallOptions, GetOutcome, Loss, Put, PutOutcome, Store, StoreConfig, ViewOutcome,
+};
 use third_party::{MapStage, flush, open};
 
-use blocks::{bytes_of, dram, key, keys, put};
+use blocks::{bytes_of, check, dram, key, keys, put};
 
 const BLOCK: usize = 64 << 10;
 
@@ -151,9 +154,65 @@ fn a_read_of_a_lost_block_is_not_repeated() {
     put_as(&store, 1);
     names.wait_until_reached();
     stage.lose_everything();
-    let before = stage.loads.load(std::sync::atomic::Ordering::Relaxed);
+    let before = stage.loads.load(Ordering::Relaxed);
     let view = store.view(&[key(100)], CallOptions::default()).remove(0);
     assert!(matches!(view, ViewOutcome::Miss), "{view:?}");
-    assert_eq!(stage.loads.load(std::sync::atomic::Ordering::Relaxed) - before, 1);
+    assert_eq!(stage.loads.load(Ordering::Relaxed) - before, 1);
     drop(names);
+}
+
+/// The store went on naming the tier: the block was present until it was read, and then missing for
+/// a wrong reason.
+#[test]
+fn a_key_whose_block_is_dropped_before_it_is_recorded_is_absent() {
+    let (store, stage) = open_with_key_0();
+    let stores = stage.hold_stores();
+    put(&store, &keys(600..601), BLOCK);
+    stores.wait_until_reached();
+    assert!(matches!(put_as(&store, 1), PutOutcome::Deduplicated));
+    assert_eq!(store.delete(&[key(0)]), [true]);
+    stage.capacity_bytes.store(stage.used_bytes(), Ordering::Relaxed);
+    drop(stores);
+    flush(&store);
+    assert_eq!(store.contains(&[key(1)]), [false]);
+    let explained = store.explain(&[key(1)], None, CallOptions::default()).unwrap();
+    let state = &explained.blocks[0].state;
+    assert!(matches!(state, BlockState::Absent { why: Loss::Reclaimed, .. }), "{state:?}");
+}
+
+/// Both writes of the key reached the tier in one batch, and the later one replaced the bytes of the
+/// other key before that was recorded.
+#[test]
+fn a_key_that_is_put_again_leaves_the_bytes_of_another_one() {
+    let digest = DigestMode::On(DigestAlgorithm::Blake3);
+    let (store, stage) = open(StoreConfig { digest, ..dram(4) });
+    stage.has_one_block_a_key.store(true, Ordering::Relaxed);
+    let stores = stage.hold_stores();
+    put(&store, &keys(600..601), BLOCK);
+    stores.wait_until_reached();
+    assert!(matches!(put_as(&store, 1), PutOutcome::Stored));
+    assert!(matches!(put_as(&store, 2), PutOutcome::Deduplicated));
+    assert_eq!(store.delete(&[key(1)]), [true]);
+    put(&store, &keys(1..2), BLOCK);
+    drop(stores);
+    flush(&store);
+    evict(&store);
+    assert_hit(&store, 2);
+    assert!(check(&store, &keys(1..2))[0].is_some());
+}
+
+/// It was said to be missing from the tier, as after a loss.
+#[test]
+fn a_block_that_the_tier_is_dropping_was_reclaimed() {
+    let (store, stage) = open_with_key_0();
+    stage.capacity_bytes.store(stage.used_bytes(), Ordering::Relaxed);
+    let rooms = stage.hold_rooms();
+    put(&store, &keys(600..601), BLOCK);
+    rooms.wait_until_reached();
+    let view = store.view(&[key(0)], CallOptions::default()).remove(0);
+    assert!(matches!(view, ViewOutcome::Miss), "{view:?}");
+    let explained = store.explain(&[key(0)], None, CallOptions::default()).unwrap();
+    let state = &explained.blocks[0].state;
+    assert!(matches!(state, BlockState::Absent { why: Loss::Reclaimed, .. }), "{state:?}");
+    drop(rooms);
 }

@@ -319,3 +319,42 @@ fn keys_are_added_and_removed_in_a_full_tier() {
         assert_eq!(store.stats().counters.name_failures, 0, "{layout:?}");
     }
 }
+
+/// A tier of block files has a file for each key. The store did not recognise the file of the
+/// second key, which stayed in the catalog after the tier had dropped its bytes.
+#[test]
+fn both_keys_of_equal_bytes_go_when_their_files_do() {
+    let layouts = [FileLayout::Segments, FileLayout::FilePerBlock];
+    for (layout, is_first_deleted) in layouts.map(|it| [(it, true), (it, false)]).concat() {
+        let case = format!("{layout:?}, first key deleted: {is_first_deleted}");
+        let directory = tempfile::tempdir_in("/dev/shm").unwrap();
+        let mut config = config(directory.path());
+        config.digest = DigestMode::On(DigestAlgorithm::Blake3);
+        let files = config.files.as_mut().unwrap();
+        (files.layout, files.capacity_bytes, files.segment_bytes) = (layout, 8 * MIB, MIB);
+        let store = Store::open(config.clone()).unwrap();
+        let put_as = |n: u64| {
+            let bytes = bytes_of(&key(0), BLOCK);
+            store.put(&[Put::new(key(n), &bytes)], CallOptions::default()).remove(0)
+        };
+        assert!(matches!(put_as(0), PutOutcome::Stored), "{case}");
+        store.flush(CallOptions::default()).unwrap();
+        assert!(matches!(put_as(1), PutOutcome::Deduplicated), "{case}");
+        store.flush(CallOptions::default()).unwrap();
+        if is_first_deleted {
+            assert_eq!(store.delete(&[key(0)]), [true], "{case}");
+        }
+        let mut next = 100;
+        while store.contains(&[key(1)]) == [true] {
+            assert!(next < 4100, "{case}: present, read as {:?}", check(&store, &keys(1..2)));
+            put(&store, &keys(next..next + 40), BLOCK);
+            store.flush(CallOptions::default()).unwrap();
+            next += 40;
+        }
+        assert_eq!(store.contains(&keys(0..2)), [false; 2], "{case}");
+        assert_eq!(store.delete(&keys(0..2)), [false; 2], "{case}");
+        store.close().unwrap();
+        let again = Store::open(config).unwrap();
+        assert_eq!(again.contains(&keys(0..2)), [false; 2], "{case}: after a restart");
+    }
+}

@@ -206,7 +206,7 @@ impl SegmentFiles {
     }
 }
 
-fn checkpoint_path(config: &FileTierConfig) -> PathBuf {
+pub(super) fn checkpoint_path(config: &FileTierConfig) -> PathBuf {
     config.directory.join(format!("{}.checkpoint", config.writer))
 }
 

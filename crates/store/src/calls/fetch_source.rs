@@ -67,6 +67,7 @@ impl FetchSource {
     pub(super) fn settle_gone(self, state: &mut StoreState, requested: &BlockKey) -> bool {
         let Some(content) = state.catalog.live_content(self.place()) else { return true };
         let key_count = content.key_count;
+        let why = if content.was_reclaimed { Loss::Reclaimed } else { Loss::Vanished };
         let has_moved = content.address(self.stage) != Some(self.address);
         if has_moved || state.additions[self.stage].settled() != self.recorded {
             return true;
@@ -74,8 +75,8 @@ impl FetchSource {
         match state.catalog.find(&self.key) {
             Some(key) if state.catalog.entry(key).content != self.content => return true,
             Some(_) if !self.has_same_key(state) => return false,
-            Some(_) if key_count == 1 => self.forget_address(state, Loss::Vanished),
-            Some(key) => state.forget(key, Loss::Vanished),
+            Some(_) if key_count == 1 => self.forget_address(state, why),
+            Some(key) => state.forget(key, why),
             None => return self.key == *requested,
         }
         true

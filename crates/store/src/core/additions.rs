@@ -3,14 +3,15 @@
 //! A key that shares the bytes of another one is in the catalog before a stage knows it. Until then
 //! its bytes are read under a key that the stage has: its `via`.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use cascade_block::BlockKey;
+use cascade_tier::tier::{Address, BlockFacts, MakeRoomOutcome};
 
 use crate::core::awaited::Place;
-use crate::core::state::{KeyChange, StoreState};
-use cascade_tier::tier::Address;
-use cascade_tier::tier::BlockFacts;
+use crate::core::catalog::{ContentIndex, KeyIndex};
+use crate::core::history::Loss;
+use crate::core::state::{KeyChange, PendingWrite, StoreState};
 
 /// Most steps from a pending key to one that the stage has. Only deletions make the way long.
 const STEPS_MAX: usize = 8;
@@ -60,6 +61,11 @@ impl Additions {
         self.pending.contains_key(key)
     }
 
+    /// The contents that queued additions name.
+    pub(crate) fn places(&self) -> Vec<Place> {
+        self.pending.values().map(|pending| pending.place).collect()
+    }
+
     /// Grows with each addition that the stage has recorded.
     pub(crate) fn settled(&self) -> u64 {
         self.settled
@@ -67,6 +73,34 @@ impl Additions {
 }
 
 impl StoreState {
+    /// What a stage records of a key that shares a content. The rest is that of `content`.
+    pub(crate) fn facts_of(&self, key: KeyIndex, content: &BlockFacts) -> BlockFacts {
+        let entry = self.catalog.entry(key);
+        let expires = entry.expires_unix_ms;
+        BlockFacts {
+            key: entry.key,
+            parent: self.catalog.parent_of(key).map(|parent| self.catalog.entry(parent).key),
+            is_prefix: entry.is_prefix(),
+            expires_unix_ms: (expires != 0).then_some(expires),
+            ..*content
+        }
+    }
+
+    /// The write of a content under one of its keys. The key that it was queued with may have been
+    /// deleted and put again with other bytes: a stage with one block for each key would replace
+    /// the first by the second, while other keys share its bytes.
+    pub(crate) fn with_current_key(&mut self, pending: PendingWrite) -> PendingWrite {
+        let found = self.catalog.find(&pending.facts.key);
+        let is_current =
+            found.is_some_and(|key| self.catalog.entry(key).content == pending.content);
+        let place = (pending.content, pending.generation);
+        if is_current || self.catalog.live_content(place).is_none() {
+            return pending;
+        }
+        let Some(key) = self.catalog.each_key_of(pending.content).next() else { return pending };
+        PendingWrite { facts: self.facts_of(key, &pending.facts), ..pending }
+    }
+
     /// Queues another key of a content that a stage has. Until the stage has recorded it, its bytes
     /// are read as those of `other`, a key that the stage has or records before it.
     pub(crate) fn push_addition(
@@ -118,5 +152,48 @@ impl StoreState {
             };
         }
         None
+    }
+
+    /// Applies moves and drops to contents whose keys a stage has yet to record. It cannot name
+    /// them: it knows such a content by a key that was deleted.
+    pub(crate) fn apply_room_to_pending(
+        &mut self,
+        stage: usize,
+        pending: &[Place],
+        room: &MakeRoomOutcome,
+        names: &HashSet<(BlockKey, Address)>,
+    ) {
+        let moved: HashMap<_, _> = room.moved.iter().map(|(_, old, new)| (*old, *new)).collect();
+        let dropped: HashSet<_> = room.dropped.iter().map(|(_, address)| *address).collect();
+        for place in pending {
+            let content = self.catalog.live_content(*place);
+            let Some(address) = content.and_then(|content| content.address(stage)) else {
+                continue;
+            };
+            if let Some(new) = moved.get(&address) {
+                self.set_address(place.0, stage, *new);
+            } else if dropped.contains(&address) {
+                self.forget_dropped(stage, (place.0, address), names);
+            }
+        }
+    }
+
+    /// A stage has dropped a content for room, with these names among others. It may have the bytes
+    /// under further names, such as a block file each, which a restart would recover.
+    pub(crate) fn forget_dropped(
+        &mut self,
+        stage: usize,
+        (content, address): (ContentIndex, Address),
+        names: &HashSet<(BlockKey, Address)>,
+    ) {
+        for key in self.catalog.keys_of(content) {
+            let name = self.catalog.entry(key).key;
+            if !names.contains(&(name, address)) {
+                self.push_key_change(stage, KeyChange::Remove(name, address));
+            }
+        }
+        self.clear_address(content, stage);
+        self.catalog.content_mut(content).was_reclaimed = true;
+        self.forget_if_in_no_tier(content, Loss::Reclaimed);
     }
 }

@@ -94,7 +94,7 @@ pub(crate) struct Content {
     pub(crate) is_loading: bool,
     /// Bit per lower stage: requested since it was written there.
     pub(crate) referenced: u8,
-    /// Whether a lower tier has reclaimed its copy to make room.
+    /// Whether a lower tier has reclaimed its copy to make room, or may do so at any moment.
     pub(crate) was_reclaimed: bool,
     /// Reads since it was put or recovered; saturates.
     pub(crate) uses: u16,

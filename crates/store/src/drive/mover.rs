@@ -15,7 +15,6 @@ use cascade_tier::tier::{Address, BlockFacts, MakeRoomOutcome, StageError};
 
 use crate::core::catalog::ContentIndex;
 use crate::core::circuit::Direction;
-use crate::core::history::Loss;
 use crate::core::state::{KeyChange, PendingWrite, StoreState};
 use crate::drive::breaker::HealthSignal;
 use crate::drive::settle::{fail_queue, settle};
@@ -135,6 +134,7 @@ fn next_batch(core: &StoreCore, stage: usize, batch_bytes: u64) -> Option<WriteB
             }
             let Some(pending) = state.queues[stage].pop_front() else { break };
             state.charge(1);
+            let pending = state.with_current_key(pending);
             let place = (pending.content, pending.generation);
             let slab = state.catalog.live_content(place).and_then(|content| content.slab.clone());
             let Some(slab) = slab else {
@@ -389,7 +389,10 @@ fn should_keep(
         let was_referenced = content.referenced & (1 << stage) != 0;
         // A second chance: the next reclaim keeps the block only if it is read again by then.
         content.referenced &= !(1 << stage);
-        was_referenced || is_prefix || content.slab.is_some()
+        let is_kept = was_referenced || is_prefix || content.slab.is_some();
+        // From now on: a read can meet the dropped block before the stage reports it.
+        content.was_reclaimed |= !is_kept;
+        is_kept
     })
 }
 
@@ -425,6 +428,11 @@ fn apply_room_to_changes(
 
 /// Applies moves and drops of a stage to the catalog and the queued key changes.
 fn apply_room(core: &StoreCore, stage: usize, room: &MakeRoomOutcome) {
+    let pending = {
+        let mut state = core.lock();
+        state.history.set_time(core.clock.unix_ms());
+        state.additions[stage].places()
+    };
     if !is_planted(Plant::StaleAddress) {
         core.in_holds(None, &room.moved, |state, (key, old, new)| {
             if let Some(content) = content_at(state, stage, key, *old) {
@@ -432,21 +440,21 @@ fn apply_room(core: &StoreCore, stage: usize, room: &MakeRoomOutcome) {
             }
         });
     }
+    let names: HashSet<_> = room.dropped.iter().copied().collect();
     core.in_holds(None, &room.dropped, |state, (key, address)| {
         state.counters.reclaimed_blocks += 1;
         // The first dropped key of a content clears the address; for its other keys there is
         // nothing left to do.
         if let Some(content) = content_at(state, stage, key, *address) {
-            state.clear_address(content, stage);
-            state.catalog.content_mut(content).was_reclaimed = true;
-            state.forget_if_in_no_tier(content, Loss::Reclaimed);
+            state.forget_dropped(stage, (content, *address), &names);
         }
     });
     let (moved, dropped) = maps_of(room);
     // Last: until here, changes with the old addresses were queued.
     let mut state = core.lock_for(room.moved.len() + room.dropped.len());
-    let dropped = apply_room_to_changes(&mut state.key_changes[stage], &moved, &dropped);
-    state.settle_key_changes(stage, &dropped);
+    let settled = apply_room_to_changes(&mut state.key_changes[stage], &moved, &dropped);
+    state.settle_key_changes(stage, &settled);
+    state.apply_room_to_pending(stage, &pending, room, &names);
     drop(state);
     core.notify_changed();
 }

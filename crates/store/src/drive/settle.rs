@@ -1,6 +1,6 @@
 //! The results of writes to a stage, applied to the state.
 
-use cascade_tier::tier::{Address, BlockFacts, StageError};
+use cascade_tier::tier::{Address, StageError};
 
 use crate::core::history::Loss;
 use crate::core::state::{KeyChange, PendingWrite, StoreState};
@@ -76,14 +76,7 @@ fn add_other_keys(state: &mut StoreState, stage: usize, pending: &PendingWrite, 
             has_written_key = true;
             continue;
         }
-        let expires = entry.expires_unix_ms;
-        let facts = BlockFacts {
-            key: entry.key,
-            parent: state.catalog.parent_of(key).map(|parent| state.catalog.entry(parent).key),
-            is_prefix: entry.is_prefix(),
-            expires_unix_ms: (expires != 0).then_some(expires),
-            ..pending.facts
-        };
+        let facts = state.facts_of(key, &pending.facts);
         let written = ((pending.content, pending.generation), pending.facts.key);
         state.push_addition(stage, facts, address, written);
     }

@@ -167,8 +167,7 @@ struct FileLoads<'a> {
 impl ReadQueue for FileLoads<'_> {
     fn next_request(&mut self) -> Option<(usize, ReadRequest)> {
         let (number, Load { key, address, slab }) = self.queue.next_load()?;
-        let other = self.stage.alias_locations().get(&key).map(|other| other.place);
-        let address = other.unwrap_or_else(|| file_address(address));
+        let address = place_of(&self.stage.alias_locations(), &key, address);
         Some((number, ReadRequest { address, key, slab }))
     }
 
@@ -242,6 +241,18 @@ fn stage_error(error: DiskError) -> StageError {
         }
         error => StageError::Failed(Arc::new(error)),
     }
+}
+
+/// Where the bytes of a key are that the store has at this address. A key that was deleted and added
+/// again has two addresses for a while, and only one of them can be an alias.
+fn place_of(
+    alias_locations: &BTreeMap<BlockKey, AliasLocation>,
+    key: &BlockKey,
+    address: Address,
+) -> cascade_disk::FileAddress {
+    let address = file_address(address);
+    let other = alias_locations.get(key).filter(|other| other.shared == address);
+    other.map_or(address, |other| other.place)
 }
 
 impl Stage for FilesStage {
@@ -327,10 +338,10 @@ impl Stage for FilesStage {
     fn remove(&self, batch: &[(BlockKey, Address)], deadline: Deadline) -> Result<(), StageError> {
         let places: Vec<_> = {
             let alias_locations = self.alias_locations();
-            let place = |key: &BlockKey, address: Address| {
-                alias_locations.get(key).map_or(file_address(address), |other| other.place)
+            let place = |(key, address): &(BlockKey, Address)| {
+                (*key, place_of(&alias_locations, key, *address))
             };
-            batch.iter().map(|(key, address)| (*key, place(key, *address))).collect()
+            batch.iter().map(place).collect()
         };
         self.files()?.remove(&places, deadline).map_err(stage_error)?;
         // Only now: a removal that failed is tried again.
@@ -357,18 +368,22 @@ impl Stage for FilesStage {
                 other.place = *new;
             }
         }
-        for (key, address) in &reclaimed.dropped {
-            if alias_locations.get(key).is_some_and(|other| other.place == *address) {
-                alias_locations.remove(key);
+        let dropped = reclaimed.dropped.into_iter().map(|(key, place)| {
+            match alias_locations.get(&key).copied() {
+                Some(other) if other.place == place => {
+                    alias_locations.remove(&key);
+                    (key, other.shared)
+                }
+                _ => (key, place),
             }
-        }
+        });
+        let dropped: Vec<_> = dropped.map(|(key, at)| (key, stage_address(at))).collect();
         let moved = reclaimed.moved.into_iter();
-        let dropped = reclaimed.dropped.into_iter();
         Ok(MakeRoomOutcome {
             moved: moved
                 .map(|(key, old, new)| (key, stage_address(old), stage_address(new)))
                 .collect(),
-            dropped: dropped.map(|(key, address)| (key, stage_address(address))).collect(),
+            dropped,
             freed_bytes: reclaimed.bytes_freed,
         })
     }

@@ -73,6 +73,8 @@ pub(crate) struct MapStage {
     pub(crate) fails_writes: AtomicBool,
     /// This many stores fail from now on.
     pub(crate) fails_stores: AtomicU64,
+    /// Storing a block removes its key from earlier ones, as a file for each key does.
+    pub(crate) has_one_block_a_key: AtomicBool,
     /// Removing names fails.
     pub(crate) fails_removes: AtomicBool,
     pub(crate) damages: AtomicBool,
@@ -94,6 +96,7 @@ pub(crate) struct MapStage {
     names_held: Arc<HangSwitch>,
     loads_held: Arc<HangSwitch>,
     loaded_held: Arc<HangSwitch>,
+    rooms_held: Arc<HangSwitch>,
     /// Whether it can erase what it keeps.
     pub(crate) erases: AtomicBool,
     /// Whether it fails to keep manifests.
@@ -200,12 +203,22 @@ impl MapStage {
     }
 
     /// Number of stored blocks.
+    /// Holds calls to make room, once they have removed blocks.
+    pub(crate) fn hold_rooms(&self) -> HangGuard {
+        HangGuard::new(&self.rooms_held)
+    }
+
     pub(crate) fn block_count(&self) -> usize {
         self.blocks.lock().unwrap().len()
     }
 
     fn used(blocks: &BTreeMap<u64, StoredBlock>) -> u64 {
         blocks.values().map(|kept| kept.bytes.len() as u64).sum()
+    }
+
+    /// The bytes that it keeps.
+    pub(crate) fn used_bytes(&self) -> u64 {
+        Self::used(&self.blocks.lock().unwrap())
     }
 
     /// Stores a block as if by an earlier run.
@@ -279,6 +292,9 @@ impl Stage for MapStage {
                 return Err(StageError::Full);
             }
             let address = self.next.fetch_add(1, Ordering::Relaxed);
+            if self.has_one_block_a_key.load(Ordering::Relaxed) {
+                blocks.retain(|_, kept| !kept.names.remove(&facts.key) || !kept.names.is_empty());
+            }
             let names = BTreeSet::from([facts.key]);
             blocks.insert(address, StoredBlock { names, bytes: slab.to_vec() });
             self.stored.fetch_add(1, Ordering::Relaxed);
@@ -372,6 +388,7 @@ impl Stage for MapStage {
                 room.dropped.extend(names.into_iter().map(|name| (name, Address(at))));
             }
         }
+        self.rooms_held.wait();
         Ok(room)
     }
 

@@ -33,7 +33,7 @@ pub fn pool() -> Pool {
 
 /// Runs every check, each on a new stage.
 pub fn all(pool: &Pool, make: &mut dyn FnMut() -> Arc<dyn Stage>) {
-    let checks: [fn(&StageFixture<'_>); 7] = [
+    let checks: [fn(&StageFixture<'_>); 8] = [
         a_new_stage_is_empty,
         a_stored_block_loads_back,
         blocks_of_any_size_load_back,
@@ -41,6 +41,7 @@ pub fn all(pool: &Pool, make: &mut dyn FnMut() -> Arc<dyn Stage>) {
         a_removed_block_is_gone,
         a_wrong_key_is_never_a_hit,
         bytes_are_removed_with_their_last_name,
+        a_name_has_the_bytes_of_its_address,
     ];
     for check in checks {
         check(&StageFixture { stage: make(), pool });
@@ -171,4 +172,20 @@ fn bytes_are_removed_with_their_last_name(fixture: &StageFixture<'_>) {
     fixture.assert_served(other, addresses[0], &blocks[0].1);
     fixture.stage.remove(&[(other, addresses[0])], deadline()).expect("it is there");
     fixture.assert_gone(other, addresses[0], 5000);
+}
+
+/// A key that was deleted and added again has two addresses until the removal of the first arrives.
+fn a_name_has_the_bytes_of_its_address(fixture: &StageFixture<'_>) {
+    let blocks = [block(1, 5000), block(2, 5000)];
+    let addresses = fixture.store(&blocks);
+    let (key, later) = (blocks[0].0, &blocks[1].1);
+    let alias = vec![(facts(key, 5000), addresses[1])];
+    fixture.stage.alias(alias, deadline()).expect("the bytes are there");
+    let loaded = fixture.load(key, addresses[0], 5000);
+    let is_later = matches!(&loaded, LoadOutcome::Hit(slab) if **slab == **later);
+    assert!(!is_later, "the bytes of another address");
+    fixture.stage.remove(&[(key, addresses[0])], deadline()).expect("it is there");
+    fixture.assert_served(key, addresses[1], later);
+    fixture.assert_served(blocks[1].0, addresses[1], later);
+    fixture.assert_gone(key, addresses[0], 5000);
 }
