@@ -44,6 +44,12 @@ PROFILE ?= release
 # Wheels carry no symbols; `make STRIP= ...` keeps them for perf and backtraces.
 STRIP ?= --strip
 STRIP_PROGRAM = $(if $(STRIP),-- -C strip=symbols)
+# Limits of stripped wheels in bytes. Third-party code is not optimised in the profile release.
+WHEEL_LIMIT_dist := 10000000
+WHEEL_LIMIT_release := 11500000
+# `prove-wheel WHEEL` for a wheel of the given profile.
+PROVE_WHEEL = limit=$(if $(STRIP),$(WHEEL_LIMIT_$(1))) python=$(abspath $(BIN)/python) \
+	bash .ci/prove-wheel
 # The program `cascade`, where pyproject.toml has maturin find it for the wheel.
 PROGRAM := target/wheel/scripts/cascade
 # Platforms of a release's wheels; docs/installation.md has the table.
@@ -214,21 +220,26 @@ wheel: $(STAMPS)/build
 	mkdir -p dist
 	rm -f dist/cascadekv-*_$(ARCHITECTURE).whl
 	cp $(CARGO_TARGET_DIR)/wheels/cascadekv-*.whl dist/
-	has_limit=$(and $(STRIP),$(filter dist,$(PROFILE))) python=$(abspath $(BIN)/python) bash .ci/prove-wheel dist/cascadekv-*_$(ARCHITECTURE).whl
+	$(call PROVE_WHEEL,$(PROFILE)) dist/cascadekv-*_$(ARCHITECTURE).whl
 
-.PHONY: dist ## Build the release wheels into dist/: x86-64 and aarch64, glibc 2.28 and later
+.PHONY: dist ## Build and test the release wheels in dist/: x86-64 and aarch64, glibc 2.28 and later
 dist:
 	@# One after the other: each puts its program into the same place.
 	for target in $(DIST_TARGETS); do $(MAKE) --no-print-directory dist-$$target; done
 
 .PHONY: $(DIST_TARGETS:%=dist-%)
+$(DIST_TARGETS:%=dist-%): DIST_PLATFORM = manylinux_2_28_$(firstword $(subst -, ,$(@:dist-%=%)))
 $(DIST_TARGETS:%=dist-%): dist-%: $(STAMPS)/tools $(STAMPS)/dist
+	rm -f dist/cascadekv-*-$(DIST_PLATFORM).whl
 	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/cargo-zigbuild rustc --profile dist --locked --quiet \
 		--target $*.2.28 --package cascade-command --bin cascade $(STRIP_PROGRAM)
 	install -D -m 0755 $(CARGO_TARGET_DIR)/$*/dist/cascade $(PROGRAM)
 	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/maturin build --profile dist --locked --quiet $(STRIP) \
 		--zig --target $* --compatibility manylinux_2_28 --interpreter python3.11 --out dist
-	$(BIN)/auditwheel show dist/cascadekv-*-manylinux_2_28_$(firstword $(subst -, ,$*)).whl
+	@# maturin checks the platform of the library only, auditwheel also that of the program.
+	$(BIN)/auditwheel show dist/cascadekv-*-$(DIST_PLATFORM).whl | grep --fixed-strings \
+		'"$(DIST_PLATFORM)"'
+	$(call PROVE_WHEEL,dist) dist/cascadekv-*-$(DIST_PLATFORM).whl
 
 .PHONY: docs ## Build the Rust documentation and run the examples of docs/python.md
 docs: $(STAMPS)/dev $(STAMPS)/test

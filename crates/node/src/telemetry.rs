@@ -16,10 +16,11 @@ use opentelemetry_sdk::trace::{
 };
 use thiserror::Error;
 use tracing::Subscriber;
+use tracing_subscriber::filter::{ParseError, Targets};
 use tracing_subscriber::fmt::MakeWriter;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::registry::LookupSpan;
-use tracing_subscriber::{EnvFilter, Layer, Registry, reload};
+use tracing_subscriber::{Layer, Registry, reload};
 
 use crate::config::LogConfig;
 use crate::status::TraceStatus;
@@ -42,13 +43,15 @@ const EXPORT_INTERVAL: Duration = Duration::from_secs(1);
 #[non_exhaustive]
 pub enum TelemetryError {
     /// The filter is invalid.
-    #[error("log_filter {filter:?} is not valid; use a level such as info, or module=level pairs")]
+    #[error(
+        "log_filter {filter:?} is not valid: {reason}; use a level such as info, or module=level \
+         pairs with commas between them"
+    )]
     Filter {
         /// The filter.
         filter: String,
         /// What is wrong with it.
-        #[source]
-        source: tracing_subscriber::filter::ParseError,
+        reason: String,
     },
     /// The endpoint of the collector is invalid.
     #[error("traces_endpoint {endpoint:?}: {reason}")]
@@ -156,7 +159,7 @@ pub fn start(log: &LogConfig, spans: Option<&Spans>) -> Result<LogFilter, Teleme
 
 /// The log filter, which can change while the process runs.
 #[derive(Debug, Clone)]
-pub struct LogFilter(reload::Handle<EnvFilter, Registry>);
+pub struct LogFilter(reload::Handle<Targets, Registry>);
 
 impl LogFilter {
     /// Replaces the filter.
@@ -168,10 +171,15 @@ impl LogFilter {
     }
 }
 
-fn parse_filter(filter: &str) -> Result<EnvFilter, TelemetryError> {
-    EnvFilter::builder()
-        .parse(filter)
-        .map_err(|source| TelemetryError::Filter { filter: filter.to_owned(), source })
+fn parse_filter(filter: &str) -> Result<Targets, TelemetryError> {
+    let invalid = |reason| TelemetryError::Filter { filter: filter.to_owned(), reason };
+    let parts: Vec<_> = filter.split(',').map(str::trim).filter(|part| !part.is_empty()).collect();
+    // `Targets` would take such a part for the name of a module, which selects nothing.
+    let is_no_name = |character: char| character.is_whitespace() || character == '[';
+    if let Some(part) = parts.iter().find(|part| part.contains(is_no_name)) {
+        return Err(invalid(format!("{part:?} has a space or a bracket")));
+    }
+    parts.join(",").parse().map_err(|error: ParseError| invalid(error.to_string()))
 }
 
 /// The subscriber that [`start`] installs, with another writer.
@@ -230,6 +238,8 @@ fn traces_url(endpoint: &str) -> Result<String, TelemetryError> {
 
 #[cfg(test)]
 mod tests {
+    use tracing::Level;
+
     use super::*;
 
     #[test]
@@ -245,9 +255,21 @@ mod tests {
     }
 
     #[test]
+    fn a_log_filter_takes_a_level_and_the_levels_of_modules() {
+        let filter = parse_filter("info, cascade_node::http=debug,").unwrap();
+        let enabled = |target, level| filter.would_enable(target, &level);
+        assert!(enabled("cascade_node::http::metrics", Level::DEBUG));
+        assert!(!enabled("cascade_node::http", Level::TRACE));
+        assert!(enabled("cascade_store", Level::INFO));
+        assert!(!enabled("cascade_store", Level::DEBUG));
+    }
+
+    #[test]
     fn an_invalid_log_filter_is_refused_by_name() {
-        let log = LogConfig { json: false, filter: Some("cascade=loud".to_owned()) };
-        let error = subscriber(&log, None, false, io::sink).err().unwrap().to_string();
-        assert!(error.contains("log_filter") && error.contains("cascade=loud"), "{error}");
+        for wrong in ["cascade=loud", "info cascade_node=debug", "[request]=debug"] {
+            let log = LogConfig { json: false, filter: Some(wrong.to_owned()) };
+            let error = subscriber(&log, None, false, io::sink).err().unwrap().to_string();
+            assert!(error.contains("log_filter") && error.contains(wrong), "{error}");
+        }
     }
 }

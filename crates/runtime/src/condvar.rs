@@ -1,4 +1,4 @@
-//! A condition variable: `std`'s, or one whose waits are scheduled and timed by the world.
+//! A condition variable: `parking_lot`'s, or one whose waits are scheduled and timed by the world.
 
 use std::fmt;
 use std::sync::{LockResult, PoisonError};
@@ -11,7 +11,7 @@ use crate::{Clock, Deadline, MutexGuard};
 /// A condition variable with the names and results of [`std::sync::Condvar`].
 #[derive(Default)]
 #[repr(transparent)]
-pub struct Condvar(std::sync::Condvar);
+pub struct Condvar(parking_lot::Condvar);
 
 /// Whether a wait ended because its time was over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,7 +30,7 @@ impl Condvar {
     /// A condition variable without waiting threads.
     #[inline]
     pub const fn new() -> Self {
-        Self(std::sync::Condvar::new())
+        Self(parking_lot::Condvar::new())
     }
 
     /// Waits until notified. Spurious wake-ups happen.
@@ -41,13 +41,9 @@ impl Condvar {
             let waited = self.wait_in(world, guard, None);
             return waited.map(first).map_err(|it| PoisonError::new(first(it.into_inner())));
         }
-        let MutexGuard { inner, release } = guard;
-        match self.0.wait(inner) {
-            Ok(inner) => Ok(MutexGuard { inner, release }),
-            Err(poisoned) => {
-                Err(PoisonError::new(MutexGuard { inner: poisoned.into_inner(), release }))
-            }
-        }
+        let mut guard = guard;
+        self.0.wait(&mut guard.inner);
+        guard.checked()
     }
 
     /// Waits until notified, at most for `time`. Spurious wake-ups happen.
@@ -61,16 +57,11 @@ impl Condvar {
         if let Some(world) = simulated::current() {
             return self.wait_in(world, guard, Some(time));
         }
-        let MutexGuard { inner, release } = guard;
-        match self.0.wait_timeout(inner, time) {
-            Ok((inner, waited)) => {
-                Ok((MutexGuard { inner, release }, WaitTimeoutResult(waited.timed_out())))
-            }
-            Err(poisoned) => {
-                let (inner, waited) = poisoned.into_inner();
-                let waited = WaitTimeoutResult(waited.timed_out());
-                Err(PoisonError::new((MutexGuard { inner, release }, waited)))
-            }
+        let mut guard = guard;
+        let waited = WaitTimeoutResult(self.0.wait_for(&mut guard.inner, time).timed_out());
+        match guard.checked() {
+            Ok(guard) => Ok((guard, waited)),
+            Err(poisoned) => Err(PoisonError::new((poisoned.into_inner(), waited))),
         }
     }
 

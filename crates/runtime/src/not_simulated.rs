@@ -40,7 +40,7 @@ without_a_value! {
     point();
     acquired(lock: usize);
     released(lock: usize);
-    wait_for_lock(kind: LockKind, lock: usize) -> Attempt;
+    wait_for_lock(kind: LockKind, lock: usize, time: Option<Duration>) -> Attempt;
     has_waiting_writer(lock: usize) -> bool;
     begin_wait_for_notification(condition: usize, time: Option<Duration>);
     end_wait() -> bool;

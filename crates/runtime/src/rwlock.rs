@@ -94,7 +94,7 @@ impl<T: ?Sized> RwLock<T> {
                 world.acquired(lock);
                 return self.read_result(locked);
             }
-            if let Attempt::HeldOutside = world.wait_for_lock(LockKind::Read, lock) {
+            if let Attempt::HeldOutside = world.wait_for_lock(LockKind::Read, lock, None) {
                 let locked = self.read_result(self.0.read());
                 world.acquired(lock);
                 return locked;
@@ -111,7 +111,7 @@ impl<T: ?Sized> RwLock<T> {
                 world.acquired(lock);
                 return self.write_result(locked);
             }
-            if let Attempt::HeldOutside = world.wait_for_lock(LockKind::Write, lock) {
+            if let Attempt::HeldOutside = world.wait_for_lock(LockKind::Write, lock, None) {
                 let locked = self.write_result(self.0.write());
                 world.acquired(lock);
                 return locked;

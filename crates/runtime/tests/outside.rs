@@ -122,6 +122,28 @@ fn a_wait_until_a_deadline_obeys_the_clock_that_it_is_given() {
 }
 
 #[test]
+fn a_mutex_is_waited_for_until_a_deadline() {
+    let lock = Mutex::new(1);
+    let clock = ManualClock::default();
+    let deadline = Deadline::after(&clock, Duration::from_secs(1));
+    let guard = lock.lock().unwrap();
+    std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| lock.lock_until(deadline, &clock).is_none());
+        clock.advance(Duration::from_secs(1));
+        assert!(waiter.join().unwrap(), "the deadline has passed");
+    });
+    drop(guard);
+    let guard = lock.lock_until(deadline, &clock).expect("a free lock is taken also then");
+    let guard = guard.unwrap();
+    let later = Deadline::after(&clock, Duration::from_secs(1));
+    std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| *lock.lock_until(later, &clock).unwrap().unwrap());
+        drop(guard);
+        assert_eq!(waiter.join().unwrap(), 1);
+    });
+}
+
+#[test]
 fn a_deadline_mutex_is_waited_for_until_the_deadline() {
     let lock = Arc::new(DeadlineMutex::new(1));
     let mut guard = lock.lock(Deadline::after(&SystemClock, LONG), &SystemClock).unwrap();

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use cascade_runtime::simulated::{Domain, Ending, Policy, Report, Settings, World};
 use cascade_runtime::{
-    Condvar, LeafMutex, Mutex, Plant, RwLock, fill_random, is_planted, is_simulated, now,
-    random_u64, sleep, thread, unix_ms, yield_now,
+    Condvar, Deadline, LeafMutex, Mutex, Plant, RwLock, SystemClock, fill_random, is_planted,
+    is_simulated, now, random_u64, sleep, thread, unix_ms, yield_now,
 };
 
 /// Seeds in which a planted bug has to be found.
@@ -250,6 +250,43 @@ fn time_outs_fire_in_virtual_time() {
         assert_eq!(before_ms - unix_ms(), 86_400_000);
     });
     assert!(report.now > 4 * DAY, "{report:?}");
+}
+
+#[test]
+fn a_lock_is_waited_for_until_a_deadline_in_virtual_time() {
+    const LONG: Duration = Duration::from_secs(3600);
+    let (mut in_time, mut late) = (0, 0);
+    for seed in 0..50 {
+        let outcomes = Arc::new([AtomicU64::new(0), AtomicU64::new(0)]);
+        let counted = Arc::clone(&outcomes);
+        finishes(seed, move || {
+            let lock = Arc::new(Mutex::new(0));
+            let waiters: Vec<_> = (0..4)
+                .map(|hours| {
+                    let (lock, counted) = (Arc::clone(&lock), Arc::clone(&counted));
+                    thread::spawn(move || {
+                        let deadline = Deadline::after(&SystemClock, LONG * hours);
+                        let guard = lock.lock_until(deadline, &SystemClock);
+                        counted[usize::from(guard.is_none())].fetch_add(1, Ordering::Relaxed);
+                        assert!(guard.is_some() || deadline.has_passed(&SystemClock));
+                        let Some(guard) = guard else { return };
+                        *guard.unwrap() += 1;
+                    })
+                })
+                .collect();
+            let guard = lock.lock().unwrap();
+            sleep(LONG + LONG / 2);
+            drop(guard);
+            for waiter in waiters {
+                waiter.join().unwrap();
+            }
+            assert_eq!(*lock.lock().unwrap(), counted[0].load(Ordering::Relaxed));
+        });
+        in_time += outcomes[0].load(Ordering::Relaxed);
+        late += outcomes[1].load(Ordering::Relaxed);
+    }
+    assert!(in_time > 0 && late > 0, "{in_time} in time, {late} late");
+    assert_eq!(in_time + late, 200);
 }
 
 #[test]

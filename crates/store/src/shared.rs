@@ -1,14 +1,16 @@
 //! The core of a store: its state, pool and stages, and how its threads wait for each other.
 
 pub(crate) mod call;
+pub(crate) mod call_counts;
 pub(crate) mod hold;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use cascade_block::FingerprintSeed;
-use cascade_memory::{Pool, SlabMut};
-use cascade_runtime::{Clock, Condvar, Deadline, Mutex, random_u64};
+use cascade_memory::{Pool, Slab, SlabMut};
+use cascade_runtime::{Clock, Condvar, Deadline, LeafMutex, Mutex, random_u64};
 use cascade_tier::tier::{BlockFacts, StageError};
 use cascade_tier::{CallOptions, StoreError, TierName};
 
@@ -22,6 +24,7 @@ use crate::durable::ledger::Recovered;
 use crate::durable::named_pool::{NamedPool, OpenedPool, open_pool};
 use crate::insight::traffic::Insight;
 use crate::shared::call::CallContext;
+use crate::shared::call_counts::CallCounts;
 use crate::shared::hold::{KEYS_PER_HOLD, StateGuard, StateLock};
 use crate::stages::guard::Guarded;
 use crate::stages::{Pipeline, StageContext, StageRegistry, encryption};
@@ -48,6 +51,10 @@ pub(crate) struct StoreCore {
     /// The named pool, if there is one.
     pub(crate) warm: Option<NamedPool>,
     state: StateLock,
+    /// Slabs in flight that puts have freed without the lock, because their deadlines passed while
+    /// they waited for it. The state still counts them.
+    freed_slabs: AtomicU64,
+    pub(crate) call_counts: LeafMutex<CallCounts>,
     /// Traffic statistics. A lock of its own, never taken while the lock of the state is held.
     pub(crate) insight: Mutex<Insight>,
     /// Notified when something changes that a call may wait for.
@@ -132,6 +139,8 @@ impl StoreCore {
             dirty_bytes_max,
             warm,
             state,
+            freed_slabs: AtomicU64::new(0),
+            call_counts: LeafMutex::default(),
             insight,
             changed: Condvar::new(),
             work: Condvar::new(),
@@ -301,6 +310,7 @@ impl StoreCore {
             if state.is_erasing {
                 return (state, Err(AllocationFailure::Erasing));
             }
+            self.note_freed_slabs(&mut state);
             // The caller decrements the counter when it publishes, drops or hands out the slab.
             // Until then other calls wait for this memory instead of failing.
             if self.has_block_room(&state)
@@ -309,9 +319,8 @@ impl StoreCore {
                 state.slabs_in_flight += 1;
                 return (state, Ok(slab));
             }
-            // Before eviction, because this memory costs no block.
+            // Before eviction, because this costs no block. Without the lock: it reads `/proc`.
             if self.is_sweep_of_holders_due() {
-                // Without the lock: it reads `/proc` for each process.
                 self.unlock(state);
                 self.release_dead_holders();
                 state = self.lock();
@@ -367,6 +376,22 @@ impl StoreCore {
         has_more
     }
 
+    /// Frees slabs in flight without the lock.
+    pub(crate) fn free_unpublished<T>(&self, slabs: Vec<(T, Slab)>) {
+        let count = slabs.len() as u64;
+        // First: whoever sees the number finds the memory free.
+        drop(slabs);
+        self.freed_slabs.fetch_add(count, Ordering::Release);
+        self.notify_changed();
+    }
+
+    /// Subtracts the slabs that puts have freed without the lock.
+    pub(crate) fn note_freed_slabs(&self, state: &mut StoreState) {
+        if self.freed_slabs.load(Ordering::Relaxed) > 0 {
+            state.slabs_in_flight -= self.freed_slabs.swap(0, Ordering::Acquire);
+        }
+    }
+
     fn has_block_room(&self, state: &StoreState) -> bool {
         let most = self.config.dram_blocks.unwrap_or(u64::MAX);
         // Slabs in flight count, because each becomes a block without another check.
@@ -374,10 +399,12 @@ impl StoreCore {
     }
 
     /// Releases the lock, and wakes the movers if key changes are queued.
-    pub(crate) fn unlock(&self, state: StateGuard<'_>) {
+    pub(crate) fn unlock(&self, mut state: StateGuard<'_>) {
         let has_names = state.key_changes.iter().any(|names| !names.is_empty());
+        let discarded = state.catalog.take_discarded();
         // First, so that a mover does not wake up only to wait for the lock.
         drop(state);
+        drop(discarded);
         if has_names {
             self.notify_movers();
         }

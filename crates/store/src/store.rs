@@ -15,12 +15,10 @@ use cascade_tier::{
 };
 
 use crate::calls::prefetch::{PrefetchQueue, run_prefetch};
-use crate::core::catalog::{Content, KeyIndex};
-use crate::core::eviction::RequestedBlock;
+use crate::core::catalog::Content;
 use crate::core::history::Loss;
 use crate::core::state::StoreState;
 use crate::drive::{mover, prober, scrub, settle};
-use crate::insight::shadow::ChainLookup;
 use crate::shared::hold::KEYS_PER_HOLD;
 use crate::shared::{StoreCore, tier_error};
 use crate::stages::StageRegistry;
@@ -133,75 +131,10 @@ impl Store {
 
     /// Matches the leading blocks of a chain, and returns the fastest tier of each. The eviction
     /// policy learns of requests from this call: look up the whole chain first, then read the
-    /// matched blocks and put the others.
+    /// matched blocks and put the others. Matches only the blocks that it could look up within the
+    /// timeout of the store.
     pub fn lookup_prefix(&self, request: &Request<'_>) -> PrefixMatch {
-        let core = self.core();
-        let now_unix_ms = core.clock.unix_ms();
-        let mut found = Vec::with_capacity(request.keys.len());
-        let mut state = core.lock();
-        state.history.set_time(now_unix_ms);
-        state.policy_time = state.policy_time.max(request.at);
-        let now = core.policy_now(&state);
-        state.catalog.find_batch(request.keys, &mut found);
-        let mut chain = Vec::with_capacity(request.keys.len());
-        let mut tiers = Vec::new();
-        let mut in_dram = 0;
-        let mut is_unbroken = true;
-        // Forgetting an expired block frees its index, which `found` may hold twice: from then on,
-        // each key is looked up again.
-        let mut has_forgotten = state.is_closed;
-        for (key, mut found) in request.keys.iter().zip(found) {
-            let expired = |found| state.catalog.entry(found).has_expired(now_unix_ms);
-            if has_forgotten || found.is_some_and(expired) {
-                found = if state.is_closed { None } else { state.find_live(key, now_unix_ms) };
-                has_forgotten = true;
-            }
-            // The policy gets the whole chain, the match only the blocks before the first gap.
-            let Some(found) = found else {
-                is_unbroken = false;
-                chain.push(RequestedBlock {
-                    fingerprint: state.catalog.fingerprint(key),
-                    resident: None,
-                });
-                continue;
-            };
-            let entry = state.catalog.entry(found);
-            let (content, resident) = (entry.content, entry.slot());
-            chain.push(RequestedBlock { fingerprint: state.catalog.fingerprint(key), resident });
-            is_unbroken &= !state.is_unreadable(state.catalog.content(content));
-            if is_unbroken {
-                if state.has_dram {
-                    state.expect_read(found);
-                }
-                state.catalog.entry_mut(found).note_matched();
-                let content = state.catalog.content(content);
-                in_dram += usize::from(content.slab.is_some() && in_dram == tiers.len());
-                let lower = content.fastest_lower_except(state.open_read_circuits);
-                let lower = lower.map_or(0, |(stage, _)| 1 + stage);
-                let tier = if content.slab.is_some() { 0 } else { lower };
-                state.tier_matches[tier] += 1;
-                tiers.push(core.tier_name(tier));
-            }
-        }
-        if state.has_dram {
-            state.eviction.request(now, &chain, request.partial_tail, &request.hints);
-        }
-        state.counters.requests += 1;
-        state.counters.blocks_requested += request.keys.len() as u64;
-        state.counters.blocks_matched += tiers.len() as u64;
-        let block_bytes = state.mean_block_bytes();
-        // The lock of the insight is never taken under the lock of the state.
-        core.unlock(state);
-        core.insight().request(&ChainLookup {
-            at: now,
-            keys: request.keys,
-            partial_tail: request.partial_tail,
-            hints: &request.hints,
-            in_dram,
-            matched: tiers.len(),
-            block_bytes,
-        });
-        PrefixMatch { tiers }
+        self.core().lookup_prefix(request)
     }
 
     /// Looks up a chain and returns views of the matched blocks: one round trip instead of two
@@ -214,23 +147,11 @@ impl Store {
     /// Passes hints about a chain to the eviction policy outside a request, such as the end of its
     /// session or a queued request for it. Does not count as an access.
     pub fn hint(&self, request: &Request<'_>) {
-        let core = self.core();
-        let mut found = Vec::with_capacity(request.keys.len());
-        let mut state = core.lock();
-        state.policy_time = state.policy_time.max(request.at);
-        state.catalog.find_batch(request.keys, &mut found);
-        let asked = |(key, found): (&BlockKey, Option<KeyIndex>)| RequestedBlock {
-            fingerprint: state.catalog.fingerprint(key),
-            resident: found.and_then(|found| state.catalog.entry(found).slot()),
-        };
-        let chain: Vec<_> = request.keys.iter().zip(found).map(asked).collect();
-        let now = core.policy_now(&state);
-        state.eviction.hint(now, &chain, &request.hints);
-        drop(state);
-        core.insight().shadows.hint(now, request.keys, &request.hints);
+        self.core().hint(request);
     }
 
-    /// Whether each block can be read from any tier. Does not count as an access.
+    /// Whether each block can be read from any tier. Does not count as an access. False for blocks
+    /// that could not be looked up within the timeout of the store.
     pub fn contains(&self, keys: &[BlockKey]) -> Vec<bool> {
         self.map_contents(keys, |state, content| {
             content.is_some_and(|content| !state.is_unreadable(content))
@@ -264,7 +185,8 @@ impl Store {
     }
 
     /// Applies a function to the content of each block: `None` if it is unknown or has expired.
-    fn map_contents<T>(
+    /// Beyond the timeout of the store, the rest is not looked up.
+    fn map_contents<T: Default>(
         &self,
         keys: &[BlockKey],
         map: impl Fn(&StoreState, Option<&Content>) -> T,
@@ -272,8 +194,9 @@ impl Store {
         let now_unix_ms = self.core().clock.unix_ms();
         let mut results = Vec::with_capacity(keys.len());
         let mut found = Vec::with_capacity(keys.len().min(KEYS_PER_HOLD));
+        let (mut call, count) = (None, keys.len());
         for keys in keys.chunks(KEYS_PER_HOLD) {
-            let mut state = self.core().lock_for(keys.len());
+            let Some(mut state) = self.core().lock_in_time(keys.len(), &mut call) else { break };
             state.charge_keys(keys);
             state.catalog.find_batch(keys, &mut found);
             let content_of = |found| {
@@ -284,6 +207,7 @@ impl Store {
             let found = found.drain(..);
             results.extend(found.map(|key: Option<_>| map(&state, key.and_then(content_of))));
         }
+        results.resize_with(count, T::default);
         results
     }
 
@@ -465,7 +389,11 @@ impl StoreInner {
         let flushed = self.core.flush(CallOptions::default());
         // In short holds, because the queues may be long.
         for stage in 0..self.core.stages.len() {
-            drop(settle::fail_queue(&self.core, self.core.lock(), stage, &StageError::Timeout));
+            let mut state = self.core.lock();
+            state = settle::fail_queue(&self.core, state, stage, &StageError::Timeout);
+            while !state.cancel_key_changes(stage).is_empty() {
+                state = self.core.end_full_hold(state);
+            }
         }
         // Under one hold of the lock: a mover or caller that sees `is_closed` also sees empty
         // queues and settled tickets, and stops waiting.
@@ -475,7 +403,8 @@ impl StoreInner {
             settle::settle_queue(&mut state, stage, &StageError::Timeout);
             // Otherwise the joins below could wait for a stage that hangs.
             self.core.stages[stage].end_all_waits();
-            state.cancel_key_changes(stage);
+            // Those that were queued since.
+            while !state.cancel_key_changes(stage).is_empty() {}
         }
         drop(state);
         self.core.notify_movers();
@@ -516,7 +445,8 @@ impl StoreCore {
         // Lets the probers check for hanging calls now, so that the next statistics are current.
         self.wake_probers();
         let (shadows, shadow_bytes) = self.insight().figures();
-        let state = self.lock();
+        let mut state = self.lock();
+        self.add_call_counts(&mut state);
         let eviction = state.eviction.stats();
         let hits = |(tier, (blocks, bytes)): (usize, &(u64, u64))| TierHits {
             tier: self.tier_name(tier),

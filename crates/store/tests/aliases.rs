@@ -180,8 +180,8 @@ fn a_key_whose_block_is_dropped_before_it_is_recorded_is_absent() {
     assert!(matches!(state, BlockState::Absent { why: Loss::Reclaimed, .. }), "{state:?}");
 }
 
-/// Both writes of the key reached the tier in one batch, and the later one replaced the bytes of the
-/// other key before that was recorded.
+/// Both writes of the key reached the tier in one batch, and the later one replaced the bytes of
+/// the other key before that was recorded.
 #[test]
 fn a_key_that_is_put_again_leaves_the_bytes_of_another_one() {
     let digest = DigestMode::On(DigestAlgorithm::Blake3);

@@ -14,8 +14,8 @@ use cascade_block::BlockKey;
 use cascade_runtime::Clock;
 use cascade_store::stages::StageRegistry;
 use cascade_store::{
-    CallOptions, GetOutcome, PrepareOutcome, Put, PutOutcome, PutSlab, Store, StoreConfig,
-    StoreError, ViewOutcome,
+    CallOptions, GetOutcome, HoldRecorder, PrepareOutcome, Put, PutOutcome, PutSlab, Store,
+    StoreConfig, StoreError, ViewOutcome,
 };
 
 use blocks::dram;
@@ -136,6 +136,34 @@ fn every_batch_ends_by_its_deadline() {
     assert!(store.unpin(&keys).iter().all(|was_pinned| *was_pinned));
     assert!(store.delete(&keys).iter().all(|is_deleted| *is_deleted));
     assert_eq!(store.stats().keys, 0);
+}
+
+/// A late put counted each of its blocks in a hold of the lock for 256 of them.
+#[test]
+fn a_put_of_many_keys_handles_few_of_them_after_its_deadline() {
+    let clock = Arc::new(SteppingClock::default());
+    let holds = HoldRecorder::new();
+    let config = StoreConfig { hash_seed: Some(7), holds: Some(holds.clone()), ..dram(16) };
+    let store = Store::open_with(config, &StageRegistry::default(), clock.clone()).unwrap();
+    let keys = adversarial();
+    let bytes: Vec<_> = keys.iter().map(bytes_of).collect();
+    let puts: Vec<_> = keys.iter().zip(&bytes).map(|(key, bytes)| Put::new(*key, bytes)).collect();
+    let second = CallOptions { timeout: Some(Duration::from_secs(1)), ..Default::default() };
+    clock.step.store(5, Ordering::SeqCst);
+    holds.take();
+    let outcomes = store.put(&puts, second);
+    let stored = count_in_time(
+        &outcomes,
+        |it| matches!(it, PutOutcome::Stored),
+        |it| matches!(it, PutOutcome::Failed(error) if is_timeout(error)),
+    );
+    // Each block is looked up and published, those of one round are looked up in vain, and some
+    // are noted in the history.
+    let handled: u64 = holds.take().iter().map(|hold| hold.keys).sum();
+    let most = 2 * stored + 64 + 256;
+    assert!(handled <= most as u64, "{handled} keys were handled for {stored} in time");
+    assert_eq!(store.stats().counters.put_failures, (BLOCKS - stored) as u64);
+    assert_eq!(store.contains(&keys).iter().filter(|is_here| **is_here).count(), stored);
 }
 
 #[test]

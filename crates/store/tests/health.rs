@@ -105,6 +105,8 @@ fn a_stage_whose_writes_fail_is_still_read() {
     pass_until(&store, &clock, false);
     let outcomes = put(&store, &keys(128..136), BLOCK);
     assert!(outcomes.iter().all(|o| matches!(o, PutOutcome::Stored)), "{outcomes:?}");
+    // No tier has written them, and the reads below evict others.
+    assert_eq!(store.pin(&keys(128..136)), [true; 8]);
     store.flush(CallOptions::default()).unwrap_err();
     for _ in 0..8 {
         clock.advance(SECOND);

@@ -67,6 +67,12 @@ fn each_call_over_many_keys_ends_its_holds() {
     check_holds(&holds, MANY);
     drop(views);
 
+    let request = Request::new(&many);
+    assert_eq!(store.lookup_prefix(&request).tiers, vec!["dram"; many.len()]);
+    check_holds(&holds, MANY);
+    store.hint(&request);
+    check_holds(&holds, MANY);
+
     assert_eq!(store.explain(&many, None, CallOptions::default()).unwrap().leading, many.len());
     check_holds(&holds, MANY);
     assert_eq!(store.find_keys(|_| true, 5000, CallOptions::default()).unwrap().len(), many.len());

@@ -1,6 +1,7 @@
 //! Locks in a world: who holds which, and who waits.
 
 use std::panic::Location;
+use std::time::Duration;
 
 use super::World;
 use super::threads::Held;
@@ -16,7 +17,7 @@ pub(crate) enum LockKind {
 
 /// What to do after a lock was not free.
 pub(crate) enum Attempt {
-    /// It was released: try again.
+    /// It was released, or the time is over: try again.
     Again,
     /// No thread of this world holds it, so another OS thread does: wait for it as usual.
     HeldOutside,
@@ -46,9 +47,14 @@ impl World {
         }
     }
 
-    /// Waits until a lock is released that was not free.
+    /// Waits until a lock is released that was not free, at most for `time` if that is given.
     #[track_caller]
-    pub(crate) fn wait_for_lock(&self, kind: LockKind, lock: usize) -> Attempt {
+    pub(crate) fn wait_for_lock(
+        &self,
+        kind: LockKind,
+        lock: usize,
+        time: Option<Duration>,
+    ) -> Attempt {
         let is_held = {
             let threads = self.threads.borrow();
             threads.iter().any(|thread| thread.held.iter().any(|held| held.lock == lock))
@@ -56,7 +62,7 @@ impl World {
         if !is_held {
             return Attempt::HeldOutside;
         }
-        self.wait(Reason::Lock(kind, lock), None);
+        self.wait(Reason::Lock(kind, lock), time);
         Attempt::Again
     }
 

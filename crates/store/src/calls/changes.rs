@@ -164,10 +164,8 @@ impl StoreState {
 
     /// Logs that all keys were removed, in place of their single removals.
     pub(crate) fn note_cleared(&mut self) {
-        if let Some(log) = self.catalog.changes_mut() {
-            // The removals of the single keys are not reported, and leave the expirations alone.
-            log.expirations.clear();
-        }
+        // The removals of the single keys are not reported, and leave the expirations alone.
+        self.catalog.clear_expirations();
         self.catalog.report(Change::Cleared);
     }
 

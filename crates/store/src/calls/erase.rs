@@ -56,7 +56,7 @@ impl StoreCore {
     /// only then does no thread write to a stage or a slab, and stages and memory can be erased.
     pub(crate) fn erase(&self, options: CallOptions) -> Result<EraseReport, StoreError> {
         let call = self.call(options);
-        let mut state = self.lock();
+        let mut state = self.lock_or_time_out("erase", call)?;
         if state.is_closing {
             return Err(StoreError::Closed);
         }
@@ -66,7 +66,7 @@ impl StoreCore {
         state.erases += 1;
         state.are_removals_cancelled = true;
         state.make_all_absent();
-        drop(state);
+        self.unlock(state);
         let mut removed = CancelledRemovals::default();
         let tiers = self.empty_catalog(&mut removed);
         let mut erased = EraseReport { tiers, ..EraseReport::default() };
@@ -129,6 +129,7 @@ impl StoreCore {
             }
             // A call that began before the erase has put a block meanwhile.
             state.make_all_absent();
+            self.unlock(state);
         }
     }
 
@@ -143,8 +144,13 @@ impl StoreCore {
         loop {
             // Calls in flight can still queue key changes; those are not sent to the stages.
             removed.take(&mut state);
+            state = self.end_full_hold(state);
+            if state.key_changes.iter().any(|changes| !changes.is_empty()) {
+                continue;
+            }
             // A mover settles a ticket only after the reply of its stage: with all settled, no
             // mover waits for a write. Timed-out calls are left to `wait_for_stuck_calls`.
+            self.note_freed_slabs(&mut state);
             let is_settled = |stage: usize| {
                 let (blocks, names) = (&state.block_tickets[stage], &state.key_tickets[stage]);
                 blocks.settled == blocks.pushed && names.settled == names.pushed
@@ -266,7 +272,7 @@ impl StoreCore {
 struct CancelledRemovals([Vec<Vec<KeyChange>>; LOWER_STAGES_MAX]);
 
 impl CancelledRemovals {
-    /// Empties the queues of key changes.
+    /// Takes a part of the queues of key changes.
     fn take(&mut self, state: &mut StoreState) {
         for (stage, taken) in self.0.iter_mut().enumerate() {
             let changes = state.cancel_key_changes(stage);

@@ -29,7 +29,9 @@ impl Store {
         found.retain(&is_match);
         let mut from = 0;
         loop {
-            let mut state = core.lock_for(PIECE_KEYS as usize);
+            let Some(mut state) = core.lock_within(PIECE_KEYS as usize, call) else {
+                return Err(call.timeout_error("scan all keys"));
+            };
             let end = state.catalog.key_indices_end();
             // An entry never changes its index: although the lock is released between pieces, the
             // scan finds every key that is in the store throughout.

@@ -39,13 +39,14 @@ impl Store {
 impl StoreCore {
     /// For callers without a mark: reports the failures that no flush has reported so far.
     pub(crate) fn flush(&self, options: CallOptions) -> Result<(), StoreError> {
-        let mut reported = self.lock().reported_failures;
-        self.flush_since(&mut reported, self.call(options))
+        let call = self.call(options);
+        let mut reported = self.lock_or_time_out("flush", call)?.reported_failures;
+        self.flush_since(&mut reported, call)
     }
 
     /// Waits until the stages have everything that is queued now.
     fn wait_for_queues(&self, call: CallContext) -> Result<(), StoreError> {
-        let mut state = self.lock();
+        let mut state = self.lock_or_time_out("flush", call)?;
         loop {
             if state.is_closed {
                 return Err(StoreError::Closed);
@@ -76,7 +77,7 @@ impl StoreCore {
         self.wait_for_queues(call)?;
         // Read once: exactly the stages that are skipped or cut short below are reported at the
         // end, even if a circuit closes meanwhile.
-        let mut open_circuits = self.lock().open_write_circuits;
+        let mut open_circuits = self.lock_or_time_out("flush", call)?.open_write_circuits;
         let mut flushed = Ok(());
         // Try every stage and report the first error.
         for (at, stage) in self.stages.iter().enumerate() {
@@ -103,7 +104,7 @@ impl StoreCore {
             }
             flushed = flushed.and(result.map_err(|error| tier_error(stage, "flush", error)));
         }
-        let mut state = self.lock();
+        let mut state = self.lock_or_time_out("flush", call)?;
         let failures = state.write_failures;
         let failed = failures.stage_with_failures_since(reported.max(state.failures_before_erase));
         if state.is_closed && (flushed.is_err() || failed.is_some()) {

@@ -79,8 +79,9 @@ impl StoreCore {
     fn prefetch_now(&self, keys: &[BlockKey], pace: &mut dyn FnMut(u64)) {
         let mut rest = keys;
         while !rest.is_empty() {
-            let (step, later) = rest.split_at(self.step_keys(rest));
-            let views = self.read(step, self.call(CallOptions::default()), ReadPurpose::Prefetch);
+            let call = self.call(CallOptions::default());
+            let (step, later) = rest.split_at(self.step_keys(rest, call));
+            let views = self.read(step, call, ReadPurpose::Prefetch);
             let bytes = views.iter().map(|view| match view {
                 ViewOutcome::Hit { slab, .. } => slab.len() as u64,
                 ViewOutcome::Miss | ViewOutcome::Failed(_) => 0,

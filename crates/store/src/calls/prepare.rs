@@ -14,7 +14,8 @@ use crate::calls::put_check::PutCheck;
 use crate::core::eviction::Slot;
 use crate::shared::StoreCore;
 use crate::shared::call::CallContext;
-use crate::shared::hold::KEYS_PER_HOLD;
+use crate::shared::call_counts::CallCounts;
+use crate::shared::hold::{KEYS_PER_HOLD, StateGuard};
 use crate::{Store, WritePolicy};
 
 /// Maximum bytes of slabs in one step. A batch of large blocks takes several steps, so that the
@@ -164,12 +165,12 @@ impl StoreCore {
     }
 
     fn count_completed_puts(&self, present: u64, conflicts: u64, failures: u64) {
-        let mut state = self.lock();
-        let counters = &mut state.counters;
-        counters.puts += present + conflicts + failures;
-        counters.present += present;
-        counters.conflicts += conflicts;
-        counters.put_failures += failures;
+        let mut counts = CallCounts::default();
+        counts.counters.puts = present + conflicts + failures;
+        counts.counters.present = present;
+        counts.counters.conflicts = conflicts;
+        counts.counters.put_failures = failures;
+        self.count_call(&counts);
     }
 
     /// One step of a preparation: see [`crate::Store::prepare`].
@@ -177,12 +178,28 @@ impl StoreCore {
         &self,
         batch: &[Put<'_>],
         lengths: &[usize],
+        limits: StepLimits,
+        chain: &mut ChainProgress,
+    ) -> Vec<PrepareOutcome> {
+        let call = limits.call;
+        if let Some(state) = self.lock_within(batch.len(), call) {
+            return self.prepare_locked(state, batch, lengths, limits, chain);
+        }
+        self.count_completed_puts(0, 0, batch.len() as u64);
+        let late = || PutOutcome::Failed(call.timeout_error("prepare all blocks of a batch"));
+        batch.iter().map(|_| PrepareOutcome::Settled(late())).collect()
+    }
+
+    fn prepare_locked<'a>(
+        &'a self,
+        mut state: StateGuard<'a>,
+        batch: &[Put<'_>],
+        lengths: &[usize],
         StepLimits { bytes_max, call, may_wait }: StepLimits,
         ChainProgress { declined, previous }: &mut ChainProgress,
     ) -> Vec<PrepareOutcome> {
         let mut prepared = Vec::with_capacity(batch.len());
         let mut allocated_bytes = 0;
-        let mut state = self.lock_for(batch.len());
         let now = self.timestamps(&mut state);
         for (put, bytes) in batch.iter().zip(lengths).take(KEYS_PER_HOLD) {
             if allocated_bytes > 0 && allocated_bytes + bytes > bytes_max.min(BATCH_BYTES) {

@@ -15,7 +15,7 @@ use crate::core::catalog::{ContentIndex, NewKey};
 use crate::core::eviction::{Incoming, Slot};
 use crate::core::state::StoreState;
 use crate::shared::call::CallContext;
-use crate::shared::hold::{KEYS_PER_HOLD, StateGuard};
+use crate::shared::hold::StateGuard;
 use crate::shared::{AllocationFailure, StoreCore, Timestamps};
 
 /// Maximum bytes that one round of a put holds outside the catalog.
@@ -107,7 +107,10 @@ impl StoreCore {
                 }
                 // No back-pressure here: the slabs are allocated already, so waiting would free no
                 // memory. `reserve` and `prepare` have waited for the backlog.
-                let mut state = self.lock_for(round.len());
+                let Some(mut state) = self.lock_within(round.len(), puts.call) else {
+                    puts.fail_if_late(&undecided[at * ROUND_BLOCKS..], &*self.clock);
+                    break;
+                };
                 state.charge_keys(round);
                 let now = self.timestamps(&mut state);
                 for at in round {
@@ -152,7 +155,7 @@ impl StoreCore {
         let outcomes =
             outcomes.into_iter().map(|outcome| outcome.unwrap_or_else(retries_exhausted));
         awaited.sort_unstable_by_key(|(index, _)| *index);
-        self.finish_put(batch, outcomes.collect(), &awaited, call)
+        self.end_put(batch, outcomes.collect(), &awaited, call)
     }
 
     /// Allocates a slab outside any batch, to write a block in place.
@@ -162,7 +165,8 @@ impl StoreCore {
         options: CallOptions,
     ) -> Result<SlabMut, StoreError> {
         let call = self.call(options);
-        let (state, has_room) = self.wait_for_backlog(self.lock(), call);
+        let state = self.lock_or_time_out("allocate memory in DRAM", call)?;
+        let (state, has_room) = self.wait_for_backlog(state, call);
         if state.is_closing {
             return Err(StoreError::Closed);
         }
@@ -202,7 +206,11 @@ impl StoreCore {
         let mut allocated_bytes = 0;
         // The last block that got a slab in this round, and its nearest resident ancestor.
         let mut previous: Option<(BlockKey, Option<Slot>)> = None;
-        let mut state = self.lock_for(undecided.len().min(ROUND_BLOCKS));
+        let keys = undecided.len().min(ROUND_BLOCKS);
+        let Some(mut state) = self.lock_within(keys, puts.call) else {
+            puts.fail_if_late(undecided, &*self.clock);
+            return (allocated, undecided.len());
+        };
         let now = self.timestamps(&mut state);
         for (done, at) in undecided.iter().enumerate() {
             // Both limits are checked before the block is decided, and need an earlier one: every
@@ -335,7 +343,11 @@ impl StoreCore {
         if is_planted(Plant::EarlyPublish) {
             return self.publish_unfilled(puts, &sealed);
         }
-        let mut state = self.lock_for(sealed.len());
+        let Some(mut state) = self.lock_within(sealed.len(), puts.call) else {
+            let late: Vec<usize> = sealed.iter().map(|(index, _)| *index).collect();
+            puts.fail_if_late(&late, &*self.clock);
+            return self.free_unpublished(sealed);
+        };
         state.charge_keys(&sealed);
         let now = self.timestamps(&mut state);
         for (index, slab) in sealed {
@@ -445,37 +457,6 @@ impl StoreCore {
         }
         state.make_resident(key, now.policy);
         place
-    }
-
-    /// Waits for the stages if the write policy requires it, then counts the outcomes.
-    fn finish_put(
-        &self,
-        batch: &[Put<'_>],
-        mut outcomes: Vec<PutOutcome>,
-        awaited: &[(usize, Place)],
-        call: CallContext,
-    ) -> Vec<PutOutcome> {
-        if self.waits_for_writes() {
-            let mut awaited = awaited.iter().peekable();
-            for (at, (put, outcome)) in batch.iter().zip(&mut outcomes).enumerate() {
-                let place = awaited.next_if(|(index, _)| *index == at).map(|(_, place)| *place);
-                if let Err(error) = self.wait_written(put, outcome, place, call) {
-                    *outcome = PutOutcome::Failed(error);
-                }
-            }
-        }
-        for (batch, outcomes) in batch.chunks(KEYS_PER_HOLD).zip(outcomes.chunks(KEYS_PER_HOLD)) {
-            let mut state = self.lock_for(batch.len());
-            state.charge_keys(batch);
-            let now = self.policy_now(&state);
-            for (put, outcome) in batch.iter().zip(outcomes) {
-                state.count_put(&put.key, outcome);
-            }
-            drop(state);
-            // The lock of the insight is never taken under the lock of the state.
-            self.insight().shadows.put(now, batch, outcomes);
-        }
-        outcomes
     }
 
     /// The outcome of a put for which no slab was allocated.

@@ -38,7 +38,8 @@ pub(crate) enum ReadPurpose {
 
 impl StoreCore {
     pub(crate) fn view(&self, keys: &[BlockKey], options: CallOptions) -> Vec<ViewOutcome> {
-        let outcomes = self.read(keys, self.call(options), ReadPurpose::Use);
+        let call = self.call(options);
+        let outcomes = self.read(keys, call, ReadPurpose::Use);
         self.count_gets(keys.len(), outcomes.iter().map(ReadResult::from_view));
         outcomes
     }
@@ -64,7 +65,7 @@ impl StoreCore {
             }
             let keys: Vec<BlockKey> =
                 rest.iter().take(KEYS_PER_HOLD).map(|(key, _)| *key).collect();
-            let step = &keys[..self.step_keys(&keys)];
+            let step = &keys[..self.step_keys(&keys, call)];
             for (view, (_, bytes)) in
                 self.read(step, call, ReadPurpose::Compare).into_iter().zip(rest)
             {
@@ -92,12 +93,12 @@ impl StoreCore {
     }
 
     /// The number of leading keys to read in one step, so that their blocks take at most a fixed
-    /// share of DRAM; at least one.
-    pub(crate) fn step_keys(&self, keys: &[BlockKey]) -> usize {
+    /// share of DRAM; at least one, also if the deadline passes before it is known.
+    pub(crate) fn step_keys(&self, keys: &[BlockKey], call: CallContext) -> usize {
         let keys = &keys[..keys.len().min(KEYS_PER_HOLD)];
         let most = (self.pool.region().bytes() / STEP_SHARE).min(STEP_BYTES);
         let mut found = Vec::with_capacity(keys.len());
-        let mut state = self.lock_for(keys.len());
+        let Some(mut state) = self.lock_within(keys.len(), call) else { return 1 };
         state.charge_keys(keys);
         state.catalog.find_batch(keys, &mut found);
         let mut bytes = 0;

@@ -2,40 +2,31 @@
 
 use cascade_tier::{GetOutcome, ViewOutcome};
 
-use crate::core::catalog::{KeyIndex, LOWER_STAGES_MAX};
+use crate::core::catalog::KeyIndex;
 use crate::core::state::StoreState;
 use crate::shared::StoreCore;
+use crate::shared::call_counts::CallCounts;
 
 impl StoreCore {
     pub(crate) fn count_gets(&self, gets: usize, results: impl Iterator<Item = ReadResult>) {
-        // Summed up without the lock: a batch may be of any length.
-        let (mut hits, mut bytes_read, mut misses, mut failures) = (0, 0, 0, 0);
-        let mut by_tier = [(0, 0); 1 + LOWER_STAGES_MAX];
+        let mut counts = CallCounts::default();
+        counts.counters.gets = gets as u64;
         for result in results {
             match result {
                 ReadResult::Hit { tier, bytes } => {
                     let tier = (self.memory_tier()..=self.stages.len())
                         .find(|at| self.tier_name(*at) == tier)
                         .expect("hits come from tiers of this pipeline");
-                    hits += 1;
-                    bytes_read += bytes;
-                    by_tier[tier].0 += 1;
-                    by_tier[tier].1 += bytes;
+                    counts.counters.hits += 1;
+                    counts.counters.bytes_read += bytes;
+                    counts.tier_hits[tier].0 += 1;
+                    counts.tier_hits[tier].1 += bytes;
                 }
-                ReadResult::Miss => misses += 1,
-                ReadResult::Failed => failures += 1,
+                ReadResult::Miss => counts.counters.misses += 1,
+                ReadResult::Failed => counts.counters.get_failures += 1,
             }
         }
-        let mut state = self.lock();
-        state.counters.gets += gets as u64;
-        state.counters.hits += hits;
-        state.counters.bytes_read += bytes_read;
-        state.counters.misses += misses;
-        state.counters.get_failures += failures;
-        for (sum, (blocks, bytes)) in state.tier_hits.iter_mut().zip(by_tier) {
-            sum.0 += blocks;
-            sum.1 += bytes;
-        }
+        self.count_call(&counts);
     }
 }
 

@@ -259,8 +259,12 @@ impl<'a, 'b> ReadFlow<'a, 'b> {
         bytes > 0
     }
 
+    fn deferred_count(&self) -> usize {
+        self.target.as_ref().map_or(0, |target| target.deferred.len())
+    }
+
     fn has_deferred(&self) -> bool {
-        self.target.as_ref().is_some_and(|target| !target.deferred.is_empty())
+        self.deferred_count() > 0
     }
 
     /// Takes as many deferred blocks as the call may copy from.
@@ -350,7 +354,9 @@ impl LoadQueue for StageReads<'_, '_, '_, '_> {
             if !may_plan || flow.call.has_timed_out(&*self.core.clock) {
                 return None;
             }
-            self.core.plan_piece(flow, false);
+            if !self.core.plan_piece(flow, false) {
+                return None;
+            }
         }
     }
 
@@ -373,11 +379,7 @@ impl LoadQueue for StageReads<'_, '_, '_, '_> {
         if self.flow.copy_resident(IDLE_COPY_BYTES) {
             return true;
         }
-        let has_deferred = self.flow.has_deferred();
-        if has_deferred {
-            self.core.plan_deferred(self.flow);
-        }
-        has_deferred
+        self.flow.has_deferred() && self.core.plan_deferred(self.flow)
     }
 }
 
@@ -501,7 +503,9 @@ impl StoreCore {
     fn plan_some(&self, flow: &mut ReadFlow<'_, '_>) {
         flow.is_blocked = false;
         loop {
-            self.plan_piece(flow, true);
+            if !self.plan_piece(flow, true) {
+                return;
+            }
             let has_planned = flow.planned.iter().any(|loads| !loads.is_empty());
             if flow.target.is_none()
                 || flow.queued.is_empty()
@@ -514,21 +518,28 @@ impl StoreCore {
         }
     }
 
-    /// Looks up blocks again that were in DRAM.
-    fn plan_deferred(&self, flow: &mut ReadFlow<'_, '_>) {
+    /// Looks up blocks again that were in DRAM. Returns false if the deadline passed before the call
+    /// got the lock: the blocks stay deferred.
+    fn plan_deferred(&self, flow: &mut ReadFlow<'_, '_>) -> bool {
+        let count = flow.deferred_count().min(KEYS_PER_HOLD);
+        let Some(state) = self.lock_within(count, flow.call) else { return false };
         let pending = flow.take_deferred();
-        let state = self.plan(self.lock_for(pending.len()), pending, false, flow);
+        let state = self.plan(state, pending, false, flow);
         self.unlock(state);
+        true
     }
 
-    /// Looks up the next blocks and plans their loads, under one hold of the lock.
-    fn plan_piece(&self, flow: &mut ReadFlow<'_, '_>, may_wait: bool) {
+    /// Looks up the next blocks and plans their loads, under one hold of the lock. Returns false if
+    /// the deadline passed before the call got the lock: the blocks stay queued.
+    fn plan_piece(&self, flow: &mut ReadFlow<'_, '_>, may_wait: bool) -> bool {
         let is_again = flow.queued.front().is_some_and(|pending| pending.is_counted);
         let keys_max = if is_again { KEYS_AGAIN_MAX } else { KEYS_PER_HOLD };
         let count = flow.queued.len().min(keys_max);
+        let Some(state) = self.lock_within(count, flow.call) else { return false };
         let pending: Vec<PendingRead> = flow.queued.drain(..count).collect();
-        let state = self.plan(self.lock_for(count), pending, may_wait, flow);
+        let state = self.plan(state, pending, may_wait, flow);
         self.unlock(state);
+        true
     }
 
     /// Loads the planned blocks of a stage, and those that become possible meanwhile.
@@ -547,8 +558,8 @@ impl StoreCore {
     /// Waits for the fetches of other callers. If the deadline has passed, fails the blocks that
     /// wait for them, and returns false.
     fn wait_for_other_fetches(&self, flow: &mut ReadFlow<'_, '_>) -> bool {
-        let (state, in_time) = self.wait_for_change(self.lock(), flow.call);
-        drop(state);
+        let state = self.lock_within(0, flow.call);
+        let in_time = state.is_some_and(|state| self.wait_for_change(state, flow.call).1);
         if !in_time {
             flow.fail_rest("wait for another reader's fetch");
         }

@@ -32,7 +32,8 @@ impl StoreCore {
         if !matches!(outcome, Stored | Deduplicated | Present) {
             return Ok(());
         }
-        let mut state = self.lock();
+        let mut state =
+            if place.is_some() { self.lock() } else { self.lock_or_time_out("put", call)? };
         let place = if let Some(place) = place {
             place
         } else {
@@ -55,6 +56,33 @@ impl StoreCore {
             drop(self.wait_for_key_changes(state, tickets, "put", call)?);
         }
         Ok(())
+    }
+
+    /// The result of a put that does not wait any longer; `None` if a stage has yet to write the
+    /// block.
+    pub(super) fn result_now(
+        &self,
+        state: &mut StoreState,
+        put: &Put<'_>,
+        outcome: &PutOutcome,
+        place: Option<Place>,
+    ) -> Option<Result<(), StoreError>> {
+        use PutOutcome::{Deduplicated, Present, Stored};
+        if !matches!(outcome, Stored | Deduplicated | Present) {
+            return Some(Ok(()));
+        }
+        let Some(place) = place.or_else(|| place_of(state, put)) else {
+            return Some(self.result_without_block(state, put, 0));
+        };
+        for stage in 0..self.stages.len() {
+            let result = self.result_so_far(state, stage, put, place)?;
+            let is_recorded =
+                !matches!(outcome, Deduplicated) || !state.additions[stage].is_pending(&put.key);
+            if result.is_err() || !is_recorded {
+                return result.is_err().then_some(result);
+            }
+        }
+        Some(Ok(()))
     }
 
     fn wait_for_stages<'a>(

@@ -3,7 +3,7 @@
 //! A put asks for the result of its own block: its key may stand for another block by the time that
 //! the put looks, and a stage may have dropped the block again to make room.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 
 use crate::core::catalog::{ContentIndex, LOWER_STAGES_MAX};
 use cascade_tier::tier::StageError;
@@ -11,9 +11,10 @@ use cascade_tier::tier::StageError;
 /// A content, with its generation: a later content can reuse the index.
 pub(crate) type Place = (ContentIndex, u32);
 
-/// Contents whose writes puts wait for.
+/// Contents whose writes puts wait for. A tree, because a hash table would grow in one hold of the
+/// store's lock.
 #[derive(Debug, Default)]
-pub(crate) struct AwaitedWrites(HashMap<Place, Awaited>);
+pub(crate) struct AwaitedWrites(BTreeMap<Place, Awaited>);
 
 /// The latest result of the write of one content to each stage.
 #[derive(Debug, Default)]

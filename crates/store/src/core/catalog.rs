@@ -8,6 +8,8 @@ mod arena;
 mod cleared;
 mod table;
 
+use std::collections::BTreeSet;
+
 use cascade_block::{BlockKey, Digest, FingerprintSeed};
 use cascade_memory::Slab;
 use cascade_tier::Change;
@@ -35,7 +37,7 @@ const NO_ADDRESS: u64 = u64::MAX;
 pub(crate) struct KeyIndex(pub(crate) u32);
 
 /// Index of a content's entry.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct ContentIndex(pub(crate) u32);
 
 /// The access that is expected for a block.
@@ -193,6 +195,18 @@ pub(crate) struct Catalog {
     stage_blocks: [u64; LOWER_STAGES_MAX],
     /// The keys added and removed, while a subscriber follows them.
     changes: Option<Box<ChangeLog>>,
+    /// To be dropped without the lock.
+    discarded: Vec<Discarded>,
+}
+
+/// What can be large, and is dropped only after the lock is released.
+#[derive(Debug)]
+#[expect(dead_code, reason = "kept only to be dropped")]
+pub(crate) enum Discarded {
+    /// A change log without a reader.
+    Log(Box<ChangeLog>),
+    /// The expiration times of cleared keys.
+    Expirations(BTreeSet<(u64, u32)>),
 }
 
 impl Catalog {
@@ -208,6 +222,7 @@ impl Catalog {
             cleared: Cleared::default(),
             stage_blocks: [0; LOWER_STAGES_MAX],
             changes: None,
+            discarded: Vec::new(),
         }
     }
 
@@ -262,8 +277,23 @@ impl Catalog {
             && !log.push(change)
         {
             // The log has no reader any more.
-            self.changes = None;
+            self.discarded.extend(self.changes.take().map(Discarded::Log));
         }
+    }
+
+    /// Empties the expiration times of the log.
+    pub(crate) fn clear_expirations(&mut self) {
+        if let Some(log) = &mut self.changes {
+            let expirations = std::mem::take(&mut log.expirations);
+            self.discarded.push(Discarded::Expirations(expirations));
+        }
+    }
+
+    /// What was discarded since the last call. To be dropped after the lock is released.
+    #[inline]
+    pub(crate) fn take_discarded(&mut self) -> Vec<Discarded> {
+        // Usually empty, which allocates nothing.
+        std::mem::take(&mut self.discarded)
     }
 
     pub(crate) fn find(&self, key: &BlockKey) -> Option<KeyIndex> {

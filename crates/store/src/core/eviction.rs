@@ -7,7 +7,7 @@
 
 mod arc;
 mod blocks;
-mod chunks;
+pub(crate) mod chunks;
 pub mod conformance;
 mod ghosts;
 mod lru;

@@ -8,7 +8,6 @@
 //! - A content with a dirty bit is in the queue of that stage or is being written by its mover, and
 //!   keeps its slab until then.
 
-use std::collections::VecDeque;
 use std::time::Duration;
 
 use cascade_block::{BlockKey, FingerprintSeed};
@@ -24,6 +23,7 @@ use crate::core::circuit::Breaker;
 use crate::core::eviction::{AncestorSearch, Eviction, Incoming, RemovalReason, VictimSearch};
 use crate::core::flush_mark::FlushMark;
 use crate::core::history::{History, Loss};
+use crate::core::queue::Queue;
 use crate::core::usable::verdict;
 use crate::durable::ledger::{Ledger, unknown_namespace};
 use crate::hold_recorder::HoldRecorder;
@@ -89,10 +89,13 @@ pub(crate) struct StoreState {
     /// Requested blocks that were matched, in the same order.
     pub(crate) tier_matches: [u64; 1 + LOWER_STAGES_MAX],
     /// Blocks to be written, by stage.
-    pub(crate) queues: [VecDeque<PendingWrite>; LOWER_STAGES_MAX],
+    pub(crate) queues: [Queue<PendingWrite>; LOWER_STAGES_MAX],
     pub(crate) block_tickets: [Tickets; LOWER_STAGES_MAX],
     pub(crate) awaited: AwaitedWrites,
-    pub(crate) key_changes: [Vec<KeyChange>; LOWER_STAGES_MAX],
+    pub(crate) key_changes: [Queue<KeyChange>; LOWER_STAGES_MAX],
+    /// How many threads are giving queued key changes their new addresses, by stage. Meanwhile its
+    /// mover takes none.
+    pub(crate) translations: [u32; LOWER_STAGES_MAX],
     /// The additions among the key changes that are queued or being recorded.
     pub(crate) additions: [Additions; LOWER_STAGES_MAX],
     /// Blocks and key changes that each stage failed to store since the start.
@@ -115,12 +118,12 @@ pub(crate) struct StoreState {
     pub(crate) key_only_stages: u8,
     /// Blocks that each stage failed to store, oldest first. They are queued again when its write
     /// circuit closes or a write probe succeeds.
-    pub(crate) unstored: [VecDeque<PendingWrite>; LOWER_STAGES_MAX],
+    pub(crate) unstored: [Queue<PendingWrite>; LOWER_STAGES_MAX],
     /// The number of blocks at the front of `unstored` to queue again now.
     pub(crate) requeue_counts: [usize; LOWER_STAGES_MAX],
     /// Prefetched blocks that are protected from eviction until their first use, oldest first, with
     /// their bytes.
-    pub(crate) prefetched: VecDeque<(BlockKey, u64)>,
+    pub(crate) prefetched: Queue<(BlockKey, u64)>,
     pub(crate) prefetched_bytes: u64,
     /// The epoch of the next change log; the first one of a store is random.
     pub(crate) next_epoch: u64,
@@ -176,6 +179,7 @@ impl StoreState {
             block_tickets: Default::default(),
             awaited: AwaitedWrites::default(),
             key_changes: Default::default(),
+            translations: [0; LOWER_STAGES_MAX],
             additions: Default::default(),
             write_failures: FlushMark::default(),
             failures_before_erase: FlushMark::default(),
@@ -189,7 +193,7 @@ impl StoreState {
             key_only_stages: 0,
             unstored: Default::default(),
             requeue_counts: [0; LOWER_STAGES_MAX],
-            prefetched: VecDeque::new(),
+            prefetched: Queue::default(),
             prefetched_bytes: 0,
             next_epoch: 0,
             content_bytes: 0,
@@ -462,7 +466,7 @@ impl StoreState {
     /// Queues a key change for the mover of a stage.
     pub(crate) fn push_key_change(&mut self, stage: usize, change: KeyChange) {
         self.limit_key_changes(stage);
-        self.key_changes[stage].push(change);
+        self.key_changes[stage].push_back(change);
         self.key_tickets[stage].pushed += 1;
     }
 
@@ -497,6 +501,11 @@ impl StoreState {
     /// Counts the outcome of one block's put, and records the reason if it was not stored.
     pub(crate) fn count_put(&mut self, key: &BlockKey, outcome: &PutOutcome) {
         self.counters.count_put(outcome);
+        self.note_unstored_put(key, outcome);
+    }
+
+    /// Records the reason if a block was not stored.
+    pub(crate) fn note_unstored_put(&mut self, key: &BlockKey, outcome: &PutOutcome) {
         match outcome {
             PutOutcome::Declined(why) => self.history.record(key, (*why).into()),
             PutOutcome::Failed(_) => self.history.record(key, Loss::PutFailed),

@@ -8,15 +8,18 @@ use cascade_tier::tier::{LoadOutcome, StageError};
 
 use crate::core::catalog::{Content, LOWER_STAGES_MAX};
 use crate::core::circuit::{CircuitChange, Direction};
+use crate::core::queue::Queue;
 use crate::core::state::{KeyChange, PendingWrite, StoreState};
 use crate::shared::StoreCore;
 
 /// Maximum number of blocks listed as missing in a stage. Beyond it the oldest, which are evicted
 /// first, are dropped from the list.
 const UNSTORED_MAX: usize = 64 << 10;
-/// Maximum number of key changes queued for a stage with an open write circuit. Beyond it the older
-/// half is dropped.
+/// Number of key changes queued for a stage with an open write circuit, beyond which the oldest are
+/// dropped.
 const KEY_CHANGES_MAX: usize = 32 << 10;
+/// Key changes that are dropped for one that is queued, until there are no longer too many.
+const DROPPED_PER_CHANGE: usize = 64;
 
 /// What one call to a stage says about its health.
 #[derive(Debug, Clone)]
@@ -246,15 +249,9 @@ impl StoreState {
     }
 
     /// Puts failed key changes back at the front of the queue: their order matters.
-    pub(crate) fn requeue_key_changes(&mut self, stage: usize, mut failed: Vec<KeyChange>) {
-        // Moves only those that were queued meanwhile.
-        failed.append(&mut self.key_changes[stage]);
-        self.key_changes[stage] = failed;
-        // Several halves may be too many: the failed changes join those that were queued meanwhile.
-        while self.is_write_circuit_open(stage) && self.key_changes[stage].len() >= KEY_CHANGES_MAX
-        {
-            self.limit_key_changes(stage);
-        }
+    pub(crate) fn requeue_key_changes(&mut self, stage: usize, failed: Queue<KeyChange>) {
+        // They may be too many with those that were queued meanwhile, until more are queued.
+        self.key_changes[stage].prepend(failed);
     }
 
     /// Limits the queue of key changes while the write circuit is open. The effect of dropped
@@ -263,9 +260,9 @@ impl StoreState {
         if !self.is_write_circuit_open(stage) || self.key_changes[stage].len() < KEY_CHANGES_MAX {
             return;
         }
-        // Half at once, because each removal at the front moves the rest of the queue. Dropped
-        // changes settle their tickets: a flush must not wait for them.
-        let dropped: Vec<_> = self.key_changes[stage].drain(..KEY_CHANGES_MAX / 2).collect();
+        let dropped = self.key_changes[stage].pop_some(DROPPED_PER_CHANGE);
+        self.charge_keys(&dropped);
+        // Dropped changes settle their tickets: a flush must not wait for them.
         self.settle_key_changes(stage, &dropped);
         let count = dropped.len() as u64;
         self.counters.name_failures += count;
@@ -296,5 +293,52 @@ impl StoreState {
                 self.push_block_with_tries(stage, pending.facts, pending.content, pending.tries);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use cascade_block::{BlockKey, FingerprintSeed};
+    use cascade_runtime::ManualClock;
+    use cascade_tier::tier::Address;
+
+    use super::*;
+    use crate::core::eviction::{Eviction, EvictionLimits, policy};
+    use crate::core::history::History;
+    use crate::{HealthConfig, PolicyKind};
+
+    /// Half of 32,768 changes were dropped in one hold of the lock.
+    #[test]
+    fn few_key_changes_are_dropped_at_once_while_a_circuit_is_open() {
+        let limits =
+            EvictionLimits { capacity_bytes: 0, protected_percent: 0, admit_partial: false };
+        let seed = FingerprintSeed::new(1);
+        let mut state = StoreState::new(
+            Eviction::new(policy(PolicyKind::Lru), limits),
+            true,
+            1,
+            History::new(0, seed),
+            (HealthConfig::default(), seed),
+            &ManualClock::default(),
+        );
+        let change = KeyChange::Remove(BlockKey::from_bytes([1; 32]), Address(1));
+        let many = vec![change; KEY_CHANGES_MAX];
+        state.key_tickets[0].pushed = 2 * KEY_CHANGES_MAX as u64;
+        state.key_changes[0] = many.clone().into();
+        state.open_write_circuits = 1;
+        state.requeue_key_changes(0, many.into());
+        let mut pushes = 0;
+        while state.key_changes[0].len() > KEY_CHANGES_MAX {
+            let (before, cost) = (state.key_changes[0].len(), state.cost);
+            state.push_key_change(0, change);
+            let dropped = before + 1 - state.key_changes[0].len();
+            assert!((1..=256).contains(&dropped), "{dropped} dropped at once");
+            assert_eq!(u32::try_from(dropped), Ok(state.cost - cost));
+            pushes += 1;
+        }
+        assert!(pushes > 100);
+        let dropped = state.key_tickets[0].settled;
+        assert_eq!(dropped, state.counters.name_failures);
+        assert_eq!(state.key_tickets[0].pushed - dropped, state.key_changes[0].len() as u64);
     }
 }

@@ -15,6 +15,7 @@ use cascade_tier::tier::{Address, BlockFacts, MakeRoomOutcome, StageError};
 
 use crate::core::catalog::ContentIndex;
 use crate::core::circuit::Direction;
+use crate::core::queue::Queue;
 use crate::core::state::{KeyChange, PendingWrite, StoreState};
 use crate::drive::breaker::HealthSignal;
 use crate::drive::settle::{fail_queue, settle};
@@ -42,7 +43,7 @@ const CHANGES_ROUNDS_MAX: u32 = KEEPING_ROUNDS_MAX + INEFFECTIVE_ROUNDS_MAX;
 struct WriteBatch {
     pending: Vec<PendingWrite>,
     blocks: Vec<(BlockFacts, Slab)>,
-    key_changes: Vec<KeyChange>,
+    key_changes: Queue<KeyChange>,
     /// Queued blocks that were deleted while they waited.
     deleted: u64,
 }
@@ -63,7 +64,7 @@ pub(crate) fn run(core: &Arc<StoreCore>, stage: usize) {
         }
         let deadline = Deadline::after(&*core.clock, core.config.timeout);
         let key_changes = std::mem::take(&mut batch.key_changes);
-        if let Err(why) = send_key_changes(core, stage, key_changes, deadline) {
+        if let Err(why) = send_key_changes(core, stage, key_changes.into(), deadline) {
             requeue_batch(core, stage, batch, &why);
             continue;
         }
@@ -117,11 +118,16 @@ fn next_batch(core: &StoreCore, stage: usize, batch_bytes: u64) -> Option<WriteB
             }
             continue;
         }
+        // Their blocks must not be written before them, either.
+        if state.translations[stage] > 0 {
+            state = core.wait_for_work(state);
+            continue;
+        }
         // Only while the queue is empty: blocks of puts have priority over retries.
         if state.queues[stage].is_empty() && !state.is_closed {
             state.requeue_unstored(stage, retry_bytes);
         }
-        let key_changes = std::mem::take(&mut state.key_changes[stage]);
+        let key_changes = state.key_changes[stage].take();
         let mut batch =
             WriteBatch { pending: Vec::new(), blocks: Vec::new(), key_changes, deleted: 0 };
         let mut bytes = 0;
@@ -130,17 +136,17 @@ fn next_batch(core: &StoreCore, stage: usize, batch_bytes: u64) -> Option<WriteB
                 // All that it has met were deleted while they were queued, perhaps very many.
                 state = core.end_full_hold(state);
                 // A stage must record these before the blocks that were queued after them.
-                batch.key_changes.append(&mut state.key_changes[stage]);
+                let more = state.key_changes[stage].take();
+                batch.key_changes.append(more);
             }
             let Some(pending) = state.queues[stage].pop_front() else { break };
-            state.charge(1);
             let pending = state.with_current_key(pending);
+            state.charge(1);
             let place = (pending.content, pending.generation);
             let slab = state.catalog.live_content(place).and_then(|content| content.slab.clone());
             let Some(slab) = slab else {
-                // Deleted while it was queued.
-                // The function `settle`, which subtracts the bytes of other blocks, does not see
-                // this one.
+                // Deleted while it was queued: `settle`, which subtracts the bytes of other blocks,
+                // does not see this one.
                 state.pending_bytes[stage] -= u64::from(pending.facts.bytes);
                 batch.deleted += 1;
                 continue;
@@ -226,7 +232,10 @@ fn send_key_changes(
             state.note_error(stage, error.clone());
             if !state.is_closed {
                 // Stop at the first failure: later changes of a key must not overtake earlier ones.
-                state.requeue_key_changes(stage, changes);
+                // Only this thread takes changes, so that all that are queued are later ones.
+                drop(state);
+                let failed = Queue::from(changes);
+                core.lock().requeue_key_changes(stage, failed);
                 return Err(error);
             }
             state.counters.name_failures += count as u64;
@@ -410,29 +419,56 @@ fn apply_room_to_changes(
     dropped: &HashSet<Address>,
 ) -> Vec<KeyChange> {
     let mut removed = Vec::new();
-    changes.retain_mut(|change| {
-        let (KeyChange::Add(_, address) | KeyChange::Remove(_, address)) = change;
-        // First: if only some keys of a block did not fit, the block has moved all the same.
-        if let Some(new) = moved.get(address) {
-            *address = *new;
-            return true;
-        }
-        let is_kept = !dropped.contains(address) || matches!(change, KeyChange::Remove(..));
-        if !is_kept {
-            removed.push(*change);
-        }
-        is_kept
-    });
+    changes.retain_mut(|change| apply_room_to_change(change, moved, dropped, &mut removed));
     removed
+}
+
+/// As `apply_room_to_changes`, for one change. Returns whether it is kept.
+fn apply_room_to_change(
+    change: &mut KeyChange,
+    moved: &HashMap<Address, Address>,
+    dropped: &HashSet<Address>,
+    removed: &mut Vec<KeyChange>,
+) -> bool {
+    let (KeyChange::Add(_, address) | KeyChange::Remove(_, address)) = change;
+    // First: if only some keys of a block did not fit, the block has moved all the same.
+    if let Some(new) = moved.get(address) {
+        *address = *new;
+        return true;
+    }
+    let is_kept = !dropped.contains(address) || matches!(change, KeyChange::Remove(..));
+    if !is_kept {
+        removed.push(*change);
+    }
+    is_kept
+}
+
+/// Applies moves and drops to the queued key changes of a stage, one part in a hold of the lock.
+fn apply_room_to_queue(core: &StoreCore, stage: usize, room: &MakeRoomOutcome) {
+    let (moved, dropped) = maps_of(room);
+    let mut state = core.lock_for(KEYS_PER_HOLD);
+    // Those that are queued from now on have the new addresses already.
+    let (mut next, end) = (i64::MIN, state.key_changes[stage].end());
+    state.translations[stage] += 1;
+    while next < end {
+        let mut removed = Vec::new();
+        let apply =
+            |change: &mut KeyChange| apply_room_to_change(change, &moved, &dropped, &mut removed);
+        let Some((after, length)) = state.key_changes[stage].retain_part(next, apply) else {
+            break;
+        };
+        next = after;
+        state.charge(u32::try_from(length).unwrap_or(u32::MAX));
+        state.settle_key_changes(stage, &removed);
+        state = core.end_full_hold(state);
+    }
+    state.translations[stage] -= 1;
+    drop(state);
+    core.notify_movers();
 }
 
 /// Applies moves and drops of a stage to the catalog and the queued key changes.
 fn apply_room(core: &StoreCore, stage: usize, room: &MakeRoomOutcome) {
-    let pending = {
-        let mut state = core.lock();
-        state.history.set_time(core.clock.unix_ms());
-        state.additions[stage].places()
-    };
     if !is_planted(Plant::StaleAddress) {
         core.in_holds(None, &room.moved, |state, (key, old, new)| {
             if let Some(content) = content_at(state, stage, key, *old) {
@@ -449,14 +485,41 @@ fn apply_room(core: &StoreCore, stage: usize, room: &MakeRoomOutcome) {
             state.forget_dropped(stage, (content, *address), &names);
         }
     });
-    let (moved, dropped) = maps_of(room);
+    apply_room_to_pending(core, stage, room, &names);
     // Last: until here, changes with the old addresses were queued.
-    let mut state = core.lock_for(room.moved.len() + room.dropped.len());
-    let settled = apply_room_to_changes(&mut state.key_changes[stage], &moved, &dropped);
-    state.settle_key_changes(stage, &settled);
-    state.apply_room_to_pending(stage, &pending, room, &names);
-    drop(state);
+    apply_room_to_queue(core, stage, room);
     core.notify_changed();
+}
+
+/// Applies moves and drops to contents whose keys the stage has yet to record. It cannot name them:
+/// it knows such a content by a key that was deleted.
+fn apply_room_to_pending(
+    core: &StoreCore,
+    stage: usize,
+    room: &MakeRoomOutcome,
+    names: &HashSet<(BlockKey, Address)>,
+) {
+    let (moved, dropped) = maps_of(room);
+    let mut last = None;
+    loop {
+        let mut state = core.lock_for(KEYS_PER_HOLD);
+        let (places, next) = state.additions[stage].places_after(last.as_ref());
+        for place in places {
+            let content = state.catalog.live_content(place);
+            let Some(address) = content.and_then(|content| content.address(stage)) else {
+                continue;
+            };
+            if let Some(new) = moved.get(&address) {
+                state.set_address(place.0, stage, *new);
+            } else if dropped.contains(&address) {
+                state.forget_dropped(stage, (place.0, address), names);
+            }
+        }
+        if next.is_none() {
+            return;
+        }
+        last = next;
+    }
 }
 
 /// The content of a key, if the stage has it at this address; not if it was moved or deleted since.

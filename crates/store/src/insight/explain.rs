@@ -105,7 +105,8 @@ impl Store {
     /// changes nothing. With the caller's namespace, it also explains why a whole chain is unknown.
     ///
     /// # Errors
-    /// As [`Store::manifests`], which is called only for an unknown chain.
+    /// [`StoreError::Timeout`] if the deadline passes before all blocks are explained. As
+    /// [`Store::manifests`], which is called only for an unknown chain.
     pub fn explain(
         &self,
         keys: &[BlockKey],
@@ -115,11 +116,15 @@ impl Store {
         let core = self.core();
         let now_unix_ms = core.clock.unix_ms();
         let mut blocks = Vec::with_capacity(keys.len());
-        core.in_holds(None, keys, |state, key| {
+        let call = core.call(options);
+        let done = core.in_holds(Some(call), keys, |state, key| {
             state.charge(EXPLAIN_COST);
             let state = core.explain_block(state, key, now_unix_ms);
             blocks.push(BlockExplanation { key: *key, state });
         });
+        if done < keys.len() {
+            return Err(call.timeout_error("explain all blocks of a chain"));
+        }
         let is_here = |block: &&BlockExplanation| match &block.state {
             BlockState::Present(here) => !here.tiers.is_empty(),
             BlockState::Absent { .. } | BlockState::Unknown => false,

@@ -23,10 +23,15 @@ impl CallContext {
         Self { deadline: Deadline::after(clock, self.deadline.remaining(clock) / 2), ..self }
     }
 
+    /// Whether the timeout is zero.
+    pub(crate) fn is_immediate(self) -> bool {
+        self.timeout.is_zero()
+    }
+
     /// Whether to stop before the rest of a batch. Always false for a timeout of zero: such a call
     /// does everything that needs no waiting, and its caller limits the batch.
     pub(crate) fn has_timed_out(&self, clock: &dyn Clock) -> bool {
-        !self.timeout.is_zero() && self.deadline.has_passed(clock)
+        !self.is_immediate() && self.deadline.has_passed(clock)
     }
 
     pub(crate) fn timeout_error(self, operation: &'static str) -> StoreError {

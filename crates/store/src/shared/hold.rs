@@ -9,7 +9,7 @@ use std::sync::{PoisonError, TryLockError};
 use std::time::Duration;
 
 use cascade_runtime::{Clock, Condvar, Deadline, Mutex, MutexGuard, now};
-use cascade_tier::HoldTimes;
+use cascade_tier::{CallOptions, HoldTimes, StoreError};
 
 use crate::core::state::StoreState;
 use crate::hold_recorder::{HoldCounters, HoldRecorder};
@@ -65,13 +65,7 @@ impl StateLock {
     #[inline]
     #[track_caller]
     pub(crate) fn lock(&self) -> StateGuard<'_> {
-        match self.state.try_lock() {
-            Ok(state) => self.guard(state, 0),
-            Err(TryLockError::WouldBlock) => self.lock_in_turn(0),
-            // After a panic under the lock the invariants may not hold; continuing could serve
-            // wrong bytes.
-            Err(TryLockError::Poisoned(_)) => panic!("{POISONED}"),
-        }
+        self.try_lock().unwrap_or_else(|| self.lock_in_turn(0))
     }
 
     /// Takes the lock for this many keys, after the thread that waits for it first.
@@ -81,6 +75,39 @@ impl StateLock {
         let state = self.state.lock().expect(POISONED);
         drop(turn);
         self.guard(state, keys)
+    }
+
+    /// As `lock` for few keys and `lock_in_turn` for many, until the deadline. `None` if it passes
+    /// first.
+    #[track_caller]
+    fn lock_until(
+        &self,
+        keys: usize,
+        deadline: Deadline,
+        clock: &dyn Clock,
+    ) -> Option<StateGuard<'_>> {
+        if keys < TIMED_KEYS_MIN
+            && let Some(guard) = self.try_lock()
+        {
+            return Some(guard);
+        }
+        let turn = self.turn.lock_until(deadline, clock)?.unwrap_or_else(PoisonError::into_inner);
+        let state = self.state.lock_until(deadline, clock)?.expect(POISONED);
+        drop(turn);
+        Some(self.guard(state, keys))
+    }
+
+    /// The lock, if it is free.
+    #[inline]
+    #[track_caller]
+    fn try_lock(&self) -> Option<StateGuard<'_>> {
+        match self.state.try_lock() {
+            Ok(state) => Some(self.guard(state, 0)),
+            Err(TryLockError::WouldBlock) => None,
+            // After a panic under the lock the invariants may not hold; continuing could serve
+            // wrong bytes.
+            Err(TryLockError::Poisoned(_)) => panic!("{POISONED}"),
+        }
     }
 
     pub(crate) fn is_poisoned(&self) -> bool {
@@ -181,6 +208,44 @@ impl StoreCore {
         if keys < TIMED_KEYS_MIN { self.state.lock() } else { self.state.lock_in_turn(keys) }
     }
 
+    /// As `lock_for`, until the deadline of the call. `None` if it passes first. A call with a
+    /// timeout of zero waits for the lock: it does all that needs no other waiting.
+    #[track_caller]
+    pub(crate) fn lock_within(&self, keys: usize, call: CallContext) -> Option<StateGuard<'_>> {
+        if call.is_immediate() {
+            return Some(self.lock_for(keys));
+        }
+        self.state.lock_until(keys, call.deadline, &*self.clock)
+    }
+
+    /// As `lock_within`, with the error of a call that did not get the lock.
+    #[track_caller]
+    pub(crate) fn lock_or_time_out(
+        &self,
+        operation: &'static str,
+        call: CallContext,
+    ) -> Result<StateGuard<'_>, StoreError> {
+        self.lock_within(0, call).ok_or_else(|| call.timeout_error(operation))
+    }
+
+    /// As `lock_within` for a call without a timeout of its own: until that of the store, from the
+    /// first time that the call has to wait.
+    #[track_caller]
+    pub(crate) fn lock_in_time(
+        &self,
+        keys: usize,
+        call: &mut Option<CallContext>,
+    ) -> Option<StateGuard<'_>> {
+        // Without a look at the clock, which would show in a call for one key.
+        if keys < TIMED_KEYS_MIN
+            && let Some(guard) = self.state.try_lock()
+        {
+            return Some(guard);
+        }
+        let call = *call.get_or_insert_with(|| self.call(CallOptions::default()));
+        self.lock_within(keys, call)
+    }
+
     /// The times of the holds of the lock for many keys.
     pub(crate) fn lock_holds(&self) -> HoldTimes {
         self.state.times()
@@ -196,7 +261,8 @@ impl StoreCore {
     }
 
     /// Handles items in as many holds of the lock as needed, until the deadline of the call.
-    /// Returns how many were handled: all of the first hold, also after the deadline.
+    /// Returns how many were handled: all of the first hold, also after the deadline, unless it
+    /// passed before the call got the lock.
     pub(crate) fn in_holds<T>(
         &self,
         call: Option<CallContext>,
@@ -208,7 +274,12 @@ impl StoreCore {
             if done > 0 && call.is_some_and(|call| call.has_timed_out(&*self.clock)) {
                 break;
             }
-            let mut state = self.lock_for(items.len() - done);
+            let left = items.len() - done;
+            let state = match call {
+                Some(call) => self.lock_within(left, call),
+                None => Some(self.lock_for(left)),
+            };
+            let Some(mut state) = state else { break };
             state.history.set_time(self.clock.unix_ms());
             while done < items.len() && !state.is_hold_full() {
                 state.charge(1);

@@ -6,15 +6,16 @@
 
 mod keys;
 mod loads;
+mod names;
 mod record;
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use cascade_block::{BlockKey, Digest, Manifest, Namespace, NamespaceId, TenantSecret, checksum};
+use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId, TenantSecret, checksum};
 use cascade_memory::{HugePages, Pool, PoolConfig, Slab, SlabMut, copy_out};
 use cascade_runtime::{Clock, Condvar, Deadline, Mutex, MutexGuard};
 use cascade_tier::tier::{
@@ -25,6 +26,7 @@ use cascade_tier::{StoreError, TierName};
 
 use self::keys::{KeyId, KeyRing};
 use self::loads::RecordLoads;
+use self::names::{TrustedName, TrustedNames};
 use self::record::{OVERHEAD, Trailer};
 use super::StageContext;
 use crate::{EncryptionConfig, StoreConfig};
@@ -57,7 +59,7 @@ pub struct EncryptedStage {
     waiting: Mutex<()>,
     clock: Arc<dyn Clock>,
     recovered: Mutex<Vec<(BlockFacts, Address)>>,
-    aliases: Mutex<HashMap<BlockKey, TrustedName>>,
+    aliases: Mutex<TrustedNames>,
     counters: EncryptionCounters,
     notes: Vec<String>,
 }
@@ -67,15 +69,6 @@ struct EncryptionCounters {
     damaged: AtomicU64,
     other_key: AtomicU64,
     other_name: AtomicU64,
-}
-
-/// What the store reported about an alias. Decides whether a record with another key is accepted.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum TrustedName {
-    /// Its bytes have this digest.
-    Content(Digest),
-    /// Its bytes are those of this block.
-    Origin(BlockKey),
 }
 
 /// Wraps a stage if encryption is configured; otherwise refuses a stage with encrypted blocks.
@@ -183,7 +176,7 @@ impl EncryptedStage {
         Ok(())
     }
 
-    fn aliases(&self) -> MutexGuard<'_, HashMap<BlockKey, TrustedName>> {
+    fn aliases(&self) -> MutexGuard<'_, TrustedNames> {
         self.aliases.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -255,7 +248,7 @@ impl EncryptedStage {
         }
         // The trailer is not authenticated yet. A forged one may pass here, but does not open.
         if trailer.origin != *key {
-            let trusted = self.aliases().get(key).copied();
+            let trusted = self.aliases().find(key);
             let Some(trusted) = trusted else {
                 self.counters.other_name.fetch_add(1, Ordering::Relaxed);
                 return LoadOutcome::Gone;
@@ -387,7 +380,7 @@ impl Stage for EncryptedStage {
         {
             let mut aliases = self.aliases();
             for (facts, _) in &batch {
-                aliases.remove(&facts.key);
+                aliases.remove_key(&facts.key);
             }
         }
         let mut results = Vec::with_capacity(batch.len());
@@ -454,9 +447,9 @@ impl Stage for EncryptedStage {
         deadline: Deadline,
     ) -> Result<(), StageError> {
         // Before the inner stage has the name: a read in between would be a miss.
-        for (facts, _) in &batch {
+        for (facts, address) in &batch {
             if let Some(digest) = facts.digest {
-                self.aliases().insert(facts.key, TrustedName::Content(digest));
+                self.aliases().add(facts.key, *address, TrustedName::Content(digest));
             }
         }
         let sealed = batch.iter().map(|(facts, address)| (sealed_facts(facts), *address));
@@ -464,7 +457,7 @@ impl Stage for EncryptedStage {
         // The store gives a digest with every alias; other callers may not.
         for (facts, address) in batch.iter().filter(|(facts, _)| facts.digest.is_none()) {
             if let Some(origin) = self.origin(facts, *address, deadline)? {
-                self.aliases().insert(facts.key, TrustedName::Origin(origin));
+                self.aliases().add(facts.key, *address, TrustedName::Origin(origin));
             }
         }
         result
@@ -473,8 +466,8 @@ impl Stage for EncryptedStage {
     fn remove(&self, batch: &[(BlockKey, Address)], deadline: Deadline) -> Result<(), StageError> {
         {
             let mut aliases = self.aliases();
-            for (key, _) in batch {
-                aliases.remove(key);
+            for (key, address) in batch {
+                aliases.remove(key, *address);
             }
         }
         self.inner.remove(batch, deadline)
@@ -487,8 +480,11 @@ impl Stage for EncryptedStage {
     ) -> Result<MakeRoomOutcome, StageError> {
         let room = self.inner.make_room(keep, deadline)?;
         let mut aliases = self.aliases();
-        for (key, _) in &room.dropped {
-            aliases.remove(key);
+        for (key, old, new) in &room.moved {
+            aliases.set_address(key, *old, *new);
+        }
+        for (key, address) in &room.dropped {
+            aliases.remove(key, *address);
         }
         drop(aliases);
         Ok(room)

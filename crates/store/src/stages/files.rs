@@ -243,8 +243,8 @@ fn stage_error(error: DiskError) -> StageError {
     }
 }
 
-/// Where the bytes of a key are that the store has at this address. A key that was deleted and added
-/// again has two addresses for a while, and only one of them can be an alias.
+/// Where the bytes of a key are that the store has at this address. A key that was deleted and
+/// added again has two addresses for a while, and only one of them can be an alias.
 fn place_of(
     alias_locations: &BTreeMap<BlockKey, AliasLocation>,
     key: &BlockKey,

@@ -2,6 +2,8 @@
 
 use cascade_memory::{prefer_huge_pages, prefetch};
 
+use crate::core::eviction::chunks::Chunks;
+
 const CHUNK_BITS: u32 = 16;
 const CHUNK: usize = 1 << CHUNK_BITS;
 
@@ -10,14 +12,14 @@ const CHUNK: usize = 1 << CHUNK_BITS;
 #[derive(Debug)]
 pub(super) struct Arena<T> {
     chunks: Vec<Vec<Option<T>>>,
-    free: Vec<u32>,
+    free: Chunks<u32>,
     next: u32,
     len: usize,
 }
 
 impl<T> Arena<T> {
     pub(super) fn new() -> Self {
-        Self { chunks: Vec::new(), free: Vec::new(), next: 0, len: 0 }
+        Self { chunks: Vec::new(), free: Chunks::default(), next: 0, len: 0 }
     }
 
     pub(super) fn len(&self) -> usize {
@@ -27,7 +29,7 @@ impl<T> Arena<T> {
     /// Memory of the entries so far; the untouched rest of a chunk takes none.
     pub(super) fn memory_bytes(&self) -> usize {
         let entries: usize = self.chunks.iter().map(Vec::len).sum();
-        entries * size_of::<Option<T>>() + self.free.capacity() * size_of::<u32>()
+        entries * size_of::<Option<T>>() + self.free.memory_bytes()
     }
 
     pub(super) fn get(&self, index: u32) -> &T {

@@ -7,7 +7,7 @@ const CHUNK: usize = 1 << CHUNK_BITS;
 
 /// Elements in chunks of 4,096. A push under the store's lock copies no element.
 #[derive(Debug)]
-pub(super) struct Chunks<T> {
+pub(crate) struct Chunks<T> {
     chunks: Vec<Vec<T>>,
     len: usize,
 }
@@ -19,19 +19,19 @@ impl<T> Default for Chunks<T> {
 }
 
 impl<T> Chunks<T> {
-    pub(super) fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.len
     }
 
-    pub(super) fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    pub(super) fn get(&self, index: usize) -> Option<&T> {
+    pub(crate) fn get(&self, index: usize) -> Option<&T> {
         self.chunks.get(index >> CHUNK_BITS)?.get(index & (CHUNK - 1))
     }
 
-    pub(super) fn push(&mut self, element: T) {
+    pub(crate) fn push(&mut self, element: T) {
         let chunk = self.len >> CHUNK_BITS;
         if chunk == self.chunks.len() {
             // The first chunk grows with its use: most tiers of a test or a shadow are small.
@@ -42,7 +42,7 @@ impl<T> Chunks<T> {
         self.len += 1;
     }
 
-    pub(super) fn pop(&mut self) -> Option<T> {
+    pub(crate) fn pop(&mut self) -> Option<T> {
         let last = self.len.checked_sub(1)?;
         self.len = last;
         // Chunks that became empty are kept for later pushes.
@@ -50,7 +50,7 @@ impl<T> Chunks<T> {
     }
 
     /// Removes an element and moves the last one to its place.
-    pub(super) fn swap_remove(&mut self, index: usize) {
+    pub(crate) fn swap_remove(&mut self, index: usize) {
         if let Some(last) = self.pop()
             && index < self.len
         {
@@ -58,11 +58,11 @@ impl<T> Chunks<T> {
         }
     }
 
-    pub(super) fn iter(&self) -> impl Iterator<Item = &T> {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &T> {
         self.chunks.iter().flatten()
     }
 
-    pub(super) fn memory_bytes(&self) -> usize {
+    pub(crate) fn memory_bytes(&self) -> usize {
         self.chunks.iter().map(|chunk| chunk.capacity() * size_of::<T>()).sum()
     }
 }

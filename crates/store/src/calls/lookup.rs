@@ -1,0 +1,177 @@
+//! Lookup of a chain: what is known of its blocks in short holds, then the request to the policy.
+
+use cascade_block::BlockKey;
+use cascade_tier::{PrefixMatch, Request, TierName};
+
+use crate::core::catalog::KeyIndex;
+use crate::core::eviction::RequestedBlock;
+use crate::core::state::StoreState;
+use crate::insight::shadow::ChainLookup;
+use crate::shared::StoreCore;
+use crate::shared::call_counts::CallCounts;
+use crate::shared::hold::{KEYS_PER_HOLD, StateGuard};
+
+/// What is known of a chain so far.
+struct ChainMatch {
+    /// Its blocks, for the policy.
+    chain: Vec<RequestedBlock>,
+    /// The fastest tier of each matched block.
+    tiers: Vec<TierName>,
+    /// Leading blocks in DRAM.
+    in_dram: usize,
+    /// Whether all blocks so far were matched.
+    is_unbroken: bool,
+}
+
+impl StoreCore {
+    /// See [`crate::Store::lookup_prefix`].
+    pub(crate) fn lookup_prefix(&self, request: &Request<'_>) -> PrefixMatch {
+        let now_unix_ms = self.clock.unix_ms();
+        let count = request.keys.len();
+        let mut matched = ChainMatch {
+            chain: Vec::with_capacity(count),
+            tiers: Vec::new(),
+            in_dram: 0,
+            is_unbroken: true,
+        };
+        let state = self.chain_in_holds(request, |state, keys, found| {
+            state.history.set_time(now_unix_ms);
+            self.match_blocks(state, keys, found, now_unix_ms, &mut matched);
+        });
+        let ChainMatch { mut chain, tiers, in_dram, .. } = matched;
+        let mut counts = CallCounts::default();
+        counts.counters.requests = 1;
+        counts.counters.blocks_requested = count as u64;
+        counts.counters.blocks_matched = tiers.len() as u64;
+        self.count_call(&counts);
+        let Some(mut state) = state else { return PrefixMatch { tiers } };
+        let now = self.policy_now(&state);
+        if state.has_dram {
+            state.forget_stale_slots(&mut chain);
+            state.eviction.request(now, &chain, request.partial_tail, &request.hints);
+        }
+        let block_bytes = state.mean_block_bytes();
+        // The lock of the insight is never taken under the lock of the state.
+        self.unlock(state);
+        self.insight().request(&ChainLookup {
+            at: now,
+            keys: request.keys,
+            partial_tail: request.partial_tail,
+            hints: &request.hints,
+            in_dram,
+            matched: tiers.len(),
+            block_bytes,
+        });
+        PrefixMatch { tiers }
+    }
+
+    /// See [`crate::Store::hint`].
+    pub(crate) fn hint(&self, request: &Request<'_>) {
+        let mut chain = Vec::with_capacity(request.keys.len());
+        let state = self.chain_in_holds(request, |state, keys, found| {
+            let asked = |(key, found): (&BlockKey, &Option<KeyIndex>)| RequestedBlock {
+                fingerprint: state.catalog.fingerprint(key),
+                resident: found.and_then(|found| state.catalog.entry(found).slot()),
+            };
+            chain.extend(keys.iter().zip(found).map(asked));
+        });
+        // Without the time to look all of it up, the hint is dropped.
+        let Some(mut state) = state else { return };
+        let now = self.policy_now(&state);
+        state.forget_stale_slots(&mut chain);
+        state.eviction.hint(now, &chain, &request.hints);
+        self.unlock(state);
+        self.insight().shadows.hint(now, request.keys, &request.hints);
+    }
+
+    /// Finds the keys of a chain in as many holds of the lock as needed. Returns the last one, or
+    /// `None` if the timeout of the store passed before.
+    fn chain_in_holds(
+        &self,
+        request: &Request<'_>,
+        mut handle: impl FnMut(&mut StoreState, &[BlockKey], &[Option<KeyIndex>]),
+    ) -> Option<StateGuard<'_>> {
+        let (mut call, mut rest) = (None, request.keys);
+        let mut found = Vec::with_capacity(rest.len().min(KEYS_PER_HOLD));
+        loop {
+            let (keys, later) = rest.split_at(rest.len().min(KEYS_PER_HOLD));
+            let mut state = self.lock_in_time(keys.len(), &mut call)?;
+            state.policy_time = state.policy_time.max(request.at);
+            state.charge_keys(keys);
+            found.clear();
+            state.catalog.find_batch(keys, &mut found);
+            handle(&mut state, keys, &found);
+            if later.is_empty() {
+                return Some(state);
+            }
+            self.unlock(state);
+            if call.is_some_and(|call| call.has_timed_out(&*self.clock)) {
+                return None;
+            }
+            rest = later;
+        }
+    }
+
+    /// Matches some blocks of a chain, which follow those of `matched`.
+    fn match_blocks(
+        &self,
+        state: &mut StoreState,
+        keys: &[BlockKey],
+        found: &[Option<KeyIndex>],
+        now_unix_ms: u64,
+        matched: &mut ChainMatch,
+    ) {
+        let ChainMatch { chain, tiers, in_dram, is_unbroken } = matched;
+        // Forgetting an expired block frees its index, which `found` may hold twice: from then on,
+        // each key is looked up again.
+        let mut has_forgotten = state.is_closed;
+        for (key, found) in keys.iter().zip(found) {
+            let mut found = *found;
+            let expired = |found| state.catalog.entry(found).has_expired(now_unix_ms);
+            if has_forgotten || found.is_some_and(expired) {
+                found = if state.is_closed { None } else { state.find_live(key, now_unix_ms) };
+                has_forgotten = true;
+            }
+            // The policy gets the whole chain, the match only the blocks before the first gap.
+            let Some(found) = found else {
+                *is_unbroken = false;
+                let fingerprint = state.catalog.fingerprint(key);
+                chain.push(RequestedBlock { fingerprint, resident: None });
+                continue;
+            };
+            let entry = state.catalog.entry(found);
+            let (content, resident) = (entry.content, entry.slot());
+            chain.push(RequestedBlock { fingerprint: state.catalog.fingerprint(key), resident });
+            *is_unbroken &= !state.is_unreadable(state.catalog.content(content));
+            if *is_unbroken {
+                if state.has_dram {
+                    state.expect_read(found);
+                }
+                state.catalog.entry_mut(found).note_matched();
+                let content = state.catalog.content(content);
+                *in_dram += usize::from(content.slab.is_some() && *in_dram == tiers.len());
+                let lower = content.fastest_lower_except(state.open_read_circuits);
+                let lower = lower.map_or(0, |(stage, _)| 1 + stage);
+                let tier = if content.slab.is_some() { 0 } else { lower };
+                state.tier_matches[tier] += 1;
+                tiers.push(self.tier_name(tier));
+            }
+        }
+    }
+}
+
+impl StoreState {
+    /// Takes out the slots that a chain of several holds no longer has: a slot may be free, or
+    /// belong to another block.
+    fn forget_stale_slots(&self, chain: &mut [RequestedBlock]) {
+        if chain.len() <= KEYS_PER_HOLD {
+            return;
+        }
+        let blocks = self.eviction.blocks();
+        for requested in chain {
+            requested.resident = requested.resident.filter(|slot| {
+                blocks.is_resident(*slot) && blocks.fingerprint(*slot) == requested.fingerprint
+            });
+        }
+    }
+}
