@@ -518,8 +518,8 @@ impl StoreCore {
         }
     }
 
-    /// Looks up blocks again that were in DRAM. Returns false if the deadline passed before the call
-    /// got the lock: the blocks stay deferred.
+    /// Looks up blocks again that were in DRAM. Returns false if the deadline passed before the
+    /// call got the lock: the blocks stay deferred.
     fn plan_deferred(&self, flow: &mut ReadFlow<'_, '_>) -> bool {
         let count = flow.deferred_count().min(KEYS_PER_HOLD);
         let Some(state) = self.lock_within(count, flow.call) else { return false };
