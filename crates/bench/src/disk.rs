@@ -1,16 +1,15 @@
 //! Cold segment reads and segment writes, compared with fio or plain preadv on the same disk.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs;
 use std::io;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::process::Command;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use cascade_block::BlockKey;
 use cascade_replay::payload;
-use cascade_store::{CallOptions, FilesConfig, Put, Store, StoreConfig, ViewOutcome};
+use cascade_store::{CallOptions, FilesConfig, GetOutcome, Put, Store, StoreConfig, ViewOutcome};
 
+use crate::disk_limit::{Direction, DiskLimit};
 use crate::{
     Bench, FLUSH_OPTIONS, Figure, MeasureError, Target, cold, failed, gib_per_second, keys, open,
     size_name, timed,
@@ -18,19 +17,29 @@ use crate::{
 
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
-/// Bytes of one call. Over the block size, this is the queue depth of the limit.
+/// Bytes of one call.
 const BATCH_BYTES: usize = 32 * MIB;
-/// Limit of the queue depth.
-const DEPTH_MAX: usize = 32;
 
 pub(super) fn run(bench: &mut Bench<'_>) -> Result<(), MeasureError> {
-    for size in [128 * KIB, MIB, 2 * MIB] {
-        let names = ["read", "write"].map(|what| format!("{what}/segments/{}", size_name(size)));
-        if bench.wants_any(&[&names[0], &names[1]]) {
+    for size in [128 * KIB, MIB, 2 * MIB, 16 * MIB] {
+        let size_name = size_name(size);
+        let names = Names {
+            read: format!("read/segments/{size_name}"),
+            write: format!("write/segments/{size_name}"),
+            get: format!("get/cold/{size_name}/1-thread"),
+        };
+        if bench.wants_any(&[&names.read, &names.write, &names.get]) {
             read_and_write(bench, size, names)?;
         }
     }
     Ok(())
+}
+
+/// The names of the rows of one block size.
+struct Names {
+    read: String,
+    write: String,
+    get: String,
 }
 
 /// A directory that is removed on drop.
@@ -58,47 +67,46 @@ impl Drop for ScratchDirectory {
     }
 }
 
-fn read_and_write(
-    bench: &mut Bench<'_>,
-    size: usize,
-    names: [String; 2],
-) -> Result<(), MeasureError> {
+fn read_and_write(bench: &mut Bench<'_>, size: usize, names: Names) -> Result<(), MeasureError> {
     let disk = |error: io::Error| MeasureError::measure("the disk", error);
     let scratch = ScratchDirectory::new(&bench.directory)?;
     let bytes = if bench.is_full { 2048 * MIB } else { 512 * MIB };
     let keys = keys("disk", bytes / size);
-    let depth = (BATCH_BYTES / size).clamp(1, DEPTH_MAX);
-    let limit = DiskLimit::new(scratch.path("limit.bin"), bytes, size, depth).map_err(disk)?;
-    let mut samples: [Vec<f64>; 4] = Default::default();
+    let limit = DiskLimit::new(scratch.path("limit.bin"), bytes, size).map_err(disk)?;
+    let best_write = limit.calibrate(Direction::Write).map_err(disk)?;
+    let best_read = limit.calibrate(Direction::Read).map_err(disk)?;
+    let mut samples: [Vec<f64>; 5] = Default::default();
     let mut cached_most = Some(0);
     for round in 0..bench.rounds() {
         let directory = scratch.path(&format!("store-{round}"));
-        samples[0].push(limit.write().map_err(disk)?);
+        samples[0].push(limit.measure(Direction::Write, best_write).map_err(disk)?);
         samples[1].push(write(&directory, &keys, size)?);
         cold::drop_cached_pages(&scratch.0).map_err(disk)?;
-        samples[2].push(limit.read().map_err(disk)?);
+        samples[2].push(limit.measure(Direction::Read, best_read).map_err(disk)?);
         let before = cold::cached_bytes(&directory).map_err(disk)?;
-        samples[3].push(read(&directory, &keys, size)?);
+        samples[3].push(read(&directory, &keys, size, view)?);
+        samples[4].push(read(&directory, &keys, size, get_from_files)?);
         let after = cold::cached_bytes(&directory).map_err(disk)?;
         let both = before.zip(after).map(|(before, after)| before.max(after));
         cached_most = cached_most.zip(both).map(|(most, now): (u64, u64)| most.max(now));
         fs::remove_dir_all(&directory).map_err(disk)?;
     }
-    let [limit_write, write, limit_read, read] = samples;
+    let [limit_write, write, limit_read, read, get] = samples;
     let proof = match cached_most {
         Some(bytes) => format!("O_DIRECT; at most {bytes} bytes of the segments in the page cache"),
         None => "O_DIRECT; fincore is not installed".to_owned(),
     };
-    let text = format!("{}, {size} bytes a read, depth {depth}. Cold: {proof}", limit.tool());
-    let [name_read, name_write] = names;
+    let text = format!("{}, {size} bytes a read. Cold: {proof}", best_read.describe());
     let target = Target::ShareAtLeast(0.95);
-    bench.deliver(Figure::rate(name_read, "GiB/s", read, (limit_read, &text), target))?;
-    let text = format!("{}, {size} bytes a write, depth {depth}", limit.tool());
+    let limit = (limit_read.clone(), text.as_str());
+    bench.deliver(Figure::rate(names.read, "GiB/s", read, limit, target))?;
+    bench.deliver(Figure::rate(names.get, "GiB/s", get, (limit_read, &text), target))?;
+    let text = format!("{}, {size} bytes a write", best_write.describe());
     let target = Target::ShareAtLeast(0.9);
-    bench.deliver(Figure::rate(name_write, "GiB/s", write, (limit_write, &text), target))
+    bench.deliver(Figure::rate(names.write, "GiB/s", write, (limit_write, &text), target))
 }
 
-fn config(directory: &Path, bytes: usize) -> StoreConfig {
+pub(super) fn config(directory: &Path, bytes: usize) -> StoreConfig {
     let mut files = FilesConfig::new(directory);
     files.capacity_bytes = (bytes * 2).max(1 << 30) as u64;
     files.segment_bytes = 64 << 20;
@@ -112,10 +120,31 @@ fn config(directory: &Path, bytes: usize) -> StoreConfig {
 
 /// GiB/s from the first put until the flush has written all blocks.
 fn write(directory: &Path, keys: &[BlockKey], size: usize) -> Result<f64, MeasureError> {
+    let took = put_and_close(&config(directory, keys.len() * size), keys, size)?;
+    Ok(gib_per_second(keys.len() * size, took))
+}
+
+/// Puts blocks into a new store, flushes and closes it. Returns the time of the puts and the flush.
+pub(super) fn put_and_close(
+    config: &StoreConfig,
+    keys: &[BlockKey],
+    size: usize,
+) -> Result<Duration, MeasureError> {
+    let store = open("segment writes", config.clone())?;
+    let took = put_all(&store, keys, size)?;
+    store.close().map_err(failed("segment writes"))?;
+    Ok(took)
+}
+
+/// Puts blocks and flushes them. Returns the time of both.
+pub(super) fn put_all(
+    store: &Store,
+    keys: &[BlockKey],
+    size: usize,
+) -> Result<Duration, MeasureError> {
     let batch_blocks = BATCH_BYTES / size;
     let mut batch_bytes = vec![0; BATCH_BYTES];
-    let store = open("segment writes", config(directory, keys.len() * size))?;
-    let mut took = std::time::Duration::ZERO;
+    let mut took = Duration::ZERO;
     let mut stored = true;
     for batch in keys.chunks(batch_blocks) {
         let pieces = batch.iter().zip(batch_bytes.chunks_exact_mut(size));
@@ -130,128 +159,81 @@ fn write(directory: &Path, keys: &[BlockKey], size: usize) -> Result<f64, Measur
     let mut flushed = Ok(());
     took += timed(|| flushed = store.flush(FLUSH_OPTIONS));
     flushed.map_err(failed("segment writes"))?;
-    store.close().map_err(failed("segment writes"))?;
     if !stored {
         return Err(MeasureError::measure("segment writes", "a block was not stored"));
     }
-    Ok(gib_per_second(keys.len() * size, took))
+    Ok(took)
 }
 
-/// GiB/s of views on a store that was just opened, so that no block is in DRAM.
-fn read(directory: &Path, keys: &[BlockKey], size: usize) -> Result<f64, MeasureError> {
+/// Reads blocks, checks them, and returns the time of the call. The memory is for copies.
+type TimedRead = fn(&Store, &[BlockKey], &mut [u8]) -> Result<Duration, String>;
+
+/// GiB/s of a cold read with a call on a store that was just opened, so that no block is in DRAM.
+fn read(
+    directory: &Path,
+    keys: &[BlockKey],
+    size: usize,
+    call: TimedRead,
+) -> Result<f64, MeasureError> {
     let store: Store = open("segment reads", config(directory, keys.len() * size))?;
-    let mut took = std::time::Duration::ZERO;
+    let wrong = |what: String| MeasureError::measure("segment reads", what);
+    // Touched once, as the buffer of a caller that reads again and again.
+    let mut buffer = vec![1; BATCH_BYTES];
+    let mut took = Duration::ZERO;
     for batch in keys.chunks(BATCH_BYTES / size) {
-        let mut outcomes = Vec::new();
-        took += timed(|| outcomes = store.view(batch, CallOptions::default()));
-        for (key, outcome) in batch.iter().zip(outcomes) {
-            let ViewOutcome::Hit { slab, tier } = outcome else {
-                let what = format!("a view returned {outcome:?}");
-                return Err(MeasureError::measure("segment reads", what));
-            };
-            let is_right = payload::check(key, &slab, size).is_ok();
-            if !is_right || tier != "files" {
-                let bytes = if is_right { "right" } else { "WRONG" };
-                let what = format!("{key} was read from {tier} with {bytes} bytes");
-                return Err(MeasureError::measure("segment reads", what));
-            }
-        }
+        took += call(&store, batch, &mut buffer[..batch.len() * size]).map_err(wrong)?;
     }
     store.close().map_err(failed("segment reads"))?;
     Ok(gib_per_second(keys.len() * size, took))
 }
 
-/// The throughput of the disk without a store.
-struct DiskLimit {
-    path: PathBuf,
-    bytes: usize,
-    block: usize,
-    depth: usize,
-    has_fio: bool,
+fn view(store: &Store, keys: &[BlockKey], buffer: &mut [u8]) -> Result<Duration, String> {
+    let mut outcomes = Vec::new();
+    let took = timed(|| outcomes = store.view(keys, CallOptions::default()));
+    for (key, outcome) in keys.iter().zip(outcomes) {
+        let ViewOutcome::Hit { slab, tier } = outcome else {
+            return Err(format!("a view returned {outcome:?}"));
+        };
+        check(key, &slab, buffer.len() / keys.len(), tier, "files")?;
+    }
+    Ok(took)
 }
 
-impl DiskLimit {
-    fn new(path: PathBuf, bytes: usize, block: usize, depth: usize) -> io::Result<Self> {
-        let has_fio =
-            Command::new("fio").arg("--version").output().is_ok_and(|o| o.status.success());
-        let file = File::create(&path)?;
-        let piece = vec![7; MIB];
-        for at in 0..bytes / MIB {
-            file.write_all_at(&piece, (at * MIB) as u64)?;
-        }
-        file.sync_all()?;
-        Ok(Self { path, bytes, block, depth, has_fio })
-    }
+fn get_from_files(store: &Store, keys: &[BlockKey], buffer: &mut [u8]) -> Result<Duration, String> {
+    get(store, keys, buffer, |_| "files")
+}
 
-    fn tool(&self) -> &'static str {
-        if self.has_fio {
-            "fio, io_uring, O_DIRECT"
-        } else {
-            "pread and pwrite with O_DIRECT, one thread per request (fio is not installed)"
-        }
+/// Gets blocks, checks their bytes and tiers, and returns the time of the call.
+pub(super) fn get<'a>(
+    store: &Store,
+    keys: &[BlockKey],
+    buffer: &mut [u8],
+    expected_tier: impl Fn(usize) -> &'a str,
+) -> Result<Duration, String> {
+    let size = buffer.len() / keys.len();
+    let mut outcomes = Vec::new();
+    let mut pieces: Vec<&mut [u8]> = buffer.chunks_exact_mut(size).collect();
+    let took = timed(|| outcomes = store.get(keys, &mut pieces, CallOptions::default()));
+    for (at, ((key, outcome), piece)) in keys.iter().zip(outcomes).zip(&pieces).enumerate() {
+        let GetOutcome::Hit { tier, .. } = outcome else {
+            return Err(format!("a get returned {outcome:?}"));
+        };
+        check(key, piece, size, tier, expected_tier(at))?;
     }
+    Ok(took)
+}
 
-    fn read(&self) -> io::Result<f64> {
-        if self.has_fio { self.fio("read") } else { self.plain(false) }
+fn check(
+    key: &BlockKey,
+    bytes: &[u8],
+    size: usize,
+    tier: &str,
+    expected_tier: &str,
+) -> Result<(), String> {
+    let is_right = payload::check(key, bytes, size).is_ok();
+    if is_right && tier == expected_tier {
+        return Ok(());
     }
-
-    fn write(&self) -> io::Result<f64> {
-        if self.has_fio { self.fio("write") } else { self.plain(true) }
-    }
-
-    fn fio(&self, direction: &str) -> io::Result<f64> {
-        let output = Command::new("fio")
-            .args(["--name=limit", "--direct=1", "--ioengine=io_uring", "--output-format=json"])
-            .arg(format!("--filename={}", self.path.display()))
-            .arg(format!("--rw={direction}"))
-            .arg(format!("--bs={}", self.block))
-            .arg(format!("--size={}", self.bytes))
-            .arg(format!("--iodepth={}", self.depth))
-            .output()?;
-        let report: serde_json::Value = serde_json::from_slice(&output.stdout)?;
-        let rate = report["jobs"][0][direction]["bw_bytes"].as_f64().filter(|rate| *rate > 0.0);
-        let rate = rate.ok_or_else(|| {
-            let errors = String::from_utf8_lossy(&output.stderr);
-            io::Error::other(format!("fio reported no throughput: {}", errors.trim()))
-        })?;
-        Ok(rate / crate::GIB)
-    }
-
-    /// One thread per request in flight, each with an aligned buffer.
-    fn plain(&self, is_write: bool) -> io::Result<f64> {
-        let direct = rustix::fs::OFlags::DIRECT.bits().cast_signed();
-        let mut options = OpenOptions::new();
-        let file = options.read(true).write(is_write).custom_flags(direct).open(&self.path)?;
-        let (next, blocks) = (AtomicUsize::new(0), self.bytes / self.block);
-        let mut outcome = Ok(());
-        let took = timed(|| {
-            outcome = std::thread::scope(|scope| {
-                let threads: Vec<_> = (0..self.depth.min(blocks))
-                    .map(|_| scope.spawn(|| self.plain_thread(&file, is_write, &next)))
-                    .collect();
-                threads.into_iter().try_for_each(|thread| {
-                    thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-                })
-            });
-        });
-        outcome.map(|()| gib_per_second(blocks * self.block, took))
-    }
-
-    fn plain_thread(&self, file: &File, is_write: bool, next: &AtomicUsize) -> io::Result<()> {
-        let mut memory = vec![7_u8; self.block + 4096];
-        let start = memory.as_ptr().align_offset(4096);
-        let buffer = &mut memory[start..start + self.block];
-        loop {
-            let at = next.fetch_add(1, Ordering::Relaxed);
-            if at >= self.bytes / self.block {
-                return Ok(());
-            }
-            let offset = (at * self.block) as u64;
-            if is_write {
-                file.write_all_at(buffer, offset)?;
-            } else {
-                file.read_exact_at(buffer, offset)?;
-            }
-        }
-    }
+    let bytes = if is_right { "right" } else { "WRONG" };
+    Err(format!("{key} was read from {tier} with {bytes} bytes"))
 }

@@ -1,8 +1,10 @@
 //! The benchmarks `core` and `node`: figures of this build with limits measured in the same run.
 #![expect(clippy::cast_precision_loss, reason = "53 bits are enough for printed figures")]
 
+mod both_tiers;
 mod cold;
 mod disk;
+mod disk_limit;
 mod error;
 mod figure;
 mod hashing;
@@ -50,6 +52,7 @@ impl Bench<'_> {
         hashing::run(self)?;
         hold::run(self)?;
         disk::run(self)?;
+        both_tiers::run(self)?;
         restart::run(self)
     }
 

@@ -96,9 +96,21 @@ fn warm_restart(bench: &mut Bench<'_>, name: &str, bytes: usize) -> Result<(), M
     bench.deliver(Figure::cost(name.to_owned(), "s", value, limit, target))
 }
 
+/// Bytes of one put.
+const PUT_BYTES: usize = 4 * MIB;
+
 fn put_all(store: &Store, keys: &[BlockKey], size: usize) -> Result<(), MeasureError> {
-    let batch_blocks = (4 * MIB / size).max(1);
-    let mut bytes = vec![0; batch_blocks * size];
+    put_with(store, keys, size, &mut vec![0; PUT_BYTES])
+}
+
+/// Puts blocks, with this memory for their bytes.
+fn put_with(
+    store: &Store,
+    keys: &[BlockKey],
+    size: usize,
+    bytes: &mut [u8],
+) -> Result<(), MeasureError> {
+    let batch_blocks = bytes.len() / size;
     for batch in keys.chunks(batch_blocks) {
         let pieces = batch.iter().zip(bytes.chunks_exact_mut(size));
         pieces.for_each(|(key, piece)| payload::fill(key, piece));
@@ -158,11 +170,13 @@ pub(super) fn resident(bench: &mut Bench<'_>) -> Result<(), MeasureError> {
         ..StoreConfig::default()
     };
     let keys = keys("resident", 4 * budget / (128 << 10));
+    // Allocated and touched before the first measurement: it is not the store's.
+    let mut bytes = vec![1; PUT_BYTES];
     let before = resident()?;
     let store = open("resident memory", config)?;
     let mut most: f64 = 0.0;
     for part in keys.chunks(keys.len().div_ceil(32)) {
-        put_all(&store, part, 128 << 10)?;
+        put_with(&store, part, 128 << 10, &mut bytes)?;
         most = most.max(resident()? - before);
     }
     store.close().map_err(failed("resident memory"))?;

@@ -94,6 +94,9 @@ pub enum DiskError {
         /// Length of the slab.
         slab_bytes: u64,
     },
+    /// The bytes of a slab do not match the checksum that was recorded for it. Nothing was stored.
+    #[error("the bytes of the block changed in memory since they were put")]
+    ChangedInMemory,
     /// The target of an alias is not stored.
     #[error("the block that the alias refers to is not stored")]
     NoTarget,

@@ -34,6 +34,6 @@ pub use per_block::PerBlockFiles;
 pub use record::{FileAddress, RecordMeta};
 pub use segments::SegmentFiles;
 pub use tier::{
-    BlockFiles, DamageKind, DiskStats, ReadOutcome, ReadRequest, ReclaimOutcome, Recovery, open,
-    open_with,
+    BlockFiles, DamageKind, DiskStats, ReadOutcome, ReadQueue, ReadRequest, ReclaimOutcome,
+    Recovery, open, open_with,
 };

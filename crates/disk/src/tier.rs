@@ -1,6 +1,7 @@
 //! The interface of the file tier for all layouts.
 
 use std::fmt;
+use std::path::Path;
 use std::sync::Arc;
 
 use cascade_block::{BlockKey, Namespace};
@@ -49,6 +50,45 @@ pub enum DamageKind {
     Truncated,
     /// The header of a block file is invalid or belongs to another block.
     Header,
+}
+
+/// The blocks of one call, from the caller to the tier and back.
+///
+/// The tier takes the next block when it has capacity, and gives each back as its read ends, while
+/// others are in flight. All methods are called in the thread that called
+/// [`BlockFiles::read_each`], with no lock of the tier held.
+pub trait ReadQueue {
+    /// Returns the next block to read with the caller's number for it, or `None` if there is none
+    /// now. There may be more after a read has ended.
+    fn next_request(&mut self) -> Option<(usize, ReadRequest)>;
+
+    /// Reports the result of the block with this number.
+    fn ended(&mut self, number: usize, outcome: ReadOutcome);
+
+    /// All blocks that were taken are being read. Does a short piece of other work, or returns
+    /// false if there is none. There may be another block afterwards.
+    fn idle(&mut self) -> bool {
+        false
+    }
+}
+
+/// A list of blocks to read and their results.
+struct ReadBatch {
+    waiting: std::vec::IntoIter<ReadRequest>,
+    taken_count: usize,
+    outcomes: Vec<Option<ReadOutcome>>,
+}
+
+impl ReadQueue for ReadBatch {
+    fn next_request(&mut self) -> Option<(usize, ReadRequest)> {
+        let request = self.waiting.next()?;
+        self.taken_count += 1;
+        Some((self.taken_count - 1, request))
+    }
+
+    fn ended(&mut self, number: usize, outcome: ReadOutcome) {
+        self.outcomes[number] = Some(outcome);
+    }
 }
 
 /// The result of a reclaim. Old addresses of moved blocks stay readable until the next reclaim.
@@ -133,6 +173,9 @@ pub trait BlockFiles: Send + Sync + fmt::Debug {
     /// Writes blocks and returns one result for each: the address once the whole block is written
     /// (in a durable tier: is on stable storage). On `Full` the caller should reclaim.
     ///
+    /// Compares each slab with its recorded checksum, or records it. A slab that does not match
+    /// fails with `ChangedInMemory`: otherwise its bytes would get a new, valid checksum.
+    ///
     /// If the key already has a block at another address, that block stays until it is removed.
     fn append(
         &self,
@@ -140,8 +183,27 @@ pub trait BlockFiles: Send + Sync + fmt::Debug {
         deadline: Deadline,
     ) -> Vec<Result<FileAddress, DiskError>>;
 
-    /// Reads blocks into their slabs and checks key, length and checksum.
-    fn read(&self, batch: Vec<ReadRequest>, deadline: Deadline) -> Vec<ReadOutcome>;
+    /// Reads the blocks of a queue into their slabs and checks key, length and checksum, until the
+    /// queue is empty or the deadline passes.
+    ///
+    /// Each block that was taken from the queue is given back once, before this returns. Those that
+    /// are not taken by the deadline stay in the queue.
+    fn read_each(&self, queue: &mut dyn ReadQueue, deadline: Deadline);
+
+    /// As [`Self::read_each`], for a list of blocks; one result for each, in order.
+    fn read(&self, batch: Vec<ReadRequest>, deadline: Deadline) -> Vec<ReadOutcome> {
+        let outcomes = batch.iter().map(|_| None).collect();
+        let mut queue = ReadBatch { waiting: batch.into_iter(), taken_count: 0, outcomes };
+        self.read_each(&mut queue, deadline);
+        let timed_out = || {
+            let path = self.directory().to_owned();
+            ReadOutcome::Failed(DiskError::Timeout { operation: "read", path })
+        };
+        queue.outcomes.into_iter().map(|outcome| outcome.unwrap_or_else(timed_out)).collect()
+    }
+
+    /// The directory of the tier.
+    fn directory(&self) -> &Path;
 
     /// Adds another key to stored bytes and returns the address for that key.
     fn alias(

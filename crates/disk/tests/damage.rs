@@ -2,13 +2,17 @@
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::fs;
+use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use cascade_disk::conformance::{append, content, deadline, key, pool};
+use cascade_block::checksum;
+use cascade_disk::conformance::{append, content, deadline, key, meta, pool};
 use cascade_disk::format::{FORMAT_VERSION, PAGE_BYTES, SegmentHeader, page_checksum};
 use cascade_disk::scan::{ScanOptions, SegmentContent, read_segment};
-use cascade_disk::{DiskError, FileTierConfig, ReadOutcome, ReadRequest, inspect, open};
+use cascade_disk::{
+    DiskError, FileTierConfig, FileTierLayout, ReadOutcome, ReadRequest, inspect, open,
+};
 use cascade_memory::Pool;
 use cascade_runtime::SystemClock;
 
@@ -180,6 +184,47 @@ fn an_inspection_finds_a_damaged_block() {
     assert!(!report.is_clean());
     assert_eq!((report.files[0].damaged_records, report.files[0].live_records), (1, 5));
     assert_eq!(damaged, [key(4)]);
+}
+
+/// A slab whose bytes changed after its checksum was recorded got a new, valid checksum in its file
+/// if nothing else compared them.
+#[test]
+fn a_slab_that_changed_in_memory_is_not_stored_and_its_neighbours_are() {
+    for layout in [FileTierLayout::Segments, FileTierLayout::FilePerBlock] {
+        let (pool, directory) = (pool(), tempfile::tempdir().unwrap());
+        let config = FileTierConfig { layout, ..config(directory.path()) };
+        let (files, _) = open(config, Arc::new(SystemClock), &pool, deadline()).unwrap();
+        let batch: Vec<_> = BLOCKS
+            .iter()
+            .map(|&(number, length)| {
+                let mut slab = pool.allocate(length).unwrap();
+                slab.copy_from_slice(&content(number, length));
+                let slab = slab.seal();
+                assert!(slab.verify_checksum(checksum(&slab)), "records the checksum");
+                if number == 2 {
+                    pool.region()
+                        .file()
+                        .write_all_at(&[!slab[77]], slab.offset() as u64 + 77)
+                        .unwrap();
+                }
+                (meta(number, length), slab)
+            })
+            .collect();
+        let results = files.append(batch, deadline());
+        for (&(number, length), result) in BLOCKS.iter().zip(results) {
+            if number == 2 {
+                assert!(matches!(result, Err(DiskError::ChangedInMemory)), "{result:?}");
+                continue;
+            }
+            let address = result.unwrap();
+            let slab = pool.allocate(length).unwrap();
+            let request = ReadRequest { address, key: key(number), slab };
+            let outcome = files.read(vec![request], deadline()).remove(0);
+            let ReadOutcome::Hit(slab) = outcome else { panic!("{number}: {outcome:?}") };
+            assert!(slab[..] == content(number, length), "block {number} in {layout:?}");
+        }
+        assert_eq!(files.stats().live_records, 5, "{layout:?}");
+    }
 }
 
 /// Damage of the first frame was not counted if the header was damaged too, and a frame of another

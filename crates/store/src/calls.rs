@@ -18,4 +18,5 @@ mod put_end;
 mod put_slabs;
 pub(crate) mod read;
 pub(crate) mod read_counters;
+mod read_flow;
 pub(crate) mod write_through;

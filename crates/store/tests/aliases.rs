@@ -9,7 +9,7 @@ use std::thread;
 
 use cascade_block::{DigestAlgorithm, DigestMode};
 use cascade_store::{
-    BlockState, CallOptions, Loss, Put, PutOutcome, Store, StoreConfig, ViewOutcome,
+    BlockState, CallOptions, GetOutcome, Loss, Put, PutOutcome, Store, StoreConfig, ViewOutcome,
 };
 use third_party::{MapStage, flush, open};
 
@@ -41,9 +41,13 @@ fn put_as(store: &Store, n: u64) -> PutOutcome {
     store.put(&[Put::new(key(n), &bytes)], CallOptions::default()).remove(0)
 }
 
-/// Views a key that shares the bytes of key 0.
+/// Gets and views a key that shares the bytes of key 0.
 #[track_caller]
 fn assert_hit(store: &Store, n: u64) {
+    let mut bytes = vec![0; BLOCK];
+    let got = store.get(&[key(n)], &mut [&mut bytes], CallOptions::default()).remove(0);
+    assert!(matches!(got, GetOutcome::Hit { bytes: BLOCK, .. }), "{n}: {got:?}");
+    assert!(bytes == *bytes_of(&key(0), BLOCK), "{n}: wrong bytes");
     let view = store.view(&[key(n)], CallOptions::default()).remove(0);
     let is_right =
         matches!(&view, ViewOutcome::Hit { slab, .. } if **slab == *bytes_of(&key(0), BLOCK));

@@ -13,7 +13,10 @@ use std::os::unix::fs::FileExt;
 
 use blocks::{MIB, check, dram, keys, put, wait_until};
 use cascade_block::BlockKey;
-use cascade_store::{CallOptions, FilesConfig, Loss, ScrubReport, Store, StoreConfig, ViewOutcome};
+use cascade_store::{
+    CallOptions, EncryptionConfig, FileLayout, FilesConfig, Loss, ScrubReport, Store, StoreConfig,
+    ViewOutcome,
+};
 use named_pool::{config, directory, pool, warm};
 
 const BLOCK: usize = 48 << 10;
@@ -62,14 +65,32 @@ fn a_block_with_a_flipped_bit_is_a_miss_after_the_next_scrub() {
 }
 
 #[test]
-fn a_damaged_block_in_dram_is_not_demoted() {
+fn a_damaged_block_in_dram_is_not_demoted_to_segments() {
+    check_demotion_of_damage(FileLayout::Segments, false);
+}
+
+#[test]
+fn a_damaged_block_in_dram_is_not_demoted_to_a_file_per_block() {
+    check_demotion_of_damage(FileLayout::FilePerBlock, false);
+}
+
+#[test]
+fn a_damaged_block_in_dram_is_not_encrypted() {
+    check_demotion_of_damage(FileLayout::Segments, true);
+}
+
+fn check_demotion_of_damage(layout: FileLayout, is_encrypted: bool) {
     let directory = tempfile::tempdir().unwrap();
+    let key_file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(key_file.path(), "07".repeat(32)).unwrap();
     let files = FilesConfig {
         capacity_bytes: 64 * MIB,
         segment_bytes: 8 * MIB,
+        layout,
         ..FilesConfig::new(directory.path())
     };
     let config = StoreConfig {
+        encryption: is_encrypted.then(|| EncryptionConfig::new(key_file.path())),
         pipeline: "Dram|Files".to_owned(),
         files: Some(files),
         // The first block keeps the mover busy for some seconds.

@@ -59,6 +59,60 @@ pub enum LoadOutcome {
     Failed(StageError),
 }
 
+/// The blocks of one load, from the store to a stage and back.
+///
+/// The stage takes the next block when it has capacity, and gives each back as it ends, while
+/// others are in flight. The store can thus copy a block while the stage reads the next ones. All
+/// methods are called in the thread that called [`Stage::load_each`], with no lock held that any
+/// call to the stage takes.
+pub trait LoadQueue {
+    /// Returns the next block to load with the store's number for it, or `None` if there is none
+    /// now. There may be more after a load has ended.
+    fn next_load(&mut self) -> Option<(usize, Load)>;
+
+    /// Reports the result of the block with this number. A number is used again after that.
+    fn ended(&mut self, number: usize, outcome: LoadOutcome);
+
+    /// All blocks that were taken are being loaded, and the stage would wait. Does a short piece of
+    /// other work, such as a copy of a block from DRAM, or returns false if there is none. There
+    /// may be another block to load afterwards.
+    fn idle(&mut self) -> bool {
+        false
+    }
+}
+
+/// Maximum number of blocks that [`Stage::load`] gets at once from a queue.
+const LOADS_PER_CALL: usize = 512;
+
+/// Takes blocks from a queue for one call.
+pub fn next_loads(queue: &mut dyn LoadQueue) -> (Vec<usize>, Vec<Load>) {
+    let next = std::iter::from_fn(|| queue.next_load());
+    next.take(LOADS_PER_CALL).unzip()
+}
+
+/// Loads a list of blocks through [`Stage::load_each`]; one result for each, in order. Blocks that
+/// the stage does not take have timed out.
+pub fn load_list(stage: &dyn Stage, batch: Vec<Load>, deadline: Deadline) -> Vec<LoadOutcome> {
+    struct List {
+        waiting: std::iter::Enumerate<std::vec::IntoIter<Load>>,
+        outcomes: Vec<Option<LoadOutcome>>,
+    }
+    impl LoadQueue for List {
+        fn next_load(&mut self) -> Option<(usize, Load)> {
+            self.waiting.next()
+        }
+
+        fn ended(&mut self, number: usize, outcome: LoadOutcome) {
+            self.outcomes[number] = Some(outcome);
+        }
+    }
+    let outcomes = batch.iter().map(|_| None).collect();
+    let mut list = List { waiting: batch.into_iter().enumerate(), outcomes };
+    stage.load_each(&mut list, deadline);
+    let timed_out = || LoadOutcome::Failed(StageError::Timeout);
+    list.outcomes.into_iter().map(|outcome| outcome.unwrap_or_else(timed_out)).collect()
+}
+
 /// An error of a stage. The variants differ in how the store reacts.
 #[derive(Debug, Clone, Error)]
 #[non_exhaustive]
@@ -72,6 +126,9 @@ pub enum StageError {
         /// Length of the block.
         bytes: u32,
     },
+    /// The block's bytes in memory do not match their recorded checksum, so it was not stored.
+    #[error("the bytes of the block changed in memory since they were put")]
+    ChangedInMemory,
     /// The stage panicked, or returned no result for the block.
     #[error("the stage returned no result")]
     NoResult,
@@ -154,6 +211,13 @@ pub trait Stage: Send + Sync + fmt::Debug {
         false
     }
 
+    /// Whether `store` compares each slab with its recorded checksum before it writes the bytes,
+    /// and fails with [`StageError::ChangedInMemory`] if they differ. The store compares the slabs
+    /// of other stages itself, before the call.
+    fn checks_slabs(&self) -> bool {
+        false
+    }
+
     /// Stores blocks; one result for each, in order. Returns an address only when all of a block's
     /// bytes are written.
     fn store(
@@ -164,6 +228,24 @@ pub trait Stage: Send + Sync + fmt::Debug {
 
     /// Loads blocks; one result for each, in order.
     fn load(&self, batch: Vec<Load>, deadline: Deadline) -> Vec<LoadOutcome>;
+
+    /// As [`Self::load`], for blocks of a queue, until it is empty or the deadline passes. Each
+    /// block that was taken is given back once, before this returns; the others stay in the queue.
+    ///
+    /// Worth implementing for a stage that can give back a block while it reads the next ones.
+    fn load_each(&self, queue: &mut dyn LoadQueue, deadline: Deadline) {
+        loop {
+            let (numbers, batch) = next_loads(queue);
+            if batch.is_empty() {
+                return;
+            }
+            let mut outcomes = self.load(batch, deadline).into_iter();
+            for number in numbers {
+                let missing = || LoadOutcome::Failed(StageError::NoResult);
+                queue.ended(number, outcomes.next().unwrap_or_else(missing));
+            }
+        }
+    }
 
     /// Adds another name for stored bytes, kept over restarts if the stage is persistent. Ignores a
     /// name for an address without bytes.

@@ -54,6 +54,12 @@ pub trait TransferQueue {
 
     /// Reports the end of the transfer with this number.
     fn complete(&mut self, number: usize, outcome: TransferOutcome);
+
+    /// All transfers that were taken are in flight. Does a short piece of other work, or returns
+    /// false if there is none. There may be another transfer afterwards.
+    fn idle(&mut self) -> bool {
+        false
+    }
 }
 
 /// An I/O engine: makes transfers of files that the [`FileOperations`] of the same [`FileIo`]
@@ -77,7 +83,7 @@ pub trait TransferEngine: Send + Sync + fmt::Debug {
     ///
     /// Each transfer that was taken from the queue is completed once, before this returns. After
     /// each completion the queue may have another transfer. Those that are not taken by the
-    /// deadline stay in the queue.
+    /// deadline stay in the queue. An engine that would wait calls [`TransferQueue::idle`] before.
     ///
     /// An attempt starts at [`Transfer::next_offset`]. It reads into [`Transfer::slices_mut`] or
     /// writes [`Transfer::slices`], in their order. A result may be short, as with `preadv`: the
@@ -151,6 +157,10 @@ impl TransferQueue for ResumingQueue<'_> {
                 self.inner.complete(number, TransferOutcome { transfer: Some(transfer), result });
             }
         }
+    }
+
+    fn idle(&mut self) -> bool {
+        self.inner.idle()
     }
 }
 

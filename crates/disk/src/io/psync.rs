@@ -103,7 +103,9 @@ impl TransferEngine for PsyncEngine {
             if in_flight.is_empty() {
                 return;
             }
-            let Some(completed) = completions.wait(deadline, self.clock.as_ref()) else { break };
+            let is_idle = !queue.idle();
+            let completed = completions.wait(is_idle, deadline, self.clock.as_ref());
+            let Some(completed) = completed else { break };
             for (number, outcome) in completed {
                 in_flight.remove(&number);
                 queue.complete(number, outcome);
@@ -153,12 +155,21 @@ impl Completions {
         stuck.fetch_add((started - completed) as u64, Ordering::Relaxed);
     }
 
-    /// Waits for completions. Returns `None` if there is none before the deadline.
-    fn wait(&self, deadline: Deadline, clock: &dyn Clock) -> Option<Vec<(usize, TransferOutcome)>> {
+    /// Returns the completions, and waits for one if the caller is idle. Returns `None` if there is
+    /// none before the deadline.
+    fn wait(
+        &self,
+        is_idle: bool,
+        deadline: Deadline,
+        clock: &dyn Clock,
+    ) -> Option<Vec<(usize, TransferOutcome)>> {
         let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
         while list.outcomes.is_empty() {
             if deadline.has_passed(clock) {
                 return None;
+            }
+            if !is_idle {
+                break;
             }
             let waited = self.is_added.wait_until(list, deadline, clock);
             list = waited.unwrap_or_else(PoisonError::into_inner).0;

@@ -130,30 +130,32 @@ impl Transfer {
 
     /// The bytes that the next attempt writes.
     pub fn slices(&self) -> Vec<IoSlice<'_>> {
-        let mut skip = self.moved;
-        let mut slices = Vec::with_capacity(self.buffers.len());
-        for bytes in self.buffers.iter().map(Buffer::bytes) {
-            let skipped = skip.min(bytes.len());
-            skip -= skipped;
-            if skipped < bytes.len() {
-                slices.push(IoSlice::new(&bytes[skipped..]));
-            }
-        }
-        slices
+        self.pieces().map(IoSlice::new).collect()
     }
 
     /// The memory that the next attempt reads into.
     pub fn slices_mut(&mut self) -> Vec<IoSliceMut<'_>> {
+        self.pieces_mut().map(IoSliceMut::new).collect()
+    }
+
+    /// As [`Self::slices`], without a list.
+    pub(super) fn pieces(&self) -> impl Iterator<Item = &[u8]> {
         let mut skip = self.moved;
-        let mut slices = Vec::with_capacity(self.buffers.len());
-        for bytes in self.buffers.iter_mut().map(Buffer::bytes_mut) {
+        self.buffers.iter().map(Buffer::bytes).filter_map(move |bytes| {
             let skipped = skip.min(bytes.len());
             skip -= skipped;
-            if skipped < bytes.len() {
-                slices.push(IoSliceMut::new(&mut bytes[skipped..]));
-            }
-        }
-        slices
+            (skipped < bytes.len()).then(|| &bytes[skipped..])
+        })
+    }
+
+    /// As [`Self::slices_mut`], without a list.
+    pub(super) fn pieces_mut(&mut self) -> impl Iterator<Item = &mut [u8]> {
+        let mut skip = self.moved;
+        self.buffers.iter_mut().map(Buffer::bytes_mut).filter_map(move |bytes| {
+            let skipped = skip.min(bytes.len());
+            skip -= skipped;
+            (skipped < bytes.len()).then(|| &mut bytes[skipped..])
+        })
     }
 
     /// Applies the result of an attempt. Returns whether the transfer is complete.

@@ -4,6 +4,7 @@
 //! transfers in flight after the deadline is passed to a thread that waits for the kernel.
 #![expect(unsafe_code, reason = "hands buffers to the kernel by address")]
 
+use std::collections::VecDeque;
 use std::mem::{self, ManuallyDrop};
 use std::os::fd::AsRawFd as _;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -23,6 +24,11 @@ use super::{Transfer, TransferEngine, TransferKind, TransferOutcome, TransferQue
 /// While fewer transfers than this are in the kernel, each is submitted at once: this many keep the
 /// disk busy while the next ones are prepared.
 const EAGER_SUBMIT_MAX: usize = 2;
+
+/// Bytes of the transfers that one wake-up of the caller awaits, and that are completed before new
+/// ones are submitted. Waking up for each small transfer costs more than the disk gains from a full
+/// queue; waiting for several large ones would let the queue run empty.
+const WAKE_UP_BYTES: usize = 1 << 20;
 
 /// Maximum number of rings, each with a thread, that wait for a hung kernel. At this limit further
 /// calls time out at once.
@@ -49,6 +55,7 @@ pub(super) struct IoVec {
 struct InFlightTransfer {
     number: usize,
     transfer: Transfer,
+    bytes: usize,
     io_vecs: Vec<IoVec>,
 }
 
@@ -61,7 +68,9 @@ struct Ring {
     queue: IoUring,
     /// By the `user_data` of their completion. Not dropped while the kernel may use the buffers.
     transfers: ManuallyDrop<Vec<Option<InFlightTransfer>>>,
-    in_flight_count: usize,
+    /// Indices of `transfers` that are not in use.
+    free_slots: Vec<usize>,
+    in_flight_bytes: usize,
     /// The registered pool memory, if this ring shares it.
     fixed: Option<Arc<FixedBuffers>>,
 }
@@ -91,7 +100,7 @@ impl UringEngine {
 
     /// Returns a ring to the idle ones, after the kernel has completed its transfers.
     fn return_ring(&self, mut ring: Ring) {
-        if ring.in_flight_count == 0 {
+        if ring.in_flight_count() == 0 {
             self.idle.lock().unwrap_or_else(PoisonError::into_inner).push(ring);
             return;
         }
@@ -118,18 +127,18 @@ impl UringEngine {
         &self,
         ring: &mut Ring,
         queue: &mut dyn TransferQueue,
-        ended: &mut Vec<(usize, TransferOutcome)>,
+        ended: &mut VecDeque<(usize, TransferOutcome)>,
         deadline: Deadline,
     ) -> io::Result<()> {
         loop {
-            while ring.in_flight_count < self.depth as usize {
+            while ring.in_flight_count() < self.depth as usize {
                 let Some((number, transfer)) = queue.next_transfer() else { break };
                 let file = match transfer.file.system() {
                     Ok(file) => Fd(file.as_raw_fd()),
                     Err(error) => {
                         let outcome =
                             TransferOutcome { transfer: Some(transfer), result: Err(error) };
-                        ended.push((number, outcome));
+                        ended.push_back((number, outcome));
                         continue;
                     }
                 };
@@ -143,24 +152,31 @@ impl UringEngine {
                 // The new transfers are submitted first: the disk works while the caller computes
                 // checksums.
                 ring.wait(0, Duration::ZERO)?;
-                // A completion may add transfers: a short one is continued.
-                for (number, outcome) in ended.drain(..) {
+                let mut bytes = 0;
+                // A completion may add transfers: a short one is continued. They are submitted
+                // before the rest is completed.
+                while bytes < WAKE_UP_BYTES
+                    && let Some((number, outcome)) = ended.pop_front()
+                {
+                    bytes += *outcome.result.as_ref().unwrap_or(&0);
                     queue.complete(number, outcome);
                 }
-                ring.reap(|number, outcome| ended.push((number, outcome)));
+                ring.reap(|number, outcome| ended.push_back((number, outcome)));
                 continue;
             }
-            if ring.in_flight_count == 0 {
+            if ring.in_flight_count() == 0 {
                 return Ok(());
             }
             let left = deadline.remaining(self.clock.as_ref());
             if left.is_zero() {
                 return Err(io::ErrorKind::TimedOut.into());
             }
-            // Waits for a quarter of the transfers: a wake-up per completion costs more than the
-            // disk gains from a full queue while it still has work.
-            ring.wait((ring.in_flight_count / 4).max(1), left)?;
-            ring.reap(|number, outcome| ended.push((number, outcome)));
+            // Submitted first, so that the disk works meanwhile.
+            ring.wait(0, Duration::ZERO)?;
+            if !queue.idle() {
+                ring.wait(ring.wake_up_count(), left)?;
+            }
+            ring.reap(|number, outcome| ended.push_back((number, outcome)));
         }
     }
 }
@@ -186,7 +202,7 @@ impl TransferEngine for UringEngine {
             Ok(ring) => ring,
             Err(error) => return fail_remaining(queue, &error),
         };
-        let mut ended = Vec::new();
+        let mut ended = VecDeque::new();
         let driven = self.drive(&mut ring, queue, &mut ended, deadline);
         for (number, outcome) in ended {
             queue.complete(number, outcome);
@@ -227,27 +243,38 @@ impl Ring {
     fn new(depth: u32, fixed: Option<&Arc<FixedBuffers>>) -> io::Result<Self> {
         let queue = IoUring::new(depth.next_power_of_two())?;
         let transfers = ManuallyDrop::new((0..depth).map(|_| None).collect());
+        let free_slots = (0..depth as usize).collect();
         let fixed = fixed.filter(|fixed| fixed.share_with(&queue).is_ok()).cloned();
-        Ok(Self { queue, transfers, in_flight_count: 0, fixed })
+        Ok(Self { queue, transfers, free_slots, in_flight_bytes: 0, fixed })
+    }
+
+    fn in_flight_count(&self) -> usize {
+        self.transfers.len() - self.free_slots.len()
+    }
+
+    /// The number of completions to wait for: at most a quarter of the transfers, so that the disk
+    /// still has work, and no more than [`WAKE_UP_BYTES`].
+    fn wake_up_count(&self) -> usize {
+        let count = self.in_flight_count();
+        let transfer_bytes = (self.in_flight_bytes / count.max(1)).max(1);
+        (WAKE_UP_BYTES / transfer_bytes).min(count / 4).max(1)
     }
 
     /// Number of transfers submitted to the kernel.
     fn submitted(&mut self) -> usize {
-        self.in_flight_count - self.queue.submission().len()
+        self.in_flight_count() - self.queue.submission().len()
     }
 
     /// Adds a transfer of a file to the submission queue. The caller limits the number to the
     /// depth.
     fn push(&mut self, number: usize, transfer: Transfer, file: Fd) {
-        let slot = self
-            .transfers
-            .iter()
-            .position(Option::is_none)
-            .expect("the caller limits transfers to the depth");
-        let mut in_flight = InFlightTransfer { number, transfer, io_vecs: Vec::new() };
+        let slot = self.free_slots.pop().expect("the caller limits transfers to the depth");
+        let bytes = transfer.total_bytes();
+        let io_vecs = Vec::new();
+        let mut in_flight = InFlightTransfer { number, transfer, bytes, io_vecs };
         let entry = in_flight.submission(file, self.fixed.as_deref()).user_data(slot as u64);
         self.transfers[slot] = Some(in_flight);
-        self.in_flight_count += 1;
+        self.in_flight_bytes += bytes;
         // SAFETY: the entry's addresses point into buffers and a list that the `InFlightTransfer`
         // owns. `transfers` keeps it until its completion is reaped, and leaks it if the ring is
         // dropped before.
@@ -258,6 +285,9 @@ impl Ring {
     /// Submits, and waits for this many completions or until the time-out.
     fn wait(&mut self, want: usize, limit: Duration) -> io::Result<()> {
         if want == 0 {
+            if self.queue.submission().is_empty() {
+                return Ok(());
+            }
             return match self.queue.submit() {
                 Err(error) if error.raw_os_error() == Some(Errno::BUSY.raw_os_error()) => Ok(()),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(()),
@@ -282,7 +312,8 @@ impl Ring {
             let slot = usize::try_from(completion.user_data())
                 .expect("user data is an index of `transfers`");
             let in_flight = self.transfers[slot].take().expect("a transfer completes once");
-            self.in_flight_count -= 1;
+            self.free_slots.push(slot);
+            self.in_flight_bytes -= in_flight.bytes;
             let result = usize::try_from(completion.result())
                 .map_err(|_| io::Error::from_raw_os_error(-completion.result()));
             finish(
@@ -294,9 +325,9 @@ impl Ring {
 
     /// Waits without a deadline until the kernel has completed every transfer.
     fn drain(&mut self) -> io::Result<()> {
-        while self.in_flight_count > 0 {
+        while self.in_flight_count() > 0 {
             // The limit is of no importance here: the loop waits again.
-            self.wait(self.in_flight_count, Duration::from_secs(3600))?;
+            self.wait(self.in_flight_count(), Duration::from_secs(3600))?;
             self.reap(|_number, outcome| drop(outcome));
         }
         Ok(())
@@ -307,46 +338,67 @@ impl Drop for Ring {
     fn drop(&mut self) {
         // Otherwise the kernel may still write to the buffers. They are leaked, because a leak is
         // better than two writers of one page.
-        if self.in_flight_count == 0 {
+        if self.in_flight_count() == 0 {
             drop(mem::take(&mut *self.transfers));
         }
     }
 }
 
+impl IoVec {
+    fn to_read(piece: &mut [u8]) -> Self {
+        Self { base: piece.as_mut_ptr(), bytes: piece.len() }
+    }
+
+    fn to_write(piece: &[u8]) -> Self {
+        Self { base: piece.as_ptr().cast_mut(), bytes: piece.len() }
+    }
+}
+
 impl InFlightTransfer {
+    /// The entry of a transfer with one contiguous piece, which needs no address list. Only such a
+    /// piece can use a fixed buffer.
+    fn contiguous(
+        &mut self,
+        file: Fd,
+        offset: u64,
+        fixed: Option<&FixedBuffers>,
+    ) -> Option<squeue::Entry> {
+        /// The only piece, if there is just one.
+        fn only(mut pieces: impl Iterator<Item = IoVec>) -> Option<IoVec> {
+            pieces.next().filter(|_| pieces.next().is_none())
+        }
+        let is_read = self.transfer.kind == TransferKind::Read;
+        // A sync has no pieces.
+        let IoVec { base, bytes } = if is_read {
+            only(self.transfer.pieces_mut().map(IoVec::to_read))?
+        } else {
+            only(self.transfer.pieces().map(IoVec::to_write))?
+        };
+        let length = u32::try_from(bytes).ok()?;
+        let index = fixed.and_then(|fixed| fixed.index_of(&IoVec { base, bytes }));
+        Some(match (is_read, index) {
+            (true, Some(index)) => {
+                opcode::ReadFixed::new(file, base, length, index).offset(offset).build()
+            }
+            (false, Some(index)) => {
+                opcode::WriteFixed::new(file, base, length, index).offset(offset).build()
+            }
+            (true, None) => opcode::Read::new(file, base, length).offset(offset).build(),
+            (false, None) => opcode::Write::new(file, base, length).offset(offset).build(),
+        })
+    }
+
     fn submission(&mut self, file: Fd, fixed: Option<&FixedBuffers>) -> squeue::Entry {
         let offset = self.transfer.next_offset();
+        if let Some(entry) = self.contiguous(file, offset, fixed) {
+            return entry;
+        }
         // The list is on the heap. So its address stays valid when `self` is moved to its slot.
         self.io_vecs = match self.transfer.kind {
-            TransferKind::Read => self
-                .transfer
-                .slices_mut()
-                .iter_mut()
-                .map(|slice| IoVec { base: slice.as_mut_ptr(), bytes: slice.len() })
-                .collect(),
-            TransferKind::Write => self
-                .transfer
-                .slices()
-                .iter()
-                .map(|slice| IoVec { base: slice.as_ptr().cast_mut(), bytes: slice.len() })
-                .collect(),
+            TransferKind::Read => self.transfer.pieces_mut().map(IoVec::to_read).collect(),
+            TransferKind::Write => self.transfer.pieces().map(IoVec::to_write).collect(),
             TransferKind::Sync => Vec::new(),
         };
-        // Only one contiguous piece can use a fixed buffer.
-        if let ([io_vec], Some(fixed)) = (self.io_vecs.as_slice(), fixed)
-            && let Some(index) = fixed.index_of(io_vec)
-        {
-            let bytes = u32::try_from(io_vec.bytes).expect("a fixed buffer is at most 1 GiB");
-            return match self.transfer.kind {
-                TransferKind::Read => {
-                    opcode::ReadFixed::new(file, io_vec.base, bytes, index).offset(offset).build()
-                }
-                // A sync has no buffers and thus never gets here.
-                TransferKind::Write | TransferKind::Sync => {
-                    opcode::WriteFixed::new(file, io_vec.base, bytes, index).offset(offset).build()
-                }
-            };
-        }
         let count = u32::try_from(self.io_vecs.len()).expect("a transfer has few buffers");
         let io_vecs = self.io_vecs.as_ptr();
         match self.transfer.kind {

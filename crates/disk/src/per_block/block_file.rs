@@ -10,7 +10,7 @@ use cascade_runtime::Deadline;
 
 use super::PerBlockFiles;
 use super::durable_directories::DurableDirectories;
-use crate::alignment::{read_buffers, slab_from_read, write_buffers};
+use crate::alignment::write_buffers;
 use crate::error::is_misplaced;
 use crate::format::{
     EntryKind, PAGE_BYTES, RandomId, RecordEntry, SegmentFrame, page_aligned, pages_of,
@@ -19,8 +19,7 @@ use crate::io::{
     Buffer, FileHandle, FileOperations, OpenMode, PageBuffer, Transfer, TransferKind,
     make_tier_directory,
 };
-use crate::tier::ReadRequest;
-use crate::{DamageKind, DiskError, FileAddress, ReadOutcome, ReclaimOutcome, RecordMeta};
+use crate::{DiskError, FileAddress, ReclaimOutcome, RecordMeta};
 
 /// The header page is encoded as the first frame of a segment without ID and number.
 pub(super) const NO_SEGMENT: RandomId = [0; 16];
@@ -123,103 +122,6 @@ impl PerBlockFiles {
                 Ok((path, Transfer::new(TransferKind::Write, Arc::new(file), 0, buffers)))
             })
             .collect()
-    }
-
-    pub(super) fn read_files(
-        &self,
-        batch: Vec<ReadRequest>,
-        deadline: Deadline,
-    ) -> Vec<ReadOutcome> {
-        let paths: Vec<_> = batch.iter().map(|request| self.path(&request.key)).collect();
-        let (sources, direct) = (paths.clone(), self.is_direct);
-        // One call for the whole batch, because each call is handed to a worker thread.
-        let opened = self.io.call_reading("open", &self.config.directory, deadline, move |files| {
-            let open = |path: &PathBuf| files.open(path, OpenMode::Read, direct);
-            Ok(sources.iter().map(open).collect::<Vec<_>>())
-        });
-        let opened = match opened {
-            Ok(opened) => opened,
-            Err(error) => {
-                return paths.iter().map(|_| ReadOutcome::Failed(error.clone())).collect();
-            }
-        };
-        let is_hidden: Vec<_> = {
-            let table = self.table();
-            batch.iter().map(|request| table.is_hidden(&request.key, request.address)).collect()
-        };
-        let mut transfers = Vec::with_capacity(batch.len());
-        let mut outcomes = Vec::with_capacity(batch.len());
-        for (((request, path), file), is_hidden) in
-            batch.into_iter().zip(&paths).zip(opened).zip(is_hidden)
-        {
-            outcomes.push(match file {
-                _ if is_hidden => Err(ReadOutcome::Gone),
-                Err(error) if error.kind() == io::ErrorKind::NotFound => Err(ReadOutcome::Gone),
-                Err(error) if is_misplaced(&error) => Err(self.damaged(DamageKind::Header)),
-                Err(error) => Err(ReadOutcome::Failed(DiskError::from_io("open", path, error))),
-                Ok(file) => {
-                    let requested = (request.key, request.address, request.slab.len());
-                    let mut buffers = vec![Buffer::Pages(PageBuffer::zeroed(PAGE_BYTES))];
-                    buffers.extend(read_buffers(request.slab));
-                    let file = Arc::new(file);
-                    // One transfer for header and payload: the header tells whether the payload is
-                    // that of the address.
-                    transfers.push(Transfer::new(TransferKind::Read, file, 0, buffers));
-                    Ok(requested)
-                }
-            });
-        }
-        let mut results = self.io.transfer_all(transfers, deadline).into_iter();
-        let finished = outcomes.into_iter().zip(&paths).map(|(outcome, path)| match outcome {
-            Err(outcome) => outcome,
-            Ok(requested) => {
-                let result = results.next().expect("one result for each transfer");
-                self.finish_read(&requested, path, result)
-            }
-        });
-        finished.collect()
-    }
-
-    fn finish_read(
-        &self,
-        &(ref key, address, slab_bytes): &(BlockKey, FileAddress, usize),
-        path: &Path,
-        (transfer, result): (Option<Transfer>, io::Result<()>),
-    ) -> ReadOutcome {
-        let is_short = match &result {
-            Ok(()) => false,
-            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => true,
-            Err(_) => {
-                let error = result.expect_err("matched above");
-                return ReadOutcome::Failed(DiskError::from_io("read", path, error));
-            }
-        };
-        let mut transfer = transfer.expect("a completed transfer is returned");
-        let header = transfer.buffers.remove(0);
-        // Also after a short read: if the header is complete, it tells which write the file is of.
-        let Some(entry) = decode_header(header.bytes(), key) else {
-            return self.damaged(DamageKind::Header);
-        };
-        // An intact file of another write replaced the requested block.
-        if address_of(&entry) != address {
-            return ReadOutcome::Gone;
-        }
-        if entry.meta.payload_bytes as usize != slab_bytes {
-            return ReadOutcome::Failed(DiskError::LengthMismatch {
-                payload_bytes: u64::from(entry.meta.payload_bytes),
-                slab_bytes: slab_bytes as u64,
-            });
-        }
-        // Only after the nonce was compared: a short file of another write is `Gone`, not damage.
-        if is_short {
-            return self.damaged(DamageKind::Truncated);
-        }
-        let slab = slab_from_read(transfer, slab_bytes);
-        if checksum(&slab) != entry.payload_checksum {
-            return self.damaged(DamageKind::Checksum);
-        }
-        self.count_read(slab_bytes as u64);
-        ReadOutcome::Hit(slab)
     }
 
     /// The entry in a block's file, or `None` if there is no file or its header is damaged.
@@ -383,7 +285,7 @@ impl PerBlockFiles {
         })
     }
 
-    fn count_read(&self, bytes: u64) {
+    pub(super) fn count_read(&self, bytes: u64) {
         use std::sync::atomic::Ordering::Relaxed;
         self.counters.records_read.fetch_add(1, Relaxed);
         self.counters.bytes_read.fetch_add(bytes, Relaxed);

@@ -9,6 +9,7 @@
 mod block_file;
 mod durable_directories;
 mod erase;
+mod read;
 mod recovery;
 mod table;
 
@@ -30,10 +31,9 @@ use crate::format::RecordEntry;
 use crate::io::{FileHandle, FileIo, FileOperations, OpenMode, Transfer};
 use crate::lock::DirectoryLock;
 use crate::problem_log::ProblemLog;
-use crate::tier::ReadRequest;
 use crate::{
     BlockFiles, DamageKind, DiskError, DiskStats, FileAddress, FileEraseReport, FileTierConfig,
-    ReadOutcome, ReclaimOutcome, RecordMeta, StoredManifest, device_probe, manifests,
+    ReadOutcome, ReadQueue, ReclaimOutcome, RecordMeta, StoredManifest, device_probe, manifests,
 };
 
 /// The file tier with one file per block.
@@ -325,10 +325,14 @@ impl BlockFiles for PerBlockFiles {
                 Some(error) => Err(error),
                 None => self.check_capacity(&meta, in_flight_bytes),
             };
-            results.push(admitted.map(|bytes| {
-                in_flight_bytes += bytes;
+            results.push(admitted.and_then(|bytes| {
                 let sum = checksum(&slab);
+                if !slab.verify_checksum(sum) {
+                    return Err(DiskError::ChangedInMemory);
+                }
+                in_flight_bytes += bytes;
                 images.push(BlockImage::from_slab(meta, self.next_address(), sum, slab));
+                Ok(())
             }));
         }
         let mut stored = self.store(images, deadline).into_iter();
@@ -338,8 +342,12 @@ impl BlockFiles for PerBlockFiles {
         stored.collect()
     }
 
-    fn read(&self, batch: Vec<ReadRequest>, deadline: Deadline) -> Vec<ReadOutcome> {
-        self.read_files(batch, deadline)
+    fn read_each(&self, queue: &mut dyn ReadQueue, deadline: Deadline) {
+        self.read_files(queue, deadline);
+    }
+
+    fn directory(&self) -> &Path {
+        &self.config.directory
     }
 
     fn alias(

@@ -17,7 +17,7 @@ mod write;
 mod write_run;
 
 use std::collections::{BTreeMap, HashMap};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 
@@ -32,9 +32,8 @@ use self::write::WriterState;
 use crate::io::FileIo;
 use crate::lock::DirectoryLock;
 use crate::problem_log::ProblemLog;
-use crate::tier::ReadRequest;
 use crate::{
-    BlockFiles, DiskError, DiskStats, FileAddress, FileEraseReport, FileTierConfig, ReadOutcome,
+    BlockFiles, DiskError, DiskStats, FileAddress, FileEraseReport, FileTierConfig, ReadQueue,
     ReclaimOutcome, RecordMeta, StoredManifest, device_probe, manifests,
 };
 
@@ -163,8 +162,12 @@ impl BlockFiles for SegmentFiles {
         self.append_blocks(batch, deadline)
     }
 
-    fn read(&self, batch: Vec<ReadRequest>, deadline: Deadline) -> Vec<ReadOutcome> {
-        self.read_blocks(batch, deadline)
+    fn read_each(&self, queue: &mut dyn ReadQueue, deadline: Deadline) {
+        self.read_blocks(queue, deadline);
+    }
+
+    fn directory(&self) -> &Path {
+        &self.config.directory
     }
 
     fn alias(

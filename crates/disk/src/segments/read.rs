@@ -10,8 +10,7 @@ use super::segment::{BlockSlot, Segment};
 use super::{SegmentFiles, count};
 use crate::alignment::{read_buffers, slab_from_read};
 use crate::io::{Transfer, TransferKind, TransferOutcome, TransferQueue};
-use crate::tier::ReadRequest;
-use crate::{DamageKind, DiskError, FileAddress, ReadOutcome};
+use crate::{DamageKind, DiskError, FileAddress, ReadOutcome, ReadQueue, ReadRequest};
 
 /// A block whose read is in flight.
 #[derive(Debug)]
@@ -21,60 +20,46 @@ struct PendingRead {
     checksum: Checksum,
 }
 
-/// The reads of one batch.
-struct ReadQueue<'a> {
+/// The reads of one call.
+struct SegmentReads<'a> {
     files: &'a SegmentFiles,
-    batch: std::vec::IntoIter<ReadRequest>,
-    taken: usize,
-    pending_reads: Vec<Option<PendingRead>>,
-    outcomes: Vec<Option<ReadOutcome>>,
+    queue: &'a mut dyn ReadQueue,
+    /// By the number of the block.
+    pending: Vec<Option<PendingRead>>,
 }
 
-impl TransferQueue for ReadQueue<'_> {
+impl TransferQueue for SegmentReads<'_> {
     fn next_transfer(&mut self) -> Option<(usize, Transfer)> {
         loop {
-            let request = self.batch.next()?;
-            let number = self.taken;
-            self.taken += 1;
+            let (number, request) = self.queue.next_request()?;
             match self.files.start_read(request) {
                 Ok((pending, transfer)) => {
-                    self.pending_reads[number] = Some(pending);
+                    if number >= self.pending.len() {
+                        self.pending.resize_with(number + 1, || None);
+                    }
+                    self.pending[number] = Some(pending);
                     return Some((number, transfer));
                 }
                 // A request that fails here needs no I/O, so the loop goes on to the next one.
-                Err(outcome) => self.outcomes[number] = Some(outcome),
+                Err(outcome) => self.queue.ended(number, outcome),
             }
         }
     }
 
     fn complete(&mut self, number: usize, finished: TransferOutcome) {
-        let pending = self.pending_reads[number].take().expect("a transfer completes once");
-        self.outcomes[number] = Some(self.files.finish_read(&pending, finished));
+        let pending = self.pending[number].take().expect("a transfer completes once");
+        let outcome = self.files.finish_read(&pending, finished);
+        self.queue.ended(number, outcome);
+    }
+
+    fn idle(&mut self) -> bool {
+        self.queue.idle()
     }
 }
 
 impl SegmentFiles {
-    pub(super) fn read_blocks(
-        &self,
-        batch: Vec<ReadRequest>,
-        deadline: Deadline,
-    ) -> Vec<ReadOutcome> {
-        let mut queue = ReadQueue {
-            files: self,
-            outcomes: batch.iter().map(|_| None).collect(),
-            pending_reads: batch.iter().map(|_| None).collect(),
-            batch: batch.into_iter(),
-            taken: 0,
-        };
-        self.io.run(&mut queue, deadline);
-        // The engine leaves requests in the queue that it could not start before the deadline.
-        let timed_out = || {
-            ReadOutcome::Failed(DiskError::Timeout {
-                operation: "read",
-                path: self.config.directory.clone(),
-            })
-        };
-        queue.outcomes.into_iter().map(|outcome| outcome.unwrap_or_else(timed_out)).collect()
+    pub(super) fn read_blocks(&self, queue: &mut dyn ReadQueue, deadline: Deadline) {
+        self.io.run(&mut SegmentReads { files: self, queue, pending: Vec::new() }, deadline);
     }
 
     /// Finds a block and checks everything that can be checked before its bytes are read.

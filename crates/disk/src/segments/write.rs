@@ -9,7 +9,10 @@ use cascade_memory::Slab;
 use cascade_runtime::Deadline;
 
 use super::segment::{EntryLocation, Segment};
-use super::write_run::{PendingEntry, PendingPayload, WriteRun, payload_pages, tombstone};
+use super::write_run::{
+    FIRST_WRITE_BYTES_MAX, PendingEntry, PendingPayload, WRITE_BYTES_MAX, WriteRun, payload_pages,
+    tombstone,
+};
 use super::{SegmentFiles, count};
 use crate::format::{EntryKind, PAGE_BYTES, RandomId, SegmentFrame, encode_footer, footer_bytes};
 use crate::io::{Buffer, PageBuffer, Transfer, TransferKind, TransferOutcome, TransferQueue};
@@ -61,6 +64,10 @@ struct WriteQueue<'a> {
     pending: &'a mut VecDeque<PendingEntry>,
     next_sequence: &'a mut u64,
     runs: Vec<FinishedRun>,
+    /// Entries taken from `pending`.
+    taken: usize,
+    /// Those of them that were left out because their bytes changed in memory.
+    changed: Vec<usize>,
 }
 
 /// The frames of a run and the result of its write.
@@ -70,16 +77,28 @@ impl WriteQueue<'_> {
     /// Takes as many entries as fit into one write and into the segment.
     fn next_run(&mut self) -> Option<WriteRun> {
         let mut run = WriteRun::default();
+        // A short first run: the disk starts with it while the checksums of the next one are
+        // computed.
+        let bytes_max = if self.runs.is_empty() { FIRST_WRITE_BYTES_MAX } else { WRITE_BYTES_MAX };
         while let Some(next) = self.pending.front() {
             let pages = payload_pages(next) + u32::from(run.needs_frame());
             let end_page = self.next_page + run.pages + pages;
             let fits = fits(self.limit_bytes, end_page, self.entries + run.entries + 1);
             // A block may be longer than the limit of one write. So the first entry of a run is
             // taken whatever its length.
-            if !fits || (run.entries > 0 && run.is_full(pages)) {
+            if !fits || (run.entries > 0 && run.is_full(pages, bytes_max)) {
                 break;
             }
-            let next = self.pending.pop_front().expect("`front` returned it above");
+            let mut next = self.pending.pop_front().expect("`front` returned it above");
+            self.taken += 1;
+            if let Some(PendingPayload::Slab(slab)) = &next.payload {
+                // Here, because earlier runs are in flight.
+                next.checksum = checksum(slab);
+                if !slab.verify_checksum(next.checksum) {
+                    self.changed.push(self.taken - 1);
+                    continue;
+                }
+            }
             run.add(self.segment, self.next_page, next, self.next_sequence);
         }
         run.finish();
@@ -137,7 +156,7 @@ impl SegmentFiles {
                     kind: EntryKind::Block,
                     meta,
                     target: FileAddress::from_u64(0),
-                    // Computed when the block is placed, while earlier runs are in flight.
+                    // Computed when the block is taken, while earlier runs are in flight.
                     checksum: 0,
                     sequence: None,
                     payload: Some(PendingPayload::Slab(slab)),
@@ -232,8 +251,8 @@ impl SegmentFiles {
                     break;
                 }
             };
-            let runs = self.write_runs(writer, &segment, &mut pending, deadline);
-            if runs.is_empty() {
+            let (runs, changed) = self.write_runs(writer, &segment, &mut pending, deadline);
+            if runs.is_empty() && changed.is_empty() {
                 // No transfer begins after the deadline.
                 let path = segment.path.clone();
                 failure = Some(DiskError::Timeout { operation: "write", path });
@@ -243,7 +262,11 @@ impl SegmentFiles {
             for (key, address) in failed_blocks(&runs) {
                 writer.failed_copies.entry(key).or_default().push(address);
             }
+            let first = results.len();
             results.extend(self.commit(&segment, runs));
+            for at in changed {
+                results.insert(first + at, Err(DiskError::ChangedInMemory));
+            }
             if failed.is_some() {
                 // After a write error the content of the device is unknown, so nothing more is
                 // written to this segment. Entries not written yet fail with the same error.
@@ -269,14 +292,15 @@ impl SegmentFiles {
         self.write(writer, pending, space, deadline).into_iter().try_for_each(|each| each.map(drop))
     }
 
-    /// Writes as many runs as fit into the segment, several at once.
+    /// Writes as many runs as fit into the segment, several at once. Also returns the positions of
+    /// the entries that were left out because their bytes changed in memory.
     fn write_runs(
         &self,
         writer: &mut WriterState,
         segment: &Arc<Segment>,
         pending: &mut VecDeque<PendingEntry>,
         deadline: Deadline,
-    ) -> Vec<FinishedRun> {
+    ) -> (Vec<FinishedRun>, Vec<usize>) {
         // One guard: a thread that locks a state twice for reading can deadlock with a writer.
         let (limit_bytes, next_page, entries) = {
             let state = segment.state();
@@ -290,10 +314,12 @@ impl SegmentFiles {
             pending,
             next_sequence: &mut writer.next_sequence,
             runs: Vec::new(),
+            taken: 0,
+            changed: Vec::new(),
         };
         self.io.run(&mut queue, deadline);
-        let mut runs = queue.runs;
-        if self.config.durable {
+        let WriteQueue { mut runs, changed, .. } = queue;
+        if self.config.durable && !runs.is_empty() {
             // If one run failed, the others are not synced either and fail with it.
             let failed = runs.iter().find_map(|(_, result)| result.clone().err());
             let error = failed.or_else(|| {
@@ -305,7 +331,7 @@ impl SegmentFiles {
                 *result = error.clone().map_or(Ok(()), Err);
             }
         }
-        runs
+        (runs, changed)
     }
 
     /// Records written entries in memory, in the order of the segment.

@@ -1,6 +1,6 @@
 //! A write run: entries placed in frames, with the buffers of one write to a segment.
 
-use cascade_block::{BlockKey, Checksum, NamespaceId, checksum};
+use cascade_block::{BlockKey, Checksum, NamespaceId};
 use cascade_memory::Slab;
 
 use super::segment::Segment;
@@ -11,8 +11,10 @@ use crate::format::{
 use crate::io::{Buffer, PageBuffer};
 use crate::{FileAddress, RecordMeta};
 
-/// Maximum bytes and buffers of one write. The kernel accepts 1,024 buffers per call.
-const WRITE_BYTES_MAX: u64 = 4 << 20;
+/// Maximum bytes of the first write of a call, and of each other write.
+pub(super) const FIRST_WRITE_BYTES_MAX: u64 = 1 << 20;
+pub(super) const WRITE_BYTES_MAX: u64 = 4 << 20;
+/// Maximum buffers of one write. The kernel accepts 1,024 per call.
 const WRITE_BUFFERS_MAX: usize = 1000;
 
 /// The bytes of a block to write.
@@ -31,7 +33,7 @@ pub(super) struct PendingEntry {
     /// The block that an alias or tombstone refers to. The address of a block is assigned when it
     /// is placed.
     pub(super) target: FileAddress,
-    /// Checksum of the payload. That of a slab is computed when it is placed.
+    /// Checksum of the payload. That of a slab is computed just before it is placed.
     pub(super) checksum: Checksum,
     /// Its old sequence number if it is rewritten; otherwise the next one is assigned.
     pub(super) sequence: Option<u64>,
@@ -54,10 +56,10 @@ impl WriteRun {
     }
 
     /// Whether this many more pages exceed the limits of one write.
-    pub(super) fn is_full(&self, pages: u32) -> bool {
+    pub(super) fn is_full(&self, pages: u32, bytes_max: u64) -> bool {
         // An entry adds at most three buffers: the page of a new frame, the aligned part of a slab,
         // and the copied rest.
-        u64::from(self.pages + pages) * PAGE_BYTES as u64 > WRITE_BYTES_MAX
+        u64::from(self.pages + pages) * PAGE_BYTES as u64 > bytes_max
             || self.buffers.len() + 3 > WRITE_BUFFERS_MAX
     }
 
@@ -89,17 +91,13 @@ impl WriteRun {
             EntryKind::Alias | EntryKind::Tombstone => pending.target,
         };
         let pages = payload_pages(&pending);
-        let payload_checksum = match &pending.payload {
-            Some(PendingPayload::Slab(slab)) => checksum(slab),
-            Some(PendingPayload::Pages(_)) | None => pending.checksum,
-        };
         let frame = self.frames.last_mut().expect("a frame was made above");
         frame.page_count += pages;
         frame.entries.push(RecordEntry {
             kind: pending.kind,
             meta: pending.meta,
             address,
-            payload_checksum,
+            payload_checksum: pending.checksum,
             sequence,
         });
         self.pages += pages;

@@ -110,6 +110,9 @@ impl TransferEngine for SimEngine {
             if left.is_zero() {
                 break;
             }
+            if queue.idle() {
+                continue;
+            }
             sleep(until_due.min(self.clock.wait_at_most(left)));
         }
         let mut late = LateTransfers::new();

@@ -37,13 +37,15 @@ impl StoreState {
     /// - Another block in the store counts as requested and matched.
     /// - A block that is not in the store counts as requested, unless the batch has a block that a
     ///   lookup matched: then the whole batch is the load of a lookup, which has counted it.
+    ///   `is_load` says so for later pieces of the same batch.
     pub(crate) fn count_direct_requests(
         &mut self,
         found: &[Option<KeyIndex>],
         now_unix_ms: u64,
         memory_tier: usize,
+        is_load: &mut bool,
     ) {
-        let (mut direct, mut absent, mut is_load) = (0, 0, false);
+        let (mut direct, mut absent) = (0, 0);
         for found in found {
             let entry = found.map(|key| self.catalog.entry(key));
             let Some(entry) = entry.filter(|entry| !entry.has_expired(now_unix_ms)) else {
@@ -51,7 +53,7 @@ impl StoreState {
                 continue;
             };
             if entry.was_matched() {
-                is_load = true;
+                *is_load = true;
                 continue;
             }
             let content = self.catalog.content(entry.content);
@@ -66,7 +68,7 @@ impl StoreState {
             }
         }
         self.counters.direct_matched += direct;
-        self.counters.direct_requested += direct + if is_load { 0 } else { absent };
+        self.counters.direct_requested += direct + if *is_load { 0 } else { absent };
     }
 }
 

@@ -46,8 +46,11 @@ impl HealthSignal {
         let mut signal = Self::None;
         for error in errors {
             match error {
-                // Full and declined are replies: the stage works.
-                None | Some(StageError::Full | StageError::Declined { .. }) => {
+                // These are replies: the stage works.
+                None
+                | Some(
+                    StageError::Full | StageError::Declined { .. } | StageError::ChangedInMemory,
+                ) => {
                     if matches!(signal, Self::None) {
                         signal = Self::Success;
                     }
@@ -62,9 +65,26 @@ impl HealthSignal {
         signal
     }
 
+    /// Adds the signal of another part of the same call.
+    pub(crate) fn add(&mut self, other: Self) {
+        let rank = |signal: &Self| match signal {
+            Self::None => 0,
+            Self::Success => 1,
+            Self::Inconclusive => 2,
+            Self::Hang => 3,
+            Self::Failure(_) => 4,
+        };
+        if rank(&other) > rank(self) {
+            *self = other;
+        }
+    }
+
     /// The signal of a load.
-    pub(crate) fn of_load(loaded: &[LoadOutcome], is_long_enough: bool) -> Self {
-        let errors = loaded.iter().map(|loaded| match loaded {
+    pub(crate) fn of_load<'a>(
+        loaded: impl Iterator<Item = &'a LoadOutcome>,
+        is_long_enough: bool,
+    ) -> Self {
+        let errors = loaded.map(|loaded| match loaded {
             LoadOutcome::Failed(error) => Some(error),
             LoadOutcome::Hit(_) | LoadOutcome::Gone | LoadOutcome::Damaged => None,
         });

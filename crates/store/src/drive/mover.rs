@@ -22,8 +22,8 @@ use crate::drive::settle::{fail_queue, settle};
 use crate::shared::StoreCore;
 use crate::shared::hold::KEYS_PER_HOLD;
 
-/// Maximum bytes of one batch.
-const BATCH_BYTES: u64 = 16 << 20;
+/// Maximum bytes of one batch. The disk pauses between two batches, so that short ones are slow.
+const BATCH_BYTES: u64 = 32 << 20;
 /// The part of a stage's capacity that one batch may have. In a stage that is too small for its
 /// batch, room for some blocks would be made by dropping others of the batch.
 const BATCH_SHARE: u64 = 8;
@@ -57,9 +57,11 @@ pub(crate) fn run(core: &Arc<StoreCore>, stage: usize) {
     };
     while let Some(mut batch) = next_batch(core, stage, batch_bytes) {
         rate_limiter.wait_for(core, batch.blocks.iter().map(|(_, slab)| slab.len() as u64).sum());
-        // Compares checksums first: bytes that changed in memory since the put must not be written
-        // with a new, valid checksum.
-        batch.deleted += core.remove_damaged(stage, &mut batch.pending, &mut batch.blocks);
+        if !core.stages[stage].checks_slabs() {
+            // Compares checksums first: bytes that changed in memory since the put must not be
+            // written with a new, valid checksum.
+            batch.deleted += core.remove_damaged(stage, &mut batch.pending, &mut batch.blocks);
+        }
         let deadline = Deadline::after(&*core.clock, core.config.timeout);
         let key_changes = std::mem::take(&mut batch.key_changes);
         if let Err(why) = send_key_changes(core, stage, key_changes.into(), deadline) {
@@ -72,10 +74,13 @@ pub(crate) fn run(core: &Arc<StoreCore>, stage: usize) {
         let is_long_enough = core.config.timeout >= core.config.health.probe_timeout;
         let signal =
             HealthSignal::of(results.iter().map(|result| result.as_ref().err()), is_long_enough);
-        // Before the blocks become clean: eviction skips a slab that has another holder.
-        drop(batch.blocks);
         let mut state = core.lock_for(batch.pending.len());
         state.history.set_time(core.clock.unix_ms());
+        if core.stages[stage].checks_slabs() {
+            state = core.settle_checked(state, &batch.pending, &batch.blocks, &results);
+        }
+        // Before the blocks become clean: eviction skips a slab that has another holder.
+        drop(batch.blocks);
         let is_time_out = |result: &Result<_, _>| matches!(result, Err(StageError::Timeout));
         let is_stuck = !results.is_empty() && results.iter().all(is_time_out);
         for (pending, result) in batch.pending.iter().zip(results) {

@@ -1,8 +1,8 @@
 //! The scrubber: compares blocks in DRAM with their checksums, to find flipped bits.
 //!
 //! A put computes no checksum, because that would cost at least a third of its speed
-//! (`docs/decisions/0021-checksums-in-dram.md`). The first pass over a block, or the mover before
-//! it writes the block, computes the checksum; later passes compare.
+//! (`docs/decisions/0021-checksums-in-dram.md`). The first pass over a block, or its first write to
+//! a lower tier, computes the checksum; later passes compare.
 
 use std::num::NonZeroU64;
 use std::sync::Arc;
@@ -12,12 +12,13 @@ use cascade_block::checksum;
 use cascade_memory::Slab;
 use cascade_runtime::thread::{Builder, JoinHandle};
 use cascade_tier::CallOptions;
-use cascade_tier::tier::BlockFacts;
+use cascade_tier::tier::{Address, BlockFacts, StageError};
 
 use crate::Store;
 use crate::core::catalog::{Catalog, ContentIndex};
 use crate::core::state::{PendingWrite, StoreState};
 use crate::shared::StoreCore;
+use crate::shared::hold::StateGuard;
 
 /// Maximum bytes of one step. Its blocks cannot be evicted meanwhile.
 const STEP_BYTES: usize = 4 << 20;
@@ -137,6 +138,24 @@ impl StoreCore {
         pending.retain(|_| is_kept(of_pending.next()));
         blocks.retain(|_| is_kept(of_blocks.next()));
         is_intact.iter().filter(|is_intact| !**is_intact).count() as u64
+    }
+
+    /// Applies the comparisons that a stage made when it stored these blocks.
+    pub(super) fn settle_checked<'a>(
+        &'a self,
+        mut state: StateGuard<'a>,
+        pending: &[PendingWrite],
+        blocks: &[(BlockFacts, Slab)],
+        results: &[Result<Address, StageError>],
+    ) -> StateGuard<'a> {
+        for ((pending, (_, slab)), result) in pending.iter().zip(blocks).zip(results) {
+            state = self.end_full_hold(state);
+            state.charge(1);
+            let is_intact = !matches!(result, Err(StageError::ChangedInMemory));
+            let place = (pending.content, pending.generation);
+            settle(&mut state, &CheckedContent { place, slab: slab.clone(), is_intact });
+        }
+        state
     }
 }
 

@@ -42,6 +42,8 @@ pub(super) fn settle(
             add_other_keys(state, stage, pending, address);
         }
         Err(StageError::Declined { .. }) => state.counters.demote_declines += 1,
+        // Counted as damage when it was dropped from memory.
+        Err(StageError::ChangedInMemory) => {}
         Err(error) => {
             state.counters.demote_failures += 1;
             state.write_failures.count(stage, 1);

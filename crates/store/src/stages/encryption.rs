@@ -5,6 +5,7 @@
 //! named for the same content in this run. So records swapped on disk are misses.
 
 mod keys;
+mod loads;
 mod names;
 mod record;
 
@@ -14,16 +15,17 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId, TenantSecret};
+use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId, TenantSecret, checksum};
 use cascade_memory::{HugePages, Pool, PoolConfig, Slab, SlabMut, copy_out};
 use cascade_runtime::{Clock, Condvar, Deadline, Mutex, MutexGuard};
 use cascade_tier::tier::{
-    Address, BlockFacts, Load, LoadOutcome, MakeRoomOutcome, Stage, StageEraseReport, StageError,
-    StageStats,
+    Address, BlockFacts, Load, LoadOutcome, LoadQueue, MakeRoomOutcome, Stage, StageEraseReport,
+    StageError, StageStats, load_list,
 };
 use cascade_tier::{StoreError, TierName};
 
 use self::keys::{KeyId, KeyRing};
+use self::loads::RecordLoads;
 use self::names::{TrustedName, TrustedNames};
 use self::record::{OVERHEAD, Trailer};
 use super::StageContext;
@@ -227,6 +229,9 @@ impl EncryptedStage {
         slab: &Slab,
         mut buffer: SlabMut,
     ) -> Result<(BlockFacts, Slab), StageError> {
+        if !slab.verify_checksum(checksum(slab)) {
+            return Err(StageError::ChangedInMemory);
+        }
         // Not a non-temporal copy: sealing reads the bytes at once.
         buffer[..slab.len()].copy_from_slice(slab);
         record::seal(&self.keys, &mut buffer, facts.key, facts.digest.as_ref())
@@ -359,6 +364,10 @@ impl Stage for EncryptedStage {
         self.inner.name()
     }
 
+    fn checks_slabs(&self) -> bool {
+        true
+    }
+
     fn store(
         &self,
         batch: Vec<(BlockFacts, Slab)>,
@@ -417,53 +426,19 @@ impl Stage for EncryptedStage {
     }
 
     fn load(&self, batch: Vec<Load>, deadline: Deadline) -> Vec<LoadOutcome> {
-        let mut results = Vec::with_capacity(batch.len());
-        let mut rest = batch.into_iter().peekable();
-        while rest.peek().is_some() {
-            let (mut loads, mut targets, mut held_bytes) = (Vec::new(), Vec::new(), 0);
-            let mut failure = None;
-            while let Some(next) = rest.peek() {
-                let bytes = next.slab.len() + OVERHEAD;
-                // Only a batch without buffers waits: two that hold some could wait for each other.
-                match self.buffer(bytes, loads.is_empty(), deadline) {
-                    Ok(Some(slab)) => {
-                        let Load { key, address, slab: target } = rest.next().expect("peeked");
-                        loads.push(Load { key, address, slab });
-                        targets.push((key, target));
-                    }
-                    // Not even the first block got a buffer: its separate pool is exhausted.
-                    Ok(None) if loads.is_empty() => {
-                        failure = Some(StageError::Timeout);
-                        break;
-                    }
-                    Ok(None) => break,
-                    Err(error) => {
-                        failure = Some(error);
-                        break;
-                    }
-                }
-                held_bytes += bytes;
-                if self.is_full(held_bytes) {
-                    break;
-                }
-            }
-            let count = results.len() + loads.len();
-            let loaded =
-                if loads.is_empty() { Vec::new() } else { self.inner.load(loads, deadline) };
-            results.extend(loaded.into_iter().zip(targets).map(|(loaded, (key, target))| {
-                match loaded {
-                    LoadOutcome::Hit(buffer) => self.unseal(&key, buffer, target),
-                    other => other,
-                }
-            }));
-            results.resize_with(count, || LoadOutcome::Failed(StageError::NoResult));
-            self.returned.notify_all();
-            if let Some(error) = failure {
-                rest.next();
-                results.push(LoadOutcome::Failed(error));
-            }
+        load_list(self, batch, deadline)
+    }
+
+    fn load_each(&self, queue: &mut dyn LoadQueue, deadline: Deadline) {
+        let (next, targets) = (None, Vec::new());
+        let mut records =
+            RecordLoads { stage: self, queue, deadline, next, targets, held_bytes: 0 };
+        self.inner.load_each(&mut records, deadline);
+        if let Some((number, _)) = records.next {
+            // It found no buffer before the deadline.
+            queue.ended(number, LoadOutcome::Failed(StageError::Timeout));
         }
-        results
+        self.returned.notify_all();
     }
 
     fn alias(

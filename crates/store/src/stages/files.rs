@@ -6,14 +6,14 @@ use std::sync::{Arc, PoisonError};
 use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId};
 use cascade_disk::io::FileIo;
 use cascade_disk::{
-    BlockFiles, DiskError, FileTierConfig, FileTierLayout, ReadOutcome, ReadRequest, RecordMeta,
-    Recovery, StoredManifest, TransferEngineKind,
+    BlockFiles, DiskError, FileTierConfig, FileTierLayout, ReadOutcome, ReadQueue, ReadRequest,
+    RecordMeta, Recovery, StoredManifest, TransferEngineKind,
 };
 use cascade_memory::Slab;
 use cascade_runtime::{Clock, Deadline, Mutex, MutexGuard, RwLock};
 use cascade_tier::tier::{
-    Address, BlockFacts, Load, LoadOutcome, MakeRoomOutcome, NotErased, Stage, StageEraseReport,
-    StageError, StageStats,
+    Address, BlockFacts, Load, LoadOutcome, LoadQueue, MakeRoomOutcome, NotErased, Stage,
+    StageEraseReport, StageError, StageStats, load_list,
 };
 use cascade_tier::{StoreError, TierName};
 
@@ -158,6 +158,34 @@ impl FilesStage {
     }
 }
 
+/// The loads of one call, as reads of the files.
+struct FileLoads<'a> {
+    stage: &'a FilesStage,
+    queue: &'a mut dyn LoadQueue,
+}
+
+impl ReadQueue for FileLoads<'_> {
+    fn next_request(&mut self) -> Option<(usize, ReadRequest)> {
+        let (number, Load { key, address, slab }) = self.queue.next_load()?;
+        let address = place_of(&self.stage.alias_locations(), &key, address);
+        Some((number, ReadRequest { address, key, slab }))
+    }
+
+    fn ended(&mut self, number: usize, outcome: ReadOutcome) {
+        let outcome = match outcome {
+            ReadOutcome::Hit(slab) => LoadOutcome::Hit(slab),
+            ReadOutcome::Damaged(_) => LoadOutcome::Damaged,
+            ReadOutcome::Gone => LoadOutcome::Gone,
+            ReadOutcome::Failed(error) => LoadOutcome::Failed(stage_error(error)),
+        };
+        self.queue.ended(number, outcome);
+    }
+
+    fn idle(&mut self) -> bool {
+        self.queue.idle()
+    }
+}
+
 /// Time-out of opening, which scans all records; a million take seconds.
 const OPENING_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(300);
 
@@ -207,6 +235,7 @@ fn stage_error(error: DiskError) -> StageError {
         // Space freed by reclaim is also free on the device.
         DiskError::Full { .. } | DiskError::NoSpace { .. } => StageError::Full,
         DiskError::Timeout { .. } => StageError::Timeout,
+        DiskError::ChangedInMemory => StageError::ChangedInMemory,
         DiskError::BadLength { payload_bytes, .. } => {
             StageError::Declined { bytes: u32::try_from(payload_bytes).unwrap_or(u32::MAX) }
         }
@@ -235,6 +264,10 @@ impl Stage for FilesStage {
         true
     }
 
+    fn checks_slabs(&self) -> bool {
+        true
+    }
+
     fn store(
         &self,
         batch: Vec<(BlockFacts, Slab)>,
@@ -257,30 +290,18 @@ impl Stage for FilesStage {
     }
 
     fn load(&self, batch: Vec<Load>, deadline: Deadline) -> Vec<LoadOutcome> {
-        let files = match self.files() {
-            Ok(files) => files,
+        load_list(self, batch, deadline)
+    }
+
+    fn load_each(&self, queue: &mut dyn LoadQueue, deadline: Deadline) {
+        match self.files() {
+            Ok(files) => files.read_each(&mut FileLoads { stage: self, queue }, deadline),
             Err(error) => {
-                return batch.iter().map(|_| LoadOutcome::Failed(error.clone())).collect();
+                while let Some((number, _)) = queue.next_load() {
+                    queue.ended(number, LoadOutcome::Failed(error.clone()));
+                }
             }
-        };
-        let requests = {
-            let alias_locations = self.alias_locations();
-            let request = |load: Load| ReadRequest {
-                address: place_of(&alias_locations, &load.key, load.address),
-                key: load.key,
-                slab: load.slab,
-            };
-            batch.into_iter().map(request).collect()
-        };
-        let outcomes = files.read(requests, deadline).into_iter();
-        outcomes
-            .map(|outcome| match outcome {
-                ReadOutcome::Hit(slab) => LoadOutcome::Hit(slab),
-                ReadOutcome::Damaged(_) => LoadOutcome::Damaged,
-                ReadOutcome::Gone => LoadOutcome::Gone,
-                ReadOutcome::Failed(error) => LoadOutcome::Failed(stage_error(error)),
-            })
-            .collect()
+        }
     }
 
     fn alias(

@@ -4,7 +4,7 @@
 //! length loses its blocks, and nothing else. Calls that may hang run on their own threads. What
 //! was passed to a late call, slabs above all, stays with that call until it ends.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
@@ -13,8 +13,8 @@ use cascade_memory::Slab;
 use cascade_runtime::{CallError, CallLimit, Calls, Cancel, Clock, Deadline, LeafMutex};
 use cascade_tier::TierName;
 use cascade_tier::tier::{
-    Address, BlockFacts, Load, LoadOutcome, MakeRoomOutcome, Stage, StageEraseReport, StageError,
-    StageStats,
+    Address, BlockFacts, Load, LoadOutcome, LoadQueue, MakeRoomOutcome, Stage, StageEraseReport,
+    StageError, StageStats, next_loads,
 };
 
 use crate::core::circuit::Direction;
@@ -41,6 +41,7 @@ pub(crate) struct Guarded {
     name: TierName,
     keeps_names_only: bool,
     keeps_deadlines: bool,
+    checks_slabs: bool,
     loads: Calls,
     /// One at a time, so that changes happen in order.
     changes: Calls,
@@ -62,6 +63,7 @@ impl Guarded {
             name: stage.name(),
             keeps_names_only: stage.keeps_names_only(),
             keeps_deadlines: stage.keeps_deadlines(),
+            checks_slabs: stage.checks_slabs(),
             stage,
             loads: threads(LOADS_MAX),
             changes: threads(1),
@@ -82,6 +84,10 @@ impl Guarded {
 
     pub(crate) fn keeps_names_only(&self) -> bool {
         self.keeps_names_only
+    }
+
+    pub(crate) fn checks_slabs(&self) -> bool {
+        self.checks_slabs
     }
 
     /// Opens or closes the circuit of one direction. Opening it ends all waits for its calls.
@@ -125,31 +131,39 @@ impl Guarded {
         results
     }
 
-    /// [`Stage::load`] with exactly one result for each block, each slab of the right length.
-    pub(crate) fn load(&self, batch: Vec<Load>, deadline: Deadline) -> Vec<LoadOutcome> {
-        let lengths: Vec<usize> = batch.iter().map(|load| load.slab.len()).collect();
-        let count = lengths.len();
-        let failed = |error: StageError| -> Vec<LoadOutcome> {
-            (0..count).map(|_| LoadOutcome::Failed(error.clone())).collect()
-        };
-        let mut results = if self.keeps_deadlines {
-            // After a panic there are no results, and every block fails below.
-            catch(|| self.stage.load(batch, deadline)).unwrap_or_default()
-        } else {
+    /// [`Stage::load_each`] with exactly one result for each block that was taken, each slab of the
+    /// right length.
+    pub(crate) fn load_each(&self, queue: &mut dyn LoadQueue, deadline: Deadline) {
+        let mut checked = CheckedLoads::new(queue);
+        if self.keeps_deadlines {
+            let call = AssertUnwindSafe(|| self.stage.load_each(&mut checked, deadline));
+            if let Err(panic) = catch_unwind(call)
+                && checked.is_in_store
+            {
+                // Not a fault of the stage.
+                resume_unwind(panic);
+            }
+            // After a panic of the stage, every block without a result fails.
+            return checked.fail_rest();
+        }
+        loop {
+            let (numbers, batch) = next_loads(&mut checked);
+            if batch.is_empty() {
+                return;
+            }
             let stage = Arc::clone(&self.stage);
             let work = move || stage.load(batch, deadline);
             // A late load has only slabs to release.
             let loaded = call(&self.loads, self.limit(READS, deadline, true), work, drop);
-            loaded.unwrap_or_else(failed)
-        };
-        results.resize_with(count, || LoadOutcome::Failed(StageError::NoResult));
-        for (loaded, length) in results.iter_mut().zip(lengths) {
-            // The caller would serve a slab of another length as the block.
-            if matches!(loaded, LoadOutcome::Hit(slab) if slab.len() != length) {
-                *loaded = LoadOutcome::Damaged;
+            let (mut outcomes, error) = match loaded {
+                Ok(outcomes) => (outcomes.into_iter(), StageError::NoResult),
+                Err(error) => (Vec::new().into_iter(), error),
+            };
+            for number in numbers {
+                let missing = || LoadOutcome::Failed(error.clone());
+                checked.ended(number, outcomes.next().unwrap_or_else(missing));
             }
         }
-        results
     }
 
     /// See [`Stage::alias`].
@@ -299,6 +313,61 @@ impl Guarded {
     ) -> Result<T, StageError> {
         let stage = Arc::clone(&self.stage);
         call(calls, self.limit(direction, deadline, is_watched), move || work(&*stage), drop)?
+    }
+}
+
+/// A queue whose blocks each end once, with a slab of their length.
+struct CheckedLoads<'a> {
+    queue: &'a mut dyn LoadQueue,
+    /// Lengths of the blocks that the stage has taken, by their numbers.
+    taken: Vec<Option<usize>>,
+    /// Whether a method of the queue runs.
+    is_in_store: bool,
+}
+
+impl<'a> CheckedLoads<'a> {
+    fn new(queue: &'a mut dyn LoadQueue) -> Self {
+        Self { queue, taken: Vec::new(), is_in_store: false }
+    }
+
+    fn fail_rest(&mut self) {
+        for number in 0..self.taken.len() {
+            self.ended(number, LoadOutcome::Failed(StageError::NoResult));
+        }
+    }
+}
+
+impl LoadQueue for CheckedLoads<'_> {
+    fn next_load(&mut self) -> Option<(usize, Load)> {
+        self.is_in_store = true;
+        let next = self.queue.next_load();
+        self.is_in_store = false;
+        let (number, load) = next?;
+        if number >= self.taken.len() {
+            self.taken.resize(number + 1, None);
+        }
+        self.taken[number] = Some(load.slab.len());
+        Some((number, load))
+    }
+
+    fn ended(&mut self, number: usize, outcome: LoadOutcome) {
+        // A stage may report a block twice, or one that it never had.
+        let Some(bytes) = self.taken.get_mut(number).and_then(Option::take) else { return };
+        let outcome = match outcome {
+            // The caller would serve a slab of another length as the block.
+            LoadOutcome::Hit(slab) if slab.len() != bytes => LoadOutcome::Damaged,
+            outcome => outcome,
+        };
+        self.is_in_store = true;
+        self.queue.ended(number, outcome);
+        self.is_in_store = false;
+    }
+
+    fn idle(&mut self) -> bool {
+        self.is_in_store = true;
+        let has_worked = self.queue.idle();
+        self.is_in_store = false;
+        has_worked
     }
 }
 
