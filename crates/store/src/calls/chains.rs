@@ -94,6 +94,7 @@ impl StoreCore {
         let now_unix_ms = self.clock.unix_ms();
         let mut views = Vec::with_capacity(keys.len());
         let mut found = Vec::with_capacity(keys.len().min(KEYS_PER_HOLD));
+        let mut is_load = false;
         for keys in keys.chunks(KEYS_PER_HOLD) {
             if !views.is_empty() && call.has_timed_out(&*self.clock) {
                 break;
@@ -104,6 +105,10 @@ impl StoreCore {
             state.catalog.find_batch(keys, &mut found);
             if !self.needs_no_wait(&state, &found, now_unix_ms) {
                 break;
+            }
+            if purpose == ReadPurpose::Use && !state.is_closed {
+                let tier = self.memory_tier();
+                state.count_direct_requests(&found, now_unix_ms, tier, &mut is_load);
             }
             self.view_batch(&mut state, (keys, &found), now_unix_ms, purpose, &mut views);
             self.unlock(state);
@@ -151,9 +156,6 @@ impl StoreCore {
         let now = self.policy_now(state);
         state.history.set_time(now_unix_ms);
         let stamp = state.history.stamp();
-        if purpose == ReadPurpose::Use {
-            state.count_direct_requests(found, now_unix_ms, self.memory_tier());
-        }
         let mut has_forgotten = false;
         for (key, found) in keys.iter().zip(found) {
             let mut found = *found;
