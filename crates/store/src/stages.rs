@@ -10,7 +10,7 @@ mod registry;
 
 pub use encryption::EncryptedStage;
 pub use fake::FakeStage;
-pub use files::FilesStage;
+pub use files::{open_files, open_files_with};
 pub use pipeline::Pipeline;
 pub use records::{RecordAnswer, RecordBuffer, RecordCall, RecordStage, Records, UnsealedRecord};
 pub use registry::{StageContext, StageFactory, StageRegistry};

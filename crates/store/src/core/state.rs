@@ -572,6 +572,7 @@ fn record_key(ledger: &mut Ledger, catalog: &Catalog, key: KeyIndex, facts: Opti
         namespace: unknown_namespace(),
         bytes: content.bytes,
         is_prefix: entry.is_prefix(),
+        written_unix_ms: 0,
         expires_unix_ms: (entry.expires_unix_ms != 0).then_some(entry.expires_unix_ms),
     };
     let digest = catalog.digest_of(entry.content).copied();

@@ -9,7 +9,7 @@ use cascade_runtime::Clock;
 use cascade_tier::StoreError;
 use cascade_tier::tier::Stage;
 
-use super::{FakeStage, FilesStage};
+use super::{FakeStage, open_files};
 use crate::{FileLayout, StoreConfig};
 
 /// The arguments of a factory.
@@ -63,10 +63,10 @@ impl StageRegistry {
 impl Default for StageRegistry {
     fn default() -> Self {
         let mut registry = Self { factories: BTreeMap::new() };
-        registry.register("files", Arc::new(|context| FilesStage::open(context, None)));
+        registry.register("files", Arc::new(|context| open_files(context, None)));
         registry.register(
             "posix",
-            Arc::new(|context| FilesStage::open(context, Some(FileLayout::FilePerBlock))),
+            Arc::new(|context| open_files(context, Some(FileLayout::FilePerBlock))),
         );
         registry.register("fake", Arc::new(|_| Ok(Arc::new(FakeStage::default()))));
         registry
