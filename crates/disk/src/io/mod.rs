@@ -8,8 +8,8 @@ pub mod fault;
 mod file_handle;
 mod files;
 mod fixed;
+mod io_vec;
 mod psync;
-mod system_lock;
 mod transfer;
 mod uring;
 
