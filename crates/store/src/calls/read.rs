@@ -7,7 +7,7 @@ use cascade_tier::{CallOptions, GetOutcome, StoreError, ViewOutcome};
 
 use crate::calls::fetch_source::FetchSource;
 use crate::calls::read_counters::ReadResult;
-use crate::calls::read_flow::{Fetch, PendingRead, ReadFlow};
+use crate::calls::read_flow::{Fetch, PendingRead, ReadFlow, ReadPurpose};
 use crate::core::catalog::{ExpectedAccess, KeyIndex};
 use crate::core::history::Loss;
 use crate::core::state::StoreState;
@@ -24,17 +24,6 @@ const STEP_BYTES: usize = 256 << 20;
 const PREFETCHED_SHARE: u64 = 4;
 /// Attempts to read a block that was moved or damaged before it counts as a miss.
 const TRIES_MAX: u32 = 4;
-
-/// The purpose of a read: decides what is counted and whether DRAM keeps the block.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum ReadPurpose {
-    /// A caller that uses the bytes.
-    Use,
-    /// A prefetch hint.
-    Prefetch,
-    /// A comparison by the store itself.
-    Compare,
-}
 
 impl StoreCore {
     pub(crate) fn view(&self, keys: &[BlockKey], options: CallOptions) -> Vec<ViewOutcome> {

@@ -14,7 +14,6 @@ use cascade_tier::tier::{Load, LoadOutcome, LoadQueue, StageError};
 use cascade_tier::{GetOutcome, TierName, ViewOutcome};
 
 use crate::calls::fetch_source::FetchSource;
-use crate::calls::read::ReadPurpose;
 use crate::core::circuit::Direction;
 use crate::drive::breaker::HealthSignal;
 use crate::shared::StoreCore;
@@ -39,6 +38,17 @@ const KEYS_AGAIN_MAX: usize = 64;
 
 /// What the result of a read from a stage costs a hold of the lock, in keys looked up.
 const SETTLE_COST: u32 = 4;
+
+/// The purpose of a read: decides what is counted and whether DRAM keeps the block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ReadPurpose {
+    /// A caller that uses the bytes.
+    Use,
+    /// A prefetch hint.
+    Prefetch,
+    /// A comparison by the store itself.
+    Compare,
+}
 
 /// A block of a read without an outcome so far.
 #[derive(Debug, Clone, Copy)]

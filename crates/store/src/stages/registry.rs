@@ -4,24 +4,11 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
-use cascade_memory::Pool;
-use cascade_runtime::Clock;
 use cascade_tier::StoreError;
 use cascade_tier::tier::Stage;
 
-use super::{FakeStage, open_files};
-use crate::{FileLayout, StoreConfig};
-
-/// The arguments of a factory.
-#[derive(Debug, Clone, Copy)]
-pub struct StageContext<'a> {
-    /// The store's settings.
-    pub config: &'a StoreConfig,
-    /// The pool of all slabs, which a stage may register with the kernel.
-    pub pool: &'a Pool,
-    /// The store's clock.
-    pub clock: &'a Arc<dyn Clock>,
-}
+use super::{FakeStage, StageContext, open_files};
+use crate::FileLayout;
 
 /// Makes a stage for one store.
 pub type StageFactory =
