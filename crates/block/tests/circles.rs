@@ -66,10 +66,10 @@ fn read_crate(directory: &Path) -> Crate {
     let mut files = Vec::new();
     list(directory, &mut files);
     let read = |path: &PathBuf| {
-        let text = fs::read_to_string(path).unwrap();
-        let below = path.strip_prefix(directory).unwrap().with_extension("");
+        let text = fs::read_to_string(path).expect("sources are readable");
+        let below = path.strip_prefix(directory).expect("it was listed there").with_extension("");
         let mut module: Module =
-            below.iter().map(|part| part.to_str().unwrap().to_owned()).collect();
+            below.iter().map(|part| part.to_string_lossy().into_owned()).collect();
         if module.last().is_some_and(|last| ["mod", "lib", "main"].contains(&&**last)) {
             module.pop();
         }
@@ -79,8 +79,8 @@ fn read_crate(directory: &Path) -> Crate {
 }
 
 fn list(directory: &Path, files: &mut Vec<PathBuf>) {
-    for entry in fs::read_dir(directory).unwrap() {
-        let path = entry.unwrap().path();
+    for entry in fs::read_dir(directory).expect("a crate has src") {
+        let path = entry.expect("sources are readable").path();
         if path.is_dir() {
             list(&path, files);
         } else if path.extension().is_some_and(|extension| extension == "rs") {
@@ -91,7 +91,7 @@ fn list(directory: &Path, files: &mut Vec<PathBuf>) {
 
 fn source(text: &str) -> Source {
     let mut source = Source::default();
-    for item in syn::parse_file(text).unwrap().items {
+    for item in syn::parse_file(text).expect("sources compile").items {
         add_item(&mut source, &item);
     }
     source

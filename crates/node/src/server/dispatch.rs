@@ -124,7 +124,7 @@ impl Dispatch<'_> {
             Ok(permit) => permit,
             Err(error) => return Answer::Failed(error),
         };
-        match admin::answer(&self.node, &self.session.tenant, topic, arguments, time) {
+        match admin::answer(self.node, &self.session.tenant, topic, arguments, time) {
             Ok(text) => Answer::Text(text),
             Err(reason) => Answer::Refused { reason },
         }
