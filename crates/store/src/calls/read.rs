@@ -139,6 +139,8 @@ impl StoreCore {
         let tier = self.tier_name(self.memory_tier());
         let mut may_have_changed = state.is_closed;
         let mut rest = pending.into_iter().zip(found);
+        // No more loads, but blocks in DRAM may follow, to be copied while these are under way.
+        let mut later = Vec::new();
         for (pending, mut found) in rest.by_ref() {
             if state.is_closed {
                 flow.settle(&pending, ViewOutcome::Failed(StoreError::Closed));
@@ -163,9 +165,13 @@ impl StoreCore {
                 flow.settle_resident(&pending, slab, tier);
                 continue;
             }
-            if flow.is_full() || flow.is_blocked() {
+            if flow.is_blocked() {
                 flow.stop_at(pending);
                 break;
+            }
+            if flow.is_full() {
+                later.push(pending);
+                continue;
             }
             may_have_changed = true;
             let (again, settled) = self.plan_fetch(state, pending, key, may_wait, flow);
@@ -178,8 +184,9 @@ impl StoreCore {
             }
         }
         // In their order, and behind the block for which there was no room.
-        let rest: Vec<PendingRead> = rest.map(|(pending, _)| pending).collect();
-        flow.queue_again(rest);
+        later.extend(flow.take_stopped());
+        later.extend(rest.map(|(pending, _)| pending));
+        flow.queue_again(later);
         state
     }
 
