@@ -98,8 +98,7 @@ impl StoreCore {
     ) -> Result<Self, StoreError> {
         config.check()?;
         let pipeline = Pipeline::parse(&config.pipeline, registry)?;
-        let OpenedPool { pool, ledger, recovered, warm } =
-            open_pool(&config, pipeline.has_dram, &*clock)?;
+        let OpenedPool { pool, ledger, recovered, warm } = open_pool(&config, &pipeline, &*clock)?;
         let context = StageContext { config: &config, pool: &pool, clock: &clock };
         let make = |name| encryption::protect(registry.make(name, &context)?, &context);
         let made = pipeline.lower.iter().map(|name| make(name));
@@ -400,7 +399,8 @@ impl StoreCore {
 
     /// Releases the lock, and wakes the movers if key changes are queued.
     pub(crate) fn unlock(&self, mut state: StateGuard<'_>) {
-        let has_names = state.key_changes.iter().any(|names| !names.is_empty());
+        let has_names =
+            state.key_changes[..state.lower_stages].iter().any(|names| !names.is_empty());
         let discarded = state.catalog.take_discarded();
         // First, so that a mover does not wake up only to wait for the lock.
         drop(state);
@@ -496,7 +496,7 @@ fn insert_recovered(
         // slower copy, because it may be older.
         let content = state.catalog.entry(key).content;
         let is_same = state.catalog.content(content).bytes == facts.bytes
-            && state.catalog.content(content).address(stage).is_none()
+            && !state.catalog.content(content).has_address(stage)
             && facts.digest.is_some()
             && facts.digest.as_ref() == state.catalog.digest_of(content);
         if is_same {
@@ -517,7 +517,7 @@ fn insert_recovered(
     };
     // One address for each stage: a stage that has further copies of the content finds them by
     // their keys.
-    if state.catalog.content(content).address(stage).is_none() {
+    if !state.catalog.content(content).has_address(stage) {
         state.catalog.set_address(content, stage, Some(address));
     }
 }

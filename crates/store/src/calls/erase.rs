@@ -109,7 +109,7 @@ impl StoreCore {
             for (at, tier) in tiers.iter_mut().enumerate() {
                 let has = match at {
                     0 => in_dram,
-                    at => content.address(at - 1).is_some(),
+                    at => content.has_address(at - 1),
                 };
                 tier.blocks += u64::from(has);
                 tier.bytes += if has { bytes } else { 0 };

@@ -49,8 +49,10 @@ impl FetchSource {
     /// The bytes are no longer at the address in the catalog: removes the address for all keys of
     /// the content.
     pub(super) fn forget_address(self, state: &mut StoreState, why: Loss) {
-        let Some(content) = state.catalog.live_content(self.place()) else { return };
-        if content.address(self.stage) == Some(self.address) {
+        if state.catalog.live_content(self.place()).is_none() {
+            return;
+        }
+        if state.catalog.address(self.content, self.stage) == Some(self.address) {
             state.clear_address(self.content, self.stage);
             for key in state.catalog.keys_of(self.content) {
                 let name = state.catalog.entry(key).key;
@@ -68,7 +70,7 @@ impl FetchSource {
         let Some(content) = state.catalog.live_content(self.place()) else { return true };
         let key_count = content.key_count;
         let why = if content.was_reclaimed { Loss::Reclaimed } else { Loss::Vanished };
-        let has_moved = content.address(self.stage) != Some(self.address);
+        let has_moved = state.catalog.address(self.content, self.stage) != Some(self.address);
         if has_moved || state.additions[self.stage].settled() != self.recorded {
             return true;
         }

@@ -414,7 +414,7 @@ impl StoreCore {
         let place = (content, state.catalog.content(content).generation);
         for stage in 0..self.stages.len() {
             // For a content that is still queued, the mover adds its other keys after the write.
-            if let Some(address) = state.catalog.content(content).address(stage) {
+            if let Some(address) = state.catalog.address(content, stage) {
                 state.push_addition(stage, facts, address, (place, other));
             }
         }
@@ -449,7 +449,7 @@ impl StoreCore {
         let place = (content, entry.generation);
         state.put_slab(content, slab, Some(&facts));
         for stage in 0..self.stages.len() {
-            if state.catalog.content(content).address(stage).is_none() {
+            if !state.catalog.content(content).has_address(stage) {
                 state.push_block(stage, facts, content);
             }
         }

@@ -146,7 +146,7 @@ impl StoreCore {
         let Some(content) = state.catalog.live_content(place) else {
             return Some(self.result_without_block(state, put, stage));
         };
-        content.address(stage).is_some().then_some(Ok(()))
+        content.has_address(stage).then_some(Ok(()))
     }
 
     /// The result for a block that is no longer in the store. Success if a caller removed it, or if

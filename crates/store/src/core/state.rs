@@ -393,7 +393,7 @@ impl StoreState {
     /// Records the address of a content in a stage.
     pub(crate) fn set_address(&mut self, index: ContentIndex, stage: usize, address: Address) {
         self.catalog.set_address(index, stage, Some(address));
-        if let Some(ledger) = &self.ledger {
+        if let Some(ledger) = &mut self.ledger {
             for key in self.catalog.each_key_of(index) {
                 ledger.note_stored(key, stage, address);
             }
@@ -430,7 +430,7 @@ impl StoreState {
         let (name, index) = (entry.key, entry.content);
         self.history.record(&name, why);
         let addresses: [_; LOWER_STAGES_MAX] =
-            std::array::from_fn(|stage| self.catalog.content(index).address(stage));
+            std::array::from_fn(|stage| self.catalog.address(index, stage));
         for (stage, address) in addresses.into_iter().enumerate() {
             if let Some(address) = address {
                 self.push_key_change(stage, KeyChange::Remove(name, address));
@@ -576,6 +576,6 @@ fn record_key(ledger: &mut Ledger, catalog: &Catalog, key: KeyIndex, facts: Opti
     };
     let digest = catalog.digest_of(entry.content).copied();
     let record = BlockFacts { digest, ..facts.copied().unwrap_or_else(known) };
-    let addresses = std::array::from_fn(|stage| content.address(stage));
+    let addresses = std::array::from_fn(|stage| catalog.address(entry.content, stage));
     ledger.record(key, &record, facts.is_some(), slab, addresses);
 }

@@ -6,7 +6,7 @@
 
 use cascade_tier::tier::{LoadOutcome, StageError};
 
-use crate::core::catalog::{Content, LOWER_STAGES_MAX};
+use crate::core::catalog::Content;
 use crate::core::circuit::{CircuitChange, Direction};
 use crate::core::queue::Queue;
 use crate::core::state::{KeyChange, PendingWrite, StoreState};
@@ -221,20 +221,16 @@ impl StoreState {
         if self.open_read_circuits == 0 || content.slab.is_some() {
             return false;
         }
-        let keeps_bytes = |stage: &usize| {
-            content.address(*stage).is_some() && self.key_only_stages & (1 << stage) == 0
-        };
-        let mut holders = (0..LOWER_STAGES_MAX).filter(keeps_bytes).peekable();
-        let is_below = holders.peek().is_some();
-        // Without a holder `all` is true, although no open circuit hides the content.
-        is_below && holders.all(|stage| self.is_read_circuit_open(stage))
+        // Without a holder no open circuit hides the content.
+        let holders = content.stages() & !self.key_only_stages;
+        holders != 0 && holders & !self.open_read_circuits == 0
     }
 
     /// The longest queue of key changes among the stages with a closed write circuit.
     pub(crate) fn key_changes_waiting(&self) -> usize {
         // Puts must not wait for a stage with an open circuit: its queue shrinks only when the
         // circuit closes.
-        let healthy = (0..LOWER_STAGES_MAX).filter(|stage| !self.is_write_circuit_open(*stage));
+        let healthy = (0..self.lower_stages).filter(|stage| !self.is_write_circuit_open(*stage));
         healthy.map(|stage| self.key_changes[stage].len()).max().unwrap_or(0)
     }
 
@@ -286,7 +282,7 @@ impl StoreState {
             // again.
             let is_unstored = self.catalog.live_content(place).is_some_and(|content| {
                 let is_queued = content.dirty & (1 << stage) != 0;
-                content.slab.is_some() && content.address(stage).is_none() && !is_queued
+                content.slab.is_some() && !content.has_address(stage) && !is_queued
             });
             if is_unstored {
                 bytes += u64::from(pending.facts.bytes);

@@ -392,7 +392,7 @@ fn should_keep(
     let content = state.catalog.content_mut(index);
     // Not in the catalog with this stage, such as a block of the batch that is being stored. If it
     // is dropped, `apply_room_to_batch` stores it again.
-    if content.address(stage).is_none() {
+    if !content.has_address(stage) {
         return false;
     }
     *kept.entry((index.0, content.generation)).or_insert_with(|| {
@@ -507,10 +507,10 @@ fn apply_room_to_pending(
         let mut state = core.lock_for(KEYS_PER_HOLD);
         let (places, next) = state.additions[stage].places_after(last.as_ref());
         for place in places {
-            let content = state.catalog.live_content(place);
-            let Some(address) = content.and_then(|content| content.address(stage)) else {
+            if state.catalog.live_content(place).is_none() {
                 continue;
-            };
+            }
+            let Some(address) = state.catalog.address(place.0, stage) else { continue };
             if let Some(new) = moved.get(&address) {
                 state.set_address(place.0, stage, *new);
             } else if dropped.contains(&address) {
@@ -535,7 +535,7 @@ fn content_at(
     let catalog = &state.catalog;
     let found = catalog.find(key).or_else(|| catalog.find_cleared(key))?;
     let index = state.catalog.entry(found).content;
-    (state.catalog.content(index).address(stage) == Some(address)).then_some(index)
+    (state.catalog.address(index, stage) == Some(address)).then_some(index)
 }
 
 /// A rate limiter: each batch delays the next one by its bytes divided by the rate.
