@@ -205,9 +205,9 @@ impl StoreCore {
         // A stage with an open write circuit gets its changes when the circuit closes; nothing
         // waits for that.
         let is_awaited = |state: &StoreState, at: usize| {
-            !state.is_write_circuit_open(at) && state.key_tickets[at].settled < tickets[at]
+            !state.is_write_circuit_open(at) && state.lower[at].key_tickets.settled < tickets[at]
         };
-        while (0..LOWER_STAGES_MAX).any(|at| is_awaited(&state, at)) {
+        while (0..self.stages.len()).any(|at| is_awaited(&state, at)) {
             self.notify_movers();
             state = self.wait_or_time_out(state, operation, call)?;
         }
@@ -246,7 +246,8 @@ impl StoreCore {
         stage: usize,
         operation: &'static str,
     ) -> StoreError {
-        let source = Arc::new(state.last_errors[stage].clone().unwrap_or(StageError::NoResult));
+        let source =
+            Arc::new(state.lower[stage].last_error.clone().unwrap_or(StageError::NoResult));
         StoreError::Tier { tier: self.stages[stage].name(), operation, source }
     }
 
@@ -399,8 +400,7 @@ impl StoreCore {
 
     /// Releases the lock, and wakes the movers if key changes are queued.
     pub(crate) fn unlock(&self, mut state: StateGuard<'_>) {
-        let has_names =
-            state.key_changes[..state.lower_stages].iter().any(|names| !names.is_empty());
+        let has_names = state.has_key_changes();
         let discarded = state.catalog.take_discarded();
         // First, so that a mover does not wake up only to wait for the lock.
         drop(state);

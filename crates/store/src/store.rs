@@ -460,8 +460,8 @@ impl StoreCore {
             stages,
             health: stuck
                 .into_iter()
-                .zip(&state.breakers)
-                .map(|((name, stuck_calls), breaker)| (name, breaker.health(stuck_calls)))
+                .zip(&state.lower)
+                .map(|((name, stuck_calls), tier)| (name, tier.breaker.health(stuck_calls)))
                 .collect(),
             shadows,
             insight_bytes: (shadow_bytes + state.history.memory_bytes()) as u64,

@@ -500,7 +500,7 @@ impl StoreCore {
     /// The error of back-pressure; names the stage with the largest backlog.
     fn busy_error(&self, state: &StoreState) -> StoreError {
         let stages = 0..self.stages.len();
-        let slowest = stages.max_by_key(|stage| state.pending_bytes[*stage]);
+        let slowest = stages.max_by_key(|stage| state.lower[*stage].pending_bytes);
         StoreError::Busy {
             tier: self.tier_name(slowest.map_or(0, |stage| 1 + stage)),
             pending_bytes: state.pending_total(),

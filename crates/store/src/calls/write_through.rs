@@ -52,7 +52,7 @@ impl StoreCore {
             {
                 return Err(self.stage_error(&state, stage, "record a key"));
             }
-            let tickets = state.key_tickets.map(|tickets| tickets.pushed);
+            let tickets = state.key_changes_pushed();
             drop(self.wait_for_key_changes(state, tickets, "put", call)?);
         }
         Ok(())
@@ -76,8 +76,8 @@ impl StoreCore {
         };
         for stage in 0..self.stages.len() {
             let result = self.result_so_far(state, stage, put, place)?;
-            let is_recorded =
-                !matches!(outcome, Deduplicated) || !state.additions[stage].is_pending(&put.key);
+            let is_recorded = !matches!(outcome, Deduplicated)
+                || !state.lower[stage].additions.is_pending(&put.key);
             if result.is_err() || !is_recorded {
                 return result.is_err().then_some(result);
             }
