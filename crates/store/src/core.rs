@@ -9,6 +9,7 @@ pub(crate) mod circuit;
 pub mod eviction;
 pub(crate) mod flush_mark;
 pub(crate) mod history;
+pub(crate) mod lower_tier;
 pub(crate) mod pending;
 pub(crate) mod queue;
 pub(crate) mod state;

@@ -150,7 +150,7 @@ impl Store {
             let Some(content) = content else { return Vec::new() };
             let dram = content.slab.is_some().then(|| core.tier_name(0));
             let lower = (0..core.stages.len())
-                .filter(|at| content.address(*at).is_some() && !state.is_read_circuit_open(*at))
+                .filter(|at| content.has_address(*at) && !state.is_read_circuit_open(*at))
                 .map(|stage| core.tier_name(1 + stage));
             dram.into_iter().chain(lower).collect()
         })
@@ -161,8 +161,7 @@ impl Store {
         let stages = self.core().stages.len();
         let is_below = self.map_contents(keys, |state, content| {
             content.filter(|content| content.slab.is_none()).is_some_and(|content| {
-                (0..stages)
-                    .any(|at| content.address(at).is_some() && !state.is_read_circuit_open(at))
+                (0..stages).any(|at| content.has_address(at) && !state.is_read_circuit_open(at))
             })
         });
         let below = keys.iter().zip(is_below);
@@ -461,8 +460,8 @@ impl StoreCore {
             stages,
             health: stuck
                 .into_iter()
-                .zip(&state.breakers)
-                .map(|((name, stuck_calls), breaker)| (name, breaker.health(stuck_calls)))
+                .zip(&state.lower)
+                .map(|((name, stuck_calls), tier)| (name, tier.breaker.health(stuck_calls)))
                 .collect(),
             shadows,
             insight_bytes: (shadow_bytes + state.history.memory_bytes()) as u64,

@@ -21,7 +21,7 @@ pub use change::{Change, ChangeCursor, Changes};
 pub use error::{PipelineError, StoreError};
 pub use health::{CircuitHealth, HealthState, StageHealth};
 pub use hints::{Hints, Priority, StopReason};
-pub use names::{TierName, intern};
+pub use names::{TIERS_MAX, TierName, intern};
 pub use outcome::{
     DeclineReason, GetOutcome, PrefixMatch, PrepareOutcome, Put, PutOutcome, PutSlab, ViewOutcome,
 };

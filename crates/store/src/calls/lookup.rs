@@ -176,8 +176,8 @@ fn match_blocks(
             state.catalog.entry_mut(found).note_matched();
             let content = state.catalog.content(content);
             *in_dram += usize::from(content.slab.is_some() && *in_dram == *before + blocks.len());
-            let lower = content.fastest_lower_except(state.open_read_circuits);
-            let lower = lower.map_or(0, |(stage, _)| 1 + stage);
+            let lower = content.fastest_stage_except(state.open_read_circuits);
+            let lower = lower.map_or(0, |stage| 1 + stage);
             let tier = if content.slab.is_some() { 0 } else { lower };
             state.tier_matches[tier] += 1;
             blocks.push((found, tier));

@@ -57,8 +57,8 @@ impl StoreState {
                 continue;
             }
             let content = self.catalog.content(entry.content);
-            let lower =
-                content.fastest_lower_except(self.open_read_circuits).map(|(stage, _)| 1 + stage);
+            let lower = content.fastest_stage_except(self.open_read_circuits);
+            let lower = lower.map(|stage| 1 + stage);
             match if content.slab.is_some() { Some(memory_tier) } else { lower } {
                 Some(tier) => {
                     direct += 1;

@@ -31,7 +31,7 @@ fn run(core: &StoreCore, stage: usize) {
         let mut has_probed = false;
         // Writes first: a successful write probe also proves that reads work.
         for direction in [Direction::Writes, Direction::Reads] {
-            if !state.breakers[stage].begin_probe(direction, core.clock.monotonic()) {
+            if !state.lower[stage].breaker.begin_probe(direction, core.clock.monotonic()) {
                 continue;
             }
             has_probed = true;
