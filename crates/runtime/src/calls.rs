@@ -5,6 +5,7 @@
 
 mod cancel;
 mod slot;
+mod started;
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -19,6 +20,7 @@ use crate::{Clock, Condvar, Deadline, Mutex, MutexGuard, Plant, is_planted};
 use slot::{Slot, Unanswered, Waiting};
 
 pub use cancel::Cancel;
+pub use started::StartedCall;
 
 /// Takes the queue and its own number.
 type Work = Box<dyn FnOnce(&Shared, u64) + Send>;

@@ -7,6 +7,8 @@ pub(crate) mod guard;
 mod pipeline;
 mod records;
 mod registry;
+pub(crate) mod source_guard;
+mod source_list;
 
 pub use encryption::EncryptedStage;
 pub use fake::FakeStage;
@@ -14,3 +16,4 @@ pub use files::FilesStage;
 pub use pipeline::Pipeline;
 pub use records::{RecordAnswer, RecordBuffer, RecordCall, RecordStage, Records, UnsealedRecord};
 pub use registry::{StageContext, StageFactory, StageRegistry};
+pub use source_list::SourceList;

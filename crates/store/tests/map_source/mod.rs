@@ -1,0 +1,321 @@
+//! A test double of a source: blocks in a map, with delays and faults on demand.
+
+#![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
+#![allow(dead_code, reason = "each test file uses its own part of it")]
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
+
+use cascade_block::{BlockKey, NamespaceId, checksum};
+use cascade_memory::SlabMut;
+use cascade_runtime::{Deadline, SystemClock};
+use cascade_store::{HealthState, SourceList, SourceStats, Store, StoreConfig, TierName};
+use cascade_tier::source::{LocatedBlock, Source, SourceLimit};
+use cascade_tier::tier::{Address, BlockFacts, Load, LoadOutcome, LoadQueue, StageError};
+
+use crate::blocks::bytes_of;
+
+/// What the source does with a block that is fetched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Fault {
+    /// It no longer has it.
+    Gone,
+    /// Other bytes than it had stated.
+    Flipped,
+    /// A slab of another length.
+    Short,
+    /// It fails.
+    Fails,
+    /// It reports it twice.
+    Twice,
+    /// It does not report it.
+    Never,
+    /// It reports a number that it was not given, then the block.
+    Unasked,
+    /// It panics.
+    Panics,
+}
+
+/// Keeps blocks in a map.
+#[derive(Debug)]
+pub(crate) struct MapSource {
+    name: TierName,
+    blocks: Mutex<BTreeMap<BlockKey, usize>>,
+    faults: Mutex<BTreeMap<BlockKey, Fault>>,
+    /// Keys of blocks whose facts it states as those of another key.
+    pub(crate) confused: Mutex<BTreeSet<BlockKey>>,
+    /// Answers `locate` with one result less than there are keys.
+    pub(crate) answers_short: AtomicBool,
+    /// Every call fails, also the probe.
+    pub(crate) fails: AtomicBool,
+    pub(crate) locate_panics: AtomicBool,
+    /// Does not look at the queue when it is to fetch.
+    pub(crate) takes_nothing: AtomicBool,
+    /// Gives back blocks in the reverse order.
+    pub(crate) is_reversed: AtomicBool,
+    pub(crate) located: AtomicU64,
+    pub(crate) locate_calls: AtomicU64,
+    pub(crate) fetched: AtomicU64,
+    pub(crate) cancelled: AtomicU64,
+    pub(crate) closed: AtomicBool,
+    /// When the blocks expire.
+    pub(crate) expires_unix_ms: AtomicU64,
+    locates: Gate,
+    fetches: Gate,
+}
+
+/// A place where calls wait while it is shut.
+#[derive(Debug, Default)]
+struct Gate {
+    is_shut: Mutex<bool>,
+    changed: Condvar,
+    reached: AtomicU64,
+}
+
+/// Keeps a gate shut until it is dropped.
+pub(crate) struct Shut<'a>(&'a Gate);
+
+impl Gate {
+    fn shut(&self) -> Shut<'_> {
+        *self.is_shut.lock().unwrap() = true;
+        self.reached.store(0, Ordering::Relaxed);
+        Shut(self)
+    }
+
+    /// Waits until it is open. With a limit, also until that: returns whether it is open.
+    fn pass(&self, limit: Option<&SourceLimit<'_>>) -> bool {
+        let mut is_shut = self.is_shut.lock().unwrap();
+        self.reached.fetch_add(u64::from(*is_shut), Ordering::Relaxed);
+        while *is_shut {
+            let is_over = |limit: &SourceLimit<'_>| {
+                limit.cancel.is_set() || limit.deadline.has_passed(&SystemClock)
+            };
+            if limit.is_some_and(is_over) {
+                return false;
+            }
+            is_shut = self.changed.wait_timeout(is_shut, Duration::from_millis(1)).unwrap().0;
+        }
+        true
+    }
+}
+
+impl Shut<'_> {
+    /// Waits until a call waits at the gate.
+    pub(crate) fn wait_until_reached(&self) {
+        crate::blocks::wait_until("a call reaches the gate", || {
+            self.0.reached.load(Ordering::Relaxed) > 0
+        });
+    }
+}
+
+impl Drop for Shut<'_> {
+    fn drop(&mut self) {
+        *self.0.is_shut.lock().unwrap() = false;
+        self.0.changed.notify_all();
+    }
+}
+
+/// A store with these sources.
+pub(crate) fn open(config: StoreConfig, sources: &[&Arc<MapSource>]) -> Store {
+    let list = sources.iter().map(|source| Arc::clone(source) as Arc<dyn Source>);
+    let sources = SourceList::new(list.collect());
+    // No test waits for a source by this time-out, unless it sets a shorter one.
+    let locate_timeout = config.locate_timeout.max(Duration::from_secs(20));
+    Store::open(StoreConfig { sources, locate_timeout, ..config }).unwrap()
+}
+
+/// The statistics of a source.
+pub(crate) fn stats_of(store: &Store, source: usize) -> SourceStats {
+    store.stats().sources[source].1.clone()
+}
+
+/// Waits until the circuit of a source is closed or open.
+pub(crate) fn wait_for(store: &Store, source: usize, is_healthy: bool) {
+    crate::blocks::wait_until("the circuit changes", || {
+        (stats_of(store, source).health.state == HealthState::Healthy) == is_healthy
+    });
+}
+
+impl MapSource {
+    pub(crate) fn new(name: TierName) -> Arc<Self> {
+        Arc::new(Self {
+            name,
+            blocks: Mutex::default(),
+            faults: Mutex::default(),
+            confused: Mutex::default(),
+            answers_short: AtomicBool::default(),
+            fails: AtomicBool::default(),
+            locate_panics: AtomicBool::default(),
+            takes_nothing: AtomicBool::default(),
+            is_reversed: AtomicBool::default(),
+            located: AtomicU64::default(),
+            locate_calls: AtomicU64::default(),
+            fetched: AtomicU64::default(),
+            cancelled: AtomicU64::default(),
+            closed: AtomicBool::default(),
+            expires_unix_ms: AtomicU64::default(),
+            locates: Gate::default(),
+            fetches: Gate::default(),
+        })
+    }
+
+    /// Adds blocks of this length; their bytes are a function of the key.
+    pub(crate) fn add(&self, keys: &[BlockKey], bytes: usize) {
+        self.blocks.lock().unwrap().extend(keys.iter().map(|key| (*key, bytes)));
+    }
+
+    pub(crate) fn remove(&self, key: &BlockKey) {
+        self.blocks.lock().unwrap().remove(key);
+    }
+
+    pub(crate) fn set_fault(&self, key: &BlockKey, fault: Option<Fault>) {
+        let mut faults = self.faults.lock().unwrap();
+        match fault {
+            Some(fault) => faults.insert(*key, fault),
+            None => faults.remove(key),
+        };
+    }
+
+    /// Holds all questions which blocks it has, beyond their deadlines.
+    pub(crate) fn hold_locates(&self) -> Shut<'_> {
+        self.locates.shut()
+    }
+
+    /// Holds all fetches, until their deadlines.
+    pub(crate) fn hold_fetches(&self) -> Shut<'_> {
+        self.fetches.shut()
+    }
+
+    fn facts(&self, key: BlockKey, bytes: usize) -> BlockFacts {
+        let expires = self.expires_unix_ms.load(Ordering::Relaxed);
+        BlockFacts {
+            key,
+            digest: None,
+            parent: None,
+            namespace: NamespaceId::default(),
+            bytes: u32::try_from(bytes).unwrap(),
+            is_prefix: false,
+            expires_unix_ms: (expires != 0).then_some(expires),
+        }
+    }
+
+    fn fetch_one(&self, load: Load, fault: Option<Fault>) -> LoadOutcome {
+        self.fetched.fetch_add(1, Ordering::Relaxed);
+        let kept = self.blocks.lock().unwrap().get(&load.key).copied();
+        let Load { key, address, mut slab } = load;
+        assert_eq!(address, address_of(&key), "the address that was located");
+        if kept != Some(slab.len()) || fault == Some(Fault::Gone) {
+            return LoadOutcome::Gone;
+        }
+        if fault == Some(Fault::Fails) || self.fails.load(Ordering::Relaxed) {
+            return LoadOutcome::Failed(eio());
+        }
+        let bytes = bytes_of(&key, slab.len());
+        slab.copy_from_slice(&bytes);
+        if fault == Some(Fault::Flipped) {
+            slab[0] ^= 1;
+        }
+        LoadOutcome::Hit(slab)
+    }
+}
+
+fn address_of(key: &BlockKey) -> Address {
+    Address(u64::from_le_bytes(key.as_bytes()[..8].try_into().unwrap()))
+}
+
+fn eio() -> StageError {
+    StageError::Failed(Arc::new(std::io::Error::other("injected")))
+}
+
+impl Source for MapSource {
+    fn name(&self) -> TierName {
+        self.name
+    }
+
+    fn locate(
+        &self,
+        keys: &[BlockKey],
+        _: &SourceLimit<'_>,
+    ) -> Result<Vec<Option<LocatedBlock>>, StageError> {
+        self.locate_calls.fetch_add(1, Ordering::Relaxed);
+        self.locates.pass(None);
+        assert!(!self.locate_panics.load(Ordering::Relaxed), "injected");
+        if self.fails.load(Ordering::Relaxed) {
+            return Err(eio());
+        }
+        self.located.fetch_add(keys.len() as u64, Ordering::Relaxed);
+        let blocks = self.blocks.lock().unwrap();
+        let confused = self.confused.lock().unwrap();
+        let locate_one = |key: &BlockKey| {
+            let bytes = *blocks.get(key)?;
+            let mut facts = self.facts(*key, bytes);
+            if confused.contains(key) {
+                facts.key = BlockKey::from_bytes([7; 32]);
+            }
+            let checksum = checksum(&bytes_of(key, bytes));
+            Some(LocatedBlock { facts, checksum, address: address_of(key) })
+        };
+        let mut located: Vec<_> = keys.iter().map(locate_one).collect();
+        if self.answers_short.load(Ordering::Relaxed) {
+            located.pop();
+        }
+        Ok(located)
+    }
+
+    fn fetch(&self, _: Vec<Load>, _: &SourceLimit<'_>) -> Vec<LoadOutcome> {
+        unreachable!("it takes blocks from a queue")
+    }
+
+    fn fetch_each(&self, queue: &mut dyn LoadQueue, limit: &SourceLimit<'_>) {
+        if self.takes_nothing.load(Ordering::Relaxed) {
+            return;
+        }
+        let mut taken: Vec<(usize, Load)> = std::iter::from_fn(|| queue.next_load()).collect();
+        if self.is_reversed.load(Ordering::Relaxed) {
+            taken.reverse();
+        }
+        for (number, load) in taken {
+            if !self.fetches.pass(Some(limit)) {
+                let is_cancelled = limit.cancel.is_set();
+                self.cancelled.fetch_add(u64::from(is_cancelled), Ordering::Relaxed);
+                queue.ended(number, LoadOutcome::Failed(StageError::Timeout));
+                continue;
+            }
+            let fault = self.faults.lock().unwrap().get(&load.key).copied();
+            assert!(fault != Some(Fault::Panics), "injected");
+            let outcome = self.fetch_one(load, fault);
+            let other = |slab: &SlabMut| slab.len() / 2;
+            match (fault, outcome) {
+                (Some(Fault::Never), _) => {}
+                (Some(Fault::Twice), outcome) => {
+                    queue.ended(number, outcome);
+                    queue.ended(number, LoadOutcome::Gone);
+                }
+                (Some(Fault::Unasked), outcome) => {
+                    queue.ended(number + 1_000, LoadOutcome::Gone);
+                    queue.ended(number, outcome);
+                }
+                (Some(Fault::Short), LoadOutcome::Hit(slab)) => {
+                    let pool = cascade_tier::conformance::tier::pool();
+                    let short = pool.allocate(other(&slab)).unwrap();
+                    queue.ended(number, LoadOutcome::Hit(short));
+                }
+                (_, outcome) => queue.ended(number, outcome),
+            }
+        }
+    }
+
+    fn probe(&self, deadline: Deadline) -> Result<(), StageError> {
+        let cancel = cascade_runtime::Cancel::new();
+        if !self.fetches.pass(Some(&SourceLimit { deadline, cancel: &cancel })) {
+            return Err(StageError::Timeout);
+        }
+        if self.fails.load(Ordering::Relaxed) { Err(eio()) } else { Ok(()) }
+    }
+
+    fn close(&self) {
+        self.closed.store(true, Ordering::Relaxed);
+    }
+}
