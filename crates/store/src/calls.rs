@@ -19,6 +19,7 @@ mod put_end;
 mod put_slabs;
 pub(crate) mod read;
 pub(crate) mod read_counters;
+mod read_each;
 mod read_flow;
 mod source_reads;
 pub(crate) mod sources;

@@ -15,6 +15,7 @@ use cascade_tier::{GetOutcome, TierName, ViewOutcome};
 
 use crate::calls::fetch_source::FetchSource;
 use crate::calls::read::ReadPurpose;
+use crate::calls::read_each::EachView;
 use crate::calls::source_reads::SourceReads;
 use crate::core::circuit::Direction;
 use crate::drive::breaker::HealthSignal;
@@ -113,14 +114,19 @@ pub(super) struct ReadFlow<'a, 'b> {
     has_progress: bool,
     /// Whether a lookup has counted a block of this batch as requested.
     pub(super) is_load: bool,
-    /// Whether a time-out of a source is its failure.
-    pub(super) is_long_enough: bool,
     /// What sources do for this call, if any is asked.
     pub(super) sources: Option<Box<SourceReads>>,
+    /// Gets views as they come.
+    pub(super) each: Option<Box<EachView<'a>>>,
 }
 
 impl<'a, 'b> ReadFlow<'a, 'b> {
-    fn new(core: &StoreCore, keys: &[BlockKey], call: CallContext, purpose: ReadPurpose) -> Self {
+    pub(super) fn new(
+        core: &StoreCore,
+        keys: &[BlockKey],
+        call: CallContext,
+        purpose: ReadPurpose,
+    ) -> Self {
         let is_counted = purpose != ReadPurpose::Use;
         let pending = |(index, key): (usize, &BlockKey)| {
             let key = *key;
@@ -145,8 +151,8 @@ impl<'a, 'b> ReadFlow<'a, 'b> {
             postponed: None,
             has_progress: false,
             is_load: core.is_load_of_sources(keys),
-            is_long_enough: core.is_long_enough(call),
             sources: None,
+            each: None,
         }
     }
 
@@ -160,6 +166,9 @@ impl<'a, 'b> ReadFlow<'a, 'b> {
 
     pub(super) fn settle(&mut self, pending: &PendingRead, outcome: ViewOutcome) {
         self.has_progress = true;
+        if let Some(each) = &mut self.each {
+            each.note(pending.index, &outcome);
+        }
         self.outcomes[pending.index] = Some(outcome);
     }
 
@@ -430,6 +439,7 @@ impl StageReads<'_, '_, '_, '_> {
         // Other callers wait for these contents, and for slabs that were not kept.
         core.notify_changed();
         core.run_sources(flow, false);
+        flow.give_views();
     }
 
     /// Settles everything that the stage was to load, after its call.
@@ -477,7 +487,7 @@ impl StoreCore {
     /// Reads until each block has an outcome or the deadline passes: new blocks first, then those
     /// that have to be looked up again. Waits for other callers only while the call holds no slab
     /// that it loads, because they may wait for these.
-    fn run_read(&self, flow: &mut ReadFlow<'_, '_>) {
+    pub(super) fn run_read(&self, flow: &mut ReadFlow<'_, '_>) {
         self.read_all(flow);
         self.end_sources(flow);
     }
@@ -521,6 +531,7 @@ impl StoreCore {
                 }
                 self.plan_deferred(flow);
             }
+            flow.give_views();
         }
     }
 

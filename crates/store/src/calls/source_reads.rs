@@ -49,6 +49,8 @@ pub(super) struct SourceReads {
     /// The call to each source that takes blocks.
     calls: Vec<Option<(SourceCall, Arc<FetchQueue>)>>,
     arrivals: Arc<Arrivals>,
+    /// Whether a time-out is a failure of the source.
+    is_long_enough: bool,
 }
 
 /// A fetch in flight.
@@ -91,7 +93,9 @@ impl StoreCore {
             return flow.waiting.push(pending);
         }
         if is_left {
-            return flow.sources.get_or_insert_default().absent.push(pending);
+            let is_long_enough = self.is_long_enough(flow.call);
+            let new = || Box::new(SourceReads { is_long_enough, ..SourceReads::default() });
+            return flow.sources.get_or_insert_with(new).absent.push(pending);
         }
         // If a source that has the block failed, the outcome is that failure, not a miss.
         let failure = flow.outcomes[pending.index].take();
@@ -109,6 +113,7 @@ impl StoreCore {
         // Other callers may have fetched these meanwhile.
         flow.queued.extend(std::mem::take(&mut flow.waiting));
         flow.copy_resident(usize::MAX);
+        flow.give_views();
     }
 
     /// Whether a time-out is a failure of a tier: the call has at least the time of a probe.
@@ -352,7 +357,7 @@ impl StoreCore {
             state.charge(BLOCK_COST);
             state.slabs_in_flight -= 1;
             flow.held_bytes -= fetching.found.block.facts.bytes as usize;
-            let signal = HealthSignal::of_load(std::iter::once(&outcome), flow.is_long_enough);
+            let signal = HealthSignal::of_load(std::iter::once(&outcome), reads.is_long_enough);
             signals[fetching.found.source].add(signal);
             unhinted.push(fetching.pending.key);
             self.settle_one(&mut state, fetching, outcome, flow);

@@ -51,6 +51,8 @@ pub(crate) struct MapSource {
     /// Every call fails, also the probe.
     pub(crate) fails: AtomicBool,
     pub(crate) locate_panics: AtomicBool,
+    /// Fetches and probes end only when the gate is open.
+    pub(crate) ignores_limits: AtomicBool,
     /// Does not look at the queue when it is to fetch.
     pub(crate) takes_nothing: AtomicBool,
     /// Gives back blocks in the reverse order.
@@ -148,6 +150,7 @@ impl MapSource {
             answers_short: AtomicBool::default(),
             fails: AtomicBool::default(),
             locate_panics: AtomicBool::default(),
+            ignores_limits: AtomicBool::default(),
             takes_nothing: AtomicBool::default(),
             is_reversed: AtomicBool::default(),
             located: AtomicU64::default(),
@@ -277,7 +280,8 @@ impl Source for MapSource {
             taken.reverse();
         }
         for (number, load) in taken {
-            if !self.fetches.pass(Some(limit)) {
+            let limit_now = (!self.ignores_limits.load(Ordering::Relaxed)).then_some(limit);
+            if !self.fetches.pass(limit_now) {
                 let is_cancelled = limit.cancel.is_set();
                 self.cancelled.fetch_add(u64::from(is_cancelled), Ordering::Relaxed);
                 queue.ended(number, LoadOutcome::Failed(StageError::Timeout));
@@ -309,7 +313,8 @@ impl Source for MapSource {
 
     fn probe(&self, deadline: Deadline) -> Result<(), StageError> {
         let cancel = cascade_runtime::Cancel::new();
-        if !self.fetches.pass(Some(&SourceLimit { deadline, cancel: &cancel })) {
+        let limit = SourceLimit { deadline, cancel: &cancel };
+        if !self.fetches.pass(Some(&limit)) {
             return Err(StageError::Timeout);
         }
         if self.fails.load(Ordering::Relaxed) { Err(eio()) } else { Ok(()) }
