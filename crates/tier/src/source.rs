@@ -4,6 +4,8 @@
 //! catalog does not have, and keeps what it fetches in DRAM. To add a source: implement [`Source`],
 //! run [`crate::conformance::source`] over it, and pass it to the store in its configuration.
 
+mod of_store;
+
 use std::fmt;
 
 use cascade_block::BlockKey;
@@ -11,6 +13,8 @@ use cascade_runtime::{Cancel, Deadline};
 
 use crate::TierName;
 use crate::tier::{Address, BlockFacts, Load, LoadOutcome, LoadQueue, StageError, next_loads};
+
+pub use of_store::StoreSource;
 
 /// The limits of one call to a source.
 #[derive(Debug, Clone, Copy)]

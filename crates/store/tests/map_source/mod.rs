@@ -42,7 +42,7 @@ pub(crate) enum Fault {
 #[derive(Debug)]
 pub(crate) struct MapSource {
     name: TierName,
-    blocks: Mutex<BTreeMap<BlockKey, usize>>,
+    blocks: Mutex<BTreeMap<BlockKey, Vec<u8>>>,
     faults: Mutex<BTreeMap<BlockKey, Fault>>,
     /// Keys of blocks whose facts it states as those of another key.
     pub(crate) confused: Mutex<BTreeSet<BlockKey>>,
@@ -78,6 +78,15 @@ struct Gate {
 
 /// Keeps a gate shut until it is dropped.
 pub(crate) struct Shut<'a>(&'a Gate);
+
+/// Keeps both gates of a source shut until it is dropped.
+pub(crate) struct HeldSource(Arc<MapSource>);
+
+impl Drop for HeldSource {
+    fn drop(&mut self) {
+        drop((Shut(&self.0.locates), Shut(&self.0.fetches)));
+    }
+}
 
 impl Gate {
     fn shut(&self) -> Shut<'_> {
@@ -166,7 +175,13 @@ impl MapSource {
 
     /// Adds blocks of this length; their bytes are a function of the key.
     pub(crate) fn add(&self, keys: &[BlockKey], bytes: usize) {
-        self.blocks.lock().unwrap().extend(keys.iter().map(|key| (*key, bytes)));
+        let blocks = keys.iter().map(|key| (*key, bytes_of(key, bytes)));
+        self.blocks.lock().unwrap().extend(blocks);
+    }
+
+    /// Adds a block with these bytes.
+    pub(crate) fn add_bytes(&self, key: &BlockKey, bytes: &[u8]) {
+        self.blocks.lock().unwrap().insert(*key, bytes.to_vec());
     }
 
     pub(crate) fn remove(&self, key: &BlockKey) {
@@ -184,6 +199,12 @@ impl MapSource {
     /// Holds all questions which blocks it has, beyond their deadlines.
     pub(crate) fn hold_locates(&self) -> Shut<'_> {
         self.locates.shut()
+    }
+
+    /// Holds all calls, until their deadlines.
+    pub(crate) fn hold_all(self: &Arc<Self>) -> HeldSource {
+        std::mem::forget((self.locates.shut(), self.fetches.shut()));
+        HeldSource(Arc::clone(self))
     }
 
     /// Holds all fetches, until their deadlines.
@@ -206,76 +227,28 @@ impl MapSource {
 
     fn fetch_one(&self, load: Load, fault: Option<Fault>) -> LoadOutcome {
         self.fetched.fetch_add(1, Ordering::Relaxed);
-        let kept = self.blocks.lock().unwrap().get(&load.key).copied();
         let Load { key, address, mut slab } = load;
-        assert_eq!(address, address_of(&key), "the address that was located");
-        if kept != Some(slab.len()) || fault == Some(Fault::Gone) {
-            return LoadOutcome::Gone;
-        }
+        let blocks = self.blocks.lock().unwrap();
+        // The address stands for the bytes that were located.
+        let kept = blocks.get(&key).filter(|bytes| address_of(bytes) == address);
+        let kept = kept.filter(|bytes| bytes.len() == slab.len() && fault != Some(Fault::Gone));
+        let Some(bytes) = kept else { return LoadOutcome::Gone };
         if fault == Some(Fault::Fails) || self.fails.load(Ordering::Relaxed) {
             return LoadOutcome::Failed(eio());
         }
-        let bytes = bytes_of(&key, slab.len());
-        slab.copy_from_slice(&bytes);
+        slab.copy_from_slice(bytes);
         if fault == Some(Fault::Flipped) {
             slab[0] ^= 1;
         }
         LoadOutcome::Hit(slab)
     }
-}
 
-fn address_of(key: &BlockKey) -> Address {
-    Address(u64::from_le_bytes(key.as_bytes()[..8].try_into().unwrap()))
-}
-
-fn eio() -> StageError {
-    StageError::Failed(Arc::new(std::io::Error::other("injected")))
-}
-
-impl Source for MapSource {
-    fn name(&self) -> TierName {
-        self.name
-    }
-
-    fn locate(
+    fn fetch_taken(
         &self,
-        keys: &[BlockKey],
-        _: &SourceLimit<'_>,
-    ) -> Result<Vec<Option<LocatedBlock>>, StageError> {
-        self.locate_calls.fetch_add(1, Ordering::Relaxed);
-        self.locates.pass(None);
-        assert!(!self.locate_panics.load(Ordering::Relaxed), "injected");
-        if self.fails.load(Ordering::Relaxed) {
-            return Err(eio());
-        }
-        self.located.fetch_add(keys.len() as u64, Ordering::Relaxed);
-        let blocks = self.blocks.lock().unwrap();
-        let confused = self.confused.lock().unwrap();
-        let locate_one = |key: &BlockKey| {
-            let bytes = *blocks.get(key)?;
-            let mut facts = self.facts(*key, bytes);
-            if confused.contains(key) {
-                facts.key = BlockKey::from_bytes([7; 32]);
-            }
-            let checksum = checksum(&bytes_of(key, bytes));
-            Some(LocatedBlock { facts, checksum, address: address_of(key) })
-        };
-        let mut located: Vec<_> = keys.iter().map(locate_one).collect();
-        if self.answers_short.load(Ordering::Relaxed) {
-            located.pop();
-        }
-        Ok(located)
-    }
-
-    fn fetch(&self, _: Vec<Load>, _: &SourceLimit<'_>) -> Vec<LoadOutcome> {
-        unreachable!("it takes blocks from a queue")
-    }
-
-    fn fetch_each(&self, queue: &mut dyn LoadQueue, limit: &SourceLimit<'_>) {
-        if self.takes_nothing.load(Ordering::Relaxed) {
-            return;
-        }
-        let mut taken: Vec<(usize, Load)> = std::iter::from_fn(|| queue.next_load()).collect();
+        mut taken: Vec<(usize, Load)>,
+        queue: &mut dyn LoadQueue,
+        limit: &SourceLimit<'_>,
+    ) {
         if self.is_reversed.load(Ordering::Relaxed) {
             taken.reverse();
         }
@@ -308,6 +281,74 @@ impl Source for MapSource {
                 }
                 (_, outcome) => queue.ended(number, outcome),
             }
+        }
+    }
+}
+
+fn address_of(bytes: &[u8]) -> Address {
+    Address(u64::from(checksum(bytes)))
+}
+
+fn eio() -> StageError {
+    StageError::Failed(Arc::new(std::io::Error::other("injected")))
+}
+
+impl Source for MapSource {
+    fn name(&self) -> TierName {
+        self.name
+    }
+
+    fn locate(
+        &self,
+        keys: &[BlockKey],
+        limit: &SourceLimit<'_>,
+    ) -> Result<Vec<Option<LocatedBlock>>, StageError> {
+        self.locate_calls.fetch_add(1, Ordering::Relaxed);
+        let limit = (!self.ignores_limits.load(Ordering::Relaxed)).then_some(limit);
+        if !self.locates.pass(limit) {
+            return Err(StageError::Timeout);
+        }
+        assert!(!self.locate_panics.load(Ordering::Relaxed), "injected");
+        if self.fails.load(Ordering::Relaxed) {
+            return Err(eio());
+        }
+        self.located.fetch_add(keys.len() as u64, Ordering::Relaxed);
+        let blocks = self.blocks.lock().unwrap();
+        let confused = self.confused.lock().unwrap();
+        let locate_one = |key: &BlockKey| {
+            let bytes = blocks.get(key)?;
+            let mut facts = self.facts(*key, bytes.len());
+            if confused.contains(key) {
+                facts.key = BlockKey::from_bytes([7; 32]);
+            }
+            let (checksum, address) = (checksum(bytes), address_of(bytes));
+            Some(LocatedBlock { facts, checksum, address })
+        };
+        let mut located: Vec<_> = keys.iter().map(locate_one).collect();
+        if self.answers_short.load(Ordering::Relaxed) {
+            located.pop();
+        }
+        Ok(located)
+    }
+
+    fn fetch(&self, batch: Vec<Load>, limit: &SourceLimit<'_>) -> Vec<LoadOutcome> {
+        let fetch_one = |load| match self.fetches.pass(Some(limit)) {
+            true => self.fetch_one(load, None),
+            false => LoadOutcome::Failed(StageError::Timeout),
+        };
+        batch.into_iter().map(fetch_one).collect()
+    }
+
+    fn fetch_each(&self, queue: &mut dyn LoadQueue, limit: &SourceLimit<'_>) {
+        if self.takes_nothing.load(Ordering::Relaxed) {
+            return;
+        }
+        while !limit.cancel.is_set() && !limit.deadline.has_passed(&SystemClock) {
+            let taken: Vec<_> = std::iter::from_fn(|| queue.next_load()).collect();
+            if taken.is_empty() {
+                return;
+            }
+            self.fetch_taken(taken, queue, limit);
         }
     }
 
