@@ -185,3 +185,71 @@ impl LoadQueue for FetchSide {
         self.arrivals.add_ended(number, outcome);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use cascade_block::BlockKey;
+    use cascade_memory::{HugePages, Pool, PoolConfig};
+    use cascade_tier::tier::Address;
+
+    use super::*;
+
+    fn task(pool: &Pool, number: usize, bytes: usize) -> FetchTask {
+        let mut slab = pool.allocate(bytes).unwrap();
+        slab.fill(1);
+        let checksum = checksum(&slab);
+        let key = BlockKey::from_bytes([0; 32]);
+        FetchTask { number, load: Load { key, address: Address(0), slab }, checksum }
+    }
+
+    fn pool() -> Pool {
+        let config =
+            PoolConfig { capacity_bytes: 64 << 20, huge_pages: HugePages::Never, populate: false };
+        Pool::new(&config).unwrap()
+    }
+
+    /// Otherwise a large call would keep the threads of a source from small ones.
+    #[test]
+    fn a_call_takes_a_share_of_a_long_queue() {
+        let (pool, arrivals) = (pool(), Arc::new(Arrivals::default()));
+        let tasks = (0..40).map(|number| task(&pool, number, 1 << 20)).collect();
+        let queue = Arc::new(FetchQueue::new(tasks));
+        let mut side = FetchSide::new(&queue, &arrivals);
+        let taken: Vec<_> = std::iter::from_fn(|| side.next_load()).collect();
+        assert_eq!(taken.len(), 16);
+        end_call(&queue, &arrivals);
+        let (rest, has_taken) = queue.take_rest().unwrap();
+        assert_eq!((rest.len(), has_taken), (24, true));
+        assert!(arrivals.take().has_call_ended);
+    }
+
+    #[test]
+    fn only_bytes_with_the_stated_checksum_arrive() {
+        let (pool, arrivals) = (pool(), Arc::new(Arrivals::default()));
+        let mut tasks: VecDeque<_> = (0..2).map(|number| task(&pool, number, 100)).collect();
+        tasks[1].checksum ^= 1;
+        let queue = Arc::new(FetchQueue::new(tasks));
+        let mut side = FetchSide::new(&queue, &arrivals);
+        while let Some((number, load)) = side.next_load() {
+            side.ended(number, LoadOutcome::Hit(load.slab));
+        }
+        let ended = arrivals.take().ended;
+        assert!(matches!(ended[0], (0, LoadOutcome::Hit(_))), "{ended:?}");
+        assert!(matches!(ended[1], (1, LoadOutcome::Damaged)), "{ended:?}");
+    }
+
+    /// Its memory is free at once, not when the late call ends.
+    #[test]
+    fn what_arrives_after_the_end_is_dropped() {
+        let (pool, arrivals) = (pool(), Arc::new(Arrivals::default()));
+        let tasks = (0..2).map(|number| task(&pool, number, 100)).collect();
+        let queue = Arc::new(FetchQueue::new(tasks));
+        let mut side = FetchSide::new(&queue, &arrivals);
+        let (number, load) = side.next_load().unwrap();
+        drop(queue.end());
+        assert!(arrivals.abandon().ended.is_empty());
+        assert!(side.next_load().is_none(), "the rest was taken back");
+        side.ended(number, LoadOutcome::Hit(load.slab));
+        assert_eq!(pool.stats().requested_bytes, 0);
+    }
+}
