@@ -15,6 +15,7 @@ use cascade_tier::tier::{BlockFacts, StageError};
 use cascade_tier::{CallOptions, StoreError, TierName};
 
 use crate::StoreConfig;
+use crate::calls::sources::Sources;
 use crate::core::catalog::{LOWER_STAGES_MAX, NewKey};
 use crate::core::eviction;
 use crate::core::eviction::{AncestorSearch, Eviction, EvictionLimits, Incoming};
@@ -28,6 +29,7 @@ use crate::shared::call::CallContext;
 use crate::shared::call_counts::CallCounts;
 use crate::shared::hold::{KEYS_PER_HOLD, StateGuard, StateLock};
 use crate::stages::guard::Guarded;
+use crate::stages::source_guard::GuardedSource;
 use crate::stages::{Pipeline, StageContext, StageRegistry, encryption};
 
 /// Poll interval of waits, for events without a notification, such as the drop of a view.
@@ -46,7 +48,9 @@ pub(crate) struct StoreCore {
     pub(crate) seed: FingerprintSeed,
     pub(crate) pool: Pool,
     pub(crate) stages: Vec<Guarded>,
-    /// DRAM first, then the stages.
+    /// Who else may have blocks.
+    pub(crate) sources: Sources,
+    /// DRAM first, then the stages, then the sources.
     tier_names: Vec<TierName>,
     pub(crate) dirty_bytes_max: u64,
     /// The named pool, if there is one.
@@ -128,14 +132,18 @@ impl StoreCore {
         let names: Vec<TierName> = stages.iter().map(Guarded::name).collect();
         let insight = Mutex::new(Insight::new(&config, pipeline.has_dram, &names, seed));
         let state = StateLock::new(state, config.holds.clone());
+        let tier_names: Vec<TierName> = std::iter::once("dram").chain(names).collect();
+        let sources = config.sources.guarded(&tier_names, config.health, &clock)?;
+        let source_names = sources.list.iter().map(GuardedSource::name);
         let mut core = Self {
-            tier_names: std::iter::once("dram").chain(names).collect(),
+            tier_names: tier_names.iter().copied().chain(source_names).collect(),
             config,
             pipeline,
             clock,
             seed,
             pool,
             stages,
+            sources,
             dirty_bytes_max,
             warm,
             state,

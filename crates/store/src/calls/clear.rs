@@ -68,6 +68,7 @@ impl StoreState {
     /// Makes every block absent. [`StoreCore::remove_cleared`] must follow.
     pub(crate) fn make_all_absent(&mut self) {
         self.catalog.clear();
+        self.fetching.cancel_all();
         self.note_cleared();
     }
 

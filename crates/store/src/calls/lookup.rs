@@ -36,6 +36,8 @@ impl StoreCore {
             tiers.extend(blocks.iter().map(|(_, tier)| self.tier_name(*tier)));
         });
         self.count_call(&counts);
+        let later = self.match_in_sources(request.keys, tiers.len());
+        tiers.extend(later.into_iter().map(|tier| self.tier_name(tier)));
         PrefixMatch { tiers }
     }
 

@@ -154,7 +154,7 @@ impl StoreCore {
                 may_have_changed = true;
             }
             let Some(key) = found else {
-                flow.settle(&pending, ViewOutcome::Miss);
+                self.plan_absent(&mut state, pending, flow);
                 continue;
             };
             let content = state.catalog.content(state.catalog.entry(key).content);
@@ -376,11 +376,16 @@ impl StoreCore {
             }
         }
         if purpose == ReadPurpose::Prefetch {
-            state.counters.prefetched_blocks += 1;
-            state.protect_prefetched(key, self.config.dram_bytes / PREFETCHED_SHARE);
+            self.protect_prefetched(state, key);
         } else {
             state.catalog.entry_mut(key).expected_access = ExpectedAccess::None;
         }
+    }
+
+    /// Protects a block that was prefetched until its first use.
+    pub(super) fn protect_prefetched(&self, state: &mut StoreState, key: KeyIndex) {
+        state.counters.prefetched_blocks += 1;
+        state.protect_prefetched(key, self.config.dram_bytes / PREFETCHED_SHARE);
     }
 }
 

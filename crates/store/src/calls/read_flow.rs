@@ -18,6 +18,8 @@ use cascade_tier::tier::{Load, LoadOutcome, LoadQueue, StageError};
 use cascade_tier::{GetOutcome, TierName, ViewOutcome};
 
 use crate::calls::fetch_source::FetchSource;
+use crate::calls::read_each::EachView;
+use crate::calls::source_reads::SourceReads;
 use crate::core::circuit::Direction;
 use crate::drive::breaker::HealthSignal;
 use crate::shared::StoreCore;
@@ -68,6 +70,8 @@ pub(super) struct PendingRead {
     pub(super) circuit_opened: bool,
     /// Whether an earlier lookup counted the block as requested.
     pub(super) is_counted: bool,
+    /// Bit per source that does not have the block, or failed.
+    pub(super) asked: u8,
     pub(super) tries: u32,
 }
 
@@ -105,24 +109,34 @@ pub(super) struct ReadFlow<'a, 'b> {
     ended: Vec<(Loading, LoadOutcome)>,
     ended_bytes: usize,
     /// Bytes of all slabs that this call loads.
-    held_bytes: usize,
+    pub(super) held_bytes: usize,
     /// The limit of these, and of the slabs that the call has yet to copy from.
     held_bytes_max: usize,
     /// There was no memory for the next block; the slabs that this call holds may be the reason.
-    is_blocked: bool,
+    pub(super) is_blocked: bool,
     postponed: Option<PendingRead>,
     /// Whether any block made progress since the last wait for other callers.
     has_progress: bool,
     /// Whether a lookup has counted a block of this batch as requested.
     pub(super) is_load: bool,
+    /// What sources do for this call, if any is asked.
+    pub(super) sources: Option<Box<SourceReads>>,
+    /// Gets views as they come.
+    pub(super) each: Option<Box<EachView<'a>>>,
 }
 
 impl<'a, 'b> ReadFlow<'a, 'b> {
-    fn new(core: &StoreCore, keys: &[BlockKey], call: CallContext, purpose: ReadPurpose) -> Self {
+    pub(super) fn new(
+        core: &StoreCore,
+        keys: &[BlockKey],
+        call: CallContext,
+        purpose: ReadPurpose,
+    ) -> Self {
         let is_counted = purpose != ReadPurpose::Use;
         let pending = |(index, key): (usize, &BlockKey)| {
             let key = *key;
-            PendingRead { index, key, avoid: 0, circuit_opened: false, is_counted, tries: 0 }
+            let (avoid, circuit_opened, asked, tries) = (0, false, 0, 0);
+            PendingRead { index, key, avoid, circuit_opened, is_counted, asked, tries }
         };
         Self {
             call,
@@ -141,7 +155,9 @@ impl<'a, 'b> ReadFlow<'a, 'b> {
             is_blocked: false,
             postponed: None,
             has_progress: false,
-            is_load: false,
+            is_load: core.is_load_of_sources(keys),
+            sources: None,
+            each: None,
         }
     }
 
@@ -152,6 +168,9 @@ impl<'a, 'b> ReadFlow<'a, 'b> {
 
     pub(super) fn settle(&mut self, pending: &PendingRead, outcome: ViewOutcome) {
         self.has_progress = true;
+        if let Some(each) = &mut self.each {
+            each.note(pending.index, &outcome);
+        }
         self.outcomes[pending.index] = Some(outcome);
     }
 
@@ -240,7 +259,7 @@ impl<'a, 'b> ReadFlow<'a, 'b> {
         true
     }
 
-    fn fail_rest(&mut self, operation: &'static str) {
+    pub(super) fn fail_rest(&mut self, operation: &'static str) {
         let queued = std::mem::take(&mut self.queued);
         let deferred = self.target.as_mut().map(|target| std::mem::take(&mut target.deferred));
         let deferred = deferred.into_iter().flatten().map(|(pending, _)| pending);
@@ -253,7 +272,7 @@ impl<'a, 'b> ReadFlow<'a, 'b> {
 
     /// Copies blocks in DRAM to the caller's buffers, at least one and up to this many bytes.
     /// Returns whether there was one.
-    fn copy_resident(&mut self, bytes_max: usize) -> bool {
+    pub(super) fn copy_resident(&mut self, bytes_max: usize) -> bool {
         let Some(target) = &mut self.target else { return false };
         if target.copies.is_some() {
             return target.copy_shared();
@@ -419,6 +438,8 @@ impl StageReads<'_, '_, '_, '_> {
         core.unlock(state);
         // Other callers wait for these contents, and for slabs that were not kept.
         core.notify_changed();
+        core.run_sources(flow, false);
+        flow.give_views();
     }
 
     /// Settles everything that the stage was to load, after its call.
@@ -466,8 +487,22 @@ impl StoreCore {
     /// Reads until each block has an outcome or the deadline passes: new blocks first, then those
     /// that have to be looked up again. Waits for other callers only while the call holds no slab
     /// that it loads, because they may wait for these.
-    fn run_read(&self, flow: &mut ReadFlow<'_, '_>) {
+    pub(super) fn run_read(&self, flow: &mut ReadFlow<'_, '_>) {
+        self.read_all(flow);
+        self.end_sources(flow);
+    }
+
+    fn read_all(&self, flow: &mut ReadFlow<'_, '_>) {
         loop {
+            if flow.has_source_work() {
+                self.read_from_sources(flow);
+                if flow.fail_if_late(&*self.clock) {
+                    return;
+                }
+                if flow.queued.is_empty() && flow.has_source_work() {
+                    continue;
+                }
+            }
             if flow.queued.is_empty() {
                 if flow.waiting.is_empty() {
                     return;
@@ -481,6 +516,7 @@ impl StoreCore {
                 return;
             }
             self.plan_some(flow);
+            self.run_sources(flow, false);
             loop {
                 // While one stage loads, blocks for another one may be planned.
                 while let Some(stage) = flow.planned.iter().position(|loads| !loads.is_empty()) {
@@ -495,6 +531,7 @@ impl StoreCore {
                 }
                 self.plan_deferred(flow);
             }
+            flow.give_views();
         }
     }
 
@@ -570,9 +607,8 @@ impl StoreCore {
     /// Loads the planned blocks of a stage, and those that become possible meanwhile.
     fn load_planned(&self, flow: &mut ReadFlow<'_, '_>, stage: usize) {
         let deadline = flow.call.deadline;
-        // Measured before the load: a time-out is a failure of the stage only if the call had at
-        // least the time of a probe.
-        let is_long_enough = deadline.remaining(&*self.clock) >= self.config.health.probe_timeout;
+        // Measured before the load.
+        let is_long_enough = self.is_long_enough(flow.call);
         let signal = HealthSignal::None;
         let mut reads =
             StageReads { core: self, flow, stage, is_long_enough, signal, reported_bytes: 0 };

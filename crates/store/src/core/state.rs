@@ -22,6 +22,7 @@ use crate::HealthConfig;
 use crate::core::awaited::AwaitedWrites;
 use crate::core::catalog::{Catalog, ContentIndex, ExpectedAccess, KeyIndex, LOWER_STAGES_MAX};
 use crate::core::eviction::{AncestorSearch, Eviction, Incoming, RemovalReason, VictimSearch};
+use crate::core::fetching::Fetching;
 use crate::core::flush_mark::FlushMark;
 use crate::core::history::{History, Loss};
 use crate::core::lower_tier::LowerTier;
@@ -62,6 +63,11 @@ pub(crate) struct StoreState {
     pub(crate) tier_hits: [(u64, u64); 1 + LOWER_STAGES_MAX],
     /// Requested blocks that were matched, in the same order.
     pub(crate) tier_matches: [u64; 1 + LOWER_STAGES_MAX],
+    /// As `tier_hits` and `tier_matches`, for the sources that have any.
+    pub(crate) source_hits: Vec<(u64, u64)>,
+    pub(crate) source_matches: Vec<u64>,
+    /// Blocks that calls fetch from sources.
+    pub(crate) fetching: Fetching,
     /// The stages below DRAM.
     pub(crate) lower: Vec<LowerTier>,
     pub(crate) awaited: AwaitedWrites,
@@ -129,6 +135,9 @@ impl StoreState {
             history,
             tier_hits: [(0, 0); 1 + LOWER_STAGES_MAX],
             tier_matches: [0; 1 + LOWER_STAGES_MAX],
+            source_hits: Vec::new(),
+            source_matches: Vec::new(),
+            fetching: Fetching::default(),
             lower: (0..lower_stages).map(|_| LowerTier::new(health, now, now_unix_ms)).collect(),
             awaited: AwaitedWrites::default(),
             write_failures: FlushMark::default(),
