@@ -13,6 +13,8 @@ pub type TierName = &'static str;
 /// with a bit for each.
 pub const TIERS_MAX: usize = 8;
 
+const _: () = assert!(TIERS_MAX <= u8::BITS as usize, "a byte has a bit for each tier");
+
 /// Maximum number of interned names, which are never freed. A build has a few dozen.
 const NAMES_MAX: usize = 1024;
 

@@ -218,7 +218,7 @@ pub struct WarmStats {
     pub recover_ms: u64,
     /// How often a store has opened these files, including this time.
     pub runs: u64,
-    /// Places for keys in the ledger.
+    /// Places for keys in the ledger. One in more than two lower tiers takes two.
     pub ledger_capacity: u64,
     /// Places in use.
     pub ledger_records: u64,

@@ -66,7 +66,9 @@ fn reopen(path: &Path, stages: &[&str]) -> WarmPool {
 
 /// A directory, and the path of a pool in it.
 fn new_pool() -> (tempfile::TempDir, PathBuf) {
-    let directory = tempfile::tempdir().expect("a directory");
+    // In memory if possible: a test opens some hundred pools.
+    let shared = tempfile::tempdir_in("/dev/shm");
+    let directory = shared.or_else(|_| tempfile::tempdir()).expect("a directory");
     let path = directory.path().join("pool");
     (directory, path)
 }
