@@ -1,6 +1,8 @@
 //! Views that are given to the caller as they come, while other blocks of the call are being read.
 
+use std::any::Any;
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 use cascade_block::BlockKey;
 use cascade_tier::{CallOptions, ViewOutcome};
@@ -21,6 +23,8 @@ pub(super) struct EachView<'a> {
     /// Blocks with a view that the caller does not have yet.
     ready: Vec<usize>,
     is_given: Vec<bool>,
+    /// The caller panicked: it gets no more views, and the panic goes on after the read.
+    panic: Option<Box<dyn Any + Send>>,
     /// The results that the caller got.
     results: Vec<ReadResult>,
 }
@@ -36,7 +40,12 @@ impl EachView<'_> {
     fn give(&mut self, index: usize, outcome: ViewOutcome) {
         self.is_given[index] = true;
         self.results.push(ReadResult::from_view(&outcome));
-        (self.give)(self.first + index, outcome);
+        if self.panic.is_some() {
+            return;
+        }
+        // Other callers wait for what this call reads: it has to end in order.
+        let give = AssertUnwindSafe(|| (self.give)(self.first + index, outcome));
+        self.panic = catch_unwind(give).err();
     }
 }
 
@@ -85,7 +94,7 @@ impl Store {
         let mut flow = ReadFlow::new(core, rest, call, ReadPurpose::Use);
         let (ready, results) = (Vec::new(), Vec::with_capacity(rest.len()));
         let is_given = vec![false; rest.len()];
-        flow.each = Some(Box::new(EachView { give, first, ready, is_given, results }));
+        flow.each = Some(Box::new(EachView { give, first, ready, is_given, panic: None, results }));
         core.run_read(&mut flow);
         flow.give_views();
         let Some(mut each) = flow.each.take() else { return };
@@ -95,5 +104,8 @@ impl Store {
             }
         }
         core.count_gets(rest.len(), each.results.into_iter());
+        if let Some(panic) = each.panic {
+            resume_unwind(panic);
+        }
     }
 }

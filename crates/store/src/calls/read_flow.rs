@@ -370,14 +370,8 @@ impl StoreCore {
 
     fn read_all(&self, flow: &mut ReadFlow<'_, '_>) {
         loop {
-            if flow.has_source_work() {
-                self.read_from_sources(flow);
-                if flow.fail_if_late(&*self.clock) {
-                    return;
-                }
-                if flow.queued.is_empty() && flow.has_source_work() {
-                    continue;
-                }
+            if flow.has_source_work() && self.read_from_sources(flow) {
+                continue;
             }
             if flow.queued.is_empty() {
                 if flow.waiting.is_empty() {

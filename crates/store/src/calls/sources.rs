@@ -175,13 +175,15 @@ impl StoreCore {
             KnownBlock::Unreadable => None,
         };
         let tiers: Vec<usize> = known.iter().zip(&found).map_while(tier).collect();
-        let matched = found.into_iter().take(tiers.len()).flatten();
+        found.truncate(tiers.len());
         let now = self.clock.monotonic();
-        self.sources.with_hints(|hints| {
-            for block in matched {
-                hints.add(FoundBlock { is_matched: true, ..block }, now);
-            }
-        });
+        for part in found.chunks(KEYS_PER_HOLD) {
+            self.sources.with_hints(|hints| {
+                for block in part.iter().flatten() {
+                    hints.add(FoundBlock { is_matched: true, ..*block }, now);
+                }
+            });
+        }
         self.count_later_matches(&tiers);
         tiers
     }
@@ -231,6 +233,26 @@ impl StoreCore {
             }
             arrivals.wait(round.until, &*self.clock);
         }
+    }
+
+    /// Whether a block that is not in DRAM may be read from somewhere else.
+    pub(crate) fn has_places_below_dram(&self) -> bool {
+        !self.stages.is_empty() || !self.sources.is_empty()
+    }
+
+    /// Whether a source has said lately that it has this block.
+    pub(crate) fn is_located(&self, key: &BlockKey) -> bool {
+        self.located_bytes(key).is_some()
+    }
+
+    /// The length of a block that a source has, according to what it said lately.
+    pub(super) fn located_bytes(&self, key: &BlockKey) -> Option<usize> {
+        if self.sources.is_empty() {
+            return None;
+        }
+        let now = self.clock.monotonic();
+        let hint = self.sources.with_hints(|hints| hints.get(key, now));
+        hint.map(|found| found.block.facts.bytes as usize)
     }
 
     /// Whether a lookup has matched one of these blocks in a source: then the read of the batch is
