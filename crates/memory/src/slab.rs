@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::copy::{copy_in, copy_out};
-use crate::header::HeaderRef;
+use crate::header::{HEADER_BYTES, HeaderRef};
 use crate::heap::Extent;
 use crate::holders::Holders;
 use crate::lent::Attachment;
@@ -19,7 +19,7 @@ use crate::pool::{Pool, PoolInner};
 /// A writable piece of the pool with one owner. Freed when dropped.
 ///
 /// Its initial bytes are arbitrary.
-pub struct SlabMut(HeaderRef);
+pub struct SlabMut(HeaderRef<SlabState>);
 
 /// The state of a slab, which its clones share.
 pub(crate) struct SlabState {
@@ -51,7 +51,7 @@ enum SlabOwner {
 /// A sealed piece of the pool: immutable and shared by its clones.
 ///
 /// Its memory is not reused while any clone lives, even if the store evicts the block.
-pub struct Slab(HeaderRef);
+pub struct Slab(HeaderRef<SlabState>);
 
 const ONE_OWNER: &str = "a slab that can be written has one owner";
 
@@ -218,6 +218,9 @@ impl fmt::Debug for SlabMut {
 }
 
 impl Slab {
+    /// Memory of a slab besides its piece of the pool. Its clones share it.
+    pub const STATE_BYTES: usize = HEADER_BYTES;
+
     /// Offset in the pool's region, in bytes.
     pub fn offset(&self) -> usize {
         self.0.extent.offset
