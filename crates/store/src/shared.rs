@@ -386,10 +386,10 @@ impl StoreCore {
     }
 
     /// Frees slabs in flight without the lock.
-    pub(crate) fn free_unpublished<T>(&self, slabs: Vec<(T, Slab)>) {
+    pub(crate) fn free_unpublished<T>(&self, slabs: &mut Vec<(T, Slab)>) {
         let count = slabs.len() as u64;
         // First: whoever sees the number finds the memory free.
-        drop(slabs);
+        slabs.clear();
         self.freed_slabs.fetch_add(count, Ordering::Release);
         self.notify_changed();
     }

@@ -454,7 +454,7 @@ impl StoreCore {
             dram_bytes: state.dram_bytes,
             protected_blocks: eviction.protected_blocks,
             protection_refused: eviction.protection_refused,
-            catalog_bytes: (state.catalog.memory_bytes() + state.eviction.memory_bytes()) as u64,
+            catalog_bytes: state.metadata_bytes() as u64,
             pending_bytes: state.pending_total(),
             lock_holds: self.lock_holds(),
             pool,
