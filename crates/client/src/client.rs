@@ -1,5 +1,7 @@
 //! The client: implements a store's calls over a connection to a node.
 
+mod background;
+
 use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -16,8 +18,8 @@ use cascade_wire::{
     Welcome,
 };
 
-use crate::background::{self, BackgroundTasks};
-use crate::session::{CALL_TIMEOUT_MIN, CallError, Identity, Link};
+use crate::session::{CALL_TIMEOUT_MIN, CallError, Identity, Link, UNRESPONSIVE};
+use crate::tasks::BackgroundTasks;
 
 /// How to connect to a node.
 #[derive(Debug, Clone)]
@@ -74,8 +76,6 @@ pub(crate) struct ClientInner {
     process: u32,
 }
 
-/// Reason while the node does not answer in time.
-pub(crate) const UNRESPONSIVE: &str = "the node does not answer; check whether it is stopped";
 /// Reason after the node closed its connections.
 const CONNECTION_CLOSED: &str = "the node closed the connection; check whether it was stopped";
 /// How long one call may try to reconnect to a restarted node.

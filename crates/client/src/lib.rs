@@ -6,7 +6,6 @@
 //! [`cascade_tier::StoreError::Unavailable`]. The client reconnects by itself.
 
 mod administrator;
-mod background;
 mod batches;
 mod chains;
 mod client;
@@ -14,6 +13,7 @@ mod connection;
 mod live_sessions;
 mod session;
 mod socket;
+mod tasks;
 mod trace;
 
 pub use administrator::{AdminError, Administrator};

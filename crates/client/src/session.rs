@@ -13,16 +13,18 @@ use cascade_wire::{
     Welcome,
 };
 
-use crate::background::BackgroundTasks;
-use crate::client::UNRESPONSIVE;
 use crate::connection::{Connection, ConnectionError};
 use crate::live_sessions::LiveSession;
+use crate::tasks::BackgroundTasks;
 
 /// Connections of one session, so calls in flight at a time. Further calls wait.
 const CONNECTIONS_MAX: usize = 32;
 
 /// After so long without a call, the next call first checks whether the node closed the connection.
 const IDLE_CHECK_MS: u64 = 10;
+
+/// Reason while the node does not answer in time.
+pub(crate) const UNRESPONSIVE: &str = "the node does not answer; check whether it is stopped";
 
 /// How a client identifies itself to its node.
 #[derive(Debug, Clone)]

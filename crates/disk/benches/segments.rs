@@ -13,8 +13,7 @@ use cascade_block::BlockKey;
 use cascade_disk::conformance::{key, meta};
 use cascade_disk::io::FileIo;
 use cascade_disk::{
-    BlockFiles, FileAddress, FileTierConfig, ReadOutcome, ReadRequest, Recovery,
-    TransferEngineKind, open, open_with,
+    Address, BlockFiles, FilesConfig, IoEngine, Load, LoadOutcome, Recovery, open, open_with,
 };
 use cascade_memory::{HugePages, Pool, PoolConfig};
 use cascade_runtime::{Clock, Deadline, SystemClock};
@@ -35,15 +34,15 @@ fn seconds<T>(work: impl FnOnce() -> T) -> (T, f64) {
 
 fn open_tier(
     directory: &Path,
-    engine: TransferEngineKind,
+    engine: IoEngine,
     depth: u32,
     pool: &Pool,
 ) -> (Arc<dyn BlockFiles>, Recovery) {
-    let config = FileTierConfig {
+    let config = FilesConfig {
         capacity_bytes: 8 << 30,
         engine,
         queue_depth: depth,
-        ..FileTierConfig::new(directory)
+        ..FilesConfig::new(directory)
     };
     open(config, Arc::new(SystemClock), pool, deadline()).unwrap()
 }
@@ -75,17 +74,17 @@ fn read_all(
     files: &dyn BlockFiles,
     pool: &Pool,
     length: usize,
-    blocks: &[(BlockKey, FileAddress)],
+    blocks: &[(BlockKey, Address)],
 ) -> f64 {
     let ((), taken) = seconds(|| {
         for chunk in blocks.chunks((BATCH_BYTES / length).max(1)) {
-            let request = |&(key, address): &(BlockKey, FileAddress)| ReadRequest {
+            let request = |&(key, address): &(BlockKey, Address)| Load {
                 address,
                 key,
                 slab: pool.allocate(length).unwrap(),
             };
             for outcome in files.read(chunk.iter().map(request).collect(), deadline()) {
-                assert!(matches!(outcome, ReadOutcome::Hit(_)), "{outcome:?}");
+                assert!(matches!(outcome, LoadOutcome::Hit(_)), "{outcome:?}");
             }
         }
     });
@@ -128,18 +127,18 @@ fn registered(root: &Path) {
     for length in [16 << 10, 128 << 10, 1 << 20] {
         let pool = &touched_pool(length);
         let directory = root.join("tier");
-        let (files, _) = open_tier(&directory, TransferEngineKind::Uring, 8, pool);
+        let (files, _) = open_tier(&directory, IoEngine::Uring, 8, pool);
         write_all(files.as_ref(), pool, length);
         drop(files);
         let mut rows = [Vec::new(), Vec::new()];
         for _ in 0..ROUNDS {
             for (given, row) in [None, Some(pool)].into_iter().zip(&mut rows) {
                 let clock = Arc::new(SystemClock);
-                let io = FileIo::system(TransferEngineKind::Uring, true, 8, given, clock).unwrap();
-                let config = FileTierConfig {
+                let io = FileIo::system(IoEngine::Uring, true, 8, given, clock).unwrap();
+                let config = FilesConfig {
                     capacity_bytes: 8 << 30,
                     queue_depth: 8,
-                    ..FileTierConfig::new(&directory)
+                    ..FilesConfig::new(&directory)
                 };
                 let (files, recovery) = open_with(config, io, deadline()).unwrap();
                 assert!(given.is_some() || !files.stats().is_registered);
@@ -165,7 +164,7 @@ fn registered(root: &Path) {
     }
 }
 
-fn shuffled(mut blocks: Vec<(BlockKey, FileAddress)>) -> Vec<(BlockKey, FileAddress)> {
+fn shuffled(mut blocks: Vec<(BlockKey, Address)>) -> Vec<(BlockKey, Address)> {
     blocks.sort_unstable();
     blocks
 }
@@ -207,7 +206,7 @@ fn throughput(root: &Path) {
                 if directory.exists() {
                     std::fs::remove_dir_all(&directory).unwrap();
                 }
-                let (files, _) = open_tier(&directory, TransferEngineKind::Uring, 8, pool);
+                let (files, _) = open_tier(&directory, IoEngine::Uring, 8, pool);
                 let figure = write_all(files.as_ref(), pool, length);
                 files.checkpoint(deadline()).unwrap();
                 figure
@@ -215,10 +214,10 @@ fn throughput(root: &Path) {
         );
         print(&format!("append {} KiB, depth 8", length >> 10), written, limit);
         for (engine, depth) in [
-            (TransferEngineKind::Uring, 1),
-            (TransferEngineKind::Uring, 8),
-            (TransferEngineKind::Uring, 32),
-            (TransferEngineKind::Psync, 8),
+            (IoEngine::Uring, 1),
+            (IoEngine::Uring, 8),
+            (IoEngine::Uring, 32),
+            (IoEngine::Psync, 8),
         ] {
             let (files, recovery) = open_tier(&directory, engine, depth, pool);
             let live = recovery.live.iter().map(|(meta, at)| (meta.key, *at)).collect();
@@ -240,7 +239,7 @@ fn throughput(root: &Path) {
 /// Measures opening with this many blocks: by scan, from footers, from a checkpoint.
 fn restart(root: &Path, pool: &Pool, count: u64) {
     let directory = root.join("restart");
-    let (files, _) = open_tier(&directory, TransferEngineKind::Auto, 8, pool);
+    let (files, _) = open_tier(&directory, IoEngine::Auto, 8, pool);
     let slab = pool.allocate(64).unwrap().seal();
     let numbers: Vec<u64> = (0..count).collect();
     for chunk in numbers.chunks(4096) {
@@ -251,8 +250,7 @@ fn restart(root: &Path, pool: &Pool, count: u64) {
     }
     drop(files);
     for name in ["scan and footers", "footers", "checkpoint"] {
-        let ((files, recovery), taken) =
-            seconds(|| open_tier(&directory, TransferEngineKind::Auto, 8, pool));
+        let ((files, recovery), taken) = seconds(|| open_tier(&directory, IoEngine::Auto, 8, pool));
         assert_eq!(recovery.live.len() as u64, count);
         let first = recovery.live[0];
         assert_eq!(first.0.key, key(0));

@@ -9,7 +9,7 @@ const MIB: u64 = 1 << 20;
 
 /// The I/O engine that reads and writes the files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum TransferEngineKind {
+pub enum IoEngine {
     /// `io_uring` for direct I/O if the kernel allows it, otherwise `Psync`.
     #[default]
     Auto,
@@ -21,7 +21,7 @@ pub enum TransferEngineKind {
 
 /// How blocks are laid out in files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum FileTierLayout {
+pub enum FileLayout {
     /// Append-only segments of many blocks.
     #[default]
     Segments,
@@ -32,8 +32,8 @@ pub enum FileTierLayout {
 
 /// The settings of a file tier.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct FileTierConfig {
-    /// Directory of the files. It is created if it is missing.
+pub struct FilesConfig {
+    /// Directory of the files. It is created if it is missing. No other store may use it.
     pub directory: PathBuf,
     /// Name of this writer. Each writer of a directory has its own files. Default: `w0`.
     pub writer: WriterName,
@@ -46,11 +46,11 @@ pub struct FileTierConfig {
     /// Whether to bypass the page cache if the file system allows it. Default: yes.
     pub direct: bool,
     /// The I/O engine. Default: auto.
-    pub engine: TransferEngineKind,
+    pub engine: IoEngine,
     /// Whether an append returns only after its blocks are on stable storage. Default: no.
     pub durable: bool,
     /// The layout of the files. Default: segments.
-    pub layout: FileTierLayout,
+    pub layout: FileLayout,
     /// Maximum number of transfers in flight per call. Default: 32. Minimum: 1. Maximum: 1,024.
     pub queue_depth: u32,
     /// Number of hexadecimal digits of the key in the name of a block file's directory. Default: 2.
@@ -58,7 +58,7 @@ pub struct FileTierConfig {
     pub shard_digits: u8,
 }
 
-impl FileTierConfig {
+impl FilesConfig {
     /// The default settings for a directory.
     pub fn new(directory: impl Into<PathBuf>) -> Self {
         Self {
@@ -67,9 +67,9 @@ impl FileTierConfig {
             capacity_bytes: 4096 * MIB,
             segment_bytes: 256 * MIB,
             direct: true,
-            engine: TransferEngineKind::default(),
+            engine: IoEngine::default(),
             durable: false,
-            layout: FileTierLayout::default(),
+            layout: FileLayout::default(),
             queue_depth: 32,
             shard_digits: 2,
         }

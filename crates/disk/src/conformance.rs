@@ -8,8 +8,9 @@ use std::time::Duration;
 use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId, TenantSecret};
 use cascade_memory::{HugePages, Pool, PoolConfig, Slab};
 use cascade_runtime::{Deadline, SystemClock};
+use cascade_tier::tier::StageError;
 
-use crate::{BlockFiles, DiskError, FileAddress, ReadOutcome, ReadRequest, RecordMeta, Recovery};
+use crate::{Address, BlockFacts, BlockFiles, DiskError, Load, LoadOutcome, Recovery};
 
 /// Opens the same file tier again after the last handle to it was dropped.
 pub type Reopen<'a> = dyn FnMut(&Pool) -> (Arc<dyn BlockFiles>, Recovery) + 'a;
@@ -22,7 +23,7 @@ pub struct StoredBlock {
     /// Its length.
     pub length: usize,
     /// Its address.
-    pub address: FileAddress,
+    pub address: Address,
 }
 
 /// Lengths around each boundary: one page, slab alignment, several pages.
@@ -70,13 +71,13 @@ pub fn content(number: u64, length: usize) -> Vec<u8> {
 ///
 /// # Panics
 /// If the block is 4 GiB or longer.
-pub fn meta(number: u64, length: usize) -> RecordMeta {
-    RecordMeta {
+pub fn meta(number: u64, length: usize) -> BlockFacts {
+    BlockFacts {
         key: key(number),
         digest: None,
         parent: number.checked_sub(1).map(key),
         namespace: NamespaceId::from_bytes([7; 16]),
-        payload_bytes: u32::try_from(length).expect("blocks are short"),
+        bytes: u32::try_from(length).expect("blocks are short"),
         is_prefix: number.is_multiple_of(2),
         written_unix_ms: number,
         expires_unix_ms: None,
@@ -87,7 +88,7 @@ pub fn meta(number: u64, length: usize) -> RecordMeta {
 ///
 /// # Panics
 /// If the pool is full.
-pub fn block(pool: &Pool, number: u64, length: usize) -> (RecordMeta, Slab) {
+pub fn block(pool: &Pool, number: u64, length: usize) -> (BlockFacts, Slab) {
     let mut slab = pool.allocate(length).expect("the pool has room");
     slab.copy_from_slice(&content(number, length));
     (meta(number, length), slab.seal())
@@ -115,8 +116,8 @@ pub fn read_as(
     files: &dyn BlockFiles,
     pool: &Pool,
     blocks: &[(BlockKey, StoredBlock)],
-) -> Vec<ReadOutcome> {
-    let request = |(key, stored): &(BlockKey, StoredBlock)| ReadRequest {
+) -> Vec<LoadOutcome> {
+    let request = |(key, stored): &(BlockKey, StoredBlock)| Load {
         address: stored.address,
         key: *key,
         slab: pool.allocate(stored.length).expect("the pool has room"),
@@ -133,7 +134,7 @@ pub fn assert_hits(files: &dyn BlockFiles, pool: &Pool, blocks: &[StoredBlock]) 
         let requests: Vec<_> = chunk.iter().map(|stored| (key(stored.number), *stored)).collect();
         for (outcome, stored) in read_as(files, pool, &requests).into_iter().zip(chunk) {
             match outcome {
-                ReadOutcome::Hit(slab) => {
+                LoadOutcome::Hit(slab) => {
                     assert!(slab[..] == content(stored.number, stored.length), "{stored:?}");
                 }
                 other => panic!("{stored:?}: {other:?}"),
@@ -149,7 +150,7 @@ pub fn assert_hits(files: &dyn BlockFiles, pool: &Pool, blocks: &[StoredBlock]) 
 pub fn assert_gone(files: &dyn BlockFiles, pool: &Pool, blocks: &[StoredBlock]) {
     let requests: Vec<_> = blocks.iter().map(|stored| (key(stored.number), *stored)).collect();
     for (outcome, stored) in read_as(files, pool, &requests).into_iter().zip(blocks) {
-        assert!(matches!(outcome, ReadOutcome::Gone), "{stored:?}: {outcome:?}");
+        assert!(matches!(outcome, LoadOutcome::Gone), "{stored:?}: {outcome:?}");
     }
 }
 
@@ -254,7 +255,7 @@ pub fn aliases_keep_bytes(reopen: &mut Reopen<'_>) {
             .map(|(each, &address)| (key(each.number + 1000), StoredBlock { address, ..*each }))
             .collect();
         for (outcome, each) in read_as(files, &pool, &requests).into_iter().zip(&stored) {
-            let ReadOutcome::Hit(slab) = outcome else { panic!("alias of {each:?}: {outcome:?}") };
+            let LoadOutcome::Hit(slab) = outcome else { panic!("alias of {each:?}: {outcome:?}") };
             assert!(slab[..] == content(each.number, each.length), "alias of {each:?}");
         }
     };
@@ -302,7 +303,7 @@ pub fn capacity_is_respected(reopen: &mut Reopen<'_>, capacity_bytes: u64) {
             if !rejected.is_empty() {
                 is_full = true;
                 let reclaimed = files.reclaim(&mut |_, _| false, deadline()).expect("a reclaim");
-                assert!(reclaimed.bytes_freed > 0, "{reclaimed:?}");
+                assert!(reclaimed.freed_bytes > 0, "{reclaimed:?}");
                 live.retain(|each| !reclaimed.dropped.contains(&(key(each.number), each.address)));
             }
             unstored = rejected;
@@ -395,17 +396,14 @@ pub fn invalid_requests_fail_alone(reopen: &mut Reopen<'_>) {
     let stored = append(files.as_ref(), &pool, &[(1, 4096), (2, 8192)]);
     let (one, two) = (stored[0], stored[1]);
     let wrong_key = read_as(files.as_ref(), &pool, &[(key(2), one), (key(9), one)]);
-    assert!(wrong_key.iter().all(|outcome| matches!(outcome, ReadOutcome::Gone)), "{wrong_key:?}");
+    assert!(wrong_key.iter().all(|outcome| matches!(outcome, LoadOutcome::Gone)), "{wrong_key:?}");
     let wrong_length = StoredBlock { length: 4096, ..two };
     let outcome = read_as(files.as_ref(), &pool, &[(key(2), wrong_length)]).remove(0);
-    assert!(
-        matches!(outcome, ReadOutcome::Failed(DiskError::LengthMismatch { .. })),
-        "{outcome:?}"
-    );
-    let nowhere = StoredBlock { address: FileAddress::from_u64(u64::MAX - 12345), ..one };
+    assert!(matches!(outcome, LoadOutcome::Failed(StageError::Failed(_))), "{outcome:?}");
+    let nowhere = StoredBlock { address: Address(u64::MAX - 12345), ..one };
     assert_gone(files.as_ref(), &pool, &[StoredBlock { address: nowhere.address, ..one }]);
     let (meta_one, slab) = block(&pool, 3, 4096);
-    let wrong_meta = RecordMeta { payload_bytes: 4095, ..meta_one };
+    let wrong_meta = BlockFacts { bytes: 4095, ..meta_one };
     let rejected = files.append(vec![(wrong_meta, slab)], deadline()).remove(0);
     assert!(matches!(rejected, Err(DiskError::LengthMismatch { .. })), "{rejected:?}");
     let no_target = files.alias(&[(meta(5, 4096), nowhere.address)], deadline()).remove(0);

@@ -9,20 +9,20 @@ use cascade_runtime::{Deadline, fill_random};
 use crate::format::PAGE_BYTES;
 use crate::io::{Buffer, FileHandle, FileIo, OpenMode, PageBuffer, Transfer, TransferKind};
 use crate::lock::DirectoryLock;
-use crate::{DiskError, FileTierConfig};
+use crate::{DiskError, FilesConfig};
 
 /// A write probe fails at once while this many calls hang in the kernel. Each further probe would
 /// hang too and occupy a thread.
 const STUCK_CALLS_MAX: u64 = 8;
 
-fn probe_path(config: &FileTierConfig) -> PathBuf {
+fn probe_path(config: &FilesConfig) -> PathBuf {
     config.directory.join(format!("{}.probe", config.writer))
 }
 
 /// Whether the file system supports `O_DIRECT`.
 pub(crate) fn probe_direct(
     io: &FileIo,
-    config: &FileTierConfig,
+    config: &FilesConfig,
     deadline: Deadline,
 ) -> Result<bool, DiskError> {
     let path = probe_path(config);
@@ -51,7 +51,7 @@ pub(crate) fn probe_direct(
 /// writes.
 pub(crate) fn probe(
     io: &FileIo,
-    config: &FileTierConfig,
+    config: &FilesConfig,
     lock: &Arc<DirectoryLock>,
     direct: bool,
     deadline: Deadline,
@@ -111,7 +111,7 @@ pub(crate) fn probe(
 /// still be readable.
 pub(crate) fn probe_reads(
     io: &FileIo,
-    config: &FileTierConfig,
+    config: &FilesConfig,
     lock: &Arc<DirectoryLock>,
     blocks: Option<Arc<FileHandle>>,
     deadline: Deadline,

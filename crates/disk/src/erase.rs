@@ -5,32 +5,19 @@ use std::path::{Path, PathBuf};
 
 use cascade_block::with_causes;
 use cascade_runtime::Deadline;
+use cascade_tier::tier::{NotErased, StageEraseReport};
 
 use crate::io::{FileIo, FileOperations};
 use crate::{DiskError, manifests};
 
-/// The result of an erase. Overwriting replaces the bytes that the file system exposes; an SSD or a
-/// copy-on-write file system may keep older copies (`docs/security.md`).
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct FileEraseReport {
-    /// Files that were overwritten, synced and removed.
-    pub files_removed: u64,
-    /// Bytes that were overwritten. Holes contain no data and are skipped.
-    pub overwritten_bytes: u64,
-    /// Files that still exist or were removed without being overwritten.
-    pub remaining: Vec<RemainingFile>,
+/// Erases files and collects the result. Overwriting replaces the bytes that the file system
+/// exposes; an SSD or a copy-on-write file system may keep older copies (`docs/security.md`).
+#[derive(Debug, Default)]
+pub(crate) struct Erasure {
+    pub(crate) report: StageEraseReport,
 }
 
-/// A file that was not erased completely.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct RemainingFile {
-    /// Its path.
-    pub path: PathBuf,
-    /// Why, and whether it still exists.
-    pub reason: String,
-}
-
-impl FileEraseReport {
+impl Erasure {
     /// Erases files one by one and returns those that still exist. A file that cannot be
     /// overwritten is removed all the same, so that no later opening recovers it.
     ///
@@ -56,14 +43,14 @@ impl FileEraseReport {
     fn erase_one(&mut self, io: &FileIo, path: &Path, deadline: Deadline) -> bool {
         let timed_out = || DiskError::Timeout { operation: "overwrite", path: path.to_owned() };
         if deadline.has_passed(io.clock.as_ref()) {
-            self.add_remaining(path.to_owned(), "not removed", &timed_out());
+            self.add_remaining(path, "not removed", &timed_out());
             return false;
         }
         let target = path.to_owned();
         let overwritten =
             io.call("overwrite", path, deadline, move |files| files.overwrite(&target));
         if let Err(error @ DiskError::Timeout { .. }) = &overwritten {
-            self.add_remaining(path.to_owned(), "not removed", error);
+            self.add_remaining(path, "not removed", error);
             return false;
         }
         let target = path.to_owned();
@@ -72,11 +59,10 @@ impl FileEraseReport {
             other => other,
         });
         let is_gone = removed.is_ok();
-        let path = path.to_owned();
         match (overwritten, removed) {
             (Ok(bytes), Ok(())) => {
-                self.files_removed += 1;
-                self.overwritten_bytes += bytes;
+                self.report.files_removed += 1;
+                self.report.overwritten_bytes += bytes;
             }
             (Ok(_), Err(error)) => self.add_remaining(path, "overwritten, not removed", &error),
             (Err(error), Ok(())) => self.add_remaining(path, "removed, not overwritten", &error),
@@ -96,13 +82,13 @@ impl FileEraseReport {
     ) {
         if !remaining.is_empty() {
             let why = io::Error::other("block files of their namespaces were not removed");
-            self.add_remaining(directory.join("manifests"), "not removed", &why);
+            self.add_remaining(&directory.join("manifests"), "not removed", &why);
             self.sync(io, directory, deadline);
             return;
         }
         match manifests::files(io, directory, deadline) {
             Ok(paths) => drop(self.erase(io, paths, deadline)),
-            Err(error) => self.add_remaining(directory.join("manifests"), "not listed", &error),
+            Err(error) => self.add_remaining(&directory.join("manifests"), "not listed", &error),
         }
         self.sync(io, directory, deadline);
     }
@@ -114,13 +100,13 @@ impl FileEraseReport {
             io.call("sync", directory, deadline, move |files| files.sync_directory(&target));
         let Err(error) = synced else { return true };
         let what = "removals may not be on stable storage";
-        self.add_remaining(directory.to_owned(), what, &error);
+        self.add_remaining(directory, what, &error);
         false
     }
 
-    pub(crate) fn add_remaining(&mut self, path: PathBuf, what: &str, why: &dyn std::error::Error) {
-        let reason = format!("{what}: {}", with_causes(why));
-        self.remaining.push(RemainingFile { path, reason });
+    pub(crate) fn add_remaining(&mut self, path: &Path, what: &str, why: &dyn std::error::Error) {
+        let why = format!("{what}: {}", with_causes(why));
+        self.report.left.push(NotErased { what: path.display().to_string(), why });
     }
 }
 
@@ -156,9 +142,4 @@ fn list(files: &dyn FileOperations, path: &Path) -> io::Result<Vec<PathBuf>> {
         }
         other => other,
     }
-}
-
-/// Whether the extension of a path is one of `known`.
-pub(crate) fn has_extension(path: &Path, known: &[&str]) -> bool {
-    path.extension().and_then(|extension| extension.to_str()).is_some_and(|it| known.contains(&it))
 }

@@ -4,6 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use cascade_tier::tier::StageError;
 use thiserror::Error;
 
 use crate::format::FORMAT_VERSION;
@@ -116,6 +117,22 @@ pub enum DiskError {
         /// What is wrong and which values are valid.
         reason: String,
     },
+}
+
+/// How the store reacts to an error of a call.
+impl From<DiskError> for StageError {
+    fn from(error: DiskError) -> Self {
+        match error {
+            // Space freed by reclaim is also free on the device.
+            DiskError::Full { .. } | DiskError::NoSpace { .. } => Self::Full,
+            DiskError::Timeout { .. } => Self::Timeout,
+            DiskError::ChangedInMemory => Self::ChangedInMemory,
+            DiskError::BadLength { payload_bytes, .. } => {
+                Self::Declined { bytes: u32::try_from(payload_bytes).unwrap_or(u32::MAX) }
+            }
+            error => Self::Failed(Arc::new(error)),
+        }
+    }
 }
 
 fn holder_name(pid: Option<u32>) -> String {

@@ -10,12 +10,13 @@ use cascade_runtime::{Clock as _, Deadline, SystemClock};
 use crate::format::{Checkpoint, EntryKind, PAGE_BYTES, RecordEntry, page_aligned};
 use crate::io::{FileHandle, FileIo, FileOperations as _, OpenMode, SystemFiles, read_whole};
 use crate::per_block::{address_of, key_of, read_header};
+use crate::place::Place as _;
 use crate::scan::{
     FileSource, ScanError, ScanOptions, SegmentContent, SegmentSource, payload_is_intact,
     read_frames, read_segment, segment_name,
 };
 use crate::segments::{checkpoint_bytes_max, replay};
-use crate::{DiskError, FileAddress, RecordMeta, StoredManifest, TransferEngineKind, manifests};
+use crate::{Address, BlockFacts, DiskError, IoEngine, StoredManifest, manifests};
 
 /// The state of a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,9 +35,9 @@ pub struct InspectedRecord<'a> {
     /// The file that contains it.
     pub path: &'a Path,
     /// The metadata of its block.
-    pub meta: &'a RecordMeta,
+    pub meta: &'a BlockFacts,
     /// The address of the block.
-    pub address: FileAddress,
+    pub address: Address,
     /// Whether it is an alias: another key for stored bytes.
     pub is_alias: bool,
     /// Its state.
@@ -126,7 +127,7 @@ pub fn inspect(
     }
     let clock = std::sync::Arc::new(SystemClock);
     let deadline = Deadline::after(clock.as_ref(), std::time::Duration::from_secs(60));
-    let io = FileIo::system(TransferEngineKind::Psync, false, 2, None, clock)?;
+    let io = FileIo::system(IoEngine::Psync, false, 2, None, clock)?;
     report.manifests = manifests::load_all(&io, directory, deadline)?;
     Ok(report)
 }
@@ -175,10 +176,10 @@ fn inspect_writer(
     }
     all.sort_by_key(|entry| entry.sequence);
     let replayed = replay(&all, SystemClock.unix_ms());
-    let live: HashSet<(BlockKey, FileAddress)> =
+    let live: HashSet<(BlockKey, Address)> =
         replayed.live.iter().map(|entry| (entry.meta.key, entry.address)).collect();
     // A block without its first key may still have an alias.
-    let held: HashSet<FileAddress> = replayed.live.iter().map(|entry| entry.address).collect();
+    let held: HashSet<Address> = replayed.live.iter().map(|entry| entry.address).collect();
     for (mut file_report, content) in found {
         if let Some((file, entries)) = content {
             let source = FileSource { files: &SystemFiles, file: &file };
@@ -208,7 +209,7 @@ fn inspect_writer(
 impl FileReport {
     /// Counts a block or alias and returns its state.
     fn add(&mut self, entry: &RecordEntry, named: bool, held: bool, intact: bool) -> RecordState {
-        let bytes = page_aligned(u64::from(entry.meta.payload_bytes));
+        let bytes = page_aligned(u64::from(entry.meta.bytes));
         if entry.kind == EntryKind::Block {
             let (records, size) = match (held, intact) {
                 (_, false) => (&mut self.damaged_records, &mut self.damaged_bytes),

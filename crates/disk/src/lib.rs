@@ -12,28 +12,29 @@ pub mod conformance;
 mod device_probe;
 mod erase;
 mod error;
+mod files;
 pub mod format;
 pub mod inspect;
 pub mod io;
 mod lock;
 mod manifests;
 mod per_block;
+mod place;
 mod problem_log;
-mod record;
 pub mod scan;
 mod segments;
 mod tier;
 
-pub use config::{FileTierConfig, FileTierLayout, TransferEngineKind};
-pub use erase::{FileEraseReport, RemainingFile};
+pub use cascade_tier::tier::{
+    Address, BlockFacts, Load, LoadOutcome, MakeRoomOutcome, NotErased, StageEraseReport,
+    StageError,
+};
+pub use config::{FileLayout, FilesConfig, IoEngine};
 pub use error::DiskError;
+pub use files::{FilesTier, open, open_with};
 pub use format::WriterName;
 pub use inspect::{InspectReport, inspect};
 pub use manifests::StoredManifest;
 pub use per_block::PerBlockFiles;
-pub use record::{FileAddress, RecordMeta};
 pub use segments::SegmentFiles;
-pub use tier::{
-    BlockFiles, DamageKind, DiskStats, ReadOutcome, ReadQueue, ReadRequest, ReclaimOutcome,
-    Recovery, open, open_with,
-};
+pub use tier::{BlockFiles, DiskStats, Recovery};

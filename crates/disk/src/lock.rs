@@ -7,7 +7,7 @@ use std::sync::{Arc, PoisonError};
 use cascade_runtime::{Deadline, Mutex};
 
 use crate::io::{FileIdentity, FileIo, FileOperations, HeldLock, LockedBy};
-use crate::{DiskError, FileTierConfig, WriterName};
+use crate::{DiskError, FilesConfig, WriterName};
 
 /// A writer's lock, held as long as this value lives, and no longer than the process.
 #[derive(Debug)]
@@ -26,7 +26,7 @@ impl DirectoryLock {
     /// Creates the directory if it is missing and takes the lock of the writer.
     pub(crate) fn acquire(
         io: &FileIo,
-        config: &FileTierConfig,
+        config: &FilesConfig,
         deadline: Deadline,
     ) -> Result<Arc<Self>, DiskError> {
         let (directory, writer) = (config.directory.clone(), config.writer.clone());

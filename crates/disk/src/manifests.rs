@@ -7,7 +7,6 @@ use cascade_block::{Manifest, Namespace, NamespaceId};
 use cascade_runtime::Deadline;
 
 use crate::DiskError;
-use crate::erase::has_extension;
 use crate::io::{FileIo, make_tier_directory, read_whole};
 use crate::problem_log::ProblemLog;
 
@@ -190,4 +189,9 @@ fn namespace_id(text: &str) -> Option<NamespaceId> {
         *byte = u8::from_str_radix(&text[at * 2..at * 2 + 2], 16).ok()?;
     }
     Some(NamespaceId::from_bytes(id))
+}
+
+/// Whether the extension of a path is one of `known`.
+pub(crate) fn has_extension(path: &Path, known: &[&str]) -> bool {
+    path.extension().and_then(|extension| extension.to_str()).is_some_and(|it| known.contains(&it))
 }

@@ -13,6 +13,7 @@ use crate::format::{
     SegmentFrame, SegmentHeader, SegmentTrailer, decode_entries, page_aligned, pages_of,
 };
 use crate::io::{FileHandle, FileOperations, PageBuffer};
+use crate::place::Place as _;
 
 /// The bytes of a segment.
 pub trait SegmentSource {
@@ -322,7 +323,7 @@ pub(crate) fn payload_is_intact(
     file_bytes: u64,
     verify: bool,
 ) -> io::Result<bool> {
-    let bytes = u64::from(entry.meta.payload_bytes);
+    let bytes = u64::from(entry.meta.bytes);
     let offset = entry.address.byte_offset();
     // The entry is not trusted, so the sum may overflow.
     if offset.checked_add(page_aligned(bytes)).is_none_or(|end| end > file_bytes) {
@@ -332,7 +333,7 @@ pub(crate) fn payload_is_intact(
         return Ok(true);
     }
     debug_assert!(pages_of(bytes) > 0);
-    let bytes = entry.meta.payload_bytes as usize;
+    let bytes = entry.meta.bytes as usize;
     let mut payload = PageBuffer::zeroed(bytes);
     let read = source.read(offset, payload.bytes_mut())?;
     Ok(read >= bytes && checksum(&payload.bytes()[..bytes]) == entry.payload_checksum)

@@ -12,19 +12,19 @@ use cascade_disk::conformance::{
 use cascade_disk::io::FileIo;
 use cascade_disk::io::fault::{Fault, FaultPlan};
 use cascade_disk::{
-    BlockFiles, DiskError, FileAddress, FileTierConfig, FileTierLayout, ReadOutcome, Recovery,
-    TransferEngineKind, WriterName, open, open_with,
+    Address, BlockFiles, DiskError, FileLayout, FilesConfig, IoEngine, LoadOutcome, Recovery,
+    WriterName, open, open_with,
 };
 use cascade_memory::Pool;
 use cascade_runtime::SystemClock;
 
 const LENGTH: usize = 5000;
 
-fn config(directory: &Path) -> FileTierConfig {
-    FileTierConfig {
+fn config(directory: &Path) -> FilesConfig {
+    FilesConfig {
         capacity_bytes: 1 << 20,
-        layout: FileTierLayout::FilePerBlock,
-        ..FileTierConfig::new(directory)
+        layout: FileLayout::FilePerBlock,
+        ..FilesConfig::new(directory)
     }
 }
 
@@ -38,21 +38,21 @@ fn file_of(directory: &Path, number: u64) -> PathBuf {
 }
 
 /// Stores block 1 with the bytes of another block.
-fn append_other(files: &dyn BlockFiles, pool: &Pool, body: u64) -> FileAddress {
+fn append_other(files: &dyn BlockFiles, pool: &Pool, body: u64) -> Address {
     let (_, slab) = block(pool, body, LENGTH);
     files.append(vec![(meta(1, LENGTH), slab)], deadline()).remove(0).unwrap()
 }
 
-fn assert_body(files: &dyn BlockFiles, pool: &Pool, address: FileAddress, body: u64) {
+fn assert_body(files: &dyn BlockFiles, pool: &Pool, address: Address, body: u64) {
     let stored = StoredBlock { number: 1, length: LENGTH, address };
     match read_as(files, pool, &[(key(1), stored)]).remove(0) {
-        ReadOutcome::Hit(slab) => assert!(slab[..] == content(body, LENGTH), "{address:?}"),
+        LoadOutcome::Hit(slab) => assert!(slab[..] == content(body, LENGTH), "{address:?}"),
         other => panic!("{address:?}: {other:?}"),
     }
 }
 
 /// Checks that a stale address does not read, alias or remove the file of a later write.
-fn assert_stale(files: &dyn BlockFiles, pool: &Pool, stale: FileAddress) {
+fn assert_stale(files: &dyn BlockFiles, pool: &Pool, stale: Address) {
     assert_gone(files, pool, &[StoredBlock { number: 1, length: LENGTH, address: stale }]);
     let alias = files.alias(&[(meta(2, LENGTH), stale)], deadline()).remove(0);
     assert!(matches!(alias, Err(DiskError::NoTarget)), "{alias:?}");
@@ -110,7 +110,7 @@ fn a_late_rename_never_returns_wrong_bytes() {
     assert_body(files.as_ref(), &pool, newest, 78);
 }
 
-fn assert_recovered_body(recovery: &Recovery, address: FileAddress) {
+fn assert_recovered_body(recovery: &Recovery, address: Address) {
     assert_recovered(recovery, &[StoredBlock { number: 1, length: LENGTH, address }]);
 }
 
@@ -121,7 +121,7 @@ fn a_reclaim_keeps_files_of_other_writers() {
     let (ours, _) = open_tier(directory.path(), &pool);
     let old = append(ours.as_ref(), &pool, &[(1, LENGTH)])[0].address;
     let writer = WriterName::new("w1").unwrap();
-    let config = FileTierConfig { writer, ..config(directory.path()) };
+    let config = FilesConfig { writer, ..config(directory.path()) };
     let (theirs, _) = open(config, Arc::new(SystemClock), &pool, deadline()).unwrap();
     let new = append_other(theirs.as_ref(), &pool, 77);
     let reclaimed = ours.reclaim(&mut |_, _| false, deadline()).unwrap();
@@ -144,8 +144,7 @@ fn a_failed_removal_hides_the_block() {
     let (files, _) = open_tier(directory.path(), &pool);
     let stored = append(files.as_ref(), &pool, &[(1, LENGTH), (2, LENGTH)]);
     drop(files);
-    let file_io =
-        FileIo::system(TransferEngineKind::Psync, false, 4, None, Arc::new(SystemClock)).unwrap();
+    let file_io = FileIo::system(IoEngine::Psync, false, 4, None, Arc::new(SystemClock)).unwrap();
     let counting = FaultPlan::new(Fault::Io, u64::MAX, false);
     let opened = open_with(config(directory.path()), counting.wrap(&file_io), deadline());
     drop(opened.unwrap());

@@ -5,20 +5,20 @@
 use std::sync::Arc;
 
 use cascade_disk::conformance::{self, Reopen, deadline};
-use cascade_disk::{FileTierConfig, FileTierLayout, TransferEngineKind, open};
+use cascade_disk::{FileLayout, FilesConfig, IoEngine, open};
 use cascade_runtime::SystemClock;
 
 const CAPACITY_BYTES: u64 = 24 << 20;
 
 fn with_tier(
-    layout: FileTierLayout,
-    engine: TransferEngineKind,
+    layout: FileLayout,
+    engine: IoEngine,
     durable: bool,
     direct: bool,
     check: fn(&mut Reopen<'_>),
 ) {
     let directory = tempfile::tempdir().unwrap();
-    let config = FileTierConfig {
+    let config = FilesConfig {
         capacity_bytes: CAPACITY_BYTES,
         segment_bytes: 4 << 20,
         layout,
@@ -26,7 +26,7 @@ fn with_tier(
         durable,
         direct,
         queue_depth: 8,
-        ..FileTierConfig::new(directory.path())
+        ..FilesConfig::new(directory.path())
     };
     check(&mut |pool| open(config.clone(), Arc::new(SystemClock), pool, deadline()).unwrap());
 }
@@ -84,11 +84,11 @@ macro_rules! suite {
 }
 
 suite! {
-    segments_uring: FileTierLayout::Segments, TransferEngineKind::Uring, false, true;
-    segments_psync: FileTierLayout::Segments, TransferEngineKind::Psync, false, true;
-    segments_durable: FileTierLayout::Segments, TransferEngineKind::Auto, true, true;
-    segments_buffered: FileTierLayout::Segments, TransferEngineKind::Auto, false, false;
-    per_block_uring: FileTierLayout::FilePerBlock, TransferEngineKind::Uring, false, true;
-    per_block_psync: FileTierLayout::FilePerBlock, TransferEngineKind::Psync, false, true;
-    per_block_durable: FileTierLayout::FilePerBlock, TransferEngineKind::Auto, true, true;
+    segments_uring: FileLayout::Segments, IoEngine::Uring, false, true;
+    segments_psync: FileLayout::Segments, IoEngine::Psync, false, true;
+    segments_durable: FileLayout::Segments, IoEngine::Auto, true, true;
+    segments_buffered: FileLayout::Segments, IoEngine::Auto, false, false;
+    per_block_uring: FileLayout::FilePerBlock, IoEngine::Uring, false, true;
+    per_block_psync: FileLayout::FilePerBlock, IoEngine::Psync, false, true;
+    per_block_durable: FileLayout::FilePerBlock, IoEngine::Auto, true, true;
 }

@@ -10,21 +10,19 @@ use cascade_block::checksum;
 use cascade_disk::conformance::{append, content, deadline, key, meta, pool};
 use cascade_disk::format::{FORMAT_VERSION, PAGE_BYTES, SegmentHeader, page_checksum};
 use cascade_disk::scan::{ScanOptions, SegmentContent, read_segment};
-use cascade_disk::{
-    DiskError, FileTierConfig, FileTierLayout, ReadOutcome, ReadRequest, inspect, open,
-};
+use cascade_disk::{DiskError, FileLayout, FilesConfig, Load, LoadOutcome, inspect, open};
 use cascade_memory::Pool;
 use cascade_runtime::SystemClock;
 
 const BLOCKS: [(u64, usize); 6] = [(0, 100), (1, 4096), (2, 9000), (3, 1), (4, 16_384), (5, 4097)];
 const OPTIONS: ScanOptions<'_> = ScanOptions { number: 0, covered: None, verify_scanned: true };
 
-fn config(directory: &Path) -> FileTierConfig {
-    FileTierConfig {
+fn config(directory: &Path) -> FilesConfig {
+    FilesConfig {
         capacity_bytes: 4 << 20,
         segment_bytes: 256 << 10,
         direct: false,
-        ..FileTierConfig::new(directory)
+        ..FilesConfig::new(directory)
     }
 }
 
@@ -56,10 +54,10 @@ fn read_back(directory: &Path, pool: &Pool) -> usize {
     };
     let mut hits = 0;
     for (meta, address) in recovery.live {
-        let length = meta.payload_bytes as usize;
+        let length = meta.bytes as usize;
         let slab = pool.allocate(length).unwrap();
-        let request = ReadRequest { address, key: meta.key, slab };
-        if let ReadOutcome::Hit(slab) = files.read(vec![request], deadline()).remove(0) {
+        let request = Load { address, key: meta.key, slab };
+        if let LoadOutcome::Hit(slab) = files.read(vec![request], deadline()).remove(0) {
             let number = BLOCKS.iter().find(|(number, _)| key(*number) == meta.key).unwrap().0;
             assert!(slab[..] == content(number, length), "block {number} has wrong bytes");
             hits += 1;
@@ -172,7 +170,7 @@ fn an_inspection_finds_a_damaged_block() {
     assert_eq!(clean.files[0].live_records, 6);
     let mut bytes = fs::read(&segment).unwrap();
     let entry = scan(&bytes).unwrap().entries[4];
-    bytes[(entry.address.to_u64() & 0xffff_ffff) as usize * PAGE_BYTES + 77] ^= 4;
+    bytes[(entry.address.0 & 0xffff_ffff) as usize * PAGE_BYTES + 77] ^= 4;
     fs::write(&segment, &bytes).unwrap();
     let mut damaged = Vec::new();
     let report = inspect(directory.path(), true, &mut |record| {
@@ -190,9 +188,9 @@ fn an_inspection_finds_a_damaged_block() {
 /// if nothing else compared them.
 #[test]
 fn a_slab_that_changed_in_memory_is_not_stored_and_its_neighbours_are() {
-    for layout in [FileTierLayout::Segments, FileTierLayout::FilePerBlock] {
+    for layout in [FileLayout::Segments, FileLayout::FilePerBlock] {
         let (pool, directory) = (pool(), tempfile::tempdir().unwrap());
-        let config = FileTierConfig { layout, ..config(directory.path()) };
+        let config = FilesConfig { layout, ..config(directory.path()) };
         let (files, _) = open(config, Arc::new(SystemClock), &pool, deadline()).unwrap();
         let batch: Vec<_> = BLOCKS
             .iter()
@@ -218,9 +216,9 @@ fn a_slab_that_changed_in_memory_is_not_stored_and_its_neighbours_are() {
             }
             let address = result.unwrap();
             let slab = pool.allocate(length).unwrap();
-            let request = ReadRequest { address, key: key(number), slab };
+            let request = Load { address, key: key(number), slab };
             let outcome = files.read(vec![request], deadline()).remove(0);
-            let ReadOutcome::Hit(slab) = outcome else { panic!("{number}: {outcome:?}") };
+            let LoadOutcome::Hit(slab) = outcome else { panic!("{number}: {outcome:?}") };
             assert!(slab[..] == content(number, length), "block {number} in {layout:?}");
         }
         assert_eq!(files.stats().live_records, 5, "{layout:?}");

@@ -8,26 +8,24 @@ use std::time::Duration;
 use cascade_disk::conformance::{append, assert_hits, deadline, pool};
 use cascade_disk::io::FileIo;
 use cascade_disk::io::fault::{Fault, FaultPlan};
-use cascade_disk::{
-    BlockFiles, DiskError, FileTierConfig, FileTierLayout, TransferEngineKind, open_with,
-};
+use cascade_disk::{BlockFiles, DiskError, FileLayout, FilesConfig, IoEngine, open_with};
 use cascade_runtime::{Deadline, SystemClock};
 
-fn config(directory: &Path, layout: FileTierLayout) -> FileTierConfig {
-    FileTierConfig { direct: false, layout, ..FileTierConfig::new(directory) }
+fn config(directory: &Path, layout: FileLayout) -> FilesConfig {
+    FilesConfig { direct: false, layout, ..FilesConfig::new(directory) }
 }
 
 fn file_io() -> FileIo {
-    FileIo::system(TransferEngineKind::Psync, false, 4, None, Arc::new(SystemClock)).unwrap()
+    FileIo::system(IoEngine::Psync, false, 4, None, Arc::new(SystemClock)).unwrap()
 }
 
-fn opened(directory: &Path, layout: FileTierLayout, io: FileIo) -> Arc<dyn BlockFiles> {
+fn opened(directory: &Path, layout: FileLayout, io: FileIo) -> Arc<dyn BlockFiles> {
     open_with(config(directory, layout), io, deadline()).unwrap().0
 }
 
 #[test]
 fn a_probe_changes_no_block_and_works_after_a_restart() {
-    for layout in [FileTierLayout::Segments, FileTierLayout::FilePerBlock] {
+    for layout in [FileLayout::Segments, FileLayout::FilePerBlock] {
         let directory = tempfile::tempdir().unwrap();
         let pool = pool();
         let files = opened(directory.path(), layout, file_io());
@@ -46,7 +44,7 @@ fn a_probe_changes_no_block_and_works_after_a_restart() {
 }
 
 /// The number of I/O calls after an opening, and after a probe that follows.
-fn calls(layout: FileTierLayout) -> (u64, u64) {
+fn calls(layout: FileLayout) -> (u64, u64) {
     let directory = tempfile::tempdir().unwrap();
     let plan = FaultPlan::new(Fault::Io, u64::MAX, false);
     let files = opened(directory.path(), layout, plan.wrap(&file_io()));
@@ -57,7 +55,7 @@ fn calls(layout: FileTierLayout) -> (u64, u64) {
 
 #[test]
 fn a_probe_returns_the_error_of_each_step() {
-    for layout in [FileTierLayout::Segments, FileTierLayout::FilePerBlock] {
+    for layout in [FileLayout::Segments, FileLayout::FilePerBlock] {
         let (opening, probed) = calls(layout);
         assert!(probed > opening + 3, "a probe opens, writes, syncs and reads");
         for fault in [Fault::Io, Fault::NoSpace, Fault::Torn, Fault::Hang] {
@@ -82,11 +80,11 @@ fn a_probe_returns_the_error_of_each_step() {
 fn a_probe_fails_if_the_directory_was_replaced() {
     let parent = tempfile::tempdir().unwrap();
     let (here, away) = (parent.path().join("here"), parent.path().join("away"));
-    let files = opened(&here, FileTierLayout::Segments, file_io());
+    let files = opened(&here, FileLayout::Segments, file_io());
     std::fs::rename(&here, &away).unwrap();
     let error = files.probe_device(deadline()).unwrap_err();
     assert!(matches!(error, DiskError::Io { .. }), "{error:?}");
-    let other = opened(&here, FileTierLayout::Segments, file_io());
+    let other = opened(&here, FileLayout::Segments, file_io());
     let DiskError::Io { source, .. } = files.probe_device(deadline()).unwrap_err() else {
         panic!("the probe must detect another directory")
     };
@@ -98,7 +96,7 @@ fn a_probe_fails_if_the_directory_was_replaced() {
 /// fail.
 #[test]
 fn an_opening_returns_the_error_of_each_step_of_the_lock() {
-    for layout in [FileTierLayout::Segments, FileTierLayout::FilePerBlock] {
+    for layout in [FileLayout::Segments, FileLayout::FilePerBlock] {
         // Directory looked for, created, its identity, its permissions, lock taken.
         for at in 0..5 {
             let directory = tempfile::tempdir().unwrap();

@@ -9,17 +9,17 @@ use cascade_block::{Manifest, Namespace, TenantSecret};
 use cascade_disk::conformance::{self, append, content, deadline};
 use cascade_disk::io::FileIo;
 use cascade_disk::io::fault::{Fault, FaultPlan};
-use cascade_disk::{FileTierConfig, FileTierLayout, TransferEngineKind, open, open_with};
+use cascade_disk::{FileLayout, FilesConfig, IoEngine, open, open_with};
 use cascade_runtime::SystemClock;
 
 const LENGTH: usize = 40_000;
 
-fn config(directory: &Path, layout: FileTierLayout) -> FileTierConfig {
-    FileTierConfig {
+fn config(directory: &Path, layout: FileLayout) -> FilesConfig {
+    FilesConfig {
         capacity_bytes: 24 << 20,
         segment_bytes: 1 << 20,
         layout,
-        ..FileTierConfig::new(directory)
+        ..FilesConfig::new(directory)
     }
 }
 
@@ -44,7 +44,7 @@ fn holds(path: &Path, bytes: &[u8]) -> bool {
 
 #[test]
 fn an_erase_overwrites_all_files_and_the_tier_is_usable() {
-    for layout in [FileTierLayout::Segments, FileTierLayout::FilePerBlock] {
+    for layout in [FileLayout::Segments, FileLayout::FilePerBlock] {
         let (directory, links) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let pool = conformance::pool();
         let clock = Arc::new(SystemClock);
@@ -64,7 +64,7 @@ fn an_erase_overwrites_all_files_and_the_tier_is_usable() {
 
         let erased = files.erase(deadline()).unwrap();
 
-        assert_eq!(erased.remaining, []);
+        assert_eq!(erased.left, []);
         assert!(erased.overwritten_bytes >= 60 * LENGTH as u64, "{erased:?}");
         let left = files_below(directory.path());
         assert_eq!(left.len(), 1, "{layout:?}: only the lock file remains: {left:?}");
@@ -92,9 +92,8 @@ fn an_erase_reports_files_that_it_could_not_erase() {
         let directory = tempfile::tempdir().unwrap();
         let pool = conformance::pool();
         let clock = Arc::new(SystemClock);
-        let config = config(directory.path(), FileTierLayout::Segments);
-        let io = FileIo::system(TransferEngineKind::Psync, false, 8, Some(&pool), clock.clone())
-            .unwrap();
+        let config = config(directory.path(), FileLayout::Segments);
+        let io = FileIo::system(IoEngine::Psync, false, 8, Some(&pool), clock.clone()).unwrap();
         let counting = FaultPlan::new(Fault::Io, u64::MAX, false);
         let open_and_fill = |plan: &Arc<FaultPlan>| {
             let (files, _) = open_with(config.clone(), plan.wrap(&io), deadline()).unwrap();
@@ -111,10 +110,10 @@ fn an_erase_reports_files_that_it_could_not_erase() {
             .iter()
             .any(|path| path.extension().is_some_and(|extension| extension == "segment"));
         match erased {
-            Ok(erased) if erased.remaining.is_empty() => assert!(is_gone, "step {step}"),
+            Ok(erased) if erased.left.is_empty() => assert!(is_gone, "step {step}"),
             Ok(erased) => {
                 reported += 1;
-                let reason = &erased.remaining[0].reason;
+                let reason = &erased.left[0].why;
                 assert!(is_gone || !reason.starts_with("removed"), "step {step}: {erased:?}");
             }
             Err(_) => reported += 1,
@@ -131,9 +130,9 @@ fn a_file_whose_erase_hangs_is_kept_reported_and_counted() {
     for step in 0..8 {
         let directory = tempfile::tempdir().unwrap();
         let pool = conformance::pool();
-        let config = config(directory.path(), FileTierLayout::Segments);
+        let config = config(directory.path(), FileLayout::Segments);
         let clock = Arc::new(SystemClock);
-        let io = FileIo::system(TransferEngineKind::Psync, false, 8, Some(&pool), clock).unwrap();
+        let io = FileIo::system(IoEngine::Psync, false, 8, Some(&pool), clock).unwrap();
         let open_and_fill = |plan: &Arc<FaultPlan>| {
             let (files, _) = open_with(config.clone(), plan.wrap(&io), deadline()).unwrap();
             let stored = append(&*files, &pool, &[(1, LENGTH)]);
@@ -153,8 +152,8 @@ fn a_file_whose_erase_hangs_is_kept_reported_and_counted() {
             break;
         }
         let Ok(erased) = erased else { continue };
-        for file in &erased.remaining {
-            assert!(!file.reason.starts_with("removed,"), "step {step}: {erased:?}");
+        for file in &erased.left {
+            assert!(!file.why.starts_with("removed,"), "step {step}: {erased:?}");
         }
         let segments = files_below(directory.path());
         let is_segment = |path: &&PathBuf| path.extension().is_some_and(|it| it == "segment");
@@ -166,7 +165,7 @@ fn a_file_whose_erase_hangs_is_kept_reported_and_counted() {
             segments.iter().any(|path| path.extension().is_some_and(|it| it == "json"));
         assert!(has_manifest || bytes == 0, "step {step}: the manifest is kept with its blocks");
         conformance::assert_gone(&*files, &pool, &stored);
-        assert_eq!(files.erase(deadline()).unwrap().remaining, [], "step {step}: a second erase");
+        assert_eq!(files.erase(deadline()).unwrap().left, [], "step {step}: a second erase");
         assert_eq!(files.stats().used_bytes, 0);
     }
     assert!(left >= 1, "overwriting or removing a segment can hang");
@@ -185,9 +184,8 @@ fn an_interrupted_erase_brings_no_earlier_block_back() {
             let directory = tempfile::tempdir_in("/dev/shm").unwrap();
             let pool = conformance::pool();
             let clock = Arc::new(SystemClock);
-            let config = config(directory.path(), FileTierLayout::Segments);
-            let io =
-                FileIo::system(TransferEngineKind::Psync, false, 8, Some(&pool), clock).unwrap();
+            let config = config(directory.path(), FileLayout::Segments);
+            let io = FileIo::system(IoEngine::Psync, false, 8, Some(&pool), clock).unwrap();
             let fill = |plan: &Arc<FaultPlan>| {
                 let (files, _) = open_with(config.clone(), plan.wrap(&io), deadline()).unwrap();
                 for length in [EARLIER, LATER] {
@@ -213,7 +211,7 @@ fn an_interrupted_erase_brings_no_earlier_block_back() {
             drop(files);
             let (_, recovery) = open_with(config.clone(), io, deadline()).unwrap();
             for (meta, _) in &recovery.live {
-                let length = usize::try_from(meta.payload_bytes).unwrap();
+                let length = usize::try_from(meta.bytes).unwrap();
                 assert_eq!(length, LATER, "step {step}: an earlier block is live again");
             }
             crashes += 1;

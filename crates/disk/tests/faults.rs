@@ -11,8 +11,7 @@ use cascade_disk::conformance::{
 use cascade_disk::io::FileIo;
 use cascade_disk::io::fault::{Fault, FaultPlan};
 use cascade_disk::{
-    BlockFiles, FileAddress, FileTierConfig, FileTierLayout, ReadOutcome, ReadRequest, Recovery,
-    TransferEngineKind, open_with,
+    Address, BlockFiles, FileLayout, FilesConfig, IoEngine, Load, LoadOutcome, Recovery, open_with,
 };
 use cascade_memory::{HugePages, Pool, PoolConfig};
 use cascade_runtime::SystemClock;
@@ -20,7 +19,7 @@ use cascade_runtime::SystemClock;
 /// The state that the tier acknowledged for a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ExpectedState {
-    Stored(FileAddress),
+    Stored(Address),
     Removed,
     /// An operation on it failed: the block may be stored or not, but is never wrong.
     Unknown,
@@ -28,13 +27,13 @@ enum ExpectedState {
 
 type ExpectedStates = BTreeMap<u64, ExpectedState>;
 
-fn config(directory: &Path, layout: FileTierLayout) -> FileTierConfig {
-    FileTierConfig {
+fn config(directory: &Path, layout: FileLayout) -> FilesConfig {
+    FilesConfig {
         capacity_bytes: 2 << 20,
         segment_bytes: 128 << 10,
         layout,
         durable: true,
-        ..FileTierConfig::new(directory)
+        ..FilesConfig::new(directory)
     }
 }
 
@@ -45,7 +44,7 @@ fn small_pool() -> Pool {
 }
 
 fn file_io() -> FileIo {
-    FileIo::system(TransferEngineKind::Psync, false, 4, None, Arc::new(SystemClock)).unwrap()
+    FileIo::system(IoEngine::Psync, false, 4, None, Arc::new(SystemClock)).unwrap()
 }
 
 fn length(number: u64) -> usize {
@@ -126,12 +125,12 @@ fn run_every_operation(files: &dyn BlockFiles, pool: &Pool, states: &mut Expecte
 }
 
 /// Reads a block. It must have the right bytes or, unless `must_hit`, be a miss or an error.
-fn check(files: &dyn BlockFiles, pool: &Pool, number: u64, address: FileAddress, must_hit: bool) {
+fn check(files: &dyn BlockFiles, pool: &Pool, number: u64, address: Address, must_hit: bool) {
     let body = number % 100;
     let slab = pool.allocate(length(body)).unwrap();
-    let request = ReadRequest { address, key: key(number), slab };
+    let request = Load { address, key: key(number), slab };
     match files.read(vec![request], deadline()).remove(0) {
-        ReadOutcome::Hit(slab) => assert!(slab[..] == content(body, length(body)), "{number}"),
+        LoadOutcome::Hit(slab) => assert!(slab[..] == content(body, length(body)), "{number}"),
         other => assert!(!must_hit, "block {number}: {other:?}"),
     }
 }
@@ -159,7 +158,7 @@ fn memory_directory() -> tempfile::TempDir {
 }
 
 /// One run. Returns the number of I/O calls.
-fn run(layout: FileTierLayout, fault: Fault, at_call: u64, is_permanent: bool) -> u64 {
+fn run(layout: FileLayout, fault: Fault, at_call: u64, is_permanent: bool) -> u64 {
     let directory = memory_directory();
     let pool = small_pool();
     let plan = FaultPlan::new(fault, at_call, is_permanent);
@@ -176,7 +175,7 @@ fn run(layout: FileTierLayout, fault: Fault, at_call: u64, is_permanent: bool) -
     plan.calls()
 }
 
-fn every_call(layout: FileTierLayout, fault: Fault) {
+fn every_call(layout: FileLayout, fault: Fault) {
     let calls = run(layout, fault, u64::MAX, false);
     for at_call in 0..calls {
         for is_permanent in [false, true] {
@@ -191,7 +190,7 @@ fn reclaim_twice(at_call: u64) -> (std::ops::Range<u64>, bool) {
     let directory = memory_directory();
     let pool = small_pool();
     let plan = FaultPlan::new(Fault::Io, at_call, false);
-    let config = config(directory.path(), FileTierLayout::Segments);
+    let config = config(directory.path(), FileLayout::Segments);
     let (files, _) = open_with(config, plan.wrap(&file_io()), deadline()).unwrap();
     let mut states = ExpectedStates::new();
     append(files.as_ref(), &pool, 0..40, &mut states);
@@ -199,7 +198,7 @@ fn reclaim_twice(at_call: u64) -> (std::ops::Range<u64>, bool) {
         ExpectedState::Stored(address) => address,
         other => panic!("{other:?}"),
     };
-    let mut addresses: BTreeMap<u64, FileAddress> =
+    let mut addresses: BTreeMap<u64, Address> =
         states.into_iter().map(|(number, state)| (number, address(state))).collect();
     let second_keys = [2, 3].map(|number| (meta(100 + number, length(number)), addresses[&number]));
     for (number, alias) in [102, 103].into_iter().zip(files.alias(&second_keys, deadline())) {
@@ -237,7 +236,7 @@ fn keys_removed_after_a_failed_reclaim_stay_removed() {
         let directory = memory_directory();
         let pool = small_pool();
         let plan = FaultPlan::new(Fault::Io, at_call, false);
-        let config = config(directory.path(), FileTierLayout::Segments);
+        let config = config(directory.path(), FileLayout::Segments);
         let (files, _) = open_with(config.clone(), plan.wrap(&file_io()), deadline()).unwrap();
         let mut states = ExpectedStates::new();
         append(files.as_ref(), &pool, 0..40, &mut states);
@@ -269,16 +268,16 @@ macro_rules! faults {
 }
 
 faults! {
-    segments_survive_io_errors: FileTierLayout::Segments, Fault::Io;
-    segments_survive_full_disks: FileTierLayout::Segments, Fault::NoSpace;
-    segments_survive_short_transfers: FileTierLayout::Segments, Fault::Short;
-    segments_survive_torn_writes: FileTierLayout::Segments, Fault::Torn;
-    segments_survive_hangs: FileTierLayout::Segments, Fault::Hang;
-    block_files_survive_io_errors: FileTierLayout::FilePerBlock, Fault::Io;
-    block_files_survive_full_disks: FileTierLayout::FilePerBlock, Fault::NoSpace;
-    block_files_survive_short_transfers: FileTierLayout::FilePerBlock, Fault::Short;
-    block_files_survive_torn_writes: FileTierLayout::FilePerBlock, Fault::Torn;
-    block_files_survive_hangs: FileTierLayout::FilePerBlock, Fault::Hang;
+    segments_survive_io_errors: FileLayout::Segments, Fault::Io;
+    segments_survive_full_disks: FileLayout::Segments, Fault::NoSpace;
+    segments_survive_short_transfers: FileLayout::Segments, Fault::Short;
+    segments_survive_torn_writes: FileLayout::Segments, Fault::Torn;
+    segments_survive_hangs: FileLayout::Segments, Fault::Hang;
+    block_files_survive_io_errors: FileLayout::FilePerBlock, Fault::Io;
+    block_files_survive_full_disks: FileLayout::FilePerBlock, Fault::NoSpace;
+    block_files_survive_short_transfers: FileLayout::FilePerBlock, Fault::Short;
+    block_files_survive_torn_writes: FileLayout::FilePerBlock, Fault::Torn;
+    block_files_survive_hangs: FileLayout::FilePerBlock, Fault::Hang;
 }
 
 /// Reclaims a segment after the faulty call, removes every block and opens the directory again.
@@ -287,7 +286,7 @@ fn remove_after_reclaim(fault: Fault, at_call: u64) -> (u64, u64) {
     let directory = memory_directory();
     let pool = conformance::pool();
     let plan = FaultPlan::new(fault, at_call, false);
-    let config = config(directory.path(), FileTierLayout::Segments);
+    let config = config(directory.path(), FileLayout::Segments);
     let (files, _) = open_with(config.clone(), plan.wrap(&file_io()), deadline()).unwrap();
     let mut stored: Vec<StoredBlock> = Vec::new();
     // Each batch fills most of a segment.
@@ -351,10 +350,8 @@ fn each_failed_step_of_a_sync_of_block_files_is_reported() {
         let directory = memory_directory();
         let pool = small_pool();
         let plan = FaultPlan::new(Fault::Io, at_call, false);
-        let config = FileTierConfig {
-            durable: false,
-            ..config(directory.path(), FileTierLayout::FilePerBlock)
-        };
+        let config =
+            FilesConfig { durable: false, ..config(directory.path(), FileLayout::FilePerBlock) };
         let (files, _) = open_with(config, plan.wrap(&file_io()), deadline()).unwrap();
         conformance::append(files.as_ref(), &pool, &[(1, 5000)]);
         let first = plan.calls();

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use cascade_block::{Manifest, Namespace, TenantSecret};
 use cascade_disk::conformance::{StoredBlock, append, content, deadline, key, meta, pool, read_as};
-use cascade_disk::{FileTierConfig, FileTierLayout, ReadOutcome, inspect, open};
+use cascade_disk::{FileLayout, FilesConfig, LoadOutcome, inspect, open};
 use cascade_runtime::SystemClock;
 
 /// Blocks in the fixture: key number, content number, length. Block 1 was removed, 7 is an alias of
@@ -18,12 +18,12 @@ fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures/v1").join(name)
 }
 
-fn config(directory: &Path, layout: FileTierLayout) -> FileTierConfig {
-    FileTierConfig {
+fn config(directory: &Path, layout: FileLayout) -> FilesConfig {
+    FilesConfig {
         capacity_bytes: 1 << 20,
         segment_bytes: 64 << 10,
         layout,
-        ..FileTierConfig::new(directory)
+        ..FilesConfig::new(directory)
     }
 }
 
@@ -45,7 +45,7 @@ fn copy(from: &Path, to: &Path) {
 #[ignore = "writes the files that the other tests read"]
 fn write() {
     for (name, layout) in
-        [("segments", FileTierLayout::Segments), ("per_block", FileTierLayout::FilePerBlock)]
+        [("segments", FileLayout::Segments), ("per_block", FileLayout::FilePerBlock)]
     {
         let directory = fixture(name);
         fs::create_dir_all(&directory).unwrap();
@@ -69,10 +69,10 @@ fn write() {
     }
 }
 
-fn reads_back(name: &str, layout: FileTierLayout, with_checkpoint: bool) {
+fn reads_back(name: &str, layout: FileLayout, with_checkpoint: bool) {
     let directory = tempfile::tempdir().unwrap();
     copy(&fixture(name), directory.path());
-    if !with_checkpoint && layout == FileTierLayout::Segments {
+    if !with_checkpoint && layout == FileLayout::Segments {
         fs::remove_file(directory.path().join("w0.checkpoint")).unwrap();
     }
     let report = inspect(directory.path(), true, &mut |_| {}).unwrap();
@@ -86,7 +86,7 @@ fn reads_back(name: &str, layout: FileTierLayout, with_checkpoint: bool) {
         assert_eq!(found.0, meta(name, length));
         let stored = StoredBlock { number: body, length, address: found.1 };
         let outcome = read_as(files.as_ref(), &pool, &[(key(name), stored)]).remove(0);
-        let ReadOutcome::Hit(slab) = outcome else { panic!("block {name}: {outcome:?}") };
+        let LoadOutcome::Hit(slab) = outcome else { panic!("block {name}: {outcome:?}") };
         assert!(slab[..] == content(body, length));
     }
     assert_eq!(files.manifests(deadline()).unwrap().len(), 1);
@@ -94,11 +94,11 @@ fn reads_back(name: &str, layout: FileTierLayout, with_checkpoint: bool) {
 
 #[test]
 fn version_1_segments_are_read() {
-    reads_back("segments", FileTierLayout::Segments, true);
-    reads_back("segments", FileTierLayout::Segments, false);
+    reads_back("segments", FileLayout::Segments, true);
+    reads_back("segments", FileLayout::Segments, false);
 }
 
 #[test]
 fn version_1_block_files_are_read() {
-    reads_back("per_block", FileTierLayout::FilePerBlock, true);
+    reads_back("per_block", FileLayout::FilePerBlock, true);
 }

@@ -8,18 +8,18 @@ use std::sync::Arc;
 use cascade_disk::conformance::{
     StoredBlock, assert_hits, assert_recovered, block, deadline, pool,
 };
-use cascade_disk::{DiskError, FileTierConfig, FileTierLayout, open};
+use cascade_disk::{DiskError, FileLayout, FilesConfig, open};
 use cascade_runtime::SystemClock;
 use small_disk::SmallDisk;
 
-fn fill(layout: FileTierLayout) {
+fn fill(layout: FileLayout) {
     let Some(disk) = SmallDisk::mount(6) else { return };
     let pool = pool();
-    let config = FileTierConfig {
+    let config = FilesConfig {
         capacity_bytes: 64 << 20,
         segment_bytes: 1 << 20,
         layout,
-        ..FileTierConfig::new(disk.path())
+        ..FilesConfig::new(disk.path())
     };
     let clock = || Arc::new(SystemClock);
     let (files, _) = open(config.clone(), clock(), &pool, deadline()).unwrap();
@@ -43,10 +43,10 @@ fn fill(layout: FileTierLayout) {
 
 #[test]
 fn segments_keep_their_blocks_on_a_full_disk() {
-    fill(FileTierLayout::Segments);
+    fill(FileLayout::Segments);
 }
 
 #[test]
 fn block_files_keep_their_blocks_on_a_full_disk() {
-    fill(FileTierLayout::FilePerBlock);
+    fill(FileLayout::FilePerBlock);
 }

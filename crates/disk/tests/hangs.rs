@@ -18,8 +18,7 @@ use cascade_disk::io::{
     UringEngine,
 };
 use cascade_disk::{
-    DiskError, FileAddress, FileTierConfig, FileTierLayout, ReadOutcome, ReadRequest,
-    TransferEngineKind, open,
+    Address, DiskError, FileLayout, FilesConfig, IoEngine, Load, LoadOutcome, StageError, open,
 };
 use cascade_runtime::{Deadline, SystemClock};
 use rustix::fs::{CWD, FileType, Mode, mknodat};
@@ -40,11 +39,10 @@ fn both_ends(path: &Path) -> File {
 /// A write whose deadline passed between two segments was begun again and again for ever.
 #[test]
 fn a_write_after_its_deadline_fails_and_the_tier_works_on() {
-    for engine in [TransferEngineKind::Psync, TransferEngineKind::Auto] {
+    for engine in [IoEngine::Psync, IoEngine::Auto] {
         let directory = tempfile::tempdir().unwrap();
         let pool = pool();
-        let config =
-            FileTierConfig { engine, direct: false, ..FileTierConfig::new(directory.path()) };
+        let config = FilesConfig { engine, direct: false, ..FilesConfig::new(directory.path()) };
         let (files, _) = open(config, Arc::new(SystemClock), &pool, deadline()).unwrap();
         // There is an active segment, so that no segment has to be created.
         let mut stored = append(files.as_ref(), &pool, &[(1, 5000)]);
@@ -65,11 +63,11 @@ fn a_write_after_its_deadline_fails_and_the_tier_works_on() {
 fn a_hung_call_returns_at_its_deadline_and_other_calls_work() {
     let directory = tempfile::tempdir().unwrap();
     let pool = pool();
-    let config = FileTierConfig {
-        layout: FileTierLayout::FilePerBlock,
-        engine: TransferEngineKind::Psync,
+    let config = FilesConfig {
+        layout: FileLayout::FilePerBlock,
+        engine: IoEngine::Psync,
         direct: false,
-        ..FileTierConfig::new(directory.path())
+        ..FilesConfig::new(directory.path())
     };
     let (files, _) = open(config, Arc::new(SystemClock), &pool, deadline()).unwrap();
     let stored = append(files.as_ref(), &pool, &[(1, 5000)]);
@@ -78,11 +76,11 @@ fn a_hung_call_returns_at_its_deadline_and_other_calls_work() {
     fs::create_dir_all(&hung).unwrap();
     let hung = hung.join(format!("{name}.block"));
     pipe(&hung);
-    let address = FileAddress::from_u64(7);
+    let address = Address(7);
     let slab = pool.allocate(5000).unwrap();
-    let request = ReadRequest { address, key: key(2), slab };
+    let request = Load { address, key: key(2), slab };
     let outcome = files.read(vec![request], short_deadline()).remove(0);
-    let is_late = matches!(outcome, ReadOutcome::Failed(DiskError::Timeout { .. }));
+    let is_late = matches!(outcome, LoadOutcome::Failed(StageError::Timeout));
     assert!(is_late, "{outcome:?}");
     let removed = files.remove(&[(key(2), address)], short_deadline());
     assert!(matches!(removed, Err(DiskError::Timeout { .. })), "{removed:?}");
@@ -93,7 +91,7 @@ fn a_hung_call_returns_at_its_deadline_and_other_calls_work() {
     drop(ends);
     let late = StoredBlock { number: 2, length: 5000, address };
     let outcome = read_as(files.as_ref(), &pool, &[(key(2), late)]).remove(0);
-    assert!(matches!(outcome, ReadOutcome::Gone), "{outcome:?}");
+    assert!(matches!(outcome, LoadOutcome::Gone), "{outcome:?}");
     files.remove(&[(key(1), stored[0].address)], deadline()).unwrap();
 }
 

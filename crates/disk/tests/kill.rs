@@ -12,7 +12,7 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 
 use cascade_disk::conformance::{StoredBlock, assert_hits, block, deadline, key, pool};
-use cascade_disk::{BlockFiles, DiskError, FileTierConfig, FileTierLayout, open};
+use cascade_disk::{BlockFiles, DiskError, FileLayout, FilesConfig, open};
 use cascade_memory::Pool;
 use cascade_runtime::SystemClock;
 
@@ -20,12 +20,12 @@ const DIRECTORY: &str = "CASCADE_TEST_KILL_DIRECTORY";
 const FIRST: &str = "CASCADE_TEST_KILL_FIRST";
 const LAYOUT: &str = "CASCADE_TEST_KILL_LAYOUT";
 
-fn config(directory: &Path, layout: FileTierLayout) -> FileTierConfig {
-    FileTierConfig {
+fn config(directory: &Path, layout: FileLayout) -> FilesConfig {
+    FilesConfig {
         capacity_bytes: 16 << 20,
         segment_bytes: 2 << 20,
         layout,
-        ..FileTierConfig::new(directory)
+        ..FilesConfig::new(directory)
     }
 }
 
@@ -49,7 +49,7 @@ fn child() {
         return;
     };
     let is_segments = std::env::var_os(LAYOUT).unwrap() == "segments";
-    let layout = if is_segments { FileTierLayout::Segments } else { FileTierLayout::FilePerBlock };
+    let layout = if is_segments { FileLayout::Segments } else { FileLayout::FilePerBlock };
     let pool = pool();
     let config = config(Path::new(&directory), layout);
     let (files, _) = open(config, Arc::new(SystemClock), &pool, deadline()).unwrap();
@@ -81,7 +81,7 @@ fn write_batch(files: &dyn BlockFiles, pool: &Pool, start: u64) {
             }
         }
         if !refused.is_empty() {
-            let keep = &mut |meta: &cascade_disk::RecordMeta, _| {
+            let keep = &mut |meta: &cascade_disk::BlockFacts, _| {
                 if meta.is_prefix && meta.written_unix_ms + 40 > start {
                     return true;
                 }
@@ -147,7 +147,7 @@ fn parse_event(line: &str, events: &mut ReceivedEvents) -> bool {
     true
 }
 
-fn rounds(layout: FileTierLayout, name: &str, count: usize) {
+fn rounds(layout: FileLayout, name: &str, count: usize) {
     let directory = tempfile::tempdir().unwrap();
     let pool = pool();
     let mut events = ReceivedEvents::default();
@@ -178,15 +178,15 @@ fn rounds(layout: FileTierLayout, name: &str, count: usize) {
 
 #[test]
 fn no_block_is_lost_or_wrong_after_a_kill() {
-    rounds(FileTierLayout::Segments, "segments", 20);
-    rounds(FileTierLayout::FilePerBlock, "per_block", 10);
+    rounds(FileLayout::Segments, "segments", 20);
+    rounds(FileLayout::FilePerBlock, "per_block", 10);
 }
 
 #[test]
 #[ignore = "takes minutes; the build server runs it"]
 fn no_block_is_lost_or_wrong_after_two_hundred_kills() {
-    rounds(FileTierLayout::Segments, "segments", 160);
-    rounds(FileTierLayout::FilePerBlock, "per_block", 40);
+    rounds(FileLayout::Segments, "segments", 160);
+    rounds(FileLayout::FilePerBlock, "per_block", 40);
 }
 
 #[test]
@@ -204,13 +204,13 @@ fn the_error_for_a_second_writer_names_the_process_of_the_first() {
     let is_open = lines.any(|line| line.unwrap().starts_with("open "));
     assert!(is_open);
     let pool = pool();
-    let second = config(directory.path(), FileTierLayout::Segments);
+    let second = config(directory.path(), FileLayout::Segments);
     let error = open(second.clone(), Arc::new(SystemClock), &pool, deadline()).expect_err("locked");
     assert!(
         matches!(error, DiskError::Locked { pid: Some(pid), .. } if pid == child.id()),
         "{error:?}"
     );
-    let other = FileTierConfig { writer: cascade_disk::WriterName::new("w1").unwrap(), ..second };
+    let other = FilesConfig { writer: cascade_disk::WriterName::new("w1").unwrap(), ..second };
     let (files, recovery) = open(other, Arc::new(SystemClock), &pool, deadline()).unwrap();
     assert!(recovery.live.is_empty(), "each writer has its own files");
     let stored = cascade_disk::conformance::append(files.as_ref(), &pool, &[(1, 4096)]);

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use cascade_block::BlockKey;
 use cascade_disk::conformance::{block, content, deadline, key, meta, pool};
 use cascade_disk::{
-    BlockFiles, DiskError, FileAddress, FileTierConfig, FileTierLayout, ReadOutcome, ReadRequest,
-    Recovery, TransferEngineKind, open,
+    Address, BlockFiles, DiskError, FileLayout, FilesConfig, IoEngine, Load, LoadOutcome, Recovery,
+    open,
 };
 use cascade_memory::Pool;
 use cascade_runtime::SystemClock;
@@ -36,10 +36,10 @@ fn step() -> impl Strategy<Value = Step> {
 }
 
 /// The expected content of the tier: address, content number and length by key.
-type Model = BTreeMap<BlockKey, (FileAddress, u64, usize)>;
+type Model = BTreeMap<BlockKey, (Address, u64, usize)>;
 
 struct ModelRun {
-    config: FileTierConfig,
+    config: FilesConfig,
     pool: Pool,
     files: Option<Arc<dyn BlockFiles>>,
     model: Model,
@@ -93,7 +93,7 @@ impl ModelRun {
         }
     }
 
-    fn nth(&self, which: usize) -> Option<(BlockKey, (FileAddress, u64, usize))> {
+    fn nth(&self, which: usize) -> Option<(BlockKey, (Address, u64, usize))> {
         let count = self.model.len();
         (count > 0).then(|| self.model.iter().nth(which % count).map(|(k, v)| (*k, *v)).unwrap())
     }
@@ -120,7 +120,7 @@ impl ModelRun {
 
     fn reclaim(&mut self, mask: u8) {
         let keep =
-            &mut |meta: &cascade_disk::RecordMeta, _| mask >> (meta.key.as_bytes()[8] % 8) & 1 == 1;
+            &mut |meta: &cascade_disk::BlockFacts, _| mask >> (meta.key.as_bytes()[8] % 8) & 1 == 1;
         let reclaimed = self.files().reclaim(keep, deadline()).unwrap();
         for (key, from, to) in reclaimed.moved {
             let held = self.model.get_mut(&key).unwrap();
@@ -134,26 +134,26 @@ impl ModelRun {
 
     fn check(&self) {
         assert!(self.files().used_bytes() <= self.config.capacity_bytes);
-        let request = |(key, (address, _, length)): (&BlockKey, &(FileAddress, u64, usize))| {
+        let request = |(key, (address, _, length)): (&BlockKey, &(Address, u64, usize))| {
             let slab = self.pool.allocate(*length).unwrap();
-            ReadRequest { address: *address, key: *key, slab }
+            Load { address: *address, key: *key, slab }
         };
         let outcomes = self.files().read(self.model.iter().map(request).collect(), deadline());
         for ((key, (_, number, length)), outcome) in self.model.iter().zip(outcomes) {
-            let ReadOutcome::Hit(slab) = outcome else { panic!("{key}: {outcome:?}") };
+            let LoadOutcome::Hit(slab) = outcome else { panic!("{key}: {outcome:?}") };
             assert!(slab[..] == content(*number, *length), "{key} has wrong bytes");
         }
     }
 }
 
-fn run_steps(layout: FileTierLayout, engine: TransferEngineKind, steps: Vec<Step>) {
+fn run_steps(layout: FileLayout, engine: IoEngine, steps: Vec<Step>) {
     let directory = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
-    let config = FileTierConfig {
+    let config = FilesConfig {
         capacity_bytes: 2 << 20,
         segment_bytes: 256 << 10,
         layout,
         engine,
-        ..FileTierConfig::new(directory.path())
+        ..FilesConfig::new(directory.path())
     };
     let mut run = ModelRun { config, pool: pool(), files: None, model: Model::new(), next: 0 };
     run.reopen();
@@ -172,11 +172,11 @@ proptest! {
 
     #[test]
     fn segments_match_a_map(steps in prop::collection::vec(step(), 1..40)) {
-        run_steps(FileTierLayout::Segments, TransferEngineKind::Auto, steps);
+        run_steps(FileLayout::Segments, IoEngine::Auto, steps);
     }
 
     #[test]
     fn block_files_match_a_map(steps in prop::collection::vec(step(), 1..25)) {
-        run_steps(FileTierLayout::FilePerBlock, TransferEngineKind::Psync, steps);
+        run_steps(FileLayout::FilePerBlock, IoEngine::Psync, steps);
     }
 }

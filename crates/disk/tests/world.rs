@@ -9,21 +9,19 @@ use cascade_block::checksum;
 use cascade_disk::conformance::{
     StoredBlock, append, assert_gone, assert_hits, deadline, key, meta, pool,
 };
-use cascade_disk::{
-    BlockFiles, FileTierConfig, FileTierLayout, RecordMeta, TransferEngineKind, open,
-};
+use cascade_disk::{BlockFacts, BlockFiles, FileLayout, FilesConfig, IoEngine, open};
 use cascade_memory::Pool;
 use cascade_runtime::simulated::{Ending, Report, Settings, World};
 use cascade_runtime::{SystemClock, thread};
 
-fn config(directory: &Path, layout: FileTierLayout) -> FileTierConfig {
-    FileTierConfig {
+fn config(directory: &Path, layout: FileLayout) -> FilesConfig {
+    FilesConfig {
         capacity_bytes: 2 << 20,
         segment_bytes: 128 << 10,
         layout,
-        engine: TransferEngineKind::Psync,
+        engine: IoEngine::Psync,
         direct: false,
-        ..FileTierConfig::new(directory)
+        ..FilesConfig::new(directory)
     }
 }
 
@@ -49,7 +47,7 @@ fn write(files: &dyn BlockFiles, pool: &Pool, writer: u64) -> Vec<StoredBlock> {
     stored
 }
 
-fn body(directory: &Path, layout: FileTierLayout) {
+fn body(directory: &Path, layout: FileLayout) {
     let pool = pool();
     let open = || open(config(directory, layout), Arc::new(SystemClock), &pool, deadline());
     let (files, _) = open().unwrap();
@@ -61,7 +59,7 @@ fn body(directory: &Path, layout: FileTierLayout) {
         .collect();
     let mut stored: Vec<_> =
         writers.into_iter().flat_map(|writer| writer.join().unwrap()).collect();
-    let keeps = |meta: &RecordMeta, _| !meta.key.as_bytes()[8].is_multiple_of(5);
+    let keeps = |meta: &BlockFacts, _| !meta.key.as_bytes()[8].is_multiple_of(5);
     let reclaimed = files.reclaim(&mut { keeps }, deadline()).unwrap();
     for (moved, from, to) in &reclaimed.moved {
         let is_moved = |it: &&mut StoredBlock| key(it.number) == *moved && it.address == *from;
@@ -71,7 +69,7 @@ fn body(directory: &Path, layout: FileTierLayout) {
     }
     stored.retain(|it| !reclaimed.dropped.contains(&(key(it.number), it.address)));
     files.checkpoint(deadline()).unwrap();
-    if layout == FileTierLayout::Segments {
+    if layout == FileLayout::Segments {
         let written = std::fs::read(directory.join("w0.checkpoint")).unwrap();
         World::current().unwrap().note(u64::from(checksum(&written)));
     }
@@ -83,13 +81,13 @@ fn body(directory: &Path, layout: FileTierLayout) {
     assert_hits(files.as_ref(), &pool, &stored);
 }
 
-fn run(seed: u64, layout: FileTierLayout) -> Report {
+fn run(seed: u64, layout: FileLayout) -> Report {
     let directory = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
     let path: PathBuf = directory.path().to_owned();
     World::run(Settings::from_seed(seed), move || body(&path, layout))
 }
 
-fn runs_are_repeatable(layout: FileTierLayout) {
+fn runs_are_repeatable(layout: FileLayout) {
     for seed in 0..8 {
         let report = run(seed, layout);
         assert_eq!(report.ending, Ending::Finished, "seed {seed}");
@@ -101,10 +99,10 @@ fn runs_are_repeatable(layout: FileTierLayout) {
 /// The checkpoint had its aliases in the order of a hash table.
 #[test]
 fn segments_run_in_a_world_and_are_repeatable() {
-    runs_are_repeatable(FileTierLayout::Segments);
+    runs_are_repeatable(FileLayout::Segments);
 }
 
 #[test]
 fn block_files_run_in_a_world_and_are_repeatable() {
-    runs_are_repeatable(FileTierLayout::FilePerBlock);
+    runs_are_repeatable(FileLayout::FilePerBlock);
 }

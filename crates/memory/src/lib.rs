@@ -2,31 +2,31 @@
 #![warn(clippy::disallowed_types)]
 
 mod advice;
+mod config;
 mod copy;
+mod error;
 mod fault;
-mod header;
 mod heap;
 mod holders;
-mod lent;
 mod magazine;
+mod mapping;
 mod named;
 mod pages;
 mod pool;
 mod process_id;
 mod region;
-mod slab;
 mod strided;
 mod sync;
 mod words;
 
 pub use advice::{prefer_huge_pages, prefetch};
+pub use config::PoolConfig;
 pub use copy::{copy_in, copy_out};
-pub use lent::{Attachment, Lender};
+pub use error::MemoryError;
 pub use named::{IdlePoolFiles, PoolFiles};
 pub use pages::{HugePages, PageReport, PageSource};
-pub use pool::{DIRECT_ALIGN, MemoryError, Pool, PoolConfig, PoolStats, WipeReport};
+pub use pool::{Attachment, DIRECT_ALIGN, Lender, Pool, PoolStats, Slab, SlabMut, WipeReport};
 pub use process_id::process_id;
 pub use region::Region;
-pub use slab::{Slab, SlabMut};
 pub use strided::StridedPages;
 pub use words::SharedWords;

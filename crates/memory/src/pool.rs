@@ -1,20 +1,20 @@
 //! The pool: allocates slabs of one region and frees them when they are dropped.
 
+mod slab;
+
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::fmt;
-use std::io;
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, MutexGuard, PoisonError};
 
-use cascade_block::ByteSize;
 use cascade_runtime::LeafMutex;
-use thiserror::Error;
 
 use crate::heap::{Extent, Heap};
 use crate::magazine::Magazines;
-use crate::{HugePages, PoolFiles, Region, SlabMut};
+use crate::{MemoryError, PoolConfig, PoolFiles, Region};
+
+pub use slab::{Attachment, Lender, Slab, SlabMut};
 
 /// Alignment of offset and length of slabs for direct I/O.
 pub const DIRECT_ALIGN: usize = 4096;
@@ -26,17 +26,6 @@ const GRANULE_MIN: usize = 64;
 
 /// Magazine misses after which all magazines are drained and their sizes are chosen again.
 const UNSERVED_MAX: usize = 4096;
-
-/// Configuration of a pool.
-#[derive(Debug, Clone)]
-pub struct PoolConfig {
-    /// Size of the region. Rounded up to a page. Minimum: one page.
-    pub capacity_bytes: usize,
-    /// Whether to request huge pages.
-    pub huge_pages: HugePages,
-    /// Whether to populate every page now rather than at first use.
-    pub populate: bool,
-}
 
 /// Memory use of the pool. `reserved + magazine + free = capacity` while no call is in flight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -55,81 +44,6 @@ pub struct PoolStats {
     pub largest_free_bytes: usize,
     /// Bytes backed by huge pages, as the kernel reports it.
     pub huge_bytes: usize,
-}
-
-/// Why a pool could not be created.
-#[derive(Debug, Error)]
-#[non_exhaustive]
-pub enum MemoryError {
-    /// The kernel refused the mapping.
-    #[error("cannot map a pool of {} of shared memory", shown(*bytes))]
-    Map {
-        /// Requested size.
-        bytes: usize,
-        /// The kernel's error.
-        #[source]
-        source: io::Error,
-    },
-    /// The pool does not fit the available memory.
-    #[error(
-        "a pool of {} does not fit: the machine has {} of memory available; make the pool smaller \
-         or free memory",
-        shown(*bytes),
-        shown(*available_bytes)
-    )]
-    NotEnough {
-        /// Requested size.
-        bytes: usize,
-        /// Available memory, as the kernel reports it.
-        available_bytes: usize,
-    },
-    /// An operation on a pool's file failed.
-    #[error("cannot {operation} {path}")]
-    Named {
-        /// The operation.
-        operation: &'static str,
-        /// The file.
-        path: PathBuf,
-        /// The kernel's error.
-        #[source]
-        source: io::Error,
-    },
-    /// A pool's file could not be reserved in full.
-    #[error(
-        "cannot reserve {} for {path}: make the pool smaller or its file system larger",
-        shown(*bytes)
-    )]
-    NotReserved {
-        /// The file.
-        path: PathBuf,
-        /// Requested size.
-        bytes: usize,
-        /// The kernel's error.
-        #[source]
-        source: io::Error,
-    },
-    /// Another store uses the pool's files.
-    #[error("{path} is in use by another store: stop that store or give this one another name")]
-    InUse {
-        /// The file that is locked.
-        path: PathBuf,
-    },
-    /// The pool's file cannot be trusted.
-    #[error("{path} cannot be used as a pool: {reason}; remove it or choose another name")]
-    NotOurs {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong with it.
-        reason: &'static str,
-    },
-    /// A capacity of zero.
-    #[error("the capacity of a pool is 0; give at least one page of 4096 bytes")]
-    Empty,
-}
-
-/// A size as messages show it.
-fn shown(bytes: usize) -> String {
-    ByteSize(bytes as u64).rounded()
 }
 
 /// Allocates slabs. Clones share the same memory.

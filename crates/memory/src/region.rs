@@ -3,29 +3,22 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
-use std::ptr::{self, NonNull};
+use std::os::fd::OwnedFd;
+use std::ptr::NonNull;
 use std::sync::Arc;
-use std::thread;
 
 use rustix::fs::{
     FallocateFlags, MemfdFlags, Mode, SealFlags, fallocate, fchmod, fcntl_add_seals, ftruncate,
     memfd_create,
 };
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 
 use crate::fault::Watch;
+use crate::mapping::{Mapping, READ_WRITE};
 use crate::named::LockedFile;
 use crate::pages::{self, HUGE_PAGE};
 use crate::{HugePages, MemoryError, PageReport, PageSource, PoolConfig, PoolFiles};
 
 const PAGE: usize = 4096;
-
-/// Maximum number of threads that collapse huge pages; with more, memory bandwidth is the limit.
-const COLLAPSE_THREADS_MAX: usize = 16;
-
-/// Minimum bytes per thread.
-const COLLAPSE_BYTES_MIN: usize = 256 << 20;
 
 /// A shared mapping that lives as long as this value.
 #[derive(Debug)]
@@ -38,22 +31,6 @@ pub struct Region {
     /// Keeps a named pool locked for as long as a slab of it is held.
     _lock: Option<Arc<LockedFile>>,
 }
-
-/// Reserved address space from `start`, with the mapping at `base` inside it. Unmapped on drop.
-#[derive(Debug)]
-pub(crate) struct Mapping {
-    start: NonNull<u8>,
-    reserved_bytes: usize,
-    base: NonNull<u8>,
-    bytes: usize,
-    /// The process that has the mapping, if forked children do not have it.
-    process: Option<u32>,
-}
-
-// SAFETY: the mapping is plain memory without thread affinity; it is unmapped once, on drop.
-unsafe impl Send for Mapping {}
-// SAFETY: a shared Mapping gives out only addresses; access through them is argued by the slabs.
-unsafe impl Sync for Mapping {}
 
 impl Region {
     pub(crate) fn map(config: &PoolConfig) -> Result<Self, MemoryError> {
@@ -85,10 +62,10 @@ impl Region {
         let file = create_file(bytes, huge)?;
         let mapping = Mapping::of_file(&file, bytes, READ_WRITE)?;
         // SAFETY: the mapping was just made.
-        unsafe { pages::populate(mapping.base, bytes) }?;
+        unsafe { pages::populate(mapping.base(), bytes) }?;
         // SAFETY: as above.
-        unsafe { pages::exclude_from_core_dumps(mapping.base, bytes) }?;
-        let huge_bytes = pages::huge_bytes(mapping.base, bytes)?;
+        unsafe { pages::exclude_from_core_dumps(mapping.base(), bytes) }?;
+        let huge_bytes = pages::huge_bytes(mapping.base(), bytes)?;
         let pages = PageReport { source: PageSource::Reserved, huge_bytes, refusal: None };
         Ok(Self { mapping, file: file.into(), pages, _watch: None, _lock: None })
     }
@@ -99,19 +76,19 @@ impl Region {
         let lock = files.lock();
         let bytes = files.pool_bytes();
         let mut mapping = Mapping::of_file(&file, bytes, READ_WRITE)?;
-        let watch = Some(Watch::over(mapping.base.as_ptr().addr(), bytes)?);
+        let watch = Some(Watch::over(mapping.base().as_ptr().addr(), bytes)?);
         // SAFETY: the mapping was just made.
-        unsafe { pages::exclude_from_core_dumps(mapping.base, bytes) }?;
+        unsafe { pages::exclude_from_core_dumps(mapping.base(), bytes) }?;
         let mut pages = PageReport { source: PageSource::Ordinary, huge_bytes: 0, refusal: None };
         // An existing pool has data, so it is populated and then collapsed. A new one is collapsed
         // first and reserved afterwards: collapsing populated pages is several times slower.
         if files.is_reused() {
             // SAFETY: the mapping was just made.
-            unsafe { pages::populate(mapping.base, bytes) }?;
+            unsafe { pages::populate(mapping.base(), bytes) }?;
         }
         if config.huge_pages == HugePages::Auto {
             pages.refusal = mapping.collapse(!files.is_reused()).err();
-            pages.huge_bytes = pages::huge_bytes(mapping.base, bytes)?;
+            pages.huge_bytes = pages::huge_bytes(mapping.base(), bytes)?;
             if pages.huge_bytes > 0 {
                 pages.source = PageSource::Collapsed;
             }
@@ -122,7 +99,7 @@ impl Region {
         }
         if !files.is_reused() && pages.huge_bytes < bytes {
             // SAFETY: the mapping was just made.
-            unsafe { pages::populate(mapping.base, bytes) }?;
+            unsafe { pages::populate(mapping.base(), bytes) }?;
         }
         Ok(Self { mapping, file, pages, _watch: watch, _lock: Some(lock) })
     }
@@ -131,30 +108,30 @@ impl Region {
         let file = create_file(bytes, MemfdFlags::empty())?;
         let mut mapping = Mapping::of_file(&file, bytes, READ_WRITE)?;
         // SAFETY: the mapping was just made.
-        unsafe { pages::exclude_from_core_dumps(mapping.base, bytes) }?;
+        unsafe { pages::exclude_from_core_dumps(mapping.base(), bytes) }?;
         let mut pages = PageReport { source: PageSource::Ordinary, huge_bytes: 0, refusal: None };
         if collapse {
             pages.refusal = mapping.collapse(true).err();
-            pages.huge_bytes = pages::huge_bytes(mapping.base, bytes)?;
+            pages.huge_bytes = pages::huge_bytes(mapping.base(), bytes)?;
             if pages.huge_bytes > 0 {
                 pages.source = PageSource::Collapsed;
             }
         }
         if populate && pages.huge_bytes < bytes {
             // SAFETY: the mapping was just made.
-            unsafe { pages::populate(mapping.base, bytes) }?;
+            unsafe { pages::populate(mapping.base(), bytes) }?;
         }
         Ok(Self { mapping, file: file.into(), pages, _watch: None, _lock: None })
     }
 
     /// Start of the mapping in this process: a multiple of 2 MiB.
     pub fn base(&self) -> NonNull<u8> {
-        self.mapping.base
+        self.mapping.base()
     }
 
     /// Length of the mapping.
     pub fn bytes(&self) -> usize {
-        self.mapping.bytes
+        self.mapping.bytes()
     }
 
     /// The memory as a file, to map it in another process. The length of anonymous memory is
@@ -182,96 +159,6 @@ fn create_file(bytes: usize, extra: MemfdFlags) -> io::Result<OwnedFd> {
     Ok(file)
 }
 
-/// Protection of a node's mapping of its own pool.
-pub(crate) const READ_WRITE: ProtFlags = ProtFlags::READ.union(ProtFlags::WRITE);
-
-impl Mapping {
-    pub(crate) fn of_file(file: impl AsFd, bytes: usize, prot: ProtFlags) -> io::Result<Self> {
-        // Huge pages need an aligned address, which the kernel chooses only for some mappings.
-        let reserved_bytes = bytes.checked_add(HUGE_PAGE).ok_or(io::ErrorKind::OutOfMemory)?;
-        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
-        // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing.
-        let start =
-            unsafe { mmap_anonymous(ptr::null_mut(), reserved_bytes, ProtFlags::empty(), flags) }?;
-        let start = NonNull::new(start.cast::<u8>()).ok_or(io::ErrorKind::OutOfMemory)?;
-        let skip = start.as_ptr().addr().next_multiple_of(HUGE_PAGE) - start.as_ptr().addr();
-        // SAFETY: `skip` is below HUGE_PAGE, which the reservation has on top of `bytes`.
-        let base = unsafe { start.add(skip) };
-        // From here on the reservation is unmapped on every return.
-        let mapping = Self { start, reserved_bytes, base, bytes, process: None };
-        let flags = MapFlags::SHARED | MapFlags::FIXED;
-        // SAFETY: replaces part of the reservation above, whose address no other code has.
-        unsafe { mmap(base.as_ptr().cast(), bytes, prot, flags, file, 0) }?;
-        Ok(mapping)
-    }
-
-    /// Excludes this mapping from children that are forked from now on.
-    pub(crate) fn exclude_from_children(&mut self) -> io::Result<()> {
-        let start = self.start.as_ptr().cast();
-        // SAFETY: the range is the reservation of this mapping; the advice changes no contents.
-        unsafe { madvise(start, self.reserved_bytes, Advice::LinuxDontFork) }?;
-        self.process = Some(std::process::id());
-        Ok(())
-    }
-
-    pub(crate) fn base(&self) -> NonNull<u8> {
-        self.base
-    }
-
-    pub(crate) fn bytes(&self) -> usize {
-        self.bytes
-    }
-}
-
-impl Mapping {
-    /// Collapses huge pages with several threads: one clears at most 8 GiB/s.
-    ///
-    /// A fresh mapping holds no data; any other is populated and keeps its contents.
-    fn collapse(&mut self, is_fresh: bool) -> io::Result<()> {
-        let threads = thread::available_parallelism().map_or(1, usize::from);
-        let piece = self.bytes.div_ceil(threads.min(COLLAPSE_THREADS_MAX));
-        let piece = piece.max(COLLAPSE_BYTES_MIN).next_multiple_of(HUGE_PAGE);
-        let whole = &*self;
-        thread::scope(|scope| {
-            let pieces = (0..whole.bytes).step_by(piece);
-            let workers: Vec<_> = pieces
-                .map(|offset| scope.spawn(move || whole.collapse_piece(offset, piece, is_fresh)))
-                .collect();
-            let results = workers.into_iter().map(|worker| {
-                worker.join().unwrap_or_else(|_| Err(io::Error::other("a worker panicked")))
-            });
-            // Joins all threads and returns the first error.
-            results.fold(Ok(()), io::Result::and)
-        })
-    }
-
-    fn collapse_piece(&self, offset: usize, piece: usize, is_fresh: bool) -> io::Result<()> {
-        // SAFETY: `collapse` steps inside the mapping.
-        let base = unsafe { self.base.add(offset) };
-        let bytes = piece.min(self.bytes - offset);
-        if is_fresh {
-            // SAFETY: the piece is cut at the mapping's end; `collapse` has `&mut self` and gives
-            // each worker a piece of its own, and no slab was made yet.
-            unsafe { pages::touch(base, bytes) };
-        }
-        // SAFETY: the piece lies inside the mapping.
-        unsafe { pages::collapse(base, bytes) }
-    }
-}
-
-impl Drop for Mapping {
-    fn drop(&mut self) {
-        if self.process.is_some_and(|process| process != std::process::id()) {
-            // The child does not have this mapping; another one may be at these addresses.
-            return;
-        }
-        // SAFETY: the reservation was made in `of_file` and covers the mapping; slabs hold the
-        // pool, which holds the region and this, so nothing points into it any more.
-        let unmapped = unsafe { munmap(self.start.as_ptr().cast(), self.reserved_bytes) };
-        debug_assert!(unmapped.is_ok(), "unmapping our own mapping");
-    }
-}
-
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
@@ -293,19 +180,6 @@ mod tests {
         region.file().read_exact_at(&mut byte, 4097).expect("inside the file");
         assert_eq!(byte, [42]);
         region.file().set_len(0).expect_err("sealed against shrinking");
-    }
-
-    #[test]
-    fn a_mapping_is_excluded_from_children() {
-        let region = region(1 << 20, HugePages::Never);
-        let mapping = Mapping::of_file(region.file(), 1 << 20, ProtFlags::READ);
-        let mut mapping = mapping.expect("it can be mapped");
-        mapping.exclude_from_children().expect("the kernel knows the advice");
-        let smaps = std::fs::read_to_string("/proc/self/smaps").expect("there is /proc");
-        let start = format!("{:x}-", mapping.base().as_ptr().addr());
-        let ours = smaps.split_once(&start).expect("it is mapped").1;
-        let flags = ours.lines().find(|line| line.starts_with("VmFlags:"));
-        assert!(flags.is_some_and(|flags| flags.contains(" dc")), "{flags:?}");
     }
 
     #[test]

@@ -10,8 +10,8 @@ use std::ptr::NonNull;
 use std::slice;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::mapping::{Mapping, READ_WRITE};
 use crate::pages;
-use crate::region::{Mapping, READ_WRITE};
 
 /// A mapped file, word by word.
 #[derive(Debug)]

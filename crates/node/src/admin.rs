@@ -103,7 +103,7 @@ fn require_administrator(caller: &Tenant) -> Result<(), String> {
 /// The status as the caller may see it: a tenant other than the default one sees only itself and
 /// its own clients.
 fn status(node: &Node, caller: &Tenant) -> crate::status::Status {
-    node.status().seen_by(&StatusView::of_tenant(caller), node)
+    node.status().seen_by(&StatusView::of_tenant(caller), node.clients())
 }
 
 /// Arguments of `explain`.

@@ -3,8 +3,10 @@
 
 mod access;
 mod connections;
+mod error;
 mod page;
 mod plot;
+mod reload;
 mod responses;
 mod routes;
 mod runbooks;
@@ -13,19 +15,18 @@ mod slots;
 
 use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, PoisonError, RwLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use cascade_store::SecretError;
-use thiserror::Error;
 use tokio::sync::watch;
 
-use crate::config::{ConfigError, SecurityConfig};
-use crate::node::{Node, NodeError};
+use crate::config::SecurityConfig;
+use crate::error::NodeError;
+use crate::node::Node;
 use crate::socket::SocketFile;
 
-use access::HttpAccess;
+pub use error::HttpError;
+pub(crate) use reload::ReloadableAccess;
 use security::Secrets;
 
 /// Length of the kernel's queue of connections that are not accepted yet.
@@ -82,78 +83,6 @@ impl HttpConfig {
             head_timeout: Duration::from_secs(10),
             connection_timeout: Duration::from_secs(60),
         }
-    }
-}
-
-/// An error of the HTTP server. Each variant names what the operator can change.
-#[derive(Debug, Error)]
-#[non_exhaustive]
-pub enum HttpError {
-    /// Listening on the address failed.
-    #[error("cannot listen on {address}; check that it is an address of this host and not in use")]
-    Bind {
-        /// The address.
-        address: SocketAddr,
-        /// The error of the kernel.
-        #[source]
-        source: std::io::Error,
-    },
-    /// The security settings contradict each other, or the port needs authentication.
-    #[error(transparent)]
-    Settings(#[from] ConfigError),
-    /// A file with a secret cannot be read, or others can read it.
-    #[error("{setting}: {source}")]
-    Secret {
-        /// The setting.
-        setting: &'static str,
-        /// What is wrong, and what to do.
-        source: SecretError,
-    },
-    /// A file that a setting names is not valid.
-    #[error("{setting}: {path:?} {reason}")]
-    File {
-        /// The setting.
-        setting: &'static str,
-        /// The file.
-        path: PathBuf,
-        /// What is wrong, and what to do.
-        reason: &'static str,
-        /// The cause, if there is one.
-        #[source]
-        source: Option<Box<dyn std::error::Error + Send + Sync>>,
-    },
-    /// A thread could not be started.
-    #[error("cannot start the thread of the HTTP server")]
-    Thread(#[source] std::io::Error),
-}
-
-/// The access rules of a running HTTP server. A reload replaces them. Clones share them.
-#[derive(Debug, Clone)]
-pub(crate) struct ReloadableAccess {
-    address: SocketAddr,
-    current: Arc<RwLock<Arc<HttpAccess>>>,
-}
-
-impl ReloadableAccess {
-    fn new(address: SocketAddr, secrets: Secrets) -> Self {
-        let current = Arc::new(RwLock::new(Arc::new(HttpAccess::new(address, secrets))));
-        Self { address, current }
-    }
-
-    fn current(&self) -> Arc<HttpAccess> {
-        Arc::clone(&self.current.read().unwrap_or_else(PoisonError::into_inner))
-    }
-
-    /// Reads the token and the certificates again. After an error the old ones stay in use.
-    pub(crate) fn reload(&self, security: &SecurityConfig) -> Result<(), HttpError> {
-        security.check(Some(self.address))?;
-        // Complete before the swap, so that no request gets a part of the new rules.
-        let access = Arc::new(HttpAccess::new(self.address, Secrets::read(security)?));
-        *self.current.write().unwrap_or_else(PoisonError::into_inner) = access;
-        if security.token_file.is_some() || security.certificate.is_some() {
-            tracing::info!(address = %self.address, "token and certificates reloaded");
-        }
-        Ok(())
     }
 }
 
@@ -233,7 +162,7 @@ fn listen_unix(node: &Node) -> Result<UnixSocket, NodeError> {
 impl HttpHandle {
     /// The TCP address.
     pub fn address(&self) -> SocketAddr {
-        self.access.address
+        self.access.address()
     }
 
     /// Reads the token and the certificates again. The token applies from the next request on;

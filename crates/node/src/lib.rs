@@ -4,6 +4,7 @@ pub mod admin;
 pub mod config;
 mod controls;
 pub mod doctor;
+mod error;
 pub mod explain;
 pub mod http;
 pub mod metrics;
@@ -22,5 +23,6 @@ mod tier_log;
 pub mod traffic;
 
 pub use config::NodeConfig;
-pub use node::{Node, NodeError};
+pub use error::NodeError;
+pub use node::Node;
 pub use server::{ClientSnapshot, Server};

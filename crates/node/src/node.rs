@@ -1,90 +1,28 @@
 //! The node: its tenants' stores, client sessions, settings and counters, shared by its sockets.
 
 use std::net::SocketAddr;
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
 use cascade_block::ByteSize;
 use cascade_runtime::{Clock, SystemClock};
-use cascade_store::{Store, StoreError};
-use thiserror::Error;
+use cascade_store::Store;
 
 use crate::NodeConfig;
 use crate::config::{self, ConfigDifference};
 use crate::controls::ProcessControls;
-use crate::http::HttpError;
+use crate::error::NodeError;
 use crate::process_stats::ProcessStats;
 use crate::samples::Samples;
 use crate::server::{ClientSessions, ClientSnapshot};
-use crate::socket_place::SocketPlaceError;
 use crate::status::{ClientsStatus, NodeState, NodeStatus, Status, StatusView, TenantStatus};
 use crate::telemetry::{Spans, TelemetryError};
-use crate::tenants::{Tenant, TenantError, Tenants};
+use crate::tenants::{Tenant, Tenants};
 use crate::traffic::Traffic;
 
 /// Maximum number of hot prefixes in a tenant's status.
 const HOT_PREFIXES: usize = 10;
-
-/// Why a node could not start or continue, by what the operator can do.
-#[derive(Debug, Error)]
-#[non_exhaustive]
-pub enum NodeError {
-    /// The tenants cannot be served.
-    #[error(transparent)]
-    Tenant(#[from] TenantError),
-    /// A tenant's store could not be closed cleanly.
-    #[error("cannot close the store of tenant {tenant:?}")]
-    Store {
-        /// The tenant.
-        tenant: String,
-        /// Why.
-        #[source]
-        source: StoreError,
-    },
-    /// A resource of the process could not be created or used.
-    #[error("cannot {operation}")]
-    Server {
-        /// What failed.
-        operation: &'static str,
-        /// The error of the operating system.
-        #[source]
-        source: std::io::Error,
-    },
-    /// The node must not listen at the configured path.
-    #[error("cannot listen at {}", path.display())]
-    Place {
-        /// The socket's path.
-        path: PathBuf,
-        /// Why not.
-        #[source]
-        source: SocketPlaceError,
-    },
-    /// The Unix socket cannot be created.
-    #[error("cannot {operation} at {}", path.display())]
-    Socket {
-        /// The socket's path.
-        path: PathBuf,
-        /// What failed.
-        operation: &'static str,
-        /// The error of the operating system.
-        #[source]
-        source: std::io::Error,
-    },
-    /// The TCP port cannot be served.
-    #[error(transparent)]
-    Http(#[from] HttpError),
-    /// Logs or traces cannot be written.
-    #[error(transparent)]
-    Telemetry(#[from] TelemetryError),
-    /// The node stopped before every block was written.
-    #[error("the node stopped, but {unfinished}")]
-    Unfinished {
-        /// What was not finished.
-        unfinished: String,
-    },
-}
 
 /// The settings that a running node can change.
 #[derive(Debug, Clone, Copy)]
@@ -346,17 +284,6 @@ impl Node {
             traces: spans.as_ref().map(Spans::status),
             notes: Vec::new(),
         }
-    }
-
-    /// Executes an admin request. The response is JSON; an error is a message for a person.
-    pub(crate) fn administer(
-        &self,
-        caller: &Tenant,
-        topic: &str,
-        arguments: &str,
-        time: Duration,
-    ) -> Result<String, String> {
-        crate::admin::answer(self, caller, topic, arguments, time)
     }
 }
 

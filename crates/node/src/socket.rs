@@ -10,7 +10,7 @@ use rustix::fs::{FlockOperation, Mode, OFlags, fchmod, flock};
 use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use rustix::process::geteuid;
 
-use crate::NodeError;
+use crate::error::NodeError;
 use crate::socket_place::{self, SocketPathState, SocketPlaceError};
 
 /// Connections that the kernel holds until the node accepts them; `net.core.somaxconn` caps it.

@@ -4,7 +4,7 @@ use std::fmt::Display;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use cascade_block::{ByteSize, NamespaceId, TimeSpan};
+use cascade_block::{ByteSize, TimeSpan};
 use pyo3::exceptions::{PyIndexError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{
@@ -12,8 +12,6 @@ use pyo3::types::{
 };
 
 use crate::errors::ConfigError;
-use crate::namespace::PyNamespace;
-use crate::paged::PyPagedMemory;
 
 /// Limit of the characters or bytes of a value that a message shows.
 const SHOWN_MAX: usize = 60;
@@ -206,22 +204,6 @@ pub(crate) fn path(name: &str, given: &Bound<'_, PyAny>) -> PyResult<PathBuf> {
         return Err(value_error(name, given, "a path: it must not be empty or contain NUL"));
     }
     Ok(path)
-}
-
-/// The id of a namespace, or `None`.
-pub(crate) fn namespace(given: &Bound<'_, PyAny>) -> PyResult<Option<NamespaceId>> {
-    if given.is_none() {
-        return Ok(None);
-    }
-    let space = given.cast::<PyNamespace>();
-    let space = space.map_err(|_| type_error("namespace", given, "a Namespace or None"))?;
-    Ok(Some(space.get().0.id()))
-}
-
-/// An engine's memory.
-pub(crate) fn memory<'py>(given: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyPagedMemory>> {
-    let memory = given.cast::<PyPagedMemory>();
-    memory.cloned().map_err(|_| type_error("memory", given, "a PagedMemory"))
 }
 
 /// The token of a tenant, or `None`.

@@ -4,6 +4,7 @@
 
 mod arguments;
 mod buffers;
+mod chain_keys;
 mod changes;
 mod config;
 mod connect;
@@ -12,7 +13,6 @@ mod hints;
 mod keys;
 mod namespace;
 mod paged;
-mod prepared;
 mod process_bound;
 mod results;
 mod stages;
@@ -28,13 +28,13 @@ use pyo3::prelude::*;
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     keys::register(module)?;
+    chain_keys::register(module)?;
     namespace::register(module)?;
     results::register(module)?;
     changes::register(module)?;
     buffers::register(module)?;
     view::register(module)?;
     paged::register(module)?;
-    prepared::register(module)?;
     store::register(module)?;
     connect::register(module)?;
     stages::register(module)?;

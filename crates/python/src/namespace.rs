@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use cascade_block::{Manifest, Namespace, TenantSecret, WeightsFingerprint};
+use cascade_block::{Manifest, Namespace, NamespaceId, TenantSecret, WeightsFingerprint};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString};
@@ -147,4 +147,14 @@ impl PyNamespace {
     fn __repr__(&self) -> String {
         format!("<Namespace {}>", self.0.id())
     }
+}
+
+/// The id of a namespace, or `None`.
+pub(crate) fn namespace_id(given: &Bound<'_, PyAny>) -> PyResult<Option<NamespaceId>> {
+    if given.is_none() {
+        return Ok(None);
+    }
+    let space = given.cast::<PyNamespace>();
+    let space = space.map_err(|_| type_error("namespace", given, "a Namespace or None"))?;
+    Ok(Some(space.get().0.id()))
 }

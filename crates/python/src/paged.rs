@@ -300,3 +300,9 @@ impl PyPagedMemory {
 fn too_long() -> PyErr {
     PyValueError::new_err("regions: the pages of a block exceed the address space")
 }
+
+/// An engine's memory.
+pub(crate) fn memory<'py>(given: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyPagedMemory>> {
+    let memory = given.cast::<PyPagedMemory>();
+    memory.cloned().map_err(|_| type_error("memory", given, "a PagedMemory"))
+}

@@ -1,5 +1,7 @@
 //! The store in Python: calls with batches, a result for each block, detached while they wait.
 
+mod prepared;
+
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -21,16 +23,18 @@ use crate::config::store_config;
 use crate::errors::{ConfigError, to_python};
 use crate::hints::hints;
 use crate::keys::{Keys, key_of};
-use crate::namespace::PyNamespace;
-use crate::prepared::PyPreparedPut;
+use crate::namespace::{PyNamespace, namespace_id};
 use crate::process_bound::ProcessBound;
 use crate::results::{PyGetResult, PyPrefixMatch, PyPutResult, tier_name};
 use crate::stages::Stages;
 use crate::stats;
 use crate::view::PyViews;
 
+use prepared::PyPreparedPut;
+
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_class::<PyStore>()
+    module.add_class::<PyStore>()?;
+    prepared::register(module)
 }
 
 /// Limit of the reservations that a call reads from an iterable, which may be infinite.
@@ -142,7 +146,7 @@ impl PyStore {
         #[pyo3(from_py_with = of::is_prefix)] is_prefix: bool,
         #[pyo3(from_py_with = of::last_is_partial)] last_is_partial: bool,
         #[pyo3(from_py_with = of::ttl)] ttl: Option<u64>,
-        #[pyo3(from_py_with = arguments::namespace)] namespace: Option<NamespaceId>,
+        #[pyo3(from_py_with = namespace_id)] namespace: Option<NamespaceId>,
         #[pyo3(from_py_with = of::timeout)] timeout: Option<Duration>,
     ) -> PyResult<Vec<PyPutResult>> {
         let parents = parents(&keys, parent, chain)?;
@@ -196,7 +200,7 @@ impl PyStore {
         #[pyo3(from_py_with = of::is_prefix)] is_prefix: bool,
         #[pyo3(from_py_with = of::last_is_partial)] last_is_partial: bool,
         #[pyo3(from_py_with = of::ttl)] ttl: Option<u64>,
-        #[pyo3(from_py_with = arguments::namespace)] namespace: Option<NamespaceId>,
+        #[pyo3(from_py_with = namespace_id)] namespace: Option<NamespaceId>,
         #[pyo3(from_py_with = of::timeout)] timeout: Option<Duration>,
     ) -> PyResult<Vec<PyPutResult>> {
         if reservations.len() != keys.len() {
@@ -254,7 +258,7 @@ impl PyStore {
         #[pyo3(from_py_with = of::is_prefix)] is_prefix: bool,
         #[pyo3(from_py_with = of::last_is_partial)] last_is_partial: bool,
         #[pyo3(from_py_with = of::ttl)] ttl: Option<u64>,
-        #[pyo3(from_py_with = arguments::namespace)] namespace: Option<NamespaceId>,
+        #[pyo3(from_py_with = namespace_id)] namespace: Option<NamespaceId>,
         #[pyo3(from_py_with = of::timeout)] timeout: Option<Duration>,
     ) -> PyResult<PyPreparedPut> {
         let parents = parents(&keys, parent, chain)?;

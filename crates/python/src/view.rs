@@ -6,10 +6,10 @@ use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyIterator, PyList, PySlice};
 
-use crate::arguments::{self, of, position, selected_by};
+use crate::arguments::{of, position, selected_by};
 use crate::buffers::PyView;
 use crate::errors;
-use crate::paged::PyPagedMemory;
+use crate::paged::{PyPagedMemory, memory};
 use crate::process_bound::ProcessBound;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -89,7 +89,7 @@ impl PyViews {
     fn scatter(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = arguments::memory)] memory: Bound<'_, PyPagedMemory>,
+        #[pyo3(from_py_with = memory)] memory: Bound<'_, PyPagedMemory>,
         pages: &Bound<'_, PyAny>,
         #[pyo3(from_py_with = of::first)] first: usize,
         #[pyo3(from_py_with = of::count)] count: Option<usize>,

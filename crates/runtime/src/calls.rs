@@ -16,7 +16,8 @@ use std::time::Duration;
 use crate::thread::Builder;
 use crate::{Clock, Condvar, Deadline, Mutex, MutexGuard, Plant, is_planted};
 
-use slot::{Slot, Unanswered, Waiting};
+use cancel::Waiting;
+use slot::{Slot, Unanswered};
 
 pub use cancel::Cancel;
 

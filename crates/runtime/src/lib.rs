@@ -29,7 +29,7 @@ pub use clock::{Clock, Deadline, ManualClock, SystemClock};
 pub use condvar::{Condvar, WaitTimeoutResult};
 pub use deadline_mutex::{DeadlineMutex, DeadlineMutexGuard};
 pub use mutex::{Mutex, MutexGuard};
-pub use plant::{Plant, UnknownPlant, is_planted};
+pub use plant::{Plant, UnknownPlant};
 pub use random::{fill_random, random_u64};
 pub use rwlock::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 pub use time::{now, sleep, thread_cpu_time, unix_ms};
@@ -44,4 +44,11 @@ pub type LeafMutex<T> = std::sync::Mutex<T>;
 #[inline]
 pub fn is_simulated() -> bool {
     simulated::current().is_some()
+}
+
+/// Whether the world of the calling thread has planted this bug. False outside of a world, whatever
+/// the configuration.
+#[inline]
+pub fn is_planted(plant: Plant) -> bool {
+    simulated::current().is_some_and(|world| world.is_planted(plant))
 }

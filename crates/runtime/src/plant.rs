@@ -3,8 +3,6 @@
 use std::fmt;
 use std::str::FromStr;
 
-use crate::simulated;
-
 /// A bug that a world can plant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Plant {
@@ -24,13 +22,6 @@ pub enum Plant {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("unknown bug `{0}`; one of {names}", names = Plant::ALL.map(Plant::name).join(", "))]
 pub struct UnknownPlant(String);
-
-/// Whether the world of the calling thread has planted this bug. False outside of a world, whatever
-/// the configuration.
-#[inline]
-pub fn is_planted(plant: Plant) -> bool {
-    simulated::current().is_some_and(|world| world.is_planted(plant))
-}
 
 impl Plant {
     /// All plants.

@@ -9,6 +9,7 @@
 mod coroutine;
 mod crash;
 mod describe;
+mod domain;
 mod entropy;
 mod locks;
 mod panics;
@@ -17,6 +18,7 @@ mod scheduler;
 mod settings;
 mod threads;
 mod timers;
+mod wait;
 mod waiting;
 
 use std::cell::{Cell, RefCell};
@@ -26,7 +28,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crate::Plant;
-use crate::thread::JoinHandle;
 
 use entropy::EventHash;
 use schedule::Schedule;
@@ -34,11 +35,12 @@ use threads::Thread;
 use timers::Timers;
 use waiting::Waiting;
 
-pub use crash::Domain;
+pub use domain::Domain;
 pub use entropy::Random;
 pub use settings::{Ending, Policy, Report, Settings, TraceEntry};
 
-pub(crate) use locks::{Attempt, LockKind};
+pub(crate) use locks::Attempt;
+pub(crate) use wait::LockKind;
 
 /// On a cache line that nothing else writes.
 #[repr(align(128))]
@@ -207,19 +209,6 @@ impl World {
     /// Makes an event of the code under test, or of a simulated device, part of the event hash.
     pub fn note(&self, event: u64) {
         self.hash.set(self.hash.get().with(event));
-    }
-
-    /// Starts a thread in a domain. It always starts.
-    pub fn spawn_in<F, T>(&'static self, domain: Domain, name: &str, body: F) -> JoinHandle<T>
-    where
-        F: FnOnce() -> T + Send + 'static,
-        T: Send + 'static,
-    {
-        crate::thread::start(name.to_owned(), body, |name, body| {
-            let thread = self.start_thread(name, domain, body);
-            self.point();
-            thread
-        })
     }
 
     /// A fault of time: the machine is suspended, no thread runs meanwhile.

@@ -1,5 +1,8 @@
 //! Threads: the system's, or coroutines of the world.
 
+#[cfg(feature = "simulated")]
+mod in_world;
+
 use std::any::Any;
 use std::fmt;
 use std::io;
@@ -65,7 +68,7 @@ impl Builder {
 }
 
 /// Starts a thread of a world.
-pub(crate) fn start<F, T>(
+fn start<F, T>(
     name: String,
     body: F,
     spawn: impl FnOnce(String, Box<dyn FnOnce()>) -> u32,

@@ -10,7 +10,6 @@ mod faults;
 mod files;
 mod names;
 mod paths;
-mod transfers;
 
 use std::fmt;
 use std::io;

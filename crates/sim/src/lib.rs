@@ -11,6 +11,7 @@ mod finding;
 mod key_file;
 mod lease;
 mod model;
+mod options;
 mod profile;
 mod report;
 mod run;
@@ -19,6 +20,7 @@ mod workers;
 mod workload;
 mod world;
 
+pub use options::{Length, SimOptions, WORLD_OPERATIONS};
 pub use report::{Seconds, SimResult, Violation};
-pub use run::{Length, Progress, SimOptions, WORLD_OPERATIONS, Workers, run};
+pub use run::{Progress, Workers, run};
 pub use workers::{Processes, serve};

@@ -10,26 +10,10 @@ use cascade_runtime::unix_ms;
 
 use crate::content::Content;
 use crate::finding::Findings;
-use crate::profile::Profile;
+use crate::profile::{Profile, Promises};
 
 /// A moment in the order of begins and ends of calls.
 pub(crate) type Tick = u64;
-
-/// What a world promises about blocks that were put.
-#[derive(Debug, Clone, Copy)]
-#[expect(clippy::struct_excessive_bools, reason = "each is a promise of its own")]
-pub(crate) struct Promises {
-    /// No block leaves the store while it is open, unless a caller removes it.
-    pub(crate) keeps_all: bool,
-    /// Blocks on files survive that the store is closed.
-    pub(crate) has_files: bool,
-    /// No block leaves the files, unless a caller removes it.
-    pub(crate) files_keep_all: bool,
-    /// What was flushed survives a power loss, as it does a crash of the process.
-    pub(crate) survives_power_loss: bool,
-    /// Devices fail: calls may, and what files have after a reopening is not known.
-    pub(crate) has_faults: bool,
-}
 
 /// The blocks of all keys, as far as calls and their results tell.
 #[derive(Debug)]

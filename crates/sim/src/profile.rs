@@ -14,7 +14,6 @@ use cascade_store::{
 
 use crate::content::Content;
 use crate::key_file;
-use crate::model::Promises;
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
@@ -81,6 +80,22 @@ pub(crate) struct Profile {
     pub(crate) has_journal: bool,
     hash_seed: u64,
     scrubs: bool,
+}
+
+/// What a world promises about blocks that were put.
+#[derive(Debug, Clone, Copy)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a promise of its own")]
+pub(crate) struct Promises {
+    /// No block leaves the store while it is open, unless a caller removes it.
+    pub(crate) keeps_all: bool,
+    /// Blocks on files survive that the store is closed.
+    pub(crate) has_files: bool,
+    /// No block leaves the files, unless a caller removes it.
+    pub(crate) files_keep_all: bool,
+    /// What was flushed survives a power loss, as it does a crash of the process.
+    pub(crate) survives_power_loss: bool,
+    /// Devices fail: calls may, and what files have after a reopening is not known.
+    pub(crate) has_faults: bool,
 }
 
 impl Profile {

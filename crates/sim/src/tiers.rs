@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use cascade_runtime::simulated::Random;
 use cascade_runtime::{now, sleep};
-use cascade_store::stages::{FilesStage, StageContext, StageRegistry};
+use cascade_store::stages::{StageContext, StageRegistry, open_files_with};
 use cascade_store::{FileLayout, StoreError};
 
 use crate::disk::{CallKind, ContractViolation, DiskFault, DiskSettings, Episode, SimDisk};
@@ -46,7 +46,7 @@ impl Devices {
         for (name, layout) in [("Files", None), ("Posix", Some(FileLayout::FilePerBlock))] {
             let disk = self.disk.clone();
             let open = move |context: &StageContext<'_>| -> Result<_, StoreError> {
-                FilesStage::open_with(context, layout, disk.file_io(context.clock))
+                open_files_with(context, layout, disk.file_io(context.clock))
             };
             registry.register(name, Arc::new(open));
         }

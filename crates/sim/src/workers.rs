@@ -10,8 +10,8 @@ use std::time::Duration;
 use cascade_runtime::{Clock, Deadline};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+use crate::options::SimOptions;
 use crate::report::WorldReport;
-use crate::run::SimOptions;
 
 /// Kills after which a process is replaced: each leaves the memory of a store and a dozen stacks.
 const CRASHES_MAX: u64 = 100;

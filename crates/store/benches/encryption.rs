@@ -101,6 +101,7 @@ fn encryption(criterion: &mut Criterion) {
             namespace: NamespaceId::default(),
             bytes: u32::try_from(bytes).expect("a small block"),
             is_prefix: false,
+            written_unix_ms: 0,
             expires_unix_ms: None,
         };
         let block = pool.allocate(bytes).expect("the pool has room").seal();

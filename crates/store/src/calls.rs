@@ -19,4 +19,5 @@ mod put_slabs;
 pub(crate) mod read;
 pub(crate) mod read_counters;
 mod read_flow;
+mod scrub;
 pub(crate) mod write_through;

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use cascade_block::DigestMode;
+use cascade_disk::FilesConfig;
 use cascade_memory::{HugePages, PoolConfig};
 use cascade_tier::StoreError;
 
@@ -28,16 +29,6 @@ pub enum WritePolicy {
     Through,
 }
 
-/// Layout of the file tier.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum FileLayout {
-    /// Append-only segments of many blocks.
-    #[default]
-    Segments,
-    /// One file per block, in sharded directories, for shared file systems.
-    FilePerBlock,
-}
-
 /// When the blocks of a named pool survive the store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum KeepPool {
@@ -48,52 +39,6 @@ pub enum KeepPool {
     Always,
     /// Never. The pool of an earlier run is removed.
     Never,
-}
-
-/// I/O interface of the file tier.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum IoEngine {
-    /// `io_uring` where the kernel allows it, else `Psync`.
-    #[default]
-    Auto,
-    /// `io_uring`; an error where the kernel does not allow it.
-    Uring,
-    /// `preadv` and `pwritev`.
-    Psync,
-}
-
-/// Configuration of the file tier.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct FilesConfig {
-    /// Directory of the tier. No other store may use it.
-    pub directory: PathBuf,
-    /// Size limit of all files together. Default: 4 GiB. Minimum: two segments.
-    pub capacity_bytes: u64,
-    /// Layout of the files. Default: segments.
-    pub layout: FileLayout,
-    /// Size of a segment. Default: 256 MiB. Minimum: 1 MiB.
-    pub segment_bytes: u64,
-    /// Whether to bypass the page cache. Default: yes, where the file system allows it.
-    pub direct: bool,
-    /// I/O interface. Default: auto.
-    pub engine: IoEngine,
-    /// Whether a block counts as stored only once it is on stable storage. Default: no.
-    pub durable: bool,
-}
-
-impl FilesConfig {
-    /// Default settings for a directory.
-    pub fn new(directory: impl Into<PathBuf>) -> Self {
-        Self {
-            directory: directory.into(),
-            capacity_bytes: 4096 * MIB,
-            layout: FileLayout::default(),
-            segment_bytes: 256 * MIB,
-            direct: true,
-            engine: IoEngine::default(),
-            durable: false,
-        }
-    }
 }
 
 /// Encryption of the tiers below DRAM: AES-256-GCM, each block separately.

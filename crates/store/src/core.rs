@@ -2,12 +2,14 @@
 
 pub(crate) mod additions;
 pub(crate) mod awaited;
+pub(crate) mod bound;
 pub(crate) mod catalog;
 pub(crate) mod change_log;
 pub(crate) mod circuit;
 pub mod eviction;
 pub(crate) mod flush_mark;
 pub(crate) mod history;
+pub(crate) mod pending;
 pub(crate) mod queue;
 pub(crate) mod state;
 pub(crate) mod usable;

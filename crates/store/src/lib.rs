@@ -20,6 +20,7 @@ pub use crate::core::flush_mark::FlushMark;
 pub use crate::core::history::Loss;
 pub use calls::erase::{EraseReport, TierEraseReport};
 pub use calls::holds;
+pub use cascade_disk::{FileLayout, FilesConfig, IoEngine};
 pub use cascade_tier::tier::NotErased;
 pub use cascade_tier::{
     BlockStore, CallOptions, Change, ChangeCursor, Changes, CircuitHealth, DeclineReason,
@@ -27,9 +28,7 @@ pub use cascade_tier::{
     PutOutcome, PutSlab, Request, ShadowFigure, ShadowRates, StageHealth, StoreCounters,
     StoreError, StoreStats, TierHits, TierName, ViewOutcome, WarmStats, WriterId, intern,
 };
-pub use config::{
-    EncryptionConfig, FileLayout, FilesConfig, IoEngine, KeepPool, StoreConfig, WritePolicy,
-};
+pub use config::{EncryptionConfig, KeepPool, StoreConfig, WritePolicy};
 pub use drive::scrub::ScrubReport;
 pub use durable::ledger::{HeldId, HeldKind, HeldPiece, LeftoverPool, Process, leftover_pools};
 pub use hold_recorder::{Hold, HoldRecorder};

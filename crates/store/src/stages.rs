@@ -1,5 +1,6 @@
 //! The stages and filters of the store, and the registry of those that a pipeline may name.
 
+mod context;
 pub(crate) mod encryption;
 mod fake;
 mod files;
@@ -8,9 +9,10 @@ mod pipeline;
 mod records;
 mod registry;
 
+pub use context::StageContext;
 pub use encryption::EncryptedStage;
 pub use fake::FakeStage;
-pub use files::FilesStage;
+pub use files::{open_files, open_files_with};
 pub use pipeline::Pipeline;
 pub use records::{RecordAnswer, RecordBuffer, RecordCall, RecordStage, Records, UnsealedRecord};
-pub use registry::{StageContext, StageFactory, StageRegistry};
+pub use registry::{StageFactory, StageRegistry};

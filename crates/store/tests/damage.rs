@@ -138,7 +138,7 @@ fn cases_of_segment(path: &Path) -> Vec<Case> {
     let trailer = content.trailer.expect("it is sealed");
     let page = |number: u32| u64::from(number) * PAGE_BYTES as u64;
     let payloads: Vec<u64> =
-        blocks.iter().map(|entry| page((entry.address.to_u64() & 0xffff_ffff) as u32)).collect();
+        blocks.iter().map(|entry| page((entry.address.0 & 0xffff_ffff) as u32)).collect();
     let mut cases = Vec::new();
     let mut add = |name: &str, damage, lost, lost_at_restart| {
         let name = format!("{} {name} {damage:?}", path.file_name().unwrap().display());

@@ -13,7 +13,7 @@ use std::sync::atomic::Ordering;
 
 use cascade_block::{DigestAlgorithm, DigestMode};
 use cascade_runtime::{Clock, SystemClock};
-use cascade_store::stages::{EncryptedStage, FilesStage, StageContext};
+use cascade_store::stages::{EncryptedStage, StageContext, open_files};
 use cascade_store::{
     CallOptions, EncryptionConfig, FileLayout, FilesConfig, IoEngine, Put, PutOutcome, Store,
     StoreConfig,
@@ -273,7 +273,7 @@ fn the_encrypted_stage_conforms() {
             (files.engine, files.direct) = (engine, direct);
             files.directory = directory.path().join(format!("{layout:?}-{engine:?}-{fresh}"));
             let context = StageContext { config: &config, pool: &pool, clock: &clock };
-            let inner = FilesStage::open(&context, None).unwrap();
+            let inner = open_files(&context, None).unwrap();
             let encryption = config.encryption.as_ref().unwrap();
             Arc::new(EncryptedStage::open(inner, encryption, &context).unwrap())
         });

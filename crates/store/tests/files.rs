@@ -12,11 +12,10 @@ use std::time::Duration;
 use cascade_block::{
     ChainTail, DigestAlgorithm, DigestMode, Manifest, Namespace, TenantSecret, chain_keys,
 };
-use cascade_disk::TransferEngineKind;
 use cascade_disk::io::FileIo;
 use cascade_disk::io::fault::{Fault, FaultPlan};
 use cascade_runtime::SystemClock;
-use cascade_store::stages::{FilesStage, StageRegistry};
+use cascade_store::stages::{StageRegistry, open_files_with};
 use cascade_store::{
     CallOptions, FileLayout, FilesConfig, IoEngine, Put, PutOutcome, Store, StoreConfig,
     StoreError, ViewOutcome,
@@ -55,13 +54,10 @@ fn a_file_stage_uses_the_io_that_it_is_given() {
     let directory = tempfile::tempdir().unwrap();
     let clock = || Arc::new(SystemClock);
     let plan = FaultPlan::new(Fault::Io, u64::MAX, false);
-    let system = FileIo::system(TransferEngineKind::Psync, false, 4, None, clock()).unwrap();
+    let system = FileIo::system(IoEngine::Psync, false, 4, None, clock()).unwrap();
     let io = plan.wrap(&system);
     let mut registry = StageRegistry::default();
-    registry.register(
-        "Files",
-        Arc::new(move |context| FilesStage::open_with(context, None, io.clone())),
-    );
+    registry.register("Files", Arc::new(move |context| open_files_with(context, None, io.clone())));
     let mut config = config(directory.path());
     config.files.as_mut().unwrap().engine = IoEngine::Uring;
     let store = Store::open_with(config, &registry, clock()).unwrap();
@@ -262,7 +258,7 @@ fn a_pipeline_with_files_needs_a_directory() {
 #[test]
 fn the_file_stage_conforms() {
     use cascade_runtime::{Clock, SystemClock};
-    use cascade_store::stages::{FilesStage, StageContext};
+    use cascade_store::stages::{StageContext, open_files};
     use cascade_tier::conformance::tier as conformance;
     use std::sync::Arc;
 
@@ -277,7 +273,7 @@ fn the_file_stage_conforms() {
             let files = config.files.as_mut().unwrap();
             files.directory = directory.path().join(format!("{name}-{fresh}"));
             let context = StageContext { config: &config, pool: &pool, clock: &clock };
-            FilesStage::open(&context, None).unwrap()
+            open_files(&context, None).unwrap()
         });
     });
 }

@@ -362,7 +362,7 @@ fn a_deadline_at_any_completion_fails_exactly_the_blocks_that_have_not_ended() {
 
 #[test]
 fn a_panic_of_the_stage_at_any_completion_fails_only_the_blocks_that_it_had() {
-    let keys = keys(0..96);
+    let keys = keys(0..192);
     for panics_after in [0, 1, 7, 30, 60] {
         let (store, stage) = open(&keys, 4);
         stage.set(|behaviour| behaviour.panics_after = Some(panics_after));

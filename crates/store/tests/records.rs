@@ -137,6 +137,7 @@ fn facts(n: u8, bytes: usize) -> BlockFacts {
         namespace: NamespaceId::from_bytes([n; 16]),
         bytes: u32::try_from(bytes).unwrap(),
         is_prefix: n.is_multiple_of(2),
+        written_unix_ms: 0,
         expires_unix_ms: n.is_multiple_of(3).then_some(u64::MAX / 2),
     }
 }

@@ -212,6 +212,7 @@ fn an_older_copy_in_a_slower_stage_never_replaces_a_newer_one() {
             namespace: NamespaceId::default(),
             bytes: u32::try_from(bytes.len()).unwrap(),
             is_prefix: false,
+            written_unix_ms: 0,
             expires_unix_ms: None,
         };
         fast.add_survivor(facts(&new), new.clone());

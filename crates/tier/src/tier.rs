@@ -31,8 +31,17 @@ pub struct BlockFacts {
     pub bytes: u32,
     /// Whether it belongs to a protected prefix.
     pub is_prefix: bool,
+    /// When its tier wrote it, in milliseconds since 1970; 0 before that.
+    pub written_unix_ms: u64,
     /// When it expires, in milliseconds since 1970.
     pub expires_unix_ms: Option<u64>,
+}
+
+impl BlockFacts {
+    /// Whether the block has expired.
+    pub fn has_expired(&self, now_unix_ms: u64) -> bool {
+        self.expires_unix_ms.is_some_and(|expires| expires <= now_unix_ms)
+    }
 }
 
 /// One block to read, and the slab to read it into.
@@ -90,9 +99,9 @@ pub fn next_loads(queue: &mut dyn LoadQueue) -> (Vec<usize>, Vec<Load>) {
     next.take(LOADS_PER_CALL).unzip()
 }
 
-/// Loads a list of blocks through [`Stage::load_each`]; one result for each, in order. Blocks that
-/// the stage does not take have timed out.
-pub fn load_list(stage: &dyn Stage, batch: Vec<Load>, deadline: Deadline) -> Vec<LoadOutcome> {
+/// Loads a list of blocks through a queue, such as with [`Stage::load_each`]; one result for each,
+/// in order. Blocks that `load_each` does not take have timed out.
+pub fn load_list(batch: Vec<Load>, load_each: impl FnOnce(&mut dyn LoadQueue)) -> Vec<LoadOutcome> {
     struct List {
         waiting: std::iter::Enumerate<std::vec::IntoIter<Load>>,
         outcomes: Vec<Option<LoadOutcome>>,
@@ -108,7 +117,7 @@ pub fn load_list(stage: &dyn Stage, batch: Vec<Load>, deadline: Deadline) -> Vec
     }
     let outcomes = batch.iter().map(|_| None).collect();
     let mut list = List { waiting: batch.into_iter().enumerate(), outcomes };
-    stage.load_each(&mut list, deadline);
+    load_each(&mut list);
     let timed_out = || LoadOutcome::Failed(StageError::Timeout);
     list.outcomes.into_iter().map(|outcome| outcome.unwrap_or_else(timed_out)).collect()
 }

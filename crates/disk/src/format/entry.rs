@@ -4,7 +4,7 @@ use cascade_block::{BlockKey, Checksum, Digest, NamespaceId};
 
 use super::FormatError;
 use super::fields::{FieldReader, FieldWriter};
-use crate::{FileAddress, RecordMeta};
+use crate::{Address, BlockFacts};
 
 /// Length of an encoded entry.
 pub const ENTRY_BYTES: usize = 160;
@@ -31,9 +31,9 @@ pub struct RecordEntry {
     /// Its kind.
     pub kind: EntryKind,
     /// The metadata of the block.
-    pub meta: RecordMeta,
+    pub meta: BlockFacts,
     /// The address of the block.
-    pub address: FileAddress,
+    pub address: Address,
     /// CRC-32C of the payload; zero in a tombstone.
     pub payload_checksum: Checksum,
     /// The order of a writer's entries: of two about the same key the higher number is valid.
@@ -62,8 +62,8 @@ impl RecordEntry {
             .u64(self.sequence)
             .u64(meta.written_unix_ms)
             .u64(meta.expires_unix_ms.unwrap_or(0))
-            .u64(self.address.to_u64())
-            .u32(meta.payload_bytes)
+            .u64(self.address.0)
+            .u32(meta.bytes)
             .u32(self.payload_checksum)
             .u8(kind)
             .u8(flags)
@@ -81,7 +81,7 @@ impl RecordEntry {
         let sequence = reader.u64();
         let written_unix_ms = reader.u64();
         let expires_unix_ms = reader.u64();
-        let address = FileAddress::from_u64(reader.u64());
+        let address = Address(reader.u64());
         let payload_bytes = reader.u32();
         let payload_checksum = reader.u32();
         let kind = match reader.u8() {
@@ -98,12 +98,12 @@ impl RecordEntry {
             return Err(FormatError::Invalid("an entry without payload"));
         }
         let has = |bit: u8| flags & bit != 0;
-        let meta = RecordMeta {
+        let meta = BlockFacts {
             key,
             digest: has(HAS_DIGEST).then_some(digest),
             parent: has(HAS_PARENT).then_some(parent),
             namespace,
-            payload_bytes,
+            bytes: payload_bytes,
             is_prefix: has(IS_PREFIX),
             written_unix_ms,
             expires_unix_ms: has(EXPIRES).then_some(expires_unix_ms),

@@ -6,6 +6,7 @@
 
 use super::fields::{begin_page, finish_page, open_page};
 use super::{ENTRY_BYTES, EntryKind, FormatError, PAGE_BYTES, RandomId, RecordEntry, pages_of};
+use crate::place::Place as _;
 
 const MAGIC: [u8; 8] = *b"CSCFRAME";
 const FIELDS_END: usize = 48;
@@ -84,7 +85,7 @@ impl SegmentFrame {
             if entry.address.segment() != number || Some(entry.address.page()) != next {
                 return Err(FormatError::Invalid("a payload outside its frame"));
             }
-            let pages = pages_of(u64::from(entry.meta.payload_bytes));
+            let pages = pages_of(u64::from(entry.meta.bytes));
             next = next.and_then(|page| page.checked_add(pages));
         }
         if next != self.page.checked_add(self.page_count) {

@@ -294,7 +294,7 @@ mod tests {
     use cascade_runtime::SystemClock;
 
     use super::*;
-    use crate::TransferEngineKind;
+    use crate::IoEngine;
     use crate::conformance::deadline;
     use crate::io::{Buffer, PageBuffer, SystemFiles};
 
@@ -310,7 +310,7 @@ mod tests {
             Transfer::new(TransferKind::Read, Arc::clone(&file), 0, buffers)
         };
         let clock = Arc::new(SystemClock);
-        let io = FileIo::system(TransferEngineKind::Psync, false, 2, None, clock).unwrap();
+        let io = FileIo::system(IoEngine::Psync, false, 2, None, clock).unwrap();
 
         let mut batch = TransferBatch::new(vec![read()]);
         FaultPlan::new(Fault::Short, 0, false).wrap(&io).engine.run(&mut batch, deadline());

@@ -58,7 +58,7 @@ mod tests {
     use cascade_runtime::SystemClock;
 
     use super::*;
-    use crate::TransferEngineKind;
+    use crate::IoEngine;
     use crate::conformance::{content, deadline};
     use crate::format::PAGE_BYTES;
     use crate::io::{
@@ -77,7 +77,7 @@ mod tests {
             let buffers = vec![Buffer::Pages(PageBuffer::zeroed(PAGE_BYTES))];
             Transfer::new(TransferKind::Read, Arc::clone(file), 0, buffers)
         };
-        for kind in [TransferEngineKind::Psync, TransferEngineKind::Uring] {
+        for kind in [IoEngine::Psync, IoEngine::Uring] {
             // A kernel without io_uring has one engine.
             let Ok(io) = FileIo::system(kind, false, 2, None, Arc::new(SystemClock)) else {
                 continue;

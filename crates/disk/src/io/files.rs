@@ -1,5 +1,7 @@
 //! File operations that are not transfers: creating, listing, renaming, removing.
 
+mod system_lock;
+
 use std::fmt;
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Write as _};
@@ -10,7 +12,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{FallocateFlags, OFlags, SeekFrom, fallocate, seek};
 
-use super::{FileHandle, system_lock};
+use super::FileHandle;
 use crate::format::PAGE_BYTES;
 
 /// Bytes overwritten per call.

@@ -10,7 +10,7 @@ use std::slice;
 use cascade_memory::Pool;
 use io_uring::IoUring;
 
-use super::uring::IoVec;
+use super::io_vec::IoVec;
 
 /// Maximum length of a fixed buffer in the kernel.
 const BUFFER_BYTES_MAX: usize = 1 << 30;

@@ -8,8 +8,8 @@ pub mod fault;
 mod file_handle;
 mod files;
 mod fixed;
+mod io_vec;
 mod psync;
-mod system_lock;
 mod transfer;
 mod uring;
 
@@ -20,7 +20,7 @@ use std::{fmt, io};
 use cascade_memory::Pool;
 use cascade_runtime::{CallError, CallLimit, Calls, Clock, Deadline};
 
-use crate::{DiskError, TransferEngineKind};
+use crate::{DiskError, IoEngine};
 pub use file_handle::FileHandle;
 pub use files::{FileIdentity, FileOperations, HeldLock, LockedBy, OpenMode, SystemFiles};
 pub(crate) use files::{make_tier_directory, read_whole};
@@ -199,7 +199,7 @@ impl FileIo {
     /// # Errors
     /// If the kernel rejects `io_uring` and `kind` requires it.
     pub fn system(
-        kind: TransferEngineKind,
+        kind: IoEngine,
         direct: bool,
         queue_depth: u32,
         pool: Option<&Pool>,
@@ -214,13 +214,13 @@ impl FileIo {
         };
         let uring = || UringEngine::new(queue_depth, pool, Arc::clone(&clock));
         let engine: Arc<dyn TransferEngine> = match kind {
-            TransferEngineKind::Psync => Arc::new(psync()),
-            TransferEngineKind::Auto if !direct => Arc::new(psync()),
-            TransferEngineKind::Auto => match uring() {
+            IoEngine::Psync => Arc::new(psync()),
+            IoEngine::Auto if !direct => Arc::new(psync()),
+            IoEngine::Auto => match uring() {
                 Ok(engine) => Arc::new(engine),
                 Err(_not_allowed) => Arc::new(psync()),
             },
-            TransferEngineKind::Uring => Arc::new(uring().map_err(|source| DiskError::Config {
+            IoEngine::Uring => Arc::new(uring().map_err(|source| DiskError::Config {
                 setting: "engine",
                 reason: format!("the kernel does not allow io_uring ({source}); use auto or psync"),
             })?),

@@ -19,6 +19,7 @@ use io_uring::{IoUring, opcode, squeue};
 use rustix::io::Errno;
 
 use super::fixed::FixedBuffers;
+use super::io_vec::IoVec;
 use super::{Transfer, TransferEngine, TransferKind, TransferOutcome, TransferQueue};
 
 /// While fewer transfers than this are in the kernel, each is submitted at once: this many keep the
@@ -42,13 +43,6 @@ pub struct UringEngine {
     idle: Arc<Mutex<Vec<Ring>>>,
     /// Rings that wait for the kernel after the deadline of their call.
     stuck: Arc<AtomicU64>,
-}
-
-/// The kernel's `struct iovec`.
-#[repr(C)]
-pub(super) struct IoVec {
-    pub(super) base: *mut u8,
-    pub(super) bytes: usize,
 }
 
 /// A transfer in flight, with the address list that the kernel reads.
@@ -341,16 +335,6 @@ impl Drop for Ring {
         if self.in_flight_count() == 0 {
             drop(mem::take(&mut *self.transfers));
         }
-    }
-}
-
-impl IoVec {
-    fn to_read(piece: &mut [u8]) -> Self {
-        Self { base: piece.as_mut_ptr(), bytes: piece.len() }
-    }
-
-    fn to_write(piece: &[u8]) -> Self {
-        Self { base: piece.as_ptr().cast_mut(), bytes: piece.len() }
     }
 }
 

@@ -19,7 +19,8 @@ use crate::io::{
     Buffer, FileHandle, FileOperations, OpenMode, PageBuffer, Transfer, TransferKind,
     make_tier_directory,
 };
-use crate::{DiskError, FileAddress, ReclaimOutcome, RecordMeta};
+use crate::place::Place as _;
+use crate::{Address, BlockFacts, DiskError, MakeRoomOutcome};
 
 /// The header page is encoded as the first frame of a segment without ID and number.
 pub(super) const NO_SEGMENT: RandomId = [0; 16];
@@ -27,17 +28,17 @@ pub(super) const NO_SEGMENT: RandomId = [0; 16];
 /// A block to write to a file.
 #[derive(Debug)]
 pub(super) struct BlockImage {
-    pub(super) meta: RecordMeta,
+    pub(super) meta: BlockFacts,
     /// The number of its write.
-    address: FileAddress,
+    address: Address,
     checksum: Checksum,
     buffers: Vec<Buffer>,
 }
 
 impl BlockImage {
     pub(super) fn from_slab(
-        meta: RecordMeta,
-        address: FileAddress,
+        meta: BlockFacts,
+        address: Address,
         checksum: Checksum,
         slab: Slab,
     ) -> Self {
@@ -45,7 +46,7 @@ impl BlockImage {
     }
 
     /// The same bytes with other metadata, for another write.
-    pub(super) fn with_meta(self, meta: RecordMeta, address: FileAddress) -> Self {
+    pub(super) fn with_meta(self, meta: BlockFacts, address: Address) -> Self {
         Self { meta, address, ..self }
     }
 
@@ -55,9 +56,9 @@ impl BlockImage {
             kind: EntryKind::Block,
             meta: self.meta,
             // The payload follows the header page, as in a frame at page 0 of segment 0.
-            address: FileAddress::in_segment(0, 1),
+            address: Address::in_segment(0, 1),
             payload_checksum: self.checksum,
-            sequence: self.address.to_u64(),
+            sequence: self.address.0,
         }
     }
 
@@ -65,7 +66,7 @@ impl BlockImage {
     fn into_buffers(self) -> Vec<Buffer> {
         let mut header = PageBuffer::zeroed(PAGE_BYTES);
         let entry = self.entry();
-        let page_count = 1 + pages_of(u64::from(self.meta.payload_bytes));
+        let page_count = 1 + pages_of(u64::from(self.meta.bytes));
         let frame =
             SegmentFrame { segment_id: NO_SEGMENT, page: 0, page_count, entries: vec![entry] };
         frame.encode(header.bytes_mut());
@@ -85,14 +86,13 @@ pub(super) fn decode_header(page: &[u8], key: &BlockKey) -> Option<RecordEntry> 
     let frame = SegmentFrame::decode(page, &NO_SEGMENT, 0, 0).ok()?;
     let [entry] = frame.entries.as_slice() else { return None };
     // The sequence number is the nonce of the write, which has 63 bits.
-    let is_block =
-        entry.kind == EntryKind::Block && FileAddress::from_u64(entry.sequence).is_write();
+    let is_block = entry.kind == EntryKind::Block && Address(entry.sequence).is_write();
     (is_block && entry.meta.key == *key).then_some(*entry)
 }
 
 /// A block's address: the number of its write, stored as the sequence number.
-pub(crate) fn address_of(entry: &RecordEntry) -> FileAddress {
-    FileAddress::from_u64(entry.sequence)
+pub(crate) fn address_of(entry: &RecordEntry) -> Address {
+    Address(entry.sequence)
 }
 
 impl PerBlockFiles {
@@ -142,7 +142,7 @@ impl PerBlockFiles {
     pub(super) fn load(
         &self,
         key: &BlockKey,
-        address: FileAddress,
+        address: Address,
         deadline: Deadline,
     ) -> Result<Option<BlockImage>, DiskError> {
         let (path, key) = (self.path(key), *key);
@@ -152,7 +152,7 @@ impl PerBlockFiles {
             if address_of(&entry) != address {
                 return Ok(None);
             }
-            let bytes = entry.meta.payload_bytes as usize;
+            let bytes = entry.meta.bytes as usize;
             let mut pages = PageBuffer::zeroed(bytes);
             let read = files.read(&file, PAGE_BYTES as u64, pages.bytes_mut())?;
             // Files are padded to whole pages, so a complete read may be longer than the payload.
@@ -170,9 +170,9 @@ impl PerBlockFiles {
     /// Reclaims the oldest files, about one segment's worth.
     pub(super) fn reclaim_oldest(
         &self,
-        keep: &mut dyn FnMut(&RecordMeta, FileAddress) -> bool,
+        keep: &mut dyn FnMut(&BlockFacts, Address) -> bool,
         deadline: Deadline,
-    ) -> Result<ReclaimOutcome, DiskError> {
+    ) -> Result<MakeRoomOutcome, DiskError> {
         let damaged_bytes = self.remove_damaged(deadline)?;
         let (mut kept, mut dropped) = (Vec::new(), Vec::new());
         let chosen = self.select_victims(keep, &mut kept, &mut dropped, deadline);
@@ -182,8 +182,8 @@ impl PerBlockFiles {
         table.requeue(kept);
         match freed {
             Ok(freed) => {
-                let bytes_freed = freed + damaged_bytes;
-                Ok(ReclaimOutcome { moved: Vec::new(), dropped, bytes_freed })
+                let freed_bytes = freed + damaged_bytes;
+                Ok(MakeRoomOutcome { moved: Vec::new(), dropped, freed_bytes })
             }
             Err(error) => {
                 // They are in the table, so a later reclaim must find them again.
@@ -227,9 +227,9 @@ impl PerBlockFiles {
     /// ones.
     fn select_victims(
         &self,
-        keep: &mut dyn FnMut(&RecordMeta, FileAddress) -> bool,
-        kept: &mut Vec<FileAddress>,
-        dropped: &mut Vec<(BlockKey, FileAddress)>,
+        keep: &mut dyn FnMut(&BlockFacts, Address) -> bool,
+        kept: &mut Vec<Address>,
+        dropped: &mut Vec<(BlockKey, Address)>,
         deadline: Deadline,
     ) -> Result<(), DiskError> {
         let now = self.io.clock.unix_ms();
@@ -331,7 +331,7 @@ pub(super) fn remove_file(
     files: &dyn FileOperations,
     path: &Path,
     key: &BlockKey,
-    address: FileAddress,
+    address: Address,
     is_known: bool,
 ) -> io::Result<Option<RecordEntry>> {
     match read_header(files, path, key) {

@@ -4,11 +4,12 @@ use cascade_runtime::Deadline;
 
 use super::PerBlockFiles;
 use super::table::BlockFileTable;
-use crate::DiskError;
-use crate::erase::{FileEraseReport, files_below, has_extension};
+use crate::erase::{Erasure, files_below};
+use crate::manifests::has_extension;
+use crate::{DiskError, StageEraseReport};
 
 impl PerBlockFiles {
-    pub(super) fn erase_all(&self, deadline: Deadline) -> Result<FileEraseReport, DiskError> {
+    pub(super) fn erase_all(&self, deadline: Deadline) -> Result<StageEraseReport, DiskError> {
         let timed_out = || DiskError::Timeout {
             operation: "waiting for earlier writes",
             path: self.config.directory.clone(),
@@ -22,7 +23,7 @@ impl PerBlockFiles {
             has_extension(path, &["block", "tmp"])
         })?;
         *self.table() = BlockFileTable::default();
-        let mut erased = FileEraseReport::default();
+        let mut erased = Erasure::default();
         let mut directories: Vec<_> =
             found.iter().filter_map(|path| path.parent().map(ToOwned::to_owned)).collect();
         let remaining = erased.erase(&self.io, found, deadline);
@@ -33,6 +34,6 @@ impl PerBlockFiles {
         }
         let directory = &self.config.directory;
         erased.erase_manifests(&self.io, directory, &remaining, deadline);
-        Ok(erased)
+        Ok(erased.report)
     }
 }

@@ -30,16 +30,18 @@ use self::table::BlockFileTable;
 use crate::format::RecordEntry;
 use crate::io::{FileHandle, FileIo, FileOperations, OpenMode, Transfer};
 use crate::lock::DirectoryLock;
+use crate::place::Place as _;
 use crate::problem_log::ProblemLog;
 use crate::{
-    BlockFiles, DamageKind, DiskError, DiskStats, FileAddress, FileEraseReport, FileTierConfig,
-    ReadOutcome, ReadQueue, ReclaimOutcome, RecordMeta, StoredManifest, device_probe, manifests,
+    Address, BlockFacts, BlockFiles, DiskError, DiskStats, FilesConfig, LoadOutcome,
+    MakeRoomOutcome, StageEraseReport, StoredManifest, device_probe, manifests,
 };
+use cascade_tier::tier::LoadQueue;
 
 /// The file tier with one file per block.
 #[derive(Debug)]
 pub struct PerBlockFiles {
-    config: FileTierConfig,
+    config: FilesConfig,
     io: FileIo,
     is_direct: bool,
     /// Not locked during I/O.
@@ -79,15 +81,15 @@ impl PerBlockFiles {
     }
 
     /// A name in the block's directory that readers ignore.
-    fn temporary_path(&self, key: &BlockKey, address: FileAddress) -> PathBuf {
-        let nonce = address.to_u64();
+    fn temporary_path(&self, key: &BlockKey, address: Address) -> PathBuf {
+        let nonce = address.0;
         self.path(key).with_extension(format!("{}.{nonce:016x}.tmp", self.config.writer))
     }
 
     /// A new address for a write.
-    fn next_address(&self) -> FileAddress {
+    fn next_address(&self) -> Address {
         // Relaxed: the addition alone makes the numbers unique.
-        FileAddress::of_write(self.next_nonce.fetch_add(1, Ordering::Relaxed))
+        Address::of_write(self.next_nonce.fetch_add(1, Ordering::Relaxed))
     }
 
     /// Runs a call that changes the file under a name. Such calls run one at a time, and none
@@ -111,8 +113,8 @@ impl PerBlockFiles {
         })
     }
 
-    fn check_block(&self, meta: &RecordMeta, slab: &Slab) -> Option<DiskError> {
-        let payload_bytes = u64::from(meta.payload_bytes);
+    fn check_block(&self, meta: &BlockFacts, slab: &Slab) -> Option<DiskError> {
+        let payload_bytes = u64::from(meta.bytes);
         if slab.len() as u64 != payload_bytes {
             let slab_bytes = slab.len() as u64;
             return Some(DiskError::LengthMismatch { payload_bytes, slab_bytes });
@@ -124,8 +126,8 @@ impl PerBlockFiles {
 
     /// Checks that the file of a block fits into the capacity beside `in_flight_bytes`. Returns its
     /// size.
-    fn check_capacity(&self, meta: &RecordMeta, in_flight_bytes: u64) -> Result<u64, DiskError> {
-        let needed_bytes = file_bytes(meta.payload_bytes);
+    fn check_capacity(&self, meta: &BlockFacts, in_flight_bytes: u64) -> Result<u64, DiskError> {
+        let needed_bytes = file_bytes(meta.bytes);
         // Earlier blocks of the batch are not in the table yet.
         let used_bytes = self.table().used_bytes() + in_flight_bytes;
         if used_bytes + needed_bytes > self.config.capacity_bytes {
@@ -140,7 +142,7 @@ impl PerBlockFiles {
         &self,
         images: Vec<BlockImage>,
         deadline: Deadline,
-    ) -> Vec<Result<FileAddress, DiskError>> {
+    ) -> Vec<Result<Address, DiskError>> {
         let entries: Vec<_> = images.iter().map(BlockImage::entry).collect();
         let created = self.create_all(images, deadline);
         let mut transfers = Vec::with_capacity(created.len());
@@ -184,7 +186,7 @@ impl PerBlockFiles {
         entry: &RecordEntry,
         written: io::Result<()>,
         deadline: Deadline,
-    ) -> Result<FileAddress, DiskError> {
+    ) -> Result<Address, DiskError> {
         let path = self.path(&entry.meta.key);
         let (from, to, durable) = (temporary.clone(), path.clone(), self.config.durable);
         let directories = Arc::clone(&self.durable_directories);
@@ -213,7 +215,7 @@ impl PerBlockFiles {
             table.unsynced.push(entry.meta.key);
         }
         drop(table);
-        let payload_bytes = u64::from(entry.meta.payload_bytes);
+        let payload_bytes = u64::from(entry.meta.bytes);
         self.counters.records_written.fetch_add(1, Ordering::Relaxed);
         self.counters.bytes_written.fetch_add(payload_bytes, Ordering::Relaxed);
         Ok(address_of(entry))
@@ -222,7 +224,7 @@ impl PerBlockFiles {
     /// Removes the files of these writes and of no others. Returns the bytes freed.
     fn remove_files(
         &self,
-        blocks: &[(BlockKey, FileAddress)],
+        blocks: &[(BlockKey, Address)],
         deadline: Deadline,
     ) -> Result<u64, DiskError> {
         let targets: Vec<_> = {
@@ -232,7 +234,7 @@ impl PerBlockFiles {
             table.hide(blocks);
             // A file that cannot be read is removed only if the table has this write under its
             // name.
-            let target = |(key, address): &(BlockKey, FileAddress)| {
+            let target = |(key, address): &(BlockKey, Address)| {
                 (self.path(key), *key, *address, table.contains(key, *address))
             };
             blocks.iter().map(target).collect()
@@ -282,17 +284,17 @@ impl PerBlockFiles {
         }
     }
 
-    fn damaged(&self, damage: DamageKind) -> ReadOutcome {
+    fn damaged(&self) -> LoadOutcome {
         self.counters.records_damaged.fetch_add(1, Ordering::Relaxed);
-        ReadOutcome::Damaged(damage)
+        LoadOutcome::Damaged
     }
 
     fn alias_one(
         &self,
-        meta: &RecordMeta,
-        target: FileAddress,
+        meta: &BlockFacts,
+        target: Address,
         deadline: Deadline,
-    ) -> Result<FileAddress, DiskError> {
+    ) -> Result<Address, DiskError> {
         let source = {
             let table = self.table();
             let key = table.key_at(target).filter(|key| !table.is_hidden(key, target));
@@ -300,10 +302,10 @@ impl PerBlockFiles {
         };
         // A file is found under one key only, so an alias is a second file with the same bytes.
         let image = self.load(&source, target, deadline)?.ok_or(DiskError::NoTarget)?;
-        if image.meta.payload_bytes != meta.payload_bytes {
+        if image.meta.bytes != meta.bytes {
             return Err(DiskError::LengthMismatch {
-                payload_bytes: u64::from(meta.payload_bytes),
-                slab_bytes: u64::from(image.meta.payload_bytes),
+                payload_bytes: u64::from(meta.bytes),
+                slab_bytes: u64::from(image.meta.bytes),
             });
         }
         self.check_capacity(meta, 0)?;
@@ -314,9 +316,9 @@ impl PerBlockFiles {
 impl BlockFiles for PerBlockFiles {
     fn append(
         &self,
-        batch: Vec<(RecordMeta, Slab)>,
+        batch: Vec<(BlockFacts, Slab)>,
         deadline: Deadline,
-    ) -> Vec<Result<FileAddress, DiskError>> {
+    ) -> Vec<Result<Address, DiskError>> {
         let mut in_flight_bytes = 0;
         let mut images = Vec::with_capacity(batch.len());
         let mut results = Vec::with_capacity(batch.len());
@@ -342,35 +344,27 @@ impl BlockFiles for PerBlockFiles {
         stored.collect()
     }
 
-    fn read_each(&self, queue: &mut dyn ReadQueue, deadline: Deadline) {
+    fn read_each(&self, queue: &mut dyn LoadQueue, deadline: Deadline) {
         self.read_files(queue, deadline);
-    }
-
-    fn directory(&self) -> &Path {
-        &self.config.directory
     }
 
     fn alias(
         &self,
-        batch: &[(RecordMeta, FileAddress)],
+        batch: &[(BlockFacts, Address)],
         deadline: Deadline,
-    ) -> Vec<Result<FileAddress, DiskError>> {
+    ) -> Vec<Result<Address, DiskError>> {
         batch.iter().map(|(meta, target)| self.alias_one(meta, *target, deadline)).collect()
     }
 
-    fn remove(
-        &self,
-        keys: &[(BlockKey, FileAddress)],
-        deadline: Deadline,
-    ) -> Result<(), DiskError> {
+    fn remove(&self, keys: &[(BlockKey, Address)], deadline: Deadline) -> Result<(), DiskError> {
         self.remove_files(keys, deadline).map(drop)
     }
 
     fn reclaim(
         &self,
-        keep: &mut dyn FnMut(&RecordMeta, FileAddress) -> bool,
+        keep: &mut dyn FnMut(&BlockFacts, Address) -> bool,
         deadline: Deadline,
-    ) -> Result<ReclaimOutcome, DiskError> {
+    ) -> Result<MakeRoomOutcome, DiskError> {
         let _reclaims =
             self.reclaim_lock.lock(deadline, self.io.clock.as_ref()).ok_or_else(|| {
                 DiskError::Timeout {
@@ -385,7 +379,7 @@ impl BlockFiles for PerBlockFiles {
         &self,
         key: &BlockKey,
         deadline: Deadline,
-    ) -> Result<Option<(RecordMeta, FileAddress)>, DiskError> {
+    ) -> Result<Option<(BlockFacts, Address)>, DiskError> {
         let Some(entry) = self.load_entry(key, deadline)? else { return Ok(None) };
         let address = address_of(&entry);
         let mut table = self.table();
@@ -437,7 +431,7 @@ impl BlockFiles for PerBlockFiles {
         self.problems.all()
     }
 
-    fn erase(&self, deadline: Deadline) -> Result<FileEraseReport, DiskError> {
+    fn erase(&self, deadline: Deadline) -> Result<StageEraseReport, DiskError> {
         self.erase_all(deadline)
     }
 

@@ -17,7 +17,8 @@ use crate::io::{
     Buffer, FileHandle, OpenMode, PageBuffer, Transfer, TransferKind, TransferOutcome,
     TransferQueue,
 };
-use crate::{DamageKind, DiskError, FileAddress, ReadOutcome, ReadQueue, ReadRequest};
+use crate::{Address, DiskError, Load, LoadOutcome};
+use cascade_tier::tier::LoadQueue;
 
 /// Maximum number of files that are opened in one call, because each call is handed to a worker
 /// thread.
@@ -26,14 +27,14 @@ const OPENS_PER_CALL: usize = 64;
 /// What a read in flight was asked for.
 struct PendingRead {
     key: BlockKey,
-    address: FileAddress,
+    address: Address,
     slab_bytes: usize,
 }
 
 /// The reads of one call.
 struct FileReads<'a> {
     files: &'a PerBlockFiles,
-    queue: &'a mut dyn ReadQueue,
+    queue: &'a mut dyn LoadQueue,
     deadline: Deadline,
     /// Reads of opened files that are not started yet.
     opened: VecDeque<(usize, Transfer)>,
@@ -49,7 +50,7 @@ impl TransferQueue for FileReads<'_> {
             }
             let mut requests = Vec::new();
             while requests.len() < OPENS_PER_CALL
-                && let Some(request) = self.queue.next_request()
+                && let Some(request) = self.queue.next_load()
             {
                 requests.push(request);
             }
@@ -73,7 +74,7 @@ impl TransferQueue for FileReads<'_> {
 
 impl FileReads<'_> {
     /// Opens the files of some blocks and prepares their reads.
-    fn open(&mut self, requests: Vec<(usize, ReadRequest)>) {
+    fn open(&mut self, requests: Vec<(usize, Load)>) {
         let sources: Vec<PathBuf> =
             requests.iter().map(|(_, request)| self.files.path(&request.key)).collect();
         let (io, direct) = (&self.files.io, self.files.is_direct);
@@ -86,7 +87,7 @@ impl FileReads<'_> {
             Ok(opened) => opened,
             Err(error) => {
                 for (number, _) in requests {
-                    self.queue.ended(number, ReadOutcome::Failed(error.clone()));
+                    self.queue.ended(number, LoadOutcome::Failed(error.clone().into()));
                 }
                 return;
             }
@@ -101,18 +102,20 @@ impl FileReads<'_> {
     fn prepare(
         &mut self,
         number: usize,
-        request: ReadRequest,
+        request: Load,
         file: io::Result<FileHandle>,
-    ) -> Result<(), ReadOutcome> {
-        let ReadRequest { key, address, slab } = request;
+    ) -> Result<(), LoadOutcome> {
+        let Load { key, address, slab } = request;
         // After the opening: a removal before it hides the file, one after it does not matter.
         if self.files.table().is_hidden(&key, address) {
-            return Err(ReadOutcome::Gone);
+            return Err(LoadOutcome::Gone);
         }
         let file = file.map_err(|error| match error {
-            error if error.kind() == io::ErrorKind::NotFound => ReadOutcome::Gone,
-            error if is_misplaced(&error) => self.files.damaged(DamageKind::Header),
-            error => ReadOutcome::Failed(DiskError::from_io("open", &self.files.path(&key), error)),
+            error if error.kind() == io::ErrorKind::NotFound => LoadOutcome::Gone,
+            error if is_misplaced(&error) => self.files.damaged(),
+            error => LoadOutcome::Failed(
+                DiskError::from_io("open", &self.files.path(&key), error).into(),
+            ),
         })?;
         if number >= self.pending.len() {
             self.pending.resize_with(number + 1, || None);
@@ -129,7 +132,7 @@ impl FileReads<'_> {
 }
 
 impl PerBlockFiles {
-    pub(super) fn read_files(&self, queue: &mut dyn ReadQueue, deadline: Deadline) {
+    pub(super) fn read_files(&self, queue: &mut dyn LoadQueue, deadline: Deadline) {
         let (opened, pending) = (VecDeque::new(), Vec::new());
         let mut reads = FileReads { files: self, queue, deadline, opened, pending };
         self.io.run(&mut reads, deadline);
@@ -138,7 +141,7 @@ impl PerBlockFiles {
             let pending = reads.pending[number].take().expect("it was prepared");
             let path = self.path(&pending.key);
             let late = DiskError::Timeout { operation: "read", path };
-            reads.queue.ended(number, ReadOutcome::Failed(late));
+            reads.queue.ended(number, LoadOutcome::Failed(late.into()));
         }
     }
 
@@ -146,40 +149,45 @@ impl PerBlockFiles {
         &self,
         &PendingRead { ref key, address, slab_bytes }: &PendingRead,
         TransferOutcome { transfer, result }: TransferOutcome,
-    ) -> ReadOutcome {
+    ) -> LoadOutcome {
         let is_short = match &result {
             Ok(_bytes) => false,
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => true,
             Err(_) => {
                 let error = result.expect_err("matched above");
-                return ReadOutcome::Failed(DiskError::from_io("read", &self.path(key), error));
+                return LoadOutcome::Failed(
+                    DiskError::from_io("read", &self.path(key), error).into(),
+                );
             }
         };
         let mut transfer = transfer.expect("a completed transfer is returned");
         let header = transfer.buffers.remove(0);
         // Also after a short read: if the header is complete, it tells which write the file is of.
         let Some(entry) = decode_header(header.bytes(), key) else {
-            return self.damaged(DamageKind::Header);
+            return self.damaged();
         };
         // An intact file of another write replaced the requested block.
         if address_of(&entry) != address {
-            return ReadOutcome::Gone;
+            return LoadOutcome::Gone;
         }
-        if entry.meta.payload_bytes as usize != slab_bytes {
-            return ReadOutcome::Failed(DiskError::LengthMismatch {
-                payload_bytes: u64::from(entry.meta.payload_bytes),
-                slab_bytes: slab_bytes as u64,
-            });
+        if entry.meta.bytes as usize != slab_bytes {
+            return LoadOutcome::Failed(
+                DiskError::LengthMismatch {
+                    payload_bytes: u64::from(entry.meta.bytes),
+                    slab_bytes: slab_bytes as u64,
+                }
+                .into(),
+            );
         }
         // Only after the nonce was compared: a short file of another write is `Gone`, not damage.
         if is_short {
-            return self.damaged(DamageKind::Truncated);
+            return self.damaged();
         }
         let slab = slab_from_read(transfer, slab_bytes);
         if checksum(&slab) != entry.payload_checksum {
-            return self.damaged(DamageKind::Checksum);
+            return self.damaged();
         }
         self.count_read(slab_bytes as u64);
-        ReadOutcome::Hit(slab)
+        LoadOutcome::Hit(slab)
     }
 }

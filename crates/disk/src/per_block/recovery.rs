@@ -17,7 +17,7 @@ use crate::format::{FormatError, PAGE_BYTES, RecordEntry, SegmentFrame};
 use crate::io::{FileIo, FileOperations, OpenMode, PageBuffer, make_tier_directory};
 use crate::lock::DirectoryLock;
 use crate::problem_log::ProblemLog;
-use crate::{DiskError, FileTierConfig, Recovery, manifests};
+use crate::{DiskError, FilesConfig, Recovery, manifests};
 
 /// Maximum number of problems of an opening that are described.
 const PROBLEMS_MAX: usize = 8;
@@ -25,7 +25,7 @@ const PROBLEMS_MAX: usize = 8;
 impl PerBlockFiles {
     /// Locks the writer's name and recovers the block files of all writers.
     pub(crate) fn open(
-        config: FileTierConfig,
+        config: FilesConfig,
         io: FileIo,
         deadline: Deadline,
     ) -> Result<(Self, Recovery), DiskError> {

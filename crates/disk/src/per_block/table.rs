@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use cascade_block::BlockKey;
 
 use super::block_file::{address_of, file_bytes};
-use crate::FileAddress;
+use crate::Address;
 use crate::format::RecordEntry;
 
 /// Stale items tolerated in `reclaim_order` beside one per file.
@@ -17,15 +17,15 @@ pub(super) struct BlockFileTable {
     files: HashMap<BlockKey, TableFile>,
     /// The key of every file in `files`, by its address. Ordered, so that `any_key` does not depend
     /// on the seed of a hash table.
-    keys: BTreeMap<FileAddress, BlockKey>,
+    keys: BTreeMap<Address, BlockKey>,
     /// The order in which files are reclaimed. May contain writes that no longer exist.
-    reclaim_order: VecDeque<FileAddress>,
+    reclaim_order: VecDeque<Address>,
     /// Bytes of `files` and `damaged`.
     used_bytes: u64,
     /// Files with a damaged header. They cannot be read, and a reclaim removes them first.
     damaged: Vec<DamagedFile>,
     /// Removed blocks whose files may still exist.
-    hidden: HashSet<(BlockKey, FileAddress)>,
+    hidden: HashSet<(BlockKey, Address)>,
     pub(super) unsynced: Vec<BlockKey>,
 }
 
@@ -38,7 +38,7 @@ pub(super) struct DamagedFile {
 
 #[derive(Debug, Clone, Copy)]
 struct TableFile {
-    address: FileAddress,
+    address: Address,
     bytes: u64,
 }
 
@@ -50,7 +50,7 @@ impl BlockFileTable {
         if self.contains(&key, address) {
             return;
         }
-        let bytes = file_bytes(entry.meta.payload_bytes);
+        let bytes = file_bytes(entry.meta.bytes);
         if let Some(before) = self.files.insert(key, TableFile { address, bytes }) {
             self.keys.remove(&before.address);
             self.used_bytes -= before.bytes;
@@ -66,12 +66,12 @@ impl BlockFileTable {
     }
 
     /// Whether the key's file is that of this write.
-    pub(super) fn contains(&self, key: &BlockKey, address: FileAddress) -> bool {
+    pub(super) fn contains(&self, key: &BlockKey, address: Address) -> bool {
         self.files.get(key).is_some_and(|file| file.address == address)
     }
 
     /// The key of a write.
-    pub(super) fn key_at(&self, address: FileAddress) -> Option<BlockKey> {
+    pub(super) fn key_at(&self, address: Address) -> Option<BlockKey> {
         self.keys.get(&address).copied()
     }
 
@@ -80,7 +80,7 @@ impl BlockFileTable {
     }
 
     /// Removes a write. Returns the bytes of its file, or 0 if it is not in the table.
-    pub(super) fn remove(&mut self, key: &BlockKey, address: FileAddress) -> u64 {
+    pub(super) fn remove(&mut self, key: &BlockKey, address: Address) -> u64 {
         if !self.contains(key, address) {
             return 0;
         }
@@ -92,7 +92,7 @@ impl BlockFileTable {
     }
 
     /// Takes the oldest write out of the reclaim order: key, address, bytes.
-    pub(super) fn pop_oldest(&mut self) -> Option<(BlockKey, FileAddress, u64)> {
+    pub(super) fn pop_oldest(&mut self) -> Option<(BlockKey, Address, u64)> {
         while let Some(address) = self.reclaim_order.pop_front() {
             if let Some(key) = self.keys.get(&address) {
                 return Some((*key, address, self.files.get(key).map_or(0, |file| file.bytes)));
@@ -114,23 +114,23 @@ impl BlockFileTable {
     }
 
     /// Returns writes to the end of the reclaim order.
-    pub(super) fn requeue(&mut self, writes: impl IntoIterator<Item = FileAddress>) {
+    pub(super) fn requeue(&mut self, writes: impl IntoIterator<Item = Address>) {
         self.reclaim_order.extend(writes);
     }
 
     /// Reads of these blocks return `Gone` from now on, even if their files remain.
-    pub(super) fn hide(&mut self, blocks: &[(BlockKey, FileAddress)]) {
+    pub(super) fn hide(&mut self, blocks: &[(BlockKey, Address)]) {
         self.hidden.extend(blocks);
     }
 
     /// Ends the hiding of blocks whose files no longer exist or belong to other writes.
-    pub(super) fn unhide(&mut self, blocks: &[(BlockKey, FileAddress)]) {
+    pub(super) fn unhide(&mut self, blocks: &[(BlockKey, Address)]) {
         for block in blocks {
             self.hidden.remove(block);
         }
     }
 
-    pub(super) fn is_hidden(&self, key: &BlockKey, address: FileAddress) -> bool {
+    pub(super) fn is_hidden(&self, key: &BlockKey, address: Address) -> bool {
         self.hidden.contains(&(*key, address))
     }
 

@@ -7,14 +7,15 @@ use super::write::{SpaceClass, WriterState};
 use super::write_run::PendingEntry;
 use super::{Alias, SegmentFiles};
 use crate::format::{ENTRIES_PER_FRAME, EntryKind};
-use crate::{DiskError, FileAddress, RecordMeta};
+use crate::place::Place as _;
+use crate::{Address, BlockFacts, DiskError};
 
 impl SegmentFiles {
     pub(super) fn alias_blocks(
         &self,
-        batch: &[(RecordMeta, FileAddress)],
+        batch: &[(BlockFacts, Address)],
         deadline: Deadline,
-    ) -> Vec<Result<FileAddress, DiskError>> {
+    ) -> Vec<Result<Address, DiskError>> {
         // Locked before the addresses are resolved: a reclaim moves blocks and removes segments
         // under this lock. The targets thus stay valid until their aliases are written.
         let mut writer = match self.lock(&self.writer, deadline) {
@@ -41,7 +42,7 @@ impl SegmentFiles {
         pending: Vec<PendingEntry>,
         space: SpaceClass,
         deadline: Deadline,
-    ) -> Vec<Result<FileAddress, DiskError>> {
+    ) -> Vec<Result<Address, DiskError>> {
         let metas: Vec<_> = pending.iter().map(|pending| pending.meta).collect();
         // `write` assigns ascending numbers from here on, and no other thread writes meanwhile.
         let sequence = writer.next_sequence;
@@ -58,16 +59,16 @@ impl SegmentFiles {
     /// The entry of an additional key for the block at an address.
     pub(super) fn alias_entry(
         &self,
-        meta: &RecordMeta,
-        address: FileAddress,
+        meta: &BlockFacts,
+        address: Address,
     ) -> Result<PendingEntry, DiskError> {
         let target = self.resolve(address);
         let segment = self.segment(target.segment()).ok_or(DiskError::NoTarget)?;
         let slot = segment.state().slot(target.page()).filter(BlockSlot::is_live);
         let slot = slot.ok_or(DiskError::NoTarget)?;
-        if slot.payload_bytes != meta.payload_bytes {
+        if slot.payload_bytes != meta.bytes {
             return Err(DiskError::LengthMismatch {
-                payload_bytes: u64::from(meta.payload_bytes),
+                payload_bytes: u64::from(meta.bytes),
                 slab_bytes: u64::from(slot.payload_bytes),
             });
         }
@@ -82,7 +83,7 @@ impl SegmentFiles {
     }
 }
 
-type AppendResults = Vec<Option<Result<FileAddress, DiskError>>>;
+type AppendResults = Vec<Option<Result<Address, DiskError>>>;
 
 /// Separates valid entries from rejected ones. The results of the valid ones are left open.
 fn split(pending: Vec<Result<PendingEntry, DiskError>>) -> (Vec<PendingEntry>, AppendResults) {
@@ -102,7 +103,7 @@ fn split(pending: Vec<Result<PendingEntry, DiskError>>) -> (Vec<PendingEntry>, A
 }
 
 /// Fills the open results, in order.
-fn fill(results: &mut AppendResults, written: Vec<Result<FileAddress, DiskError>>) {
+fn fill(results: &mut AppendResults, written: Vec<Result<Address, DiskError>>) {
     let open = results.iter_mut().filter(|result| result.is_none());
     for (place, result) in open.zip(written) {
         *place = Some(result);

@@ -10,19 +10,20 @@ use super::SegmentFiles;
 use super::recovery::checkpoint_path;
 use super::segment::{Segment, SegmentState};
 use super::write::WriterState;
-use crate::DiskError;
-use crate::erase::{FileEraseReport, has_extension};
+use crate::erase::Erasure;
 use crate::format::Checkpoint;
+use crate::manifests::has_extension;
 use crate::scan::segment_name;
+use crate::{DiskError, StageEraseReport};
 
 impl SegmentFiles {
-    pub(super) fn erase_all(&self, deadline: Deadline) -> Result<FileEraseReport, DiskError> {
+    pub(super) fn erase_all(&self, deadline: Deadline) -> Result<StageEraseReport, DiskError> {
         // With both locks no segment is created after the files are listed.
         let mut unreported = self.lock(&self.reclaim_lock, deadline)?;
         let mut writer = self.lock(&self.writer, deadline)?;
         let directory = &self.config.directory;
         let found = self.files_beside(deadline)?;
-        let mut erased = FileEraseReport::default();
+        let mut erased = Erasure::default();
         let (own, others): (Vec<_>, Vec<_>) = found.into_iter().partition(|path| self.owns(path));
         let (mut segments, rest): (Vec<_>, Vec<_>) =
             own.into_iter().partition(|path| segment_name(path).is_some());
@@ -40,7 +41,7 @@ impl SegmentFiles {
         self.aliases().clear();
         for path in others {
             let why = std::io::Error::other("it belongs to another writer of this directory");
-            erased.add_remaining(path, "not removed", &why);
+            erased.add_remaining(&path, "not removed", &why);
         }
         // The oldest first: without a mark, a crash leaves the newest blocks and no earlier ones.
         segments.sort_unstable_by_key(|path| segment_name(path).map(|(_, number)| number));
@@ -62,7 +63,7 @@ impl SegmentFiles {
             remaining = erased.erase(&self.io, mark, deadline);
         }
         erased.erase_manifests(&self.io, directory, &remaining, deadline);
-        Ok(erased)
+        Ok(erased.report)
     }
 
     /// Writes a checkpoint without segments and entries. An opening then ignores everything that

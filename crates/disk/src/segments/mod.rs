@@ -17,7 +17,7 @@ mod write;
 mod write_run;
 
 use std::collections::{BTreeMap, HashMap};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 
@@ -33,14 +33,15 @@ use crate::io::FileIo;
 use crate::lock::DirectoryLock;
 use crate::problem_log::ProblemLog;
 use crate::{
-    BlockFiles, DiskError, DiskStats, FileAddress, FileEraseReport, FileTierConfig, ReadQueue,
-    ReclaimOutcome, RecordMeta, StoredManifest, device_probe, manifests,
+    Address, BlockFacts, BlockFiles, DiskError, DiskStats, FilesConfig, MakeRoomOutcome,
+    StageEraseReport, StoredManifest, device_probe, manifests,
 };
+use cascade_tier::tier::LoadQueue;
 
 /// The file tier with segments.
 #[derive(Debug)]
 pub struct SegmentFiles {
-    config: FileTierConfig,
+    config: FilesConfig,
     io: FileIo,
     is_direct: bool,
     /// By number. Numbers only ascend, so the first segment is the oldest and the last the newest.
@@ -49,7 +50,7 @@ pub struct SegmentFiles {
     aliases: Mutex<Aliases>,
     /// New addresses of blocks by their old address: of those that the last reclaim moved, and of
     /// `UnreportedMoves`.
-    moved_addresses: RwLock<HashMap<FileAddress, FileAddress>>,
+    moved_addresses: RwLock<HashMap<Address, Address>>,
     /// Locked during the I/O of writes. Reads never lock it.
     writer: DeadlineMutex<WriterState>,
     /// Locked before `writer` where both are locked. Only its holder moves blocks or removes
@@ -62,15 +63,15 @@ pub struct SegmentFiles {
 
 /// Blocks that failed reclaims moved: key, old address, new address. The caller still has the old
 /// addresses, and the next reclaim that succeeds reports the new ones.
-pub(super) type UnreportedMoves = Vec<(BlockKey, FileAddress, FileAddress)>;
+pub(super) type UnreportedMoves = Vec<(BlockKey, Address, Address)>;
 
 /// The aliases of each block, by its address.
-pub(super) type Aliases = HashMap<FileAddress, Vec<Alias>>;
+pub(super) type Aliases = HashMap<Address, Vec<Alias>>;
 
 /// An additional key of a block.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Alias {
-    meta: RecordMeta,
+    meta: BlockFacts,
     sequence: u64,
 }
 
@@ -107,7 +108,7 @@ impl SegmentFiles {
     }
 
     /// The current address of a block that may have moved.
-    fn resolve(&self, mut address: FileAddress) -> FileAddress {
+    fn resolve(&self, mut address: Address) -> Address {
         // More than one step if a block moved again after a failed reclaim. The loop ends because
         // an address is never used twice.
         while let Some(moved) = self.moved_address(address) {
@@ -116,7 +117,7 @@ impl SegmentFiles {
         address
     }
 
-    fn moved_address(&self, address: FileAddress) -> Option<FileAddress> {
+    fn moved_address(&self, address: Address) -> Option<Address> {
         let moved_addresses = self.moved_addresses.read().unwrap_or_else(PoisonError::into_inner);
         moved_addresses.get(&address).copied()
     }
@@ -125,8 +126,8 @@ impl SegmentFiles {
     /// returns something.
     fn find_moved<T>(
         &self,
-        mut address: FileAddress,
-        mut find: impl FnMut(FileAddress) -> Option<T>,
+        mut address: Address,
+        mut find: impl FnMut(Address) -> Option<T>,
     ) -> Option<T> {
         loop {
             if let Some(found) = find(address) {
@@ -156,41 +157,33 @@ impl SegmentFiles {
 impl BlockFiles for SegmentFiles {
     fn append(
         &self,
-        batch: Vec<(RecordMeta, Slab)>,
+        batch: Vec<(BlockFacts, Slab)>,
         deadline: Deadline,
-    ) -> Vec<Result<FileAddress, DiskError>> {
+    ) -> Vec<Result<Address, DiskError>> {
         self.append_blocks(batch, deadline)
     }
 
-    fn read_each(&self, queue: &mut dyn ReadQueue, deadline: Deadline) {
+    fn read_each(&self, queue: &mut dyn LoadQueue, deadline: Deadline) {
         self.read_blocks(queue, deadline);
-    }
-
-    fn directory(&self) -> &Path {
-        &self.config.directory
     }
 
     fn alias(
         &self,
-        batch: &[(RecordMeta, FileAddress)],
+        batch: &[(BlockFacts, Address)],
         deadline: Deadline,
-    ) -> Vec<Result<FileAddress, DiskError>> {
+    ) -> Vec<Result<Address, DiskError>> {
         self.alias_blocks(batch, deadline)
     }
 
-    fn remove(
-        &self,
-        keys: &[(BlockKey, FileAddress)],
-        deadline: Deadline,
-    ) -> Result<(), DiskError> {
+    fn remove(&self, keys: &[(BlockKey, Address)], deadline: Deadline) -> Result<(), DiskError> {
         self.remove_keys(keys, deadline)
     }
 
     fn reclaim(
         &self,
-        keep: &mut dyn FnMut(&RecordMeta, FileAddress) -> bool,
+        keep: &mut dyn FnMut(&BlockFacts, Address) -> bool,
         deadline: Deadline,
-    ) -> Result<ReclaimOutcome, DiskError> {
+    ) -> Result<MakeRoomOutcome, DiskError> {
         self.reclaim_segment(keep, deadline)
     }
 
@@ -198,7 +191,7 @@ impl BlockFiles for SegmentFiles {
         &self,
         _key: &BlockKey,
         _deadline: Deadline,
-    ) -> Result<Option<(RecordMeta, FileAddress)>, DiskError> {
+    ) -> Result<Option<(BlockFacts, Address)>, DiskError> {
         // No other process writes this writer's segments. The opening and `append` have reported
         // every block of them.
         Ok(None)
@@ -238,7 +231,7 @@ impl BlockFiles for SegmentFiles {
         self.problems.all()
     }
 
-    fn erase(&self, deadline: Deadline) -> Result<FileEraseReport, DiskError> {
+    fn erase(&self, deadline: Deadline) -> Result<StageEraseReport, DiskError> {
         self.erase_all(deadline)
     }
 

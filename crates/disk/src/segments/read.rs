@@ -10,7 +10,9 @@ use super::segment::{BlockSlot, Segment};
 use super::{SegmentFiles, count};
 use crate::alignment::{read_buffers, slab_from_read};
 use crate::io::{Transfer, TransferKind, TransferOutcome, TransferQueue};
-use crate::{DamageKind, DiskError, FileAddress, ReadOutcome, ReadQueue, ReadRequest};
+use crate::place::Place as _;
+use crate::{Address, DiskError, Load, LoadOutcome};
+use cascade_tier::tier::LoadQueue;
 
 /// A block whose read is in flight.
 #[derive(Debug)]
@@ -23,7 +25,7 @@ struct PendingRead {
 /// The reads of one call.
 struct SegmentReads<'a> {
     files: &'a SegmentFiles,
-    queue: &'a mut dyn ReadQueue,
+    queue: &'a mut dyn LoadQueue,
     /// By the number of the block.
     pending: Vec<Option<PendingRead>>,
 }
@@ -31,7 +33,7 @@ struct SegmentReads<'a> {
 impl TransferQueue for SegmentReads<'_> {
     fn next_transfer(&mut self) -> Option<(usize, Transfer)> {
         loop {
-            let (number, request) = self.queue.next_request()?;
+            let (number, request) = self.queue.next_load()?;
             match self.files.start_read(request) {
                 Ok((pending, transfer)) => {
                     if number >= self.pending.len() {
@@ -58,24 +60,27 @@ impl TransferQueue for SegmentReads<'_> {
 }
 
 impl SegmentFiles {
-    pub(super) fn read_blocks(&self, queue: &mut dyn ReadQueue, deadline: Deadline) {
+    pub(super) fn read_blocks(&self, queue: &mut dyn LoadQueue, deadline: Deadline) {
         self.io.run(&mut SegmentReads { files: self, queue, pending: Vec::new() }, deadline);
     }
 
     /// Finds a block and checks everything that can be checked before its bytes are read.
-    fn start_read(&self, request: ReadRequest) -> Result<(PendingRead, Transfer), ReadOutcome> {
-        let ReadRequest { address, key, slab } = request;
+    fn start_read(&self, request: Load) -> Result<(PendingRead, Transfer), LoadOutcome> {
+        let Load { address, key, slab } = request;
         // A reclaim that removes the segment meanwhile does not affect this read: it keeps the
         // file open.
         let found =
             self.find_moved(address, |at| self.find_block(&key, at).map(|block| (at, block)));
-        let (address, (segment, slot)) = found.ok_or(ReadOutcome::Gone)?;
+        let (address, (segment, slot)) = found.ok_or(LoadOutcome::Gone)?;
         let payload_bytes = slot.payload_bytes as usize;
         if slab.len() != payload_bytes {
-            return Err(ReadOutcome::Failed(DiskError::LengthMismatch {
-                payload_bytes: payload_bytes as u64,
-                slab_bytes: slab.len() as u64,
-            }));
+            return Err(LoadOutcome::Failed(
+                DiskError::LengthMismatch {
+                    payload_bytes: payload_bytes as u64,
+                    slab_bytes: slab.len() as u64,
+                }
+                .into(),
+            ));
         }
         let file = Arc::clone(&segment.file);
         let buffers = read_buffers(slab);
@@ -83,11 +88,7 @@ impl SegmentFiles {
         Ok((PendingRead { segment, payload_bytes, checksum: slot.checksum }, transfer))
     }
 
-    fn find_block(
-        &self,
-        key: &BlockKey,
-        address: FileAddress,
-    ) -> Option<(Arc<Segment>, BlockSlot)> {
+    fn find_block(&self, key: &BlockKey, address: Address) -> Option<(Arc<Segment>, BlockSlot)> {
         let segment = self.segment(address.segment())?;
         // The state is unlocked again before `is_alias` locks the aliases.
         let slot = segment.state().slot(address.page()).filter(BlockSlot::is_live)?;
@@ -104,32 +105,30 @@ impl SegmentFiles {
         &self,
         pending: &PendingRead,
         TransferOutcome { transfer, result }: TransferOutcome,
-    ) -> ReadOutcome {
-        let damaged = |damage| {
+    ) -> LoadOutcome {
+        let damaged = || {
             count(&self.counters.records_damaged, 1);
-            ReadOutcome::Damaged(damage)
+            LoadOutcome::Damaged
         };
         match result {
             Ok(_bytes) => {}
             // The file ends before the payload does. Other errors say nothing about the block.
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
-                return damaged(DamageKind::Truncated);
+                return damaged();
             }
             Err(error) => {
-                return ReadOutcome::Failed(DiskError::from_io(
-                    "read",
-                    &pending.segment.path,
-                    error,
-                ));
+                return LoadOutcome::Failed(
+                    DiskError::from_io("read", &pending.segment.path, error).into(),
+                );
             }
         }
         let transfer = transfer.expect("a completed transfer is returned");
         let slab = slab_from_read(transfer, pending.payload_bytes);
         if checksum(&slab) != pending.checksum {
-            return damaged(DamageKind::Checksum);
+            return damaged();
         }
         count(&self.counters.records_read, 1);
         count(&self.counters.bytes_read, pending.payload_bytes as u64);
-        ReadOutcome::Hit(slab)
+        LoadOutcome::Hit(slab)
     }
 }

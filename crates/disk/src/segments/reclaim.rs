@@ -13,7 +13,8 @@ use super::{SegmentFiles, UnreportedMoves, count};
 use crate::error::is_misplaced;
 use crate::format::{EntryKind, PAGE_BYTES, RecordEntry, pages_of};
 use crate::io::{Buffer, PageBuffer, Transfer, TransferKind};
-use crate::{DiskError, FileAddress, ReclaimOutcome, RecordMeta};
+use crate::place::Place as _;
+use crate::{Address, BlockFacts, DiskError, MakeRoomOutcome};
 
 /// Maximum number of bytes that a reclaim holds in memory.
 const MOVE_BYTES_MAX: u64 = 8 << 20;
@@ -21,20 +22,20 @@ const MOVE_BYTES_MAX: u64 = 8 << 20;
 /// A block to move, with the keys to keep. The first key becomes its own, the others its aliases.
 #[derive(Debug)]
 struct BlockMove {
-    from: FileAddress,
-    keys: Vec<RecordMeta>,
+    from: Address,
+    keys: Vec<BlockFacts>,
 }
 
 impl SegmentFiles {
     pub(super) fn reclaim_segment(
         &self,
-        keep: &mut dyn FnMut(&RecordMeta, FileAddress) -> bool,
+        keep: &mut dyn FnMut(&BlockFacts, Address) -> bool,
         deadline: Deadline,
-    ) -> Result<ReclaimOutcome, DiskError> {
+    ) -> Result<MakeRoomOutcome, DiskError> {
         use crate::BlockFiles as _;
         let mut unreported = self.lock(&self.reclaim_lock, deadline)?;
         let before = self.used_bytes();
-        let mut reclaimed = ReclaimOutcome::default();
+        let mut reclaimed = MakeRoomOutcome::default();
         if let Err(error) = self.reclaim_victim(keep, &unreported, &mut reclaimed, deadline) {
             unreported.append(&mut reclaimed.moved);
             return Err(error);
@@ -46,7 +47,7 @@ impl SegmentFiles {
         }
         moved.append(&mut reclaimed.moved);
         reclaimed.moved = moved;
-        reclaimed.bytes_freed = before.saturating_sub(self.used_bytes());
+        reclaimed.freed_bytes = before.saturating_sub(self.used_bytes());
         Ok(reclaimed)
     }
 
@@ -54,9 +55,9 @@ impl SegmentFiles {
     /// the blocks that were moved before it.
     fn reclaim_victim(
         &self,
-        keep: &mut dyn FnMut(&RecordMeta, FileAddress) -> bool,
+        keep: &mut dyn FnMut(&BlockFacts, Address) -> bool,
         unreported: &UnreportedMoves,
-        reclaimed: &mut ReclaimOutcome,
+        reclaimed: &mut MakeRoomOutcome,
         deadline: Deadline,
     ) -> Result<(), DiskError> {
         let Some(victim) = self.choose_victim(deadline)? else { return Ok(()) };
@@ -87,7 +88,7 @@ impl SegmentFiles {
 
     /// Ends the validity of old addresses that an earlier reclaim has reported as moved.
     fn forget_reported_moves(&self, unreported: &UnreportedMoves) {
-        let kept: HashSet<FileAddress> = unreported.iter().map(|(_, from, _)| *from).collect();
+        let kept: HashSet<Address> = unreported.iter().map(|(_, from, _)| *from).collect();
         let mut moved = self.moved_addresses.write().unwrap_or_else(PoisonError::into_inner);
         moved.retain(|from, _| kept.contains(from));
     }
@@ -100,11 +101,11 @@ impl SegmentFiles {
         writer: &mut WriterState,
         victim: &Segment,
         unreported: &UnreportedMoves,
-        dropped: &[(BlockKey, FileAddress)],
+        dropped: &[(BlockKey, Address)],
         deadline: Deadline,
     ) -> Result<(), DiskError> {
         let is_left =
-            |at: FileAddress| at.segment() != victim.number && self.segment(at.segment()).is_some();
+            |at: Address| at.segment() != victim.number && self.segment(at.segment()).is_some();
         for copies in writer.failed_copies.values_mut() {
             copies.retain(|at| is_left(*at));
         }
@@ -149,7 +150,7 @@ impl SegmentFiles {
         &self,
         victim: &Segment,
         entries: &[RecordEntry],
-        reclaimed: &mut ReclaimOutcome,
+        reclaimed: &mut MakeRoomOutcome,
     ) {
         let known: HashSet<u32> = entries
             .iter()
@@ -163,7 +164,7 @@ impl SegmentFiles {
         drop(state);
         for page in pages.into_iter().filter(|page| !known.contains(page)) {
             count(&self.counters.records_damaged, 1);
-            let address = FileAddress::in_segment(victim.number, page);
+            let address = Address::in_segment(victim.number, page);
             let aliases = self.aliases();
             let others = aliases.get(&address).into_iter().flatten();
             reclaimed.dropped.extend(others.map(|alias| (alias.meta.key, address)));
@@ -175,8 +176,8 @@ impl SegmentFiles {
         &self,
         victim: &Segment,
         entries: &[RecordEntry],
-        keep: &mut dyn FnMut(&RecordMeta, FileAddress) -> bool,
-        reclaimed: &mut ReclaimOutcome,
+        keep: &mut dyn FnMut(&BlockFacts, Address) -> bool,
+        reclaimed: &mut MakeRoomOutcome,
     ) -> Vec<BlockMove> {
         let now = self.io.clock.unix_ms();
         let mut moves = Vec::new();
@@ -190,7 +191,7 @@ impl SegmentFiles {
             // reads lock them.
             let others: Vec<_> =
                 self.aliases().get(&from).into_iter().flatten().map(|alias| alias.meta).collect();
-            let mut keys: Vec<RecordMeta> = first_key.into_iter().chain(others).collect();
+            let mut keys: Vec<BlockFacts> = first_key.into_iter().chain(others).collect();
             keys.retain(|meta| {
                 let is_kept = !meta.has_expired(now) && keep(meta, from);
                 if !is_kept {
@@ -210,7 +211,7 @@ impl SegmentFiles {
         &self,
         victim: &Arc<Segment>,
         moves: Vec<BlockMove>,
-        reclaimed: &mut ReclaimOutcome,
+        reclaimed: &mut MakeRoomOutcome,
         deadline: Deadline,
     ) -> Result<(), DiskError> {
         // Read without the writer's lock, so that appends continue meanwhile.
@@ -230,7 +231,7 @@ impl SegmentFiles {
                 each.keys.into_iter().filter(|meta| self.has_key(&meta.key, each.from)).collect();
             // The first key is written with the block even if it was an alias before.
             let Some(&first) = keys.first() else { continue };
-            count(&self.counters.bytes_moved, u64::from(first.payload_bytes));
+            count(&self.counters.bytes_moved, u64::from(first.bytes));
             pending.push(PendingEntry {
                 kind: EntryKind::Block,
                 meta: first,
@@ -266,8 +267,8 @@ impl SegmentFiles {
         &self,
         writer: &mut WriterState,
         moved: &BlockMove,
-        to: FileAddress,
-        reclaimed: &mut ReclaimOutcome,
+        to: Address,
+        reclaimed: &mut MakeRoomOutcome,
         deadline: Deadline,
     ) -> Result<(), DiskError> {
         let from = moved.from;
@@ -293,7 +294,7 @@ impl SegmentFiles {
         outcome
     }
 
-    fn has_key(&self, key: &BlockKey, address: FileAddress) -> bool {
+    fn has_key(&self, key: &BlockKey, address: Address) -> bool {
         let Some(segment) = self.segment(address.segment()) else { return false };
         let slot = segment.state().slot(address.page());
         // The state is unlocked again by now: aliases are locked before it, never after.
@@ -412,7 +413,7 @@ fn batches(moves: Vec<BlockMove>) -> Vec<Vec<BlockMove>> {
     // The first block thus starts the first batch.
     let mut bytes = u64::MAX;
     for each in moves {
-        let length = u64::from(pages_of(u64::from(each.keys[0].payload_bytes))) * PAGE_BYTES as u64;
+        let length = u64::from(pages_of(u64::from(each.keys[0].bytes))) * PAGE_BYTES as u64;
         if bytes.saturating_add(length) > MOVE_BYTES_MAX {
             batches.push(Vec::new());
             bytes = 0;

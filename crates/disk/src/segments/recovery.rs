@@ -20,9 +20,10 @@ use crate::format::{
 };
 use crate::io::{FileHandle, FileIo, OpenMode, read_whole};
 use crate::lock::DirectoryLock;
+use crate::place::Place as _;
 use crate::problem_log::ProblemLog;
 use crate::scan::{FileSource, ScanError, ScanOptions, SegmentContent, read_segment, segment_name};
-use crate::{DiskError, FileAddress, FileTierConfig, Recovery, manifests};
+use crate::{Address, DiskError, FilesConfig, Recovery, manifests};
 
 /// A segment found at opening, with its content.
 #[derive(Debug)]
@@ -37,7 +38,7 @@ struct RecoveredSegment {
 impl SegmentFiles {
     /// Locks the directory, recovers what is stored there and prepares it for writes.
     pub(crate) fn open(
-        config: FileTierConfig,
+        config: FilesConfig,
         io: FileIo,
         deadline: Deadline,
     ) -> Result<(Self, Recovery), DiskError> {
@@ -91,7 +92,7 @@ impl SegmentFiles {
     /// Seals segments that a crash left open, and writes tombstones for superseded blocks.
     fn finish_recovery(
         &self,
-        superseded: &[(BlockKey, FileAddress)],
+        superseded: &[(BlockKey, Address)],
         unreadable: &[u32],
         deadline: Deadline,
     ) -> Result<(), DiskError> {
@@ -182,7 +183,7 @@ impl SegmentFiles {
     /// Adds the aliases. They are completely in memory, so a damaged frame loses none.
     fn checkpoint_aliases(&self, next_sequence: u64, entries: &mut Vec<RecordEntry>) {
         let first = entries.len();
-        let blocks: HashMap<FileAddress, Checksum> = entries
+        let blocks: HashMap<Address, Checksum> = entries
             .iter()
             .filter(|entry| entry.kind == EntryKind::Block)
             .map(|entry| (entry.address, entry.payload_checksum))
@@ -206,14 +207,14 @@ impl SegmentFiles {
     }
 }
 
-pub(super) fn checkpoint_path(config: &FileTierConfig) -> PathBuf {
+pub(super) fn checkpoint_path(config: &FilesConfig) -> PathBuf {
     config.directory.join(format!("{}.checkpoint", config.writer))
 }
 
 /// The parameters of all steps of an opening.
 struct OpenContext<'a> {
     io: &'a FileIo,
-    config: &'a FileTierConfig,
+    config: &'a FilesConfig,
     is_direct: bool,
     problems: &'a ProblemLog,
     deadline: Deadline,
@@ -322,7 +323,7 @@ fn add_checkpoint_entries(
     if !content.was_scanned || content.segment_id() != Some(covered.segment_id) {
         return;
     }
-    let known: HashSet<FileAddress> = content
+    let known: HashSet<Address> = content
         .entries
         .iter()
         .filter(|entry| entry.kind == EntryKind::Block)
@@ -347,7 +348,7 @@ fn add_checkpoint_entries(
 /// Loads the checkpoint, if there is one. The inner error is why it cannot be used.
 pub(super) fn load_checkpoint(
     io: &FileIo,
-    config: &FileTierConfig,
+    config: &FilesConfig,
     deadline: Deadline,
 ) -> Result<Result<Option<Checkpoint>, String>, DiskError> {
     let path = checkpoint_path(config);
@@ -455,7 +456,7 @@ fn build_segments(
 ) -> (BTreeMap<u32, Arc<Segment>>, Aliases) {
     let mut aliases = Aliases::new();
     // Sorted by address, because slots are added in the order of their pages.
-    let mut slots: BTreeMap<FileAddress, (RecordEntry, bool)> = BTreeMap::new();
+    let mut slots: BTreeMap<Address, (RecordEntry, bool)> = BTreeMap::new();
     for entry in &replay.live {
         match entry.kind {
             EntryKind::Alias => {
@@ -477,8 +478,8 @@ fn build_segments(
             let mut state = SegmentState::empty(each.content.file_bytes);
             state.entry_location = each.entry_location;
             state.end_page = each.content.end_page;
-            let first = FileAddress::in_segment(each.number, 0);
-            let last = FileAddress::in_segment(each.number, u32::MAX);
+            let first = Address::in_segment(each.number, 0);
+            let last = Address::in_segment(each.number, u32::MAX);
             for (address, (entry, has_first_key)) in slots.range(first..=last) {
                 state.add_slot(entry);
                 if !has_first_key {

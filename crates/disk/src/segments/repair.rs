@@ -14,6 +14,7 @@ use super::segment::{BlockSlot, EntriesError, EntryLocation, Segment};
 use super::{SegmentFiles, count};
 use crate::DiskError;
 use crate::format::{EntryKind, RecordEntry, encode_entries};
+use crate::place::Place as _;
 use crate::scan::{FileSource, read_frames};
 
 impl SegmentFiles {

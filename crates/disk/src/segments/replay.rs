@@ -4,8 +4,9 @@ use std::collections::HashMap;
 
 use cascade_block::BlockKey;
 
-use crate::FileAddress;
+use crate::Address;
 use crate::format::{EntryKind, RecordEntry};
+use crate::place::Place as _;
 
 /// The result of replaying all entries in order.
 #[derive(Debug, Default)]
@@ -14,7 +15,7 @@ pub(crate) struct ReplayResult {
     /// The blocks that live aliases refer to.
     pub(crate) bodies: Vec<RecordEntry>,
     /// Blocks that a newer block of the same key replaced without a tombstone.
-    pub(crate) superseded: Vec<(BlockKey, FileAddress)>,
+    pub(crate) superseded: Vec<(BlockKey, Address)>,
     pub(crate) expired: u64,
     /// One more than the highest sequence number and segment number.
     pub(crate) sequence_end: u64,
@@ -33,7 +34,7 @@ pub(crate) fn replay(entries: &[RecordEntry], now_unix_ms: u64) -> ReplayResult 
             .unwrap_or(0),
         ..ReplayResult::default()
     };
-    let mut blocks: HashMap<FileAddress, usize> = HashMap::with_capacity(entries.len());
+    let mut blocks: HashMap<Address, usize> = HashMap::with_capacity(entries.len());
     // The entry that is valid for each key so far.
     let mut valid_entries: HashMap<BlockKey, usize> = HashMap::with_capacity(entries.len());
     for (at, entry) in entries.iter().enumerate() {
@@ -46,7 +47,7 @@ pub(crate) fn replay(entries: &[RecordEntry], now_unix_ms: u64) -> ReplayResult 
                 // Length and checksum tell them apart.
                 let is_same = |block: &usize| {
                     entries[*block].payload_checksum == entry.payload_checksum
-                        && entries[*block].meta.payload_bytes == entry.meta.payload_bytes
+                        && entries[*block].meta.bytes == entry.meta.bytes
                 };
                 if !blocks.get(&entry.address).is_some_and(is_same) {
                     continue;

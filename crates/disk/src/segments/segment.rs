@@ -11,6 +11,7 @@ use crate::format::{
     ENTRY_BYTES, EntryKind, PAGE_BYTES, RandomId, RecordEntry, decode_entries, page_aligned,
 };
 use crate::io::{FileHandle, FileIo, PageBuffer};
+use crate::place::Place as _;
 
 /// A segment.
 #[derive(Debug)]
@@ -75,7 +76,7 @@ impl BlockSlot {
 
     /// Whether an entry describes this block.
     pub(super) fn matches_entry(&self, entry: &RecordEntry) -> bool {
-        self.payload_bytes == entry.meta.payload_bytes
+        self.payload_bytes == entry.meta.bytes
             && self.checksum == entry.payload_checksum
             && self.fingerprint == key_fingerprint(&entry.meta.key)
     }
@@ -194,7 +195,7 @@ impl SegmentState {
         let slot = BlockSlot {
             fingerprint: key_fingerprint(&entry.meta.key),
             page,
-            payload_bytes: entry.meta.payload_bytes,
+            payload_bytes: entry.meta.bytes,
             checksum: entry.payload_checksum,
             has_first_key: true,
             is_live: true,

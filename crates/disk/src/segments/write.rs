@@ -16,7 +16,8 @@ use super::write_run::{
 use super::{SegmentFiles, count};
 use crate::format::{EntryKind, PAGE_BYTES, RandomId, SegmentFrame, encode_footer, footer_bytes};
 use crate::io::{Buffer, PageBuffer, Transfer, TransferKind, TransferOutcome, TransferQueue};
-use crate::{DiskError, FileAddress, RecordMeta};
+use crate::place::Place as _;
+use crate::{Address, BlockFacts, DiskError};
 
 /// Pages of a segment that cannot hold payload: header, one frame, the smallest footer.
 const OVERHEAD_PAGES: u32 = 4;
@@ -30,7 +31,7 @@ pub(super) struct WriterState {
     pub(super) unsynced: Vec<Arc<Segment>>,
     /// Blocks of failed writes, which may be on the device all the same. When a key is removed,
     /// they get tombstones too: otherwise a restart could bring the key back.
-    pub(super) failed_copies: HashMap<BlockKey, Vec<FileAddress>>,
+    pub(super) failed_copies: HashMap<BlockKey, Vec<Address>>,
     pub(super) next_number: u32,
     pub(super) next_sequence: u64,
 }
@@ -143,9 +144,9 @@ fn is_in_flight(error: &DiskError) -> bool {
 impl SegmentFiles {
     pub(super) fn append_blocks(
         &self,
-        batch: Vec<(RecordMeta, Slab)>,
+        batch: Vec<(BlockFacts, Slab)>,
         deadline: Deadline,
-    ) -> Vec<Result<FileAddress, DiskError>> {
+    ) -> Vec<Result<Address, DiskError>> {
         let mut pending = Vec::with_capacity(batch.len());
         let mut results = Vec::with_capacity(batch.len());
         for (meta, slab) in batch {
@@ -155,7 +156,7 @@ impl SegmentFiles {
                 pending.push(PendingEntry {
                     kind: EntryKind::Block,
                     meta,
-                    target: FileAddress::from_u64(0),
+                    target: Address(0),
                     // Computed when the block is taken, while earlier runs are in flight.
                     checksum: 0,
                     sequence: None,
@@ -176,8 +177,8 @@ impl SegmentFiles {
             .collect()
     }
 
-    fn check_block(&self, meta: &RecordMeta, slab: &Slab) -> Option<DiskError> {
-        let payload_bytes = u64::from(meta.payload_bytes);
+    fn check_block(&self, meta: &BlockFacts, slab: &Slab) -> Option<DiskError> {
+        let payload_bytes = u64::from(meta.bytes);
         let limit_bytes = self.config.segment_bytes - u64::from(OVERHEAD_PAGES) * PAGE_BYTES as u64;
         if payload_bytes == 0 || payload_bytes > limit_bytes {
             return Some(DiskError::BadLength { payload_bytes, limit_bytes });
@@ -189,7 +190,7 @@ impl SegmentFiles {
 
     pub(super) fn remove_keys(
         &self,
-        keys: &[(BlockKey, FileAddress)],
+        keys: &[(BlockKey, Address)],
         deadline: Deadline,
     ) -> Result<(), DiskError> {
         let mut writer = self.lock(&self.writer, deadline)?;
@@ -207,7 +208,7 @@ impl SegmentFiles {
     }
 
     /// Removes a key from its block in memory. Returns whether the block had it.
-    pub(super) fn remove_from_memory(&self, key: &BlockKey, address: FileAddress) -> bool {
+    pub(super) fn remove_from_memory(&self, key: &BlockKey, address: Address) -> bool {
         let Some(segment) = self.segment(address.segment()) else { return false };
         // Lock order: aliases, then the state of a segment.
         let mut aliases = self.aliases();
@@ -235,7 +236,7 @@ impl SegmentFiles {
         pending: Vec<PendingEntry>,
         space: SpaceClass,
         deadline: Deadline,
-    ) -> Vec<Result<FileAddress, DiskError>> {
+    ) -> Vec<Result<Address, DiskError>> {
         let total = pending.len();
         let mut pending = VecDeque::from(pending);
         let mut results = Vec::with_capacity(total);
@@ -335,11 +336,7 @@ impl SegmentFiles {
     }
 
     /// Records written entries in memory, in the order of the segment.
-    fn commit(
-        &self,
-        segment: &Segment,
-        runs: Vec<FinishedRun>,
-    ) -> Vec<Result<FileAddress, DiskError>> {
+    fn commit(&self, segment: &Segment, runs: Vec<FinishedRun>) -> Vec<Result<Address, DiskError>> {
         let mut state = segment.state_mut();
         let mut results = Vec::new();
         for (frames, result) in runs {
@@ -348,7 +345,7 @@ impl SegmentFiles {
                     state.add_entry(entry);
                     count(&self.counters.records_written, 1);
                     if entry.kind == EntryKind::Block {
-                        let bytes = u64::from(entry.meta.payload_bytes);
+                        let bytes = u64::from(entry.meta.bytes);
                         count(&self.counters.bytes_written, bytes);
                     }
                 }
@@ -537,7 +534,7 @@ impl SegmentFiles {
 }
 
 /// The blocks of failed runs.
-fn failed_blocks(runs: &[FinishedRun]) -> impl Iterator<Item = (BlockKey, FileAddress)> {
+fn failed_blocks(runs: &[FinishedRun]) -> impl Iterator<Item = (BlockKey, Address)> {
     let failed = runs.iter().filter(|(_, result)| result.is_err());
     failed
         .flat_map(|(frames, _)| frames.iter().flat_map(|frame| &frame.entries))

@@ -9,7 +9,8 @@ use crate::format::{
     ENTRIES_PER_FRAME, EntryKind, PAGE_BYTES, RecordEntry, SegmentFrame, pages_of,
 };
 use crate::io::{Buffer, PageBuffer};
-use crate::{FileAddress, RecordMeta};
+use crate::place::Place as _;
+use crate::{Address, BlockFacts};
 
 /// Maximum bytes of the first write of a call, and of each other write.
 pub(super) const FIRST_WRITE_BYTES_MAX: u64 = 1 << 20;
@@ -29,10 +30,10 @@ pub(super) enum PendingPayload {
 #[derive(Debug)]
 pub(super) struct PendingEntry {
     pub(super) kind: EntryKind,
-    pub(super) meta: RecordMeta,
+    pub(super) meta: BlockFacts,
     /// The block that an alias or tombstone refers to. The address of a block is assigned when it
     /// is placed.
-    pub(super) target: FileAddress,
+    pub(super) target: Address,
     /// Checksum of the payload. That of a slab is computed just before it is placed.
     pub(super) checksum: Checksum,
     /// Its old sequence number if it is rewritten; otherwise the next one is assigned.
@@ -87,7 +88,7 @@ impl WriteRun {
             *next_sequence - 1
         });
         let address = match pending.kind {
-            EntryKind::Block => FileAddress::in_segment(segment.number, start + self.pages),
+            EntryKind::Block => Address::in_segment(segment.number, start + self.pages),
             EntryKind::Alias | EntryKind::Tombstone => pending.target,
         };
         let pages = payload_pages(&pending);
@@ -131,14 +132,14 @@ impl WriteRun {
 }
 
 /// The entry for the removal of a key.
-pub(super) fn tombstone(key: &BlockKey, target: FileAddress) -> PendingEntry {
+pub(super) fn tombstone(key: &BlockKey, target: Address) -> PendingEntry {
     // A tombstone is about a key at an address. All other fields are without meaning.
-    let meta = RecordMeta {
+    let meta = BlockFacts {
         key: *key,
         digest: None,
         parent: None,
         namespace: NamespaceId::default(),
-        payload_bytes: 0,
+        bytes: 0,
         is_prefix: false,
         written_unix_ms: 0,
         expires_unix_ms: None,
@@ -150,7 +151,7 @@ pub(super) fn tombstone(key: &BlockKey, target: FileAddress) -> PendingEntry {
 /// Pages of an entry's payload in its segment.
 pub(super) fn payload_pages(pending: &PendingEntry) -> u32 {
     match pending.kind {
-        EntryKind::Block => pages_of(u64::from(pending.meta.payload_bytes)),
+        EntryKind::Block => pages_of(u64::from(pending.meta.bytes)),
         EntryKind::Alias | EntryKind::Tombstone => 0,
     }
 }

@@ -10,8 +10,8 @@ use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
 use super::error::ConfigError;
-use super::key::SettingKey;
-use super::keys::{ADVANCED, KEYS, SECTIONS, TENANT_KEYS, nearest_name};
+use super::key::{ADVANCED, SettingKey};
+use super::keys::{KEYS, SECTIONS, TENANT_KEYS, nearest_name};
 use super::renamed::{is_old_section, new_name_of};
 use super::settings::{SettingSource, Settings, Values};
 use super::value::{SettingValue, ValueKind};

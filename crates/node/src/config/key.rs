@@ -1,7 +1,9 @@
 //! A key of the configuration: one declaration, used for reading, checks and documentation.
 
-use super::keys::ADVANCED;
 use super::value::{SettingValue, ValueKind};
+
+/// The table of keys that an operator rarely needs.
+pub(super) const ADVANCED: &str = "advanced";
 
 /// A key of the configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -5,11 +5,8 @@
 //! `CASCADE_FILES_CAPACITY` in the environment, and `files_capacity` in Python, for settings of
 //! embedded stores.
 
-use super::key::SettingKey;
+use super::key::{ADVANCED, SettingKey};
 use super::value::ValueKind;
-
-/// The table of keys that an operator rarely needs.
-pub(super) const ADVANCED: &str = "advanced";
 
 /// Tables of the file, each with a description. The first one is the top level.
 pub const SECTIONS: &[(&str, &str)] = &[

@@ -2,8 +2,9 @@
 
 use std::fmt::Write as _;
 
+use super::key::ADVANCED;
 use super::key::SettingKey;
-use super::keys::{ADVANCED, KEYS, SECTIONS, TENANT_KEYS};
+use super::keys::{KEYS, SECTIONS, TENANT_KEYS};
 
 const OPENING: &str = "\
 # Configuration

@@ -143,7 +143,7 @@ impl ResponseQueue {
                 });
                 let visible = views
                     .entry(view.clone())
-                    .or_insert_with(|| status.clone().seen_by(view, &self.node));
+                    .or_insert_with(|| status.clone().seen_by(view, self.node.clients()));
                 self.build(visible, kind).into()
             });
             if response.send(text.clone()).is_err() {

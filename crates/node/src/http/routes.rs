@@ -85,7 +85,7 @@ async fn guard(
         let tenant = node.tenants().identify(u32::MAX, Some(token)).ok()?;
         Some(StatusView::of_tenant(&tenant))
     };
-    let view_of_peer = |user, group| StatusView::of_peer(&node, user, group);
+    let view_of_peer = |user, group| StatusView::of_peer(node.tenants(), user, group);
     let status = match access.check(caller, request.headers(), view_of_token, view_of_peer) {
         Ok(view) => {
             request.extensions_mut().insert(view);

@@ -12,7 +12,7 @@ use rustls::server::WebPkiClientVerifier;
 use rustls::{RootCertStore, ServerConfig};
 
 use crate::config::SecurityConfig;
-use crate::http::HttpError;
+use crate::http::error::HttpError;
 
 /// The shortest token: 16 random characters cannot be guessed over a network.
 const TOKEN_BYTES_MIN: usize = 16;

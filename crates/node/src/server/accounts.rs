@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, Weak};
 use cascade_store::StoreError;
 
 use super::lock;
-use super::session::Peer;
+use super::peer::Peer;
 
 /// Maximum number of holds (views and slabs) of one client: each takes memory of the node.
 pub(super) const HOLDS_MAX: u64 = 256 << 10;

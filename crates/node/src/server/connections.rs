@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::connection::Connection;
-use super::session::Peer;
+use super::peer::Peer;
 
 /// Maximum number of unauthenticated connections.
 pub(super) const UNAUTHENTICATED_MAX: usize = 256;

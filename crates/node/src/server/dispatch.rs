@@ -19,8 +19,8 @@ use super::holds::{HeldMemory, counted_bytes};
 use super::manifest_limits;
 use super::session::{ClientSession, PendingGrants};
 use super::wait_permits::{WaitPermit, WaitPermits, WaitPurpose};
-use crate::Node;
 use crate::status::NodeState;
+use crate::{Node, admin};
 
 /// Options of a store call that must not wait.
 const NO_WAIT: CallOptions = CallOptions { timeout: Some(Duration::ZERO), writer: None };
@@ -124,7 +124,7 @@ impl Dispatch<'_> {
             Ok(permit) => permit,
             Err(error) => return Answer::Failed(error),
         };
-        match self.node.administer(&self.session.tenant, topic, arguments, time) {
+        match admin::answer(self.node, &self.session.tenant, topic, arguments, time) {
             Ok(text) => Answer::Text(text),
             Err(reason) => Answer::Refused { reason },
         }

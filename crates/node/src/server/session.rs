@@ -2,13 +2,12 @@
 
 use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
+use std::fmt;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
-use std::{fmt, io};
 
 use cascade_block::{BlockKey, Namespace};
 use cascade_memory::SlabMut;
@@ -16,32 +15,12 @@ use cascade_runtime::{Clock, SystemClock};
 use cascade_store::holds::HoldGuard as _;
 use cascade_store::{CallOptions, FlushMark, Process, StoreError};
 use cascade_wire::{Access, HoldRange, SealedBlock, SessionId};
-use nix::sys::socket::{getsockopt, sockopt};
 
 use super::accounts::{Account, bytes_limit_error};
 use super::holds::{ClientHold, HeldMemory, Holds, LedgerGuard, counted_bytes, hold_numbers};
 use super::mapped;
+use super::peer::Peer;
 use crate::tenants::Tenant;
-
-/// The credentials that the kernel reports for the other end of a Unix socket.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Peer {
-    /// The process id; 0 for a process of another process namespace.
-    pub(crate) process: i32,
-    /// The user id.
-    pub(crate) user: u32,
-    /// The id of the primary group.
-    pub(crate) group: u32,
-}
-
-impl Peer {
-    pub(super) fn of(stream: &UnixStream) -> io::Result<Self> {
-        // Not rustix's: it cannot represent process id 0.
-        let credentials = getsockopt(stream, sockopt::PeerCredentials)?;
-        let (process, user, group) = (credentials.pid(), credentials.uid(), credentials.gid());
-        Ok(Self { process, user, group })
-    }
-}
 
 /// One client.
 pub(crate) struct ClientSession {

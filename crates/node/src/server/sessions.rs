@@ -9,7 +9,8 @@ use cascade_runtime::{Clock, SystemClock};
 use cascade_wire::SessionId;
 
 use super::lock;
-use super::session::{ClientSession, Peer};
+use super::peer::Peer;
+use super::session::ClientSession;
 use crate::tenants::Tenant;
 
 /// The sessions of a node.

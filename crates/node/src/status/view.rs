@@ -2,13 +2,13 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::Node;
+use crate::ClientSnapshot;
 use crate::status::{
     CatalogStatus, ClientsStatus, EvictionStatus, GetStatus, HealthState, HealthStatus, HitRate,
     LookupStatus, MoverStatus, PoolStatus, PutStatus, Status, TenantStatus, TierStatus,
     WarmRestartStatus,
 };
-use crate::tenants::{DEFAULT_TENANT, Tenant};
+use crate::tenants::{DEFAULT_TENANT, Tenant, Tenants};
 
 /// The tenant name in totals.
 pub const ALL_TENANTS: &str = "all tenants";
@@ -37,23 +37,22 @@ impl StatusView {
     }
 
     /// What the peer of a Unix socket may see. The kernel reports its UID and GID.
-    pub fn of_peer(node: &Node, user: u32, group: u32) -> Self {
+    pub(crate) fn of_peer(tenants: &Tenants, user: u32, group: u32) -> Self {
         let is_own_user = user == rustix::process::geteuid().as_raw();
-        if is_own_user || node.tenants().is_administrator(user, group) {
+        if is_own_user || tenants.is_administrator(user, group) {
             return Self::All;
         }
-        let tenant = node.tenants().identify(user, None);
+        let tenant = tenants.identify(user, None);
         tenant.map_or(Self::Totals, |tenant| Self::of_tenant(&tenant))
     }
 }
 
 impl Status {
-    /// This status of `node`, limited to a view.
-    pub(crate) fn seen_by(mut self, view: &StatusView, node: &Node) -> Self {
+    /// This status of a node with these clients, limited to a view.
+    pub(crate) fn seen_by(mut self, view: &StatusView, mut clients: Vec<ClientSnapshot>) -> Self {
         match view {
             StatusView::All => {}
             StatusView::Tenant(name) => {
-                let mut clients = node.clients();
                 clients.retain(|client| client.tenant == *name);
                 self.tenants.retain(|tenant| tenant.name == *name);
                 self.clients = ClientsStatus::of(&clients, 0);
@@ -277,8 +276,8 @@ fn add_optional(sum: Option<u64>, value: Option<u64>) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::NodeConfig;
     use crate::config::AdminGroup;
+    use crate::{Node, NodeConfig};
 
     /// Totals left out damaged structures and the state by direction. So without a token,
     /// `cascade_tier_damaged_structures_total` and `cascade_tier_circuit_open` were always 0.
@@ -324,8 +323,16 @@ mod tests {
         config.store.huge_pages = false;
         config.admin_group = Some(AdminGroup { gid: 700, members: vec![4710] });
         let node = Node::open(config).unwrap();
-        assert_eq!(StatusView::of_peer(&node, 4711, 700), StatusView::All, "primary group");
-        assert_eq!(StatusView::of_peer(&node, 4710, 100), StatusView::All, "listed member");
-        assert_eq!(StatusView::of_peer(&node, 4711, 100), StatusView::Totals);
+        assert_eq!(
+            StatusView::of_peer(node.tenants(), 4711, 700),
+            StatusView::All,
+            "primary group"
+        );
+        assert_eq!(
+            StatusView::of_peer(node.tenants(), 4710, 100),
+            StatusView::All,
+            "listed member"
+        );
+        assert_eq!(StatusView::of_peer(node.tenants(), 4711, 100), StatusView::Totals);
     }
 }

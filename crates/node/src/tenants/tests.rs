@@ -284,7 +284,7 @@ fn a_tenant_may_forget_itself_and_the_default_tenant_any() {
     let named = |name: &str| Arc::clone(node.tenants().by_name(name).unwrap());
     let forget = |caller: &str, name: &str| {
         let arguments = format!("{{\"tenant\": {name:?}}}");
-        node.administer(&named(caller), "forget", &arguments, Duration::from_secs(30))
+        crate::admin::answer(&node, &named(caller), "forget", &arguments, Duration::from_secs(30))
     };
     fill(&named("b"), 0..10);
     let refusal = forget("a", "b").unwrap_err();
@@ -295,7 +295,7 @@ fn a_tenant_may_forget_itself_and_the_default_tenant_any() {
         assert!(receipt.is_complete && receipt.tenant == "b", "{receipt:?}");
     }
     assert_eq!(hits(&named("b"), 0..10), 0);
-    assert!(node.administer(&named("b"), "forget", "{}", Duration::ZERO).is_err());
+    assert!(crate::admin::answer(&node, &named("b"), "forget", "{}", Duration::ZERO).is_err());
 }
 
 #[test]
@@ -308,7 +308,7 @@ fn a_tenant_may_run_admin_commands_on_itself_only() {
     let node = crate::Node::open(config).unwrap();
     let administer = |topic: &str, arguments: &str| {
         let a = Arc::clone(node.tenants().by_name("a").unwrap());
-        node.administer(&a, topic, arguments, Duration::from_secs(30))
+        crate::admin::answer(&node, &a, topic, arguments, Duration::from_secs(30))
     };
     let set = "{\"key\": \"log_filter\", \"value\": \"debug\"}";
     for (topic, arguments) in

@@ -6,13 +6,20 @@ use std::sync::{Arc, PoisonError};
 
 use crate::{Mutex, MutexGuard};
 
-use super::slot::Waiting;
-
 /// While it is set, waits for calls that were given it end at once.
 #[derive(Default)]
 pub struct Cancel {
     is_set: AtomicBool,
     waits: Mutex<Waits>,
+}
+
+/// A caller that waits.
+pub(super) trait Waiting: Send + Sync {
+    /// Lets the caller look again whether it is cancelled.
+    fn wake(&self);
+
+    /// Ends the wait: the call is not made.
+    fn refuse(&self);
 }
 
 #[derive(Default)]

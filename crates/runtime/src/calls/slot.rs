@@ -4,7 +4,7 @@ use std::sync::PoisonError;
 
 use crate::{Clock, Condvar, Deadline, Mutex, MutexGuard, Plant, is_planted};
 
-use super::Cancel;
+use super::cancel::{Cancel, Waiting};
 
 pub(super) struct Slot<T> {
     state: Mutex<State<T>>,
@@ -27,15 +27,6 @@ pub(super) enum Unanswered {
     Cancelled { has_begun: bool },
     Refused,
     Panicked,
-}
-
-/// A caller that waits.
-pub(super) trait Waiting: Send + Sync {
-    /// Lets the caller look again whether it is cancelled.
-    fn wake(&self);
-
-    /// Ends the wait: the call is not made.
-    fn refuse(&self);
 }
 
 impl<T> Slot<T> {

@@ -2,18 +2,9 @@
 
 use std::time::Duration;
 
-use super::World;
 use super::threads::State;
-use super::waiting::Reason;
-
-/// Threads that crash together: one simulated process.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Domain(pub u8);
-
-impl Domain {
-    /// The domain of the first thread, which starts processes and checks them.
-    pub const HARNESS: Self = Self(0);
-}
+use super::wait::Reason;
+use super::{Domain, World};
 
 impl World {
     /// Kills all threads of a domain: none of them runs again, and nothing of theirs is dropped.

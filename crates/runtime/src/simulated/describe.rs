@@ -1,9 +1,8 @@
 //! Descriptions of threads for verdicts: who waits for what, and who holds it.
 
 use super::World;
-use super::locks::LockKind;
 use super::threads::{State, Thread};
-use super::waiting::{Reason, Wait};
+use super::wait::{LockKind, Reason, Wait};
 
 impl World {
     /// One line for each thread that has neither ended nor been killed.

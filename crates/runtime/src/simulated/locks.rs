@@ -5,15 +5,7 @@ use std::time::Duration;
 
 use super::World;
 use super::threads::Held;
-use super::waiting::Reason;
-
-/// How a thread wants a lock.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum LockKind {
-    Mutex,
-    Read,
-    Write,
-}
+use super::wait::{LockKind, Reason};
 
 /// What to do after a lock was not free.
 pub(crate) enum Attempt {

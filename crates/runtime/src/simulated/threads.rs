@@ -3,7 +3,7 @@
 use std::panic::{AssertUnwindSafe, Location, catch_unwind};
 
 use super::coroutine::Coroutine;
-use super::waiting::Wait;
+use super::wait::Wait;
 use super::{Domain, Ending, World, panics};
 
 pub(super) struct Thread {
@@ -42,7 +42,7 @@ pub(super) struct Held {
 
 impl World {
     /// Adds a thread that is runnable.
-    pub(super) fn start_thread(
+    pub(crate) fn start_thread(
         &self,
         name: String,
         domain: Domain,

@@ -3,30 +3,13 @@
 use std::panic::Location;
 use std::time::Duration;
 
-use super::locks::LockKind;
 use super::threads::{State, Thread};
 use super::timers::nanoseconds;
+use super::wait::{LockKind, Reason, Wait};
 use super::{Ending, World};
 
 /// Stale timers that are kept at most, beside twice the threads.
 const STALE_MAX: usize = 1024;
-
-/// What a thread waits for, and where in the code.
-#[derive(Clone, Copy)]
-pub(super) struct Wait {
-    pub(super) reason: Reason,
-    pub(super) has_time_limit: bool,
-    pub(super) location: &'static Location<'static>,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Reason {
-    Lock(LockKind, usize),
-    Notification(usize),
-    EndOf(u32),
-    Time,
-    Kill,
-}
 
 /// Waiting threads in the order of their arrival, apart by reason, because each is searched by
 /// what happens at another rate. Threads that wait for time alone are not listed.

@@ -1,5 +1,7 @@
 //! The state of a simulated disk: files, directories, open files and locks.
 
+mod transfers;
+
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -11,7 +13,8 @@ use cascade_runtime::simulated::{Random, World};
 use super::content::Content;
 use super::faults::{CallKind, DiskFault, FaultPlan};
 use super::names::Directory;
-use super::transfers::InFlight;
+use transfers::InFlight;
+
 use super::{ContractViolation, DiskCounts, DiskSettings, Latency};
 
 /// The root directory.

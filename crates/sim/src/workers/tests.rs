@@ -3,8 +3,9 @@
 use cascade_runtime::SystemClock;
 
 use super::*;
+use crate::options::{Length, SimOptions, WORLD_OPERATIONS};
 use crate::report::SimResult;
-use crate::run::{Length, Progress, SimOptions, WORLD_OPERATIONS, Workers, run};
+use crate::run::{Progress, Workers, run};
 
 const LONG: Duration = Duration::from_secs(300);
 const WORLDS: u64 = 5;

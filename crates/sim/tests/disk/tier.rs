@@ -11,8 +11,8 @@ use cascade_disk::conformance::{
     self, Reopen, StoredBlock, assert_hits, assert_recovered, block, content, deadline, key, meta,
 };
 use cascade_disk::{
-    BlockFiles, DiskError, FileAddress, FileTierConfig, FileTierLayout, ReadOutcome, ReadRequest,
-    RecordMeta, Recovery, open_with,
+    Address, BlockFacts, BlockFiles, DiskError, FileLayout, FilesConfig, Load, LoadOutcome,
+    Recovery, open_with,
 };
 use cascade_memory::{HugePages, Pool, PoolConfig, Slab};
 use cascade_runtime::simulated::{Domain, Ending, Random, Report, Settings, World};
@@ -21,7 +21,7 @@ use cascade_sim::disk::{DiskSettings, Episode, SimDisk};
 
 const DIRECTORY: &str = "/tier/files";
 const CAPACITY_BYTES: u64 = 24 << 20;
-const LAYOUTS: [FileTierLayout; 2] = [FileTierLayout::Segments, FileTierLayout::FilePerBlock];
+const LAYOUTS: [FileLayout; 2] = [FileLayout::Segments, FileLayout::FilePerBlock];
 
 fn new_disk(settings: DiskSettings) -> SimDisk {
     let disk = SimDisk::new(settings);
@@ -30,7 +30,7 @@ fn new_disk(settings: DiskSettings) -> SimDisk {
     disk
 }
 
-fn open(disk: &SimDisk, config: &FileTierConfig) -> (Arc<dyn BlockFiles>, Recovery) {
+fn open(disk: &SimDisk, config: &FilesConfig) -> (Arc<dyn BlockFiles>, Recovery) {
     let clock: Arc<dyn Clock> = Arc::new(SystemClock);
     open_with(config.clone(), disk.file_io(&clock), deadline()).unwrap()
 }
@@ -40,13 +40,13 @@ fn for_each_tier(settings: DiskSettings, check: fn(&mut Reopen<'_>)) {
     for layout in LAYOUTS {
         for (durable, direct) in [(false, true), (true, true), (false, false)] {
             let disk = new_disk(settings);
-            let config = FileTierConfig {
+            let config = FilesConfig {
                 capacity_bytes: CAPACITY_BYTES,
                 segment_bytes: 4 << 20,
                 layout,
                 durable,
                 direct,
-                ..FileTierConfig::new(DIRECTORY)
+                ..FilesConfig::new(DIRECTORY)
             };
             check(&mut |_pool| open(&disk, &config));
             assert_eq!(disk.violations(), [], "{layout:?}, durable: {durable}, direct: {direct}");
@@ -106,7 +106,7 @@ fn a_seed_gives_the_same_run_each_time() {
     let run = |seed| {
         in_world(seed, move || {
             let disk = new_disk(DiskSettings { seed, ..DiskSettings::default() });
-            let config = small_config(FileTierLayout::Segments, false);
+            let config = small_config(FileLayout::Segments, false);
             conformance::removals_persist(&mut |_pool| open(&disk, &config));
         })
     };
@@ -118,13 +118,13 @@ fn a_seed_gives_the_same_run_each_time() {
     }
 }
 
-fn small_config(layout: FileTierLayout, durable: bool) -> FileTierConfig {
-    FileTierConfig {
+fn small_config(layout: FileLayout, durable: bool) -> FilesConfig {
+    FilesConfig {
         capacity_bytes: 8 << 20,
         segment_bytes: 1 << 20,
         layout,
         durable,
-        ..FileTierConfig::new(DIRECTORY)
+        ..FilesConfig::new(DIRECTORY)
     }
 }
 
@@ -142,7 +142,7 @@ fn length(number: u64) -> usize {
 #[derive(Debug, Default)]
 struct Acknowledged {
     /// Stored blocks, until their removal begins.
-    stored: BTreeMap<u64, FileAddress>,
+    stored: BTreeMap<u64, Address>,
     /// Blocks whose removal was acknowledged, and whether a sync was since.
     removed: BTreeMap<u64, bool>,
     next: u64,
@@ -173,7 +173,7 @@ fn write_until_killed(files: &dyn BlockFiles, pool: &Pool, shared: &LeafMutex<Ac
         }
         if is_full {
             // A block that is not kept may be gone from here on.
-            let keep = &mut |meta: &RecordMeta, _| {
+            let keep = &mut |meta: &BlockFacts, _| {
                 let is_kept = meta.is_prefix && meta.written_unix_ms + 40 > start;
                 if !is_kept {
                     shared.lock().unwrap().stored.remove(&meta.written_unix_ms);
@@ -194,7 +194,7 @@ fn remove_one(files: &dyn BlockFiles, number: u64, shared: &LeafMutex<Acknowledg
 }
 
 /// Crashes a writer again and again at any scheduling point, and checks what is left.
-fn crash_rounds(seed: u64, layout: FileTierLayout, has_power_losses: bool) {
+fn crash_rounds(seed: u64, layout: FileLayout, has_power_losses: bool) {
     let disk = new_disk(DiskSettings { seed, ..DiskSettings::default() });
     let config = small_config(layout, has_power_losses);
     let shared = Arc::new(LeafMutex::new(Acknowledged::default()));
@@ -290,28 +290,28 @@ fn a_power_loss_after_the_first_acknowledgement_loses_nothing() {
 #[test]
 fn no_block_of_segments_is_lost_or_wrong_after_kills() {
     for seed in 0..30 {
-        in_world(seed, move || crash_rounds(seed, FileTierLayout::Segments, false));
+        in_world(seed, move || crash_rounds(seed, FileLayout::Segments, false));
     }
 }
 
 #[test]
 fn no_block_file_is_lost_or_wrong_after_kills() {
     for seed in 0..15 {
-        in_world(seed, move || crash_rounds(seed, FileTierLayout::FilePerBlock, false));
+        in_world(seed, move || crash_rounds(seed, FileLayout::FilePerBlock, false));
     }
 }
 
 #[test]
 fn no_block_of_durable_segments_is_lost_or_wrong_after_power_losses() {
     for seed in 0..30 {
-        in_world(seed, move || crash_rounds(seed, FileTierLayout::Segments, true));
+        in_world(seed, move || crash_rounds(seed, FileLayout::Segments, true));
     }
 }
 
 #[test]
 fn no_durable_block_file_is_lost_or_wrong_after_power_losses() {
     for seed in 0..15 {
-        in_world(seed, move || crash_rounds(seed, FileTierLayout::FilePerBlock, true));
+        in_world(seed, move || crash_rounds(seed, FileLayout::FilePerBlock, true));
     }
 }
 
@@ -324,8 +324,8 @@ fn count_hits(files: &dyn BlockFiles, pool: &Pool, blocks: &[StoredBlock]) -> us
     let mut hits = 0;
     for stored in blocks {
         let Some(slab) = pool.allocate(stored.length) else { continue };
-        let request = ReadRequest { address: stored.address, key: key(stored.number), slab };
-        if let ReadOutcome::Hit(slab) = files.read(vec![request], soon()).remove(0) {
+        let request = Load { address: stored.address, key: key(stored.number), slab };
+        if let LoadOutcome::Hit(slab) = files.read(vec![request], soon()).remove(0) {
             assert!(slab[..] == content(stored.number, stored.length), "{stored:?}");
             hits += 1;
         }
@@ -335,7 +335,7 @@ fn count_hits(files: &dyn BlockFiles, pool: &Pool, blocks: &[StoredBlock]) -> us
 
 /// Runs a tier through faults, and checks every byte that it returns meanwhile and afterwards.
 /// Returns the number of calls that failed.
-fn fault_rounds(seed: u64, layout: FileTierLayout) -> usize {
+fn fault_rounds(seed: u64, layout: FileLayout) -> usize {
     let disk = new_disk(DiskSettings { seed, ..DiskSettings::default() });
     let config = small_config(layout, seed.is_multiple_of(2));
     let pool = small_pool();
@@ -376,7 +376,7 @@ fn fault_rounds(seed: u64, layout: FileTierLayout) -> usize {
     failed
 }
 
-fn new_block(pool: &Pool, number: u64) -> Option<(RecordMeta, Slab)> {
+fn new_block(pool: &Pool, number: u64) -> Option<(BlockFacts, Slab)> {
     let mut slab = pool.allocate(length(number))?;
     slab.copy_from_slice(&content(number, length(number)));
     Some((meta(number, length(number)), slab.seal()))

@@ -5,7 +5,8 @@ use cascade_block::BlockKey;
 use cascade_tier::{CallOptions, PrefixMatch, Request, StoreError, ViewOutcome};
 
 use crate::Store;
-use crate::calls::read::{ReadPurpose, resident};
+use crate::calls::read::resident;
+use crate::calls::read_flow::ReadPurpose;
 use crate::core::catalog::KeyIndex;
 use crate::core::state::StoreState;
 use crate::shared::StoreCore;

@@ -7,7 +7,8 @@ use cascade_tier::{CallOptions, StoreError, TierName};
 
 use crate::core::catalog::LOWER_STAGES_MAX;
 use crate::core::history::Loss;
-use crate::core::state::{KeyChange, StoreState};
+use crate::core::pending::KeyChange;
+use crate::core::state::StoreState;
 use crate::shared::StoreCore;
 use crate::shared::call::CallContext;
 use crate::shared::hold::KEYS_PER_HOLD;

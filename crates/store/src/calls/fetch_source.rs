@@ -5,7 +5,8 @@ use cascade_block::BlockKey;
 use crate::core::awaited::Place;
 use crate::core::catalog::ContentIndex;
 use crate::core::history::Loss;
-use crate::core::state::{KeyChange, StoreState};
+use crate::core::pending::KeyChange;
+use crate::core::state::StoreState;
 use cascade_tier::tier::Address;
 
 /// Where a block is read from.

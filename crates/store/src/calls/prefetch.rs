@@ -7,7 +7,7 @@ use cascade_block::BlockKey;
 use cascade_runtime::{Condvar, Mutex, MutexGuard};
 use cascade_tier::{CallOptions, ViewOutcome};
 
-use crate::calls::read::ReadPurpose;
+use crate::calls::read_flow::ReadPurpose;
 use crate::drive::mover::RateLimiter;
 use crate::shared::StoreCore;
 

@@ -516,6 +516,7 @@ impl StoreCore {
             namespace: put.namespace,
             bytes: u32::try_from(put.bytes.len()).expect("longer blocks were refused"),
             is_prefix: put.is_prefix,
+            written_unix_ms: 0,
             expires_unix_ms: expires,
         }
     }

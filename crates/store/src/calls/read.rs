@@ -7,7 +7,7 @@ use cascade_tier::{CallOptions, GetOutcome, StoreError, ViewOutcome};
 
 use crate::calls::fetch_source::FetchSource;
 use crate::calls::read_counters::ReadResult;
-use crate::calls::read_flow::{Fetch, PendingRead, ReadFlow};
+use crate::calls::read_flow::{Fetch, PendingRead, ReadFlow, ReadPurpose};
 use crate::core::catalog::{ExpectedAccess, KeyIndex};
 use crate::core::history::Loss;
 use crate::core::state::StoreState;
@@ -24,17 +24,6 @@ const STEP_BYTES: usize = 256 << 20;
 const PREFETCHED_SHARE: u64 = 4;
 /// Attempts to read a block that was moved or damaged before it counts as a miss.
 const TRIES_MAX: u32 = 4;
-
-/// The purpose of a read: decides what is counted and whether DRAM keeps the block.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum ReadPurpose {
-    /// A caller that uses the bytes.
-    Use,
-    /// A prefetch hint.
-    Prefetch,
-    /// A comparison by the store itself.
-    Compare,
-}
 
 impl StoreCore {
     pub(crate) fn view(&self, keys: &[BlockKey], options: CallOptions) -> Vec<ViewOutcome> {
@@ -150,6 +139,8 @@ impl StoreCore {
         let tier = self.tier_name(self.memory_tier());
         let mut may_have_changed = state.is_closed;
         let mut rest = pending.into_iter().zip(found);
+        // No more loads, but blocks in DRAM may follow, to be copied while these are under way.
+        let mut later = Vec::new();
         for (pending, mut found) in rest.by_ref() {
             if state.is_closed {
                 flow.settle(&pending, ViewOutcome::Failed(StoreError::Closed));
@@ -174,9 +165,13 @@ impl StoreCore {
                 flow.settle_resident(&pending, slab, tier);
                 continue;
             }
-            if flow.is_full() || flow.is_blocked() {
+            if flow.is_blocked() {
                 flow.stop_at(pending);
                 break;
+            }
+            if flow.is_full() {
+                later.push(pending);
+                continue;
             }
             may_have_changed = true;
             let (again, settled) = self.plan_fetch(state, pending, key, may_wait, flow);
@@ -189,8 +184,9 @@ impl StoreCore {
             }
         }
         // In their order, and behind the block for which there was no room.
-        let rest: Vec<PendingRead> = rest.map(|(pending, _)| pending).collect();
-        flow.queue_again(rest);
+        later.extend(flow.take_stopped());
+        later.extend(rest.map(|(pending, _)| pending));
+        flow.queue_again(later);
         state
     }
 

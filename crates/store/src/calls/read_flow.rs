@@ -5,7 +5,11 @@
 //! block to the caller's buffer while the stage reads the next ones. While it would wait for the
 //! stage, it copies the blocks of the batch that are in DRAM.
 
+mod buffers;
+mod copies;
+
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 use cascade_block::BlockKey;
 use cascade_memory::{Slab, SlabMut};
@@ -14,12 +18,14 @@ use cascade_tier::tier::{Load, LoadOutcome, LoadQueue, StageError};
 use cascade_tier::{GetOutcome, TierName, ViewOutcome};
 
 use crate::calls::fetch_source::FetchSource;
-use crate::calls::read::ReadPurpose;
 use crate::core::circuit::Direction;
 use crate::drive::breaker::HealthSignal;
 use crate::shared::StoreCore;
 use crate::shared::call::CallContext;
 use crate::shared::hold::KEYS_PER_HOLD;
+
+use buffers::CallerBuffers;
+use copies::Copies;
 
 /// A read call holds at most DRAM divided by this in slabs that it loads, and as much in slabs that
 /// it copies from.
@@ -39,6 +45,17 @@ const KEYS_AGAIN_MAX: usize = 64;
 
 /// What the result of a read from a stage costs a hold of the lock, in keys looked up.
 const SETTLE_COST: u32 = 4;
+
+/// The purpose of a read: decides what is counted and whether DRAM keeps the block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ReadPurpose {
+    /// A caller that uses the bytes.
+    Use,
+    /// A prefetch hint.
+    Prefetch,
+    /// A comparison by the store itself.
+    Compare,
+}
 
 /// A block of a read without an outcome so far.
 #[derive(Debug, Clone, Copy)]
@@ -67,18 +84,6 @@ struct Loading {
     pending: PendingRead,
     from: FetchSource,
     bytes: usize,
-}
-
-/// The buffers of a copying get, and what was copied to them.
-struct CallerBuffers<'a, 'b> {
-    buffers: &'a mut [&'b mut [u8]],
-    copied: Vec<Option<GetOutcome>>,
-    batch_bytes: usize,
-    /// Blocks in DRAM that are not copied yet, and their bytes.
-    hits: VecDeque<(usize, Slab, TierName)>,
-    hit_bytes: usize,
-    /// Blocks in DRAM to look up again, because the call holds enough others. With their lengths.
-    deferred: VecDeque<(PendingRead, usize)>,
 }
 
 /// State of one read call.
@@ -141,10 +146,7 @@ impl<'a, 'b> ReadFlow<'a, 'b> {
     }
 
     fn copying(self, buffers: &'a mut [&'b mut [u8]]) -> Self {
-        let batch_bytes = buffers.iter().map(|buffer| buffer.len()).sum();
-        let copied = buffers.iter().map(|_| None).collect();
-        let (hits, hit_bytes, deferred) = (VecDeque::new(), 0, VecDeque::new());
-        let target = CallerBuffers { buffers, copied, batch_bytes, hits, hit_bytes, deferred };
+        let target = CallerBuffers::new(buffers);
         Self { target: Some(target), ..self }
     }
 
@@ -167,7 +169,7 @@ impl<'a, 'b> ReadFlow<'a, 'b> {
     /// later and returns true. So the call finds the blocks that a stage has to load first.
     pub(super) fn defer(&mut self, pending: &PendingRead, bytes: usize) -> bool {
         let Some(target) = &mut self.target else { return false };
-        let is_full = target.hit_bytes >= self.held_bytes_max && !target.hits.is_empty();
+        let is_full = target.held_bytes() >= self.held_bytes_max && target.held_bytes() > 0;
         if is_full {
             target.deferred.push_back((*pending, bytes));
         }
@@ -194,7 +196,7 @@ impl<'a, 'b> ReadFlow<'a, 'b> {
 
     /// Whether the call holds slabs, so that it must not wait for more.
     pub(super) fn holds_some(&self) -> bool {
-        self.held_bytes > 0 || self.target.as_ref().is_some_and(|target| !target.hits.is_empty())
+        self.held_bytes > 0 || self.target.as_ref().is_some_and(|target| target.held_bytes() > 0)
     }
 
     /// Whether the call loads into as many slabs as it may.
@@ -217,9 +219,14 @@ impl<'a, 'b> ReadFlow<'a, 'b> {
         self.is_blocked
     }
 
-    /// Queues blocks that were not planned, in their order, behind the one without memory.
+    /// The block at which the planning stopped.
+    pub(super) fn take_stopped(&mut self) -> Option<PendingRead> {
+        self.postponed.take()
+    }
+
+    /// Queues blocks that were not planned, in their order, before the others.
     pub(super) fn queue_again(&mut self, rest: Vec<PendingRead>) {
-        for pending in self.postponed.take().into_iter().chain(rest).rev() {
+        for pending in rest.into_iter().rev() {
             self.queued.push_front(pending);
         }
     }
@@ -248,6 +255,9 @@ impl<'a, 'b> ReadFlow<'a, 'b> {
     /// Returns whether there was one.
     fn copy_resident(&mut self, bytes_max: usize) -> bool {
         let Some(target) = &mut self.target else { return false };
+        if target.copies.is_some() {
+            return target.copy_shared();
+        }
         let mut bytes = 0;
         while bytes < bytes_max
             && let Some((index, slab, tier)) = target.hits.pop_front()
@@ -270,7 +280,7 @@ impl<'a, 'b> ReadFlow<'a, 'b> {
     /// Takes as many deferred blocks as the call may copy from.
     fn take_deferred(&mut self) -> Vec<PendingRead> {
         let Some(target) = &mut self.target else { return Vec::new() };
-        let (mut taken, mut bytes) = (Vec::new(), target.hit_bytes);
+        let (mut taken, mut bytes) = (Vec::new(), target.held_bytes());
         while taken.len() < KEYS_PER_HOLD
             && (bytes < self.held_bytes_max || taken.is_empty())
             && let Some((pending, block_bytes)) = target.deferred.pop_front()
@@ -311,18 +321,6 @@ impl<'a, 'b> ReadFlow<'a, 'b> {
                 (None, _) => GetOutcome::Miss,
             })
             .collect()
-    }
-}
-
-impl CallerBuffers<'_, '_> {
-    fn copy(&mut self, index: usize, block: &[u8], tier: TierName) {
-        let (bytes, buffer) = (block.len(), &mut *self.buffers[index]);
-        self.copied[index] = Some(if bytes > buffer.len() {
-            GetOutcome::TooShort { needed_bytes: bytes }
-        } else {
-            cascade_memory::copy_out(&mut buffer[..bytes], block, self.batch_bytes);
-            GetOutcome::Hit { bytes, tier }
-        });
     }
 }
 
@@ -484,7 +482,7 @@ impl StoreCore {
             loop {
                 // While one stage loads, blocks for another one may be planned.
                 while let Some(stage) = flow.planned.iter().position(|loads| !loads.is_empty()) {
-                    self.load_planned(flow, stage);
+                    self.load_beside_copies(flow, stage);
                 }
                 flow.copy_resident(usize::MAX);
                 if flow.fail_if_late(&*self.clock) {
@@ -540,6 +538,31 @@ impl StoreCore {
         let state = self.plan(state, pending, may_wait, flow);
         self.unlock(state);
         true
+    }
+
+    /// As [`Self::load_planned`]. If the call has much to copy from DRAM, a second thread helps.
+    fn load_beside_copies(&self, flow: &mut ReadFlow<'_, '_>, stage: usize) {
+        let wants_thread = flow.target.as_ref().is_some_and(|target| target.wants_second_thread());
+        // A simulated world has no second processor.
+        if !wants_thread || cascade_runtime::is_simulated() {
+            return self.load_planned(flow, stage);
+        }
+        let batch_bytes = flow.target.as_ref().map_or(0, |target| target.batch_bytes);
+        let copies = Arc::new(Copies::new(batch_bytes));
+        std::thread::scope(|scope| {
+            let _ends = copies.ends_on_drop();
+            let builder = std::thread::Builder::new().name("cascade-copy".to_owned());
+            // Without the thread the call makes all copies itself.
+            let has_thread = builder.spawn_scoped(scope, || copies.run()).is_ok();
+            if let Some(target) = flow.target.as_mut().filter(|_| has_thread) {
+                target.copies = Some(Arc::clone(&copies));
+            }
+            self.load_planned(flow, stage);
+            while copies.copy_one() {}
+        });
+        if let Some(target) = &mut flow.target {
+            target.end_copies(&copies);
+        }
     }
 
     /// Loads the planned blocks of a stage, and those that become possible meanwhile.

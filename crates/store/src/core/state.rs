@@ -8,6 +8,9 @@
 //! - A content with a dirty bit is in the queue of that stage or is being written by its mover, and
 //!   keeps its slab until then.
 
+mod additions;
+mod release;
+
 use std::time::Duration;
 
 use cascade_block::{BlockKey, FingerprintSeed};
@@ -23,6 +26,7 @@ use crate::core::circuit::Breaker;
 use crate::core::eviction::{AncestorSearch, Eviction, Incoming, RemovalReason, VictimSearch};
 use crate::core::flush_mark::FlushMark;
 use crate::core::history::{History, Loss};
+use crate::core::pending::{KeyChange, PendingWrite};
 use crate::core::queue::Queue;
 use crate::core::usable::verdict;
 use crate::durable::ledger::{Ledger, unknown_namespace};
@@ -32,27 +36,6 @@ use crate::hold_recorder::HoldRecorder;
 const EVICTION_COST: u32 = 4;
 /// Names of a content that are walked for the price of one key.
 const NAMES_PER_KEY: u32 = 8;
-
-/// A block queued to be written to a lower stage.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct PendingWrite {
-    pub(crate) facts: BlockFacts,
-    pub(crate) content: ContentIndex,
-    pub(crate) generation: u32,
-    /// How often the stage failed to store it.
-    pub(crate) tries: u8,
-}
-
-/// An additional or removed key of a content that a stage has. Only the mover of the stage sends
-/// these changes, in their order and before later blocks: a key that is removed and added again
-/// must end up present.
-#[derive(Debug, Clone, Copy)]
-pub(crate) enum KeyChange {
-    /// Another key of the content.
-    Add(BlockFacts, Address),
-    /// A key that is no longer valid.
-    Remove(BlockKey, Address),
-}
 
 /// Result of an attempt to evict one block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -572,6 +555,7 @@ fn record_key(ledger: &mut Ledger, catalog: &Catalog, key: KeyIndex, facts: Opti
         namespace: unknown_namespace(),
         bytes: content.bytes,
         is_prefix: entry.is_prefix(),
+        written_unix_ms: 0,
         expires_unix_ms: (entry.expires_unix_ms != 0).then_some(entry.expires_unix_ms),
     };
     let digest = catalog.digest_of(entry.content).copied();

@@ -8,8 +8,9 @@ use cascade_tier::tier::{LoadOutcome, StageError};
 
 use crate::core::catalog::{Content, LOWER_STAGES_MAX};
 use crate::core::circuit::{CircuitChange, Direction};
+use crate::core::pending::{KeyChange, PendingWrite};
 use crate::core::queue::Queue;
-use crate::core::state::{KeyChange, PendingWrite, StoreState};
+use crate::core::state::StoreState;
 use crate::shared::StoreCore;
 
 /// Maximum number of blocks listed as missing in a stage. Beyond it the oldest, which are evicted

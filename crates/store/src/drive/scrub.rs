@@ -11,12 +11,11 @@ use std::time::Duration;
 use cascade_block::checksum;
 use cascade_memory::Slab;
 use cascade_runtime::thread::{Builder, JoinHandle};
-use cascade_tier::CallOptions;
 use cascade_tier::tier::{Address, BlockFacts, StageError};
 
-use crate::Store;
 use crate::core::catalog::{Catalog, ContentIndex};
-use crate::core::state::{PendingWrite, StoreState};
+use crate::core::pending::PendingWrite;
+use crate::core::state::StoreState;
 use crate::shared::StoreCore;
 use crate::shared::hold::StateGuard;
 
@@ -51,36 +50,13 @@ struct CheckedContent {
     is_intact: bool,
 }
 
-impl Store {
-    /// Compares every block in DRAM with its checksum now, and computes missing checksums. Damaged
-    /// blocks are counted and dropped from DRAM; they are misses unless a lower tier has them.
-    pub fn scrub(&self, options: CallOptions) -> ScrubReport {
-        let core = self.core();
-        let call = core.call(options);
-        let mut all = ScrubReport::default();
-        let mut at = Some(0);
-        while let Some(from) = at {
-            if call.deadline.has_passed(&*core.clock) {
-                return all;
-            }
-            let (step, next) = core.scrub_step(from);
-            all.blocks += step.blocks;
-            all.bytes += step.bytes;
-            all.damaged += step.damaged;
-            at = next;
-        }
-        all.is_complete = true;
-        all
-    }
-}
-
 impl StoreCore {
     /// Compares some blocks, from an index of the catalog on. Returns the index to continue at, or
     /// `None` at the end.
     ///
     /// Computes the checksums without the lock. The slab that the step holds prevents eviction, and
     /// `settle` checks that the content still has it.
-    fn scrub_step(&self, from: u32) -> (ScrubReport, Option<u32>) {
+    pub(crate) fn scrub_step(&self, from: u32) -> (ScrubReport, Option<u32>) {
         let mut state = self.lock();
         // An erase waits until no block is in scrub: a new step would delay it.
         if state.is_closed || state.is_erasing {

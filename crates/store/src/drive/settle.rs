@@ -3,7 +3,8 @@
 use cascade_tier::tier::{Address, StageError};
 
 use crate::core::history::Loss;
-use crate::core::state::{KeyChange, PendingWrite, StoreState};
+use crate::core::pending::{KeyChange, PendingWrite};
+use crate::core::state::StoreState;
 use crate::shared::StoreCore;
 use crate::shared::hold::StateGuard;
 

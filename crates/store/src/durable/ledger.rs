@@ -25,8 +25,8 @@ use cascade_runtime::LeafMutex;
 use cascade_tier::tier::{Address, BlockFacts};
 use cascade_tier::{StoreError, WarmStats};
 
+use crate::core::bound::KEYS_PER_HOLD;
 use crate::core::catalog::{KeyIndex, LOWER_STAGES_MAX};
-use crate::shared::hold::KEYS_PER_HOLD;
 pub(crate) use leftover::remove_unused;
 pub use leftover::{LeftoverPool, leftover_pools};
 pub(crate) use opening::{open, remove};

@@ -11,14 +11,12 @@ use std::time::Duration;
 use cascade_runtime::{Clock, Condvar, Deadline, Mutex, MutexGuard, now};
 use cascade_tier::{CallOptions, HoldTimes, StoreError};
 
+pub(crate) use crate::core::bound::KEYS_PER_HOLD;
 use crate::core::state::StoreState;
 use crate::hold_recorder::{HoldCounters, HoldRecorder};
 use crate::shared::StoreCore;
 use crate::shared::call::CallContext;
 
-/// Most keys that are handled while the lock is held once. More would make other calls wait longer;
-/// fewer would make batches pay for the lock.
-pub(crate) const KEYS_PER_HOLD: usize = 256;
 /// Holds for at least this many keys are timed, and wait for their turn. For fewer, such as a round
 /// of a put, both would show: two threads that put 4 KiB blocks reached 4.5 instead of 5.0 GiB/s.
 const TIMED_KEYS_MIN: usize = 128;

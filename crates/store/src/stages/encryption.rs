@@ -426,7 +426,7 @@ impl Stage for EncryptedStage {
     }
 
     fn load(&self, batch: Vec<Load>, deadline: Deadline) -> Vec<LoadOutcome> {
-        load_list(self, batch, deadline)
+        load_list(batch, |queue| self.load_each(queue, deadline))
     }
 
     fn load_each(&self, queue: &mut dyn LoadQueue, deadline: Deadline) {

@@ -317,6 +317,7 @@ fn no_facts() -> BlockFacts {
         namespace: NamespaceId::default(),
         bytes: 0,
         is_prefix: false,
+        written_unix_ms: 0,
         expires_unix_ms: None,
     }
 }

@@ -4,24 +4,11 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
-use cascade_memory::Pool;
-use cascade_runtime::Clock;
 use cascade_tier::StoreError;
 use cascade_tier::tier::Stage;
 
-use super::{FakeStage, FilesStage};
-use crate::{FileLayout, StoreConfig};
-
-/// The arguments of a factory.
-#[derive(Debug, Clone, Copy)]
-pub struct StageContext<'a> {
-    /// The store's settings.
-    pub config: &'a StoreConfig,
-    /// The pool of all slabs, which a stage may register with the kernel.
-    pub pool: &'a Pool,
-    /// The store's clock.
-    pub clock: &'a Arc<dyn Clock>,
-}
+use super::{FakeStage, StageContext, open_files};
+use crate::FileLayout;
 
 /// Makes a stage for one store.
 pub type StageFactory =
@@ -63,10 +50,10 @@ impl StageRegistry {
 impl Default for StageRegistry {
     fn default() -> Self {
         let mut registry = Self { factories: BTreeMap::new() };
-        registry.register("files", Arc::new(|context| FilesStage::open(context, None)));
+        registry.register("files", Arc::new(|context| open_files(context, None)));
         registry.register(
             "posix",
-            Arc::new(|context| FilesStage::open(context, Some(FileLayout::FilePerBlock))),
+            Arc::new(|context| open_files(context, Some(FileLayout::FilePerBlock))),
         );
         registry.register("fake", Arc::new(|_| Ok(Arc::new(FakeStage::default()))));
         registry

@@ -99,6 +99,7 @@ fn facts(key: BlockKey, bytes: usize) -> BlockFacts {
         namespace: NamespaceId::default(),
         bytes: u32::try_from(bytes).expect("a small block"),
         is_prefix: false,
+        written_unix_ms: 0,
         expires_unix_ms: None,
     }
 }

@@ -157,6 +157,7 @@ impl BlockRecord {
             namespace: NamespaceId::from_bytes(get(&fields[15..17])),
             bytes: low(fields[2]),
             is_prefix: has(IS_PREFIX),
+            written_unix_ms: 0,
             expires_unix_ms: (fields[17] != 0).then_some(fields[17]),
         };
         PlaceContent::Record(Self {
@@ -247,6 +248,7 @@ mod tests {
             namespace: NamespaceId::from_bytes([4; 16]),
             bytes: u32::MAX,
             is_prefix: true,
+            written_unix_ms: 0,
             expires_unix_ms: Some(5),
         };
         let piece = Piece { offset: 64, bytes: 1 << 32 };

@@ -291,6 +291,7 @@ mod tests {
             namespace: NamespaceId::default(),
             bytes: 4000,
             is_prefix: false,
+            written_unix_ms: 0,
             expires_unix_ms: None,
         };
         BlockRecord { piece, facts, has_namespace: true, stored: [0; 2], sum: None }

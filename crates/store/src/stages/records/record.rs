@@ -148,6 +148,7 @@ impl RecordHeader {
             namespace: NamespaceId::from_bytes(*namespace),
             bytes,
             is_prefix: has(IS_PREFIX),
+            written_unix_ms: 0,
             expires_unix_ms: has(EXPIRES).then(|| u64::from_le_bytes(*expires)),
         };
         Some(Self {
@@ -206,6 +207,7 @@ mod tests {
             namespace: NamespaceId::from_bytes([4; 16]),
             bytes: 5,
             is_prefix: true,
+            written_unix_ms: 0,
             expires_unix_ms: Some(6),
         };
         RecordHeader::new(kind, 7, 8, facts, payload)

@@ -13,7 +13,7 @@ use std::ptr::NonNull;
 
 use cascade_runtime::LeafMutex;
 
-use crate::slab::SlabState;
+use super::SlabState;
 use crate::sync::{AtomicUsize, Ordering};
 
 /// Most unused headers of a thread.

@@ -11,7 +11,7 @@ use rustix::fs::fstat;
 use rustix::mm::ProtFlags;
 
 use crate::fault::Watch;
-use crate::region::Mapping;
+use crate::mapping::Mapping;
 use crate::{MemoryError, Slab, SlabMut};
 
 /// Releases holds of slabs that are no longer used here. Called from any thread that drops a slab.

@@ -9,7 +9,7 @@ use std::time::Duration;
 use rustix::fs::{FlockOperation, flock};
 use rustix::process::{Pid, test_kill_process};
 
-use super::files::{FileIdentity, FileOperations as _, HeldLock, LockedBy, SystemFiles};
+use super::{FileIdentity, FileOperations as _, HeldLock, LockedBy, SystemFiles};
 
 /// After a `kill -9` the kernel may release the lock only after the process is gone, because it
 /// first completes `io_uring` operations in flight. An opening waits up to ten seconds for the lock

@@ -6,16 +6,17 @@ use std::time::Duration;
 use cascade_disk::format::PAGE_BYTES;
 use cascade_disk::io::{Transfer, TransferKind};
 
-use super::content::{SECTOR_BYTES, SyncPoint};
-use super::device::{Device, bad_handle, device_error, note};
-use super::faults::{CallKind, DiskFault};
+use crate::disk::content::{SECTOR_BYTES, SyncPoint};
+use crate::disk::faults::{CallKind, DiskFault};
+
+use super::{Device, bad_handle, device_error, note};
 
 /// What the buffers of a read contain until it completes, and after it failed.
 const UNREAD_BYTE: u8 = 0xa5;
 
 /// A transfer that the device has not completed.
 #[derive(Debug)]
-pub(super) struct InFlight {
+pub(in crate::disk) struct InFlight {
     inode: u64,
     kind: TransferKind,
     offset: u64,
@@ -32,7 +33,7 @@ pub(super) struct InFlight {
 
 impl Device {
     /// Starts a transfer. Returns its number and the time at which it ends.
-    pub(super) fn begin_transfer(
+    pub(in crate::disk) fn begin_transfer(
         &mut self,
         transfer: &mut Transfer,
         now: Duration,
@@ -73,7 +74,7 @@ impl Device {
     }
 
     /// The caller of a transfer has stopped waiting for it.
-    pub(super) fn mark_late(&mut self, number: u64) {
+    pub(in crate::disk) fn mark_late(&mut self, number: u64) {
         if let Some(in_flight) = self.in_flight.get_mut(&number) {
             in_flight.is_late = true;
             self.counts.late_transfers += 1;
@@ -81,7 +82,7 @@ impl Device {
     }
 
     /// Ends a transfer: now it has its effect.
-    pub(super) fn end_transfer(
+    pub(in crate::disk) fn end_transfer(
         &mut self,
         number: u64,
         transfer: &mut Transfer,
@@ -113,7 +114,7 @@ impl Device {
     }
 
     /// Draws how long a call takes and what goes wrong with it.
-    pub(super) fn plan_call(
+    pub(in crate::disk) fn plan_call(
         &mut self,
         kind: CallKind,
         bytes: usize,
@@ -139,7 +140,7 @@ impl Device {
     }
 
     /// Reads bytes. Fewer than requested only at the end of the file, or by a fault.
-    pub(super) fn read(
+    pub(in crate::disk) fn read(
         &mut self,
         inode: u64,
         offset: u64,
@@ -177,7 +178,7 @@ impl Device {
     }
 
     /// Writes bytes, as many as the fault lets it.
-    pub(super) fn write(
+    pub(in crate::disk) fn write(
         &mut self,
         inode: u64,
         offset: u64,
@@ -221,12 +222,12 @@ impl Device {
         result
     }
 
-    pub(super) fn begin_sync(&mut self, inode: u64) -> io::Result<SyncPoint> {
+    pub(in crate::disk) fn begin_sync(&mut self, inode: u64) -> io::Result<SyncPoint> {
         let name_changes = self.name_changes;
         Ok(self.content(inode)?.begin_sync(name_changes))
     }
 
-    pub(super) fn end_sync(
+    pub(in crate::disk) fn end_sync(
         &mut self,
         inode: u64,
         point: Option<SyncPoint>,
@@ -247,7 +248,7 @@ impl Device {
     }
 
     /// Ends the transfers in flight at a crash: each write leaves all, nothing, or its beginning.
-    pub(super) fn cut_transfers(&mut self) {
+    pub(in crate::disk) fn cut_transfers(&mut self) {
         for (_, in_flight) in std::mem::take(&mut self.in_flight) {
             if in_flight.kind != TransferKind::Write || in_flight.refused.is_some() {
                 continue;

@@ -2,6 +2,9 @@
 //! after.
 #![expect(unsafe_code, reason = "turns offsets of the region into slices")]
 
+mod header;
+mod lent;
+
 use std::any::Any;
 use std::fmt;
 use std::ops::{Deref, DerefMut};
@@ -10,11 +13,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::copy::{copy_in, copy_out};
-use crate::header::HeaderRef;
 use crate::heap::Extent;
 use crate::holders::Holders;
-use crate::lent::Attachment;
-use crate::pool::{Pool, PoolInner};
+
+use super::{Pool, PoolInner};
+use header::HeaderRef;
+
+pub use lent::{Attachment, Lender};
 
 /// A writable piece of the pool with one owner. Freed when dropped.
 ///

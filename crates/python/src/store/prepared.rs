@@ -9,11 +9,11 @@ use cascade_store::{PrepareOutcome, Put, PutOutcome, PutSlab};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
-use crate::arguments::{self, of};
-use crate::paged::PyPagedMemory;
+use super::{PyStore, options};
+use crate::arguments::of;
+use crate::paged::{PyPagedMemory, memory};
 use crate::process_bound::ProcessBound;
 use crate::results::PyPutResult;
-use crate::store::{PyStore, options};
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyPreparedPut>()
@@ -134,7 +134,7 @@ impl PyPreparedPut {
     fn gather(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = arguments::memory)] memory: Bound<'_, PyPagedMemory>,
+        #[pyo3(from_py_with = memory)] memory: Bound<'_, PyPagedMemory>,
         pages: &Bound<'_, PyAny>,
         #[pyo3(from_py_with = of::first)] first: usize,
         #[pyo3(from_py_with = of::count)] count: Option<usize>,

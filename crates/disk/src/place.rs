@@ -1,0 +1,58 @@
+//! The meaning of a tier's address in files: a page of a segment, or the number of a write.
+
+use cascade_tier::tier::Address;
+
+use crate::format::PAGE_BYTES;
+
+/// Write numbers of block files have 63 bits.
+const NONCE_MAX: u64 = u64::MAX >> 1;
+
+/// An address as a place in files. `u64::MAX` is never used.
+///
+/// An address is valid until the block is removed or moved. Reads of an invalid address return
+/// `Gone`.
+pub(crate) trait Place: Sized {
+    /// The address of a payload that starts at a page of a segment.
+    fn in_segment(segment: u32, page: u32) -> Self;
+
+    /// The segment's number.
+    fn segment(self) -> u32;
+
+    /// The page of the segment at which the payload starts.
+    fn page(self) -> u32;
+
+    /// The byte of the segment at which the payload starts.
+    fn byte_offset(self) -> u64;
+
+    /// The address of a block with a file of its own: the number of its write.
+    fn of_write(nonce: u64) -> Self;
+
+    /// Whether this is a valid write number.
+    fn is_write(&self) -> bool;
+}
+
+impl Place for Address {
+    fn in_segment(segment: u32, page: u32) -> Self {
+        Address(u64::from(segment) << 32 | u64::from(page))
+    }
+
+    fn segment(self) -> u32 {
+        (self.0 >> 32) as u32
+    }
+
+    fn page(self) -> u32 {
+        (self.0 & 0xffff_ffff) as u32
+    }
+
+    fn byte_offset(self) -> u64 {
+        u64::from(self.page()) * PAGE_BYTES as u64
+    }
+
+    fn of_write(nonce: u64) -> Self {
+        Address(nonce & NONCE_MAX)
+    }
+
+    fn is_write(&self) -> bool {
+        self.0 <= NONCE_MAX
+    }
+}

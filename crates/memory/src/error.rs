@@ -1,0 +1,82 @@
+//! Why a pool could not be created.
+
+use std::io;
+use std::path::PathBuf;
+
+use cascade_block::ByteSize;
+use thiserror::Error;
+
+/// Why a pool could not be created.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum MemoryError {
+    /// The kernel refused the mapping.
+    #[error("cannot map a pool of {} of shared memory", shown(*bytes))]
+    Map {
+        /// Requested size.
+        bytes: usize,
+        /// The kernel's error.
+        #[source]
+        source: io::Error,
+    },
+    /// The pool does not fit the available memory.
+    #[error(
+        "a pool of {} does not fit: the machine has {} of memory available; make the pool smaller \
+         or free memory",
+        shown(*bytes),
+        shown(*available_bytes)
+    )]
+    NotEnough {
+        /// Requested size.
+        bytes: usize,
+        /// Available memory, as the kernel reports it.
+        available_bytes: usize,
+    },
+    /// An operation on a pool's file failed.
+    #[error("cannot {operation} {path}")]
+    Named {
+        /// The operation.
+        operation: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// The kernel's error.
+        #[source]
+        source: io::Error,
+    },
+    /// A pool's file could not be reserved in full.
+    #[error(
+        "cannot reserve {} for {path}: make the pool smaller or its file system larger",
+        shown(*bytes)
+    )]
+    NotReserved {
+        /// The file.
+        path: PathBuf,
+        /// Requested size.
+        bytes: usize,
+        /// The kernel's error.
+        #[source]
+        source: io::Error,
+    },
+    /// Another store uses the pool's files.
+    #[error("{path} is in use by another store: stop that store or give this one another name")]
+    InUse {
+        /// The file that is locked.
+        path: PathBuf,
+    },
+    /// The pool's file cannot be trusted.
+    #[error("{path} cannot be used as a pool: {reason}; remove it or choose another name")]
+    NotOurs {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: &'static str,
+    },
+    /// A capacity of zero.
+    #[error("the capacity of a pool is 0; give at least one page of 4096 bytes")]
+    Empty,
+}
+
+/// A size as messages show it.
+fn shown(bytes: usize) -> String {
+    ByteSize(bytes as u64).rounded()
+}
