@@ -16,7 +16,7 @@ from pathlib import Path
 
 import cascadekv
 import pytest
-from cascadekv import ConfigError, PutStatus, Store
+from cascadekv import ConfigError, PipelineError, PutStatus, Store
 from cascadekv.stages import Stage, StageFullError, check_stage
 
 SIZE = 100_000
@@ -183,6 +183,21 @@ def test_blocks_that_leave_dram_are_read_back(keys_of, put_all, hits, threads):
         assert None not in tiers
         assert "objects" in tiers
         assert store.stats()["damaged_blocks"] == 0
+
+
+def test_a_pipeline_has_up_to_seven_stages_below_dram(keys_of, put_all, hits):
+    stages = {f"Objects{at}": DictStage() for at in range(8)}
+    fixed = {"dram": DRAM, "huge_pages": False, "stages": stages}
+    keys = keys_of(range(60))
+    with Store(pipeline="|".join(["Dram", *list(stages)[:7]]), **fixed) as store:
+        put_all(store, keys)
+        store.flush()
+        assert None not in hits(store, keys)
+        expected = [f"objects{at}" for at in range(7)]
+        for tiers in store.locate(keys):
+            assert [tier for tier in tiers if tier != "dram"] == expected
+    with pytest.raises(PipelineError, match="8 stages below Dram; at most 7"):
+        Store(pipeline="|".join(["Dram", *stages]), **fixed)
 
 
 def test_a_table_survives_a_restart(tmp_path, keys_of, put_all, hits):

@@ -5,6 +5,7 @@
 
 mod cancel;
 mod slot;
+mod started;
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -20,6 +21,7 @@ use cancel::Waiting;
 use slot::{Slot, Unanswered};
 
 pub use cancel::Cancel;
+pub use started::StartedCall;
 
 /// Takes the queue and its own number.
 type Work = Box<dyn FnOnce(&Shared, u64) + Send>;

@@ -24,7 +24,7 @@ pub mod simulated;
 #[path = "not_simulated.rs"]
 mod simulated;
 
-pub use calls::{CallError, CallLimit, Calls, Cancel};
+pub use calls::{CallError, CallLimit, Calls, Cancel, StartedCall};
 pub use clock::{Clock, Deadline, ManualClock, SystemClock};
 pub use condvar::{Condvar, WaitTimeoutResult};
 pub use deadline_mutex::{DeadlineMutex, DeadlineMutexGuard};

@@ -1,5 +1,6 @@
 //! The calls of a store: put, prepare, lookup, read, flush, erase, find, changes.
 
+mod arrivals;
 mod chains;
 pub(crate) mod changes;
 mod clear;
@@ -18,6 +19,9 @@ mod put_end;
 mod put_slabs;
 pub(crate) mod read;
 pub(crate) mod read_counters;
+mod read_each;
 mod read_flow;
 mod scrub;
+mod source_reads;
+pub(crate) mod sources;
 pub(crate) mod write_through;

@@ -10,7 +10,7 @@ use cascade_memory::{HugePages, PoolConfig};
 use cascade_tier::StoreError;
 
 use crate::core::eviction::policy_kind::PolicyKind;
-use crate::{HealthConfig, HoldRecorder};
+use crate::{HealthConfig, HoldRecorder, SourceList};
 
 const MIB: u64 = 1 << 20;
 /// Maximum length of the change log: 8.25 GiB.
@@ -114,6 +114,11 @@ pub struct StoreConfig {
     pub hash_seed: Option<u64>,
     /// Records each hold of the store's lock, for measurements and tests. Default: none.
     pub holds: Option<HoldRecorder>,
+    /// Who else may have blocks, such as peers: asked for blocks that no tier has. Default: none.
+    pub sources: SourceList,
+    /// Most time that a lookup, or a read without a lookup, waits for sources to say which blocks
+    /// they have; what no source has named by then counts as absent. Default: 100 ms.
+    pub locate_timeout: Duration,
 }
 
 impl Default for StoreConfig {
@@ -140,6 +145,8 @@ impl Default for StoreConfig {
             scrub_bytes_per_second: NonZeroU64::new(256 * MIB),
             hash_seed: None,
             holds: None,
+            sources: SourceList::default(),
+            locate_timeout: Duration::from_millis(100),
         }
     }
 }
@@ -179,6 +186,12 @@ impl StoreConfig {
             return bad(
                 "mover_rate",
                 "0; nothing would be written: set at least 1, or leave it out".to_owned(),
+            );
+        }
+        if self.locate_timeout.is_zero() {
+            return bad(
+                "locate_timeout",
+                "0; no source could answer: set at least 1 ms".to_owned(),
             );
         }
         self.health.check()

@@ -5,3 +5,4 @@ pub(crate) mod mover;
 pub(crate) mod prober;
 pub(crate) mod scrub;
 pub(crate) mod settle;
+pub(crate) mod source_prober;

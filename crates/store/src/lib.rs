@@ -25,8 +25,9 @@ pub use cascade_tier::tier::NotErased;
 pub use cascade_tier::{
     BlockStore, CallOptions, Change, ChangeCursor, Changes, CircuitHealth, DeclineReason,
     GetOutcome, HealthState, Hints, HoldTimes, PipelineError, PrefixMatch, PrepareOutcome, Put,
-    PutOutcome, PutSlab, Request, ShadowFigure, ShadowRates, StageHealth, StoreCounters,
-    StoreError, StoreStats, TierHits, TierName, ViewOutcome, WarmStats, WriterId, intern,
+    PutOutcome, PutSlab, Request, ShadowFigure, ShadowRates, SourceStats, StageHealth,
+    StoreCounters, StoreError, StoreStats, TierHits, TierName, ViewOutcome, WarmStats, WriterId,
+    intern,
 };
 pub use config::{EncryptionConfig, KeepPool, StoreConfig, WritePolicy};
 pub use drive::scrub::ScrubReport;
@@ -37,5 +38,5 @@ pub use insight::explain::{
 };
 pub use insight::prefixes::{HotPrefix, TierBytes};
 pub use secret::{SecretError, SecretReaders, read_secret};
-pub use stages::Pipeline;
+pub use stages::{Pipeline, SourceList};
 pub use store::Store;

@@ -15,6 +15,7 @@ use cascade_tier::tier::{BlockFacts, StageError};
 use cascade_tier::{CallOptions, StoreError, TierName};
 
 use crate::StoreConfig;
+use crate::calls::sources::Sources;
 use crate::core::catalog::{LOWER_STAGES_MAX, NewKey};
 use crate::core::eviction;
 use crate::core::eviction::{AncestorSearch, Eviction, EvictionLimits, Incoming};
@@ -28,6 +29,7 @@ use crate::shared::call::CallContext;
 use crate::shared::call_counts::CallCounts;
 use crate::shared::hold::{KEYS_PER_HOLD, StateGuard, StateLock};
 use crate::stages::guard::Guarded;
+use crate::stages::source_guard::GuardedSource;
 use crate::stages::{Pipeline, StageContext, StageRegistry, encryption};
 
 /// Poll interval of waits, for events without a notification, such as the drop of a view.
@@ -46,7 +48,9 @@ pub(crate) struct StoreCore {
     pub(crate) seed: FingerprintSeed,
     pub(crate) pool: Pool,
     pub(crate) stages: Vec<Guarded>,
-    /// DRAM first, then the stages.
+    /// Who else may have blocks.
+    pub(crate) sources: Sources,
+    /// DRAM first, then the stages, then the sources.
     tier_names: Vec<TierName>,
     pub(crate) dirty_bytes_max: u64,
     /// The named pool, if there is one.
@@ -99,8 +103,7 @@ impl StoreCore {
     ) -> Result<Self, StoreError> {
         config.check()?;
         let pipeline = Pipeline::parse(&config.pipeline, registry)?;
-        let OpenedPool { pool, ledger, recovered, warm } =
-            open_pool(&config, pipeline.has_dram, &*clock)?;
+        let OpenedPool { pool, ledger, recovered, warm } = open_pool(&config, &pipeline, &*clock)?;
         let context = StageContext { config: &config, pool: &pool, clock: &clock };
         let make = |name| encryption::protect(registry.make(name, &context)?, &context);
         let made = pipeline.lower.iter().map(|name| make(name));
@@ -129,14 +132,18 @@ impl StoreCore {
         let names: Vec<TierName> = stages.iter().map(Guarded::name).collect();
         let insight = Mutex::new(Insight::new(&config, pipeline.has_dram, &names, seed));
         let state = StateLock::new(state, config.holds.clone());
+        let tier_names: Vec<TierName> = std::iter::once("dram").chain(names).collect();
+        let sources = config.sources.guarded(&tier_names, config.health, &clock)?;
+        let source_names = sources.list.iter().map(GuardedSource::name);
         let mut core = Self {
-            tier_names: std::iter::once("dram").chain(names).collect(),
+            tier_names: tier_names.iter().copied().chain(source_names).collect(),
             config,
             pipeline,
             clock,
             seed,
             pool,
             stages,
+            sources,
             dirty_bytes_max,
             warm,
             state,
@@ -207,9 +214,9 @@ impl StoreCore {
         // A stage with an open write circuit gets its changes when the circuit closes; nothing
         // waits for that.
         let is_awaited = |state: &StoreState, at: usize| {
-            !state.is_write_circuit_open(at) && state.key_tickets[at].settled < tickets[at]
+            !state.is_write_circuit_open(at) && state.lower[at].key_tickets.settled < tickets[at]
         };
-        while (0..LOWER_STAGES_MAX).any(|at| is_awaited(&state, at)) {
+        while (0..self.stages.len()).any(|at| is_awaited(&state, at)) {
             self.notify_movers();
             state = self.wait_or_time_out(state, operation, call)?;
         }
@@ -248,7 +255,8 @@ impl StoreCore {
         stage: usize,
         operation: &'static str,
     ) -> StoreError {
-        let source = Arc::new(state.last_errors[stage].clone().unwrap_or(StageError::NoResult));
+        let source =
+            Arc::new(state.lower[stage].last_error.clone().unwrap_or(StageError::NoResult));
         StoreError::Tier { tier: self.stages[stage].name(), operation, source }
     }
 
@@ -401,7 +409,7 @@ impl StoreCore {
 
     /// Releases the lock, and wakes the movers if key changes are queued.
     pub(crate) fn unlock(&self, mut state: StateGuard<'_>) {
-        let has_names = state.key_changes.iter().any(|names| !names.is_empty());
+        let has_names = state.has_key_changes();
         let discarded = state.catalog.take_discarded();
         // First, so that a mover does not wake up only to wait for the lock.
         drop(state);
@@ -497,7 +505,7 @@ fn insert_recovered(
         // slower copy, because it may be older.
         let content = state.catalog.entry(key).content;
         let is_same = state.catalog.content(content).bytes == facts.bytes
-            && state.catalog.content(content).address(stage).is_none()
+            && !state.catalog.content(content).has_address(stage)
             && facts.digest.is_some()
             && facts.digest.as_ref() == state.catalog.digest_of(content);
         if is_same {
@@ -518,7 +526,7 @@ fn insert_recovered(
     };
     // One address for each stage: a stage that has further copies of the content finds them by
     // their keys.
-    if state.catalog.content(content).address(stage).is_none() {
+    if !state.catalog.content(content).has_address(stage) {
         state.catalog.set_address(content, stage, Some(address));
     }
 }

@@ -8,6 +8,8 @@ pub(crate) mod guard;
 mod pipeline;
 mod records;
 mod registry;
+pub(crate) mod source_guard;
+mod source_list;
 
 pub use context::StageContext;
 pub use encryption::EncryptedStage;
@@ -16,3 +18,4 @@ pub use files::{open_files, open_files_with};
 pub use pipeline::Pipeline;
 pub use records::{RecordAnswer, RecordBuffer, RecordCall, RecordStage, Records, UnsealedRecord};
 pub use registry::{StageFactory, StageRegistry};
+pub use source_list::SourceList;

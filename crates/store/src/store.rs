@@ -18,10 +18,11 @@ use crate::calls::prefetch::{PrefetchQueue, run_prefetch};
 use crate::core::catalog::Content;
 use crate::core::history::Loss;
 use crate::core::state::StoreState;
-use crate::drive::{mover, prober, scrub, settle};
+use crate::drive::{mover, prober, scrub, settle, source_prober};
 use crate::shared::hold::KEYS_PER_HOLD;
 use crate::shared::{StoreCore, tier_error};
 use crate::stages::StageRegistry;
+use crate::stages::source_guard::GuardedSource;
 use crate::{EraseReport, StoreConfig};
 
 /// Threads that execute prefetch hints.
@@ -150,7 +151,7 @@ impl Store {
             let Some(content) = content else { return Vec::new() };
             let dram = content.slab.is_some().then(|| core.tier_name(0));
             let lower = (0..core.stages.len())
-                .filter(|at| content.address(*at).is_some() && !state.is_read_circuit_open(*at))
+                .filter(|at| content.has_address(*at) && !state.is_read_circuit_open(*at))
                 .map(|stage| core.tier_name(1 + stage));
             dram.into_iter().chain(lower).collect()
         })
@@ -161,8 +162,7 @@ impl Store {
         let stages = self.core().stages.len();
         let is_below = self.map_contents(keys, |state, content| {
             content.filter(|content| content.slab.is_none()).is_some_and(|content| {
-                (0..stages)
-                    .any(|at| content.address(at).is_some() && !state.is_read_circuit_open(at))
+                (0..stages).any(|at| content.has_address(at) && !state.is_read_circuit_open(at))
             })
         });
         let below = keys.iter().zip(is_below);
@@ -266,6 +266,7 @@ impl Store {
         let core = self.core();
         let mut deleted = Vec::with_capacity(keys.len());
         core.in_holds(None, keys, |state, key| {
+            state.fetching.cancel(key);
             // A removal that is queued after the close began might not reach the stages.
             let found = state.catalog.find(key).filter(|_| !state.is_closing);
             deleted.push(found.inspect(|found| state.forget(*found, Loss::Deleted)).is_some());
@@ -380,6 +381,7 @@ impl StoreInner {
                 state = self.core.end_full_hold(state);
             }
         }
+        self.core.sources.list.iter().for_each(GuardedSource::end_all_waits);
         // Under one hold of the lock: a mover or caller that sees `is_closed` also sees empty
         // queues and settled tickets, and stops waiting.
         let mut state = self.core.lock();
@@ -404,6 +406,7 @@ impl StoreInner {
         let time = config.timeout.min(config.health.probe_timeout);
         let deadline = Deadline::after(&*self.core.clock, time);
         self.core.stages.iter().for_each(|stage| stage.close(deadline));
+        self.core.sources.list.iter().for_each(|source| source.close(deadline));
         flushed.and(self.core.remove_pool_files())
     }
 }
@@ -433,19 +436,9 @@ impl StoreCore {
         let mut state = self.lock();
         self.add_call_counts(&mut state);
         let eviction = state.eviction.stats();
-        let hits = |(tier, (blocks, bytes)): (usize, &(u64, u64))| TierHits {
-            tier: self.tier_name(tier),
-            blocks: *blocks,
-            bytes: *bytes,
-            matched_blocks: state.tier_matches[tier],
-        };
         StoreStats {
             counters: state.counters,
-            hits_by_tier: state.tier_hits[..=self.stages.len()]
-                .iter()
-                .enumerate()
-                .map(hits)
-                .collect(),
+            hits_by_tier: self.hits_by_tier(&state),
             keys: state.catalog.key_count() as u64,
             contents: state.catalog.content_count() as u64,
             content_bytes: state.content_bytes,
@@ -461,14 +454,35 @@ impl StoreCore {
             stages,
             health: stuck
                 .into_iter()
-                .zip(&state.breakers)
-                .map(|((name, stuck_calls), breaker)| (name, breaker.health(stuck_calls)))
+                .zip(&state.lower)
+                .map(|((name, stuck_calls), tier)| (name, tier.breaker.health(stuck_calls)))
                 .collect(),
+            sources: self.sources.list.iter().map(|it| (it.name(), it.stats())).collect(),
             shadows,
             insight_bytes: (shadow_bytes + state.history.memory_bytes()) as u64,
             warm: self.warm.as_ref().map(|warm| warm.stats(&state)),
             notes: self.pipeline.notes.iter().chain(self.warm_notes()).cloned().collect(),
         }
+    }
+
+    /// Hits of DRAM, of the stages and of the sources.
+    fn hits_by_tier(&self, state: &StoreState) -> Vec<TierHits> {
+        let none = ((0, 0), 0);
+        let sources = self.sources.list.iter().enumerate().map(|(at, _)| {
+            let hits = state.source_hits.get(at).copied().unwrap_or(none.0);
+            (hits, state.source_matches.get(at).copied().unwrap_or(none.1))
+        });
+        let tiers = state.tier_hits.iter().copied().zip(state.tier_matches);
+        let all = tiers.take(1 + self.stages.len()).chain(sources);
+        let named = self.tier_names().iter().zip(all);
+        named
+            .map(|(tier, ((blocks, bytes), matched_blocks))| TierHits {
+                tier,
+                blocks,
+                bytes,
+                matched_blocks,
+            })
+            .collect()
     }
 }
 
@@ -481,6 +495,9 @@ fn start_threads(
     for stage in 0..core.stages.len() {
         threads.push(mover::start(core, stage)?);
         threads.push(prober::start(core, stage)?);
+    }
+    for source in 0..core.sources.list.len() {
+        threads.push(source_prober::start(core, source)?);
     }
     for _ in 0..if core.stages.is_empty() { 0 } else { PREFETCH_THREADS } {
         let (core, prefetch) = (Arc::clone(core), Arc::clone(prefetch));

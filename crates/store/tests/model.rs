@@ -7,12 +7,16 @@ mod third_party;
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 
 use cascade_block::{BlockKey, DigestAlgorithm, DigestMode};
 use cascade_runtime::SystemClock;
-use cascade_store::{CallOptions, Put, PutOutcome, Store, StoreConfig, ViewOutcome, WritePolicy};
+use cascade_store::stages::StageRegistry;
+use cascade_store::{
+    CallOptions, GetOutcome, Put, PutOutcome, Store, StoreConfig, ViewOutcome, WritePolicy,
+};
 use proptest::prelude::*;
-use third_party::MapStage;
+use third_party::{MapStage, frequent_probes};
 
 use blocks::{bytes_of, dram, key};
 
@@ -150,6 +154,109 @@ proptest! {
         let mut modeled = ModeledStore { store, model: HashMap::new(), keeps_all: false };
         for operation in &operations {
             modeled.play(operation);
+        }
+    }
+
+    #[test]
+    fn four_lower_tiers_lose_no_block_while_one_fails_and_one_drops_blocks(
+        operations in prop::collection::vec(tiers_operation(), 1..60),
+        digest in digest(),
+    ) {
+        let mut tiers = TieredStore::open(digest);
+        for operation in &operations {
+            tiers.play(operation);
+        }
+        tiers.check_all();
+    }
+}
+
+/// An operation on a store with several lower tiers.
+#[derive(Debug, Clone)]
+enum TiersOperation {
+    Store(Operation),
+    /// A tier begins or ceases to fail.
+    Fail(usize, bool),
+    /// The first tier has room for this many bytes.
+    Shrink(u64),
+    Get(u64),
+}
+
+fn tiers_operation() -> impl Strategy<Value = TiersOperation> {
+    let room = prop::sample::select(vec![300_000_u64, 400_000, 1_000_000]);
+    prop_oneof![
+        12 => operation().prop_map(TiersOperation::Store),
+        2 => (0usize..3, any::<bool>()).prop_map(|(tier, fails)| TiersOperation::Fail(tier, fails)),
+        1 => room.prop_map(TiersOperation::Shrink),
+        3 => (0u64..12).prop_map(TiersOperation::Get),
+    ]
+}
+
+/// A store over four map stages. The first three may fail, and the first drops blocks for room; the
+/// last one keeps all blocks.
+struct TieredStore {
+    stages: [Arc<MapStage>; 4],
+    modeled: ModeledStore,
+}
+
+impl TieredStore {
+    fn open(digest: DigestMode) -> Self {
+        let stages = [(); 4].map(|()| MapStage::new());
+        stages[0].capacity_bytes.store(400_000, Relaxed);
+        let mut registry = StageRegistry::default();
+        for (at, stage) in stages.iter().enumerate() {
+            let stage = Arc::clone(stage);
+            registry.register(&format!("Map{at}"), Arc::new(move |_| Ok(stage.clone())));
+        }
+        let config = StoreConfig {
+            pipeline: "Dram|Map0|Map1|Map2|Map3".to_owned(),
+            digest,
+            dram_blocks: Some(4),
+            health: frequent_probes(),
+            ..dram(4)
+        };
+        let store = Store::open_with(config, &registry, Arc::new(SystemClock)).unwrap();
+        Self { stages, modeled: ModeledStore { store, model: HashMap::new(), keeps_all: true } }
+    }
+
+    fn play(&mut self, operation: &TiersOperation) {
+        match operation {
+            // Pins could fill the four blocks of DRAM, and a flush reports the tiers that fail.
+            TiersOperation::Store(Operation::Pin(_)) => {}
+            TiersOperation::Store(Operation::Flush) => {
+                drop(self.modeled.store.flush(CallOptions::default()));
+            }
+            TiersOperation::Store(operation) => self.modeled.play(operation),
+            TiersOperation::Fail(tier, fails) => self.stages[*tier].fails.store(*fails, Relaxed),
+            TiersOperation::Shrink(bytes) => self.stages[0].capacity_bytes.store(*bytes, Relaxed),
+            TiersOperation::Get(n) => self.get(*n),
+        }
+    }
+
+    fn get(&self, n: u64) {
+        let expected = self.modeled.model.get(&key(n));
+        let mut buffer = vec![0; expected.map_or(1, Vec::len)];
+        let mut buffers = [buffer.as_mut_slice()];
+        let outcome =
+            self.modeled.store.get(&[key(n)], &mut buffers, CallOptions::default()).pop().unwrap();
+        match (outcome, expected) {
+            (GetOutcome::Hit { .. }, Some(bytes)) => assert_eq!(buffer, *bytes),
+            (GetOutcome::Miss, None) => {}
+            (outcome, expected) => panic!("{outcome:?} of {:?} bytes", expected.map(Vec::len)),
+        }
+    }
+
+    /// After a flush, the last tier has every block, under all of its keys.
+    fn check_all(&self) {
+        for stage in &self.stages {
+            stage.fails.store(false, Relaxed);
+        }
+        drop(self.modeled.store.flush(CallOptions::default()));
+        for n in 0..12 {
+            self.modeled.view(n);
+            self.get(n);
+            let tiers = self.modeled.store.locate(&[key(n)]).remove(0);
+            let is_known = self.modeled.model.contains_key(&key(n));
+            assert_eq!((!tiers.is_empty(), self.stages[3].has(&key(n))), (is_known, is_known));
         }
     }
 }

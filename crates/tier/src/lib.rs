@@ -1,5 +1,6 @@
 //! Requests, outcomes, errors and statistics of calls, which the store, its tiers, the client and
-//! the wire share; the traits [`BlockStore`] and [`tier::Stage`], and a conformance suite for each.
+//! the wire share; the traits [`BlockStore`], [`tier::Stage`] and [`source::Source`], and a
+//! conformance suite for each.
 #![warn(clippy::disallowed_types)]
 
 mod block_store;
@@ -12,6 +13,7 @@ mod hints;
 mod names;
 mod outcome;
 mod request;
+pub mod source;
 mod stats;
 pub mod tier;
 
@@ -21,11 +23,12 @@ pub use change::{Change, ChangeCursor, Changes};
 pub use error::{PipelineError, StoreError};
 pub use health::{CircuitHealth, HealthState, StageHealth};
 pub use hints::{Hints, Priority, StopReason};
-pub use names::{TierName, intern};
+pub use names::{TIERS_MAX, TierName, intern};
 pub use outcome::{
     DeclineReason, GetOutcome, PrefixMatch, PrepareOutcome, Put, PutOutcome, PutSlab, ViewOutcome,
 };
 pub use request::Request;
 pub use stats::{
-    HoldTimes, ShadowFigure, ShadowRates, StoreCounters, StoreStats, TierHits, WarmStats,
+    HoldTimes, ShadowFigure, ShadowRates, SourceStats, StoreCounters, StoreStats, TierHits,
+    WarmStats,
 };

@@ -9,6 +9,12 @@ use serde::{Deserialize, Deserializer};
 /// The name of a tier in results and statistics: `dram`, `files`, or the name of another stage.
 pub type TierName = &'static str;
 
+/// Most tiers of a store: memory, and those below it. The wire protocol and the store have a byte
+/// with a bit for each.
+pub const TIERS_MAX: usize = 8;
+
+const _: () = assert!(TIERS_MAX <= u8::BITS as usize, "a byte has a bit for each tier");
+
 /// Maximum number of interned names, which are never freed. A build has a few dozen.
 const NAMES_MAX: usize = 1024;
 

@@ -120,6 +120,25 @@ pub struct TierHits {
     pub matched_blocks: u64,
 }
 
+/// Statistics of a source, since the store was opened.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SourceStats {
+    /// Blocks that the source said it has, each time it was asked.
+    pub located_blocks: u64,
+    /// Blocks fetched from it, verified by their checksums.
+    pub fetched_blocks: u64,
+    /// Bytes of these blocks.
+    pub fetched_bytes: u64,
+    /// Blocks that it had no more when they were fetched.
+    pub stale_blocks: u64,
+    /// Blocks whose bytes did not have the length or the checksum that it had stated.
+    pub damaged_blocks: u64,
+    /// Blocks that it failed to deliver: deadline, open circuit, or another failure.
+    pub failed_blocks: u64,
+    /// Its health. The circuit for reads counts; the one for writes is always closed.
+    pub health: StageHealth,
+}
+
 /// How long the store's lock was held, over holds for many keys.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct HoldTimes {
@@ -140,7 +159,7 @@ impl HoldTimes {
 pub struct StoreStats {
     /// Counters since the store was opened.
     pub counters: StoreCounters,
-    /// Hits by tier, fast to slow. The sum is `counters.hits`.
+    /// Hits by tier, fast to slow, then by source. The sum is `counters.hits`.
     pub hits_by_tier: Vec<TierHits>,
     /// Keys of blocks in any tier.
     pub keys: u64,
@@ -173,6 +192,9 @@ pub struct StoreStats {
     /// Health of the lower stages, in the same order.
     #[serde(deserialize_with = "by_tier")]
     pub health: Vec<(TierName, StageHealth)>,
+    /// Statistics of the sources, in the order of preference.
+    #[serde(default, deserialize_with = "by_tier")]
+    pub sources: Vec<(TierName, SourceStats)>,
     /// Estimated hit rates of other sizes of each bounded tier, by tier and size.
     pub shadows: Vec<ShadowFigure>,
     /// Memory of the shadow caches, the eviction history and the hot prefixes.
@@ -196,7 +218,7 @@ pub struct WarmStats {
     pub recover_ms: u64,
     /// How often a store has opened these files, including this time.
     pub runs: u64,
-    /// Places for keys in the ledger.
+    /// Places for keys in the ledger. One in more than two lower tiers takes two.
     pub ledger_capacity: u64,
     /// Places in use.
     pub ledger_records: u64,

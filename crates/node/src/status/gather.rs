@@ -162,7 +162,8 @@ fn health_state(state: StoreHealth) -> HealthState {
     }
 }
 
-/// DRAM, the stages below it, and all other sources of hits, so that hits by tier add up to hits.
+/// DRAM, the stages below it, the sources and all else with hits, so that hits by tier add up to
+/// hits.
 fn tiers(stats: &StoreStats, now_unix_ms: u64) -> Vec<TierStatus> {
     let mut tiers = vec![TierStatus {
         name: DRAM.to_owned(),
@@ -183,7 +184,14 @@ fn tiers(stats: &StoreStats, now_unix_ms: u64) -> Vec<TierStatus> {
         notes: stage.notes.clone(),
         ..TierStatus::default()
     }));
-    for (name, health) in &stats.health {
+    tiers.extend(stats.sources.iter().map(|(name, source)| TierStatus {
+        name: (*name).to_owned(),
+        damaged_blocks: source.damaged_blocks,
+        ..TierStatus::default()
+    }));
+    let of_sources = stats.sources.iter().map(|(name, source)| (name, &source.health));
+    let health = stats.health.iter().map(|(name, health)| (name, health)).chain(of_sources);
+    for (name, health) in health {
         if let Some(tier) = tiers.iter_mut().find(|tier| tier.name == *name) {
             tier.health = Some(HealthStatus {
                 state: health_state(health.state),

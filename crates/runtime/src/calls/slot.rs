@@ -62,6 +62,20 @@ impl<T> Slot<T> {
         self.changed.notify_one();
     }
 
+    /// The caller stops waiting. Returns whether the call has begun, or `None` if it has ended.
+    pub(super) fn abandon(&self) -> Option<bool> {
+        let mut state = self.lock();
+        match std::mem::replace(&mut *state, State::Abandoned) {
+            State::Queued => Some(false),
+            State::Running => Some(true),
+            State::Ready(_) | State::Panicked | State::Refused | State::Abandoned => None,
+        }
+    }
+
+    pub(super) fn is_refused(&self) -> bool {
+        matches!(*self.lock(), State::Refused)
+    }
+
     pub(super) fn wait(
         &self,
         until: Deadline,

@@ -82,6 +82,10 @@ impl StoreCore {
         // The caller of `read_below` counts the others.
         self.add_views(&mut counts, &views, below.len());
         self.count_call(&counts);
+        for _ in self.match_in_sources(request.keys, views.len()) {
+            below.push(views.len());
+            views.push(ViewOutcome::Miss);
+        }
         (views, below)
     }
 
@@ -129,16 +133,19 @@ impl StoreCore {
         found: &[Option<KeyIndex>],
         now_unix_ms: u64,
     ) -> bool {
-        self.stages.is_empty()
+        // A source may have a block that is not in the catalog.
+        let is_known = self.sources.is_empty() || found.iter().all(Option::is_some);
+        (self.stages.is_empty() && self.sources.is_empty())
             || state.is_closed
-            || found.iter().flatten().all(|key| {
-                let entry = state.catalog.entry(*key);
-                let content = state.catalog.content(entry.content);
-                // An expired or unreadable block is a miss.
-                content.slab.is_some()
-                    || entry.has_expired(now_unix_ms)
-                    || state.is_unreadable(content)
-            })
+            || is_known
+                && found.iter().flatten().all(|key| {
+                    let entry = state.catalog.entry(*key);
+                    let content = state.catalog.content(entry.content);
+                    // An expired or unreadable block is a miss.
+                    content.slab.is_some()
+                        || entry.has_expired(now_unix_ms)
+                        || state.is_unreadable(content)
+                })
     }
 
     /// Views of blocks for which [`Self::needs_no_wait`] holds.

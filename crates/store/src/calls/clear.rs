@@ -2,9 +2,10 @@
 
 use cascade_block::BlockKey;
 
-use crate::core::catalog::{KeyIndex, LOWER_STAGES_MAX};
+use crate::core::catalog::KeyIndex;
 use crate::core::eviction::Eviction;
 use crate::core::history::{History, Loss};
+use crate::core::lower_tier::LowerTier;
 use crate::core::state::StoreState;
 use crate::shared::StoreCore;
 use crate::shared::hold::KEYS_PER_HOLD;
@@ -67,6 +68,7 @@ impl StoreState {
     /// Makes every block absent. [`StoreCore::remove_cleared`] must follow.
     pub(crate) fn make_all_absent(&mut self) {
         self.catalog.clear();
+        self.fetching.cancel_all();
         self.note_cleared();
     }
 
@@ -78,12 +80,16 @@ impl StoreState {
     ) -> impl Sized + use<> {
         let seed = self.catalog.seed();
         self.prefetched_bytes = 0;
-        self.requeue_counts = [0; LOWER_STAGES_MAX];
+        let unstored = |tier: &mut LowerTier| {
+            tier.requeue_count = 0;
+            std::mem::take(&mut tier.unstored)
+        };
+        let unstored: Vec<_> = self.lower.iter_mut().map(unstored).collect();
         (
             std::mem::replace(&mut self.eviction, eviction),
             std::mem::replace(&mut self.history, History::new(now_unix_ms, seed)),
             std::mem::take(&mut self.prefetched),
-            std::mem::take(&mut self.unstored),
+            unstored,
         )
     }
 

@@ -110,7 +110,7 @@ impl StoreCore {
             for (at, tier) in tiers.iter_mut().enumerate() {
                 let has = match at {
                     0 => in_dram,
-                    at => content.address(at - 1).is_some(),
+                    at => content.has_address(at - 1),
                 };
                 tier.blocks += u64::from(has);
                 tier.bytes += if has { bytes } else { 0 };
@@ -146,14 +146,15 @@ impl StoreCore {
             // Calls in flight can still queue key changes; those are not sent to the stages.
             removed.take(&mut state);
             state = self.end_full_hold(state);
-            if state.key_changes.iter().any(|changes| !changes.is_empty()) {
+            if state.has_key_changes() {
                 continue;
             }
             // A mover settles a ticket only after the reply of its stage: with all settled, no
             // mover waits for a write. Timed-out calls are left to `wait_for_stuck_calls`.
             self.note_freed_slabs(&mut state);
             let is_settled = |stage: usize| {
-                let (blocks, names) = (&state.block_tickets[stage], &state.key_tickets[stage]);
+                let (blocks, names) =
+                    (&state.lower[stage].block_tickets, &state.lower[stage].key_tickets);
                 blocks.settled == blocks.pushed && names.settled == names.pushed
             };
             if state.slabs_in_flight + state.blocks_in_scrub == 0
@@ -275,7 +276,7 @@ struct CancelledRemovals([Vec<Vec<KeyChange>>; LOWER_STAGES_MAX]);
 impl CancelledRemovals {
     /// Takes a part of the queues of key changes.
     fn take(&mut self, state: &mut StoreState) {
-        for (stage, taken) in self.0.iter_mut().enumerate() {
+        for (stage, taken) in self.0.iter_mut().enumerate().take(state.lower.len()) {
             let changes = state.cancel_key_changes(stage);
             if !changes.is_empty() {
                 taken.push(changes);

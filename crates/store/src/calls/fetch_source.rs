@@ -30,7 +30,7 @@ impl FetchSource {
         key: BlockKey,
     ) -> Self {
         let key = state.recorded_key(stage, place, key).unwrap_or(key);
-        let recorded = state.additions[stage].settled();
+        let recorded = state.lower[stage].additions.settled();
         let (content, generation) = place;
         Self { content, generation, stage, address, key, recorded }
     }
@@ -43,15 +43,17 @@ impl FetchSource {
     /// Whether the stage has recorded no key since the read was planned, and is not about to record
     /// this one. Otherwise a caller may have removed the key, and put it again with other bytes.
     pub(super) fn has_same_key(self, state: &StoreState) -> bool {
-        let additions = &state.additions[self.stage];
+        let additions = &state.lower[self.stage].additions;
         additions.settled() == self.recorded && !additions.is_pending(&self.key)
     }
 
     /// The bytes are no longer at the address in the catalog: removes the address for all keys of
     /// the content.
     pub(super) fn forget_address(self, state: &mut StoreState, why: Loss) {
-        let Some(content) = state.catalog.live_content(self.place()) else { return };
-        if content.address(self.stage) == Some(self.address) {
+        if state.catalog.live_content(self.place()).is_none() {
+            return;
+        }
+        if state.catalog.address(self.content, self.stage) == Some(self.address) {
             state.clear_address(self.content, self.stage);
             for key in state.catalog.keys_of(self.content) {
                 let name = state.catalog.entry(key).key;
@@ -69,8 +71,8 @@ impl FetchSource {
         let Some(content) = state.catalog.live_content(self.place()) else { return true };
         let key_count = content.key_count;
         let why = if content.was_reclaimed { Loss::Reclaimed } else { Loss::Vanished };
-        let has_moved = content.address(self.stage) != Some(self.address);
-        if has_moved || state.additions[self.stage].settled() != self.recorded {
+        let has_moved = state.catalog.address(self.content, self.stage) != Some(self.address);
+        if has_moved || state.lower[self.stage].additions.settled() != self.recorded {
             return true;
         }
         match state.catalog.find(&self.key) {

@@ -6,6 +6,7 @@ use cascade_tier::{CallOptions, StoreError};
 use crate::Store;
 use crate::core::circuit::Direction;
 use crate::core::flush_mark::FlushMark;
+use crate::core::lower_tier::LowerTier;
 use crate::drive::breaker::HealthSignal;
 use crate::shared::call::CallContext;
 use crate::shared::{StoreCore, tier_error};
@@ -60,12 +61,15 @@ impl StoreCore {
             let erases = state.erases;
             // Blocks that are queued after this line belong to a later flush. Without fixed
             // tickets, steady puts would keep this call waiting.
-            let tickets = state.block_tickets.map(|tickets| tickets.pushed);
-            while (0..self.stages.len()).any(|at| state.block_tickets[at].settled < tickets[at]) {
+            let tickets: Vec<u64> =
+                state.lower.iter().map(|tier| tier.block_tickets.pushed).collect();
+            let is_awaited =
+                |(tier, ticket): (&LowerTier, &u64)| tier.block_tickets.settled < *ticket;
+            while state.lower.iter().zip(&tickets).any(is_awaited) {
                 state = self.wait_or_time_out(state, "flush", call)?;
             }
             // A written block can queue key changes for its stage: draw these tickets only now.
-            let tickets = state.key_tickets.map(|tickets| tickets.pushed);
+            let tickets = state.key_changes_pushed();
             state = self.wait_for_key_changes(state, tickets, "flush", call)?;
             if state.erases == erases {
                 return Ok(());

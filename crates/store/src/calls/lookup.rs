@@ -36,6 +36,8 @@ impl StoreCore {
             tiers.extend(blocks.iter().map(|(_, tier)| self.tier_name(*tier)));
         });
         self.count_call(&counts);
+        let later = self.match_in_sources(request.keys, tiers.len());
+        tiers.extend(later.into_iter().map(|tier| self.tier_name(tier)));
         PrefixMatch { tiers }
     }
 
@@ -176,8 +178,8 @@ fn match_blocks(
             state.catalog.entry_mut(found).note_matched();
             let content = state.catalog.content(content);
             *in_dram += usize::from(content.slab.is_some() && *in_dram == *before + blocks.len());
-            let lower = content.fastest_lower_except(state.open_read_circuits);
-            let lower = lower.map_or(0, |(stage, _)| 1 + stage);
+            let lower = content.fastest_stage_except(state.open_read_circuits);
+            let lower = lower.map_or(0, |stage| 1 + stage);
             let tier = if content.slab.is_some() { 0 } else { lower };
             state.tier_matches[tier] += 1;
             blocks.push((found, tier));

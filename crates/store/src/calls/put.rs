@@ -414,7 +414,7 @@ impl StoreCore {
         let place = (content, state.catalog.content(content).generation);
         for stage in 0..self.stages.len() {
             // For a content that is still queued, the mover adds its other keys after the write.
-            if let Some(address) = state.catalog.content(content).address(stage) {
+            if let Some(address) = state.catalog.address(content, stage) {
                 state.push_addition(stage, facts, address, (place, other));
             }
         }
@@ -449,7 +449,7 @@ impl StoreCore {
         let place = (content, entry.generation);
         state.put_slab(content, slab, Some(&facts));
         for stage in 0..self.stages.len() {
-            if state.catalog.content(content).address(stage).is_none() {
+            if !state.catalog.content(content).has_address(stage) {
                 state.push_block(stage, facts, content);
             }
         }
@@ -500,7 +500,7 @@ impl StoreCore {
     /// The error of back-pressure; names the stage with the largest backlog.
     fn busy_error(&self, state: &StoreState) -> StoreError {
         let stages = 0..self.stages.len();
-        let slowest = stages.max_by_key(|stage| state.pending_bytes[*stage]);
+        let slowest = stages.max_by_key(|stage| state.lower[*stage].pending_bytes);
         StoreError::Busy {
             tier: self.tier_name(slowest.map_or(0, |stage| 1 + stage)),
             pending_bytes: state.pending_total(),

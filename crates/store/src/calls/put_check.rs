@@ -79,7 +79,7 @@ impl StoreCore {
             }
             let keeps_bytes = |stage: usize| !self.stages[stage].keeps_names_only();
             let has_bytes = (0..self.stages.len())
-                .any(|stage| content.address(stage).is_some() && keeps_bytes(stage));
+                .any(|stage| content.has_address(stage) && keeps_bytes(stage));
             let is_same = digest.is_some() && digest.as_ref() == state.catalog.digest_of(index);
             // Different digests may come from two algorithms, the catalog's from an earlier run:
             // only the bytes decide. If only stages without bytes have the block, there is nothing
@@ -128,7 +128,7 @@ impl StoreCore {
         }
         let content = state.catalog.content(index);
         let has_it =
-            |stage: &usize| content.address(*stage).is_some() && state.is_read_circuit_open(*stage);
+            |stage: &usize| content.has_address(*stage) && state.is_read_circuit_open(*stage);
         let stage = (0..self.stages.len()).find(has_it).unwrap_or(0);
         let error = self.stage_error(state, stage, "compare a block that only this tier has");
         PutCheck::Settled(PutOutcome::Failed(error))

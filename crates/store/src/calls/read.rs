@@ -154,7 +154,7 @@ impl StoreCore {
                 may_have_changed = true;
             }
             let Some(key) = found else {
-                flow.settle(&pending, ViewOutcome::Miss);
+                self.plan_absent(&mut state, pending, flow);
                 continue;
             };
             let content = state.catalog.content(state.catalog.entry(key).content);
@@ -220,15 +220,15 @@ impl StoreCore {
         flow: &mut ReadFlow<'_, '_>,
     ) -> (StateGuard<'a>, Option<ViewOutcome>) {
         let (index, open_circuits) = (state.catalog.entry(key).content, state.open_read_circuits);
-        let content = state.catalog.content_mut(index);
+        let content = state.catalog.content(index);
         if content.is_loading {
             flow.waiting.push(pending);
             return (state, None);
         }
-        let Some((stage, address)) = content.fastest_lower_except(pending.avoid | open_circuits)
-        else {
+        let fastest = state.catalog.fastest_lower_except(index, pending.avoid | open_circuits);
+        let Some((stage, address)) = fastest else {
             let is_unreadable =
-                pending.circuit_opened || content.fastest_lower_except(pending.avoid).is_some();
+                pending.circuit_opened || content.fastest_stage_except(pending.avoid).is_some();
             // If a stage that has the block failed, the outcome is that failure, not a miss.
             let failure = flow.outcomes[pending.index].take();
             if failure.is_none() && is_unreadable && flow.purpose == ReadPurpose::Use {
@@ -238,6 +238,7 @@ impl StoreCore {
         };
         // Set before the allocation, which can release the lock: other callers then wait for this
         // fetch and do not start their own.
+        let content = state.catalog.content_mut(index);
         content.is_loading = true;
         let (bytes, generation) = (content.bytes as usize, content.generation);
         let holds_some = flow.holds_some() || !may_wait;
@@ -346,11 +347,14 @@ impl StoreCore {
         let has_content = |key: &KeyIndex| state.catalog.entry(*key).content == from.content;
         let Some(key) = found.filter(has_content) else { return };
         let stamp = state.history.stamp();
-        let Some(content) = state.catalog.live_content(from.place()) else { return };
-        let has_moved = content.address(from.stage) != Some(from.address);
+        if state.catalog.live_content(from.place()).is_none() {
+            return;
+        }
+        let has_moved = state.catalog.address(from.content, from.stage) != Some(from.address);
         if has_moved || purpose == ReadPurpose::Compare {
             return;
         }
+        let content = state.catalog.content_mut(from.content);
         content.referenced |= 1 << from.stage;
         if purpose == ReadPurpose::Use {
             content.note_use(stamp);
@@ -372,11 +376,16 @@ impl StoreCore {
             }
         }
         if purpose == ReadPurpose::Prefetch {
-            state.counters.prefetched_blocks += 1;
-            state.protect_prefetched(key, self.config.dram_bytes / PREFETCHED_SHARE);
+            self.protect_prefetched(state, key);
         } else {
             state.catalog.entry_mut(key).expected_access = ExpectedAccess::None;
         }
+    }
+
+    /// Protects a block that was prefetched until its first use.
+    pub(super) fn protect_prefetched(&self, state: &mut StoreState, key: KeyIndex) {
+        state.counters.prefetched_blocks += 1;
+        state.protect_prefetched(key, self.config.dram_bytes / PREFETCHED_SHARE);
     }
 }
 

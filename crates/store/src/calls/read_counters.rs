@@ -14,13 +14,12 @@ impl StoreCore {
         for result in results {
             match result {
                 ReadResult::Hit { tier, bytes } => {
-                    let tier = (self.memory_tier()..=self.stages.len())
+                    let tier = (self.memory_tier()..self.tier_names().len())
                         .find(|at| self.tier_name(*at) == tier)
-                        .expect("hits come from tiers of this pipeline");
+                        .expect("hits come from tiers of this pipeline, or from its sources");
                     counts.counters.hits += 1;
                     counts.counters.bytes_read += bytes;
-                    counts.tier_hits[tier].0 += 1;
-                    counts.tier_hits[tier].1 += bytes;
+                    counts.count_hit(tier, bytes, self.stages.len());
                 }
                 ReadResult::Miss => counts.counters.misses += 1,
                 ReadResult::Failed => counts.counters.get_failures += 1,
@@ -57,8 +56,8 @@ impl StoreState {
                 continue;
             }
             let content = self.catalog.content(entry.content);
-            let lower =
-                content.fastest_lower_except(self.open_read_circuits).map(|(stage, _)| 1 + stage);
+            let lower = content.fastest_stage_except(self.open_read_circuits);
+            let lower = lower.map(|stage| 1 + stage);
             match if content.slab.is_some() { Some(memory_tier) } else { lower } {
                 Some(tier) => {
                     direct += 1;

@@ -7,6 +7,7 @@
 
 mod buffers;
 mod copies;
+mod stage_reads;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -14,11 +15,12 @@ use std::sync::Arc;
 use cascade_block::BlockKey;
 use cascade_memory::{Slab, SlabMut};
 use cascade_runtime::Clock;
-use cascade_tier::tier::{Load, LoadOutcome, LoadQueue, StageError};
+use cascade_tier::tier::{Load, LoadOutcome};
 use cascade_tier::{GetOutcome, TierName, ViewOutcome};
 
 use crate::calls::fetch_source::FetchSource;
-use crate::core::circuit::Direction;
+use crate::calls::read_each::EachView;
+use crate::calls::source_reads::SourceReads;
 use crate::drive::breaker::HealthSignal;
 use crate::shared::StoreCore;
 use crate::shared::call::CallContext;
@@ -26,6 +28,7 @@ use crate::shared::hold::KEYS_PER_HOLD;
 
 use buffers::CallerBuffers;
 use copies::Copies;
+use stage_reads::StageReads;
 
 /// A read call holds at most DRAM divided by this in slabs that it loads, and as much in slabs that
 /// it copies from.
@@ -33,18 +36,9 @@ const HELD_SHARE: usize = 8;
 /// Maximum bytes of these slabs. Enough for a disk to work without a pause, and for other calls to
 /// wait only some milliseconds behind these reads.
 const HELD_BYTES_MAX: usize = 32 << 20;
-/// Bytes that are copied from DRAM before the call looks for loads that have ended.
-const IDLE_COPY_BYTES: usize = 1 << 20;
-/// Ended loads are applied to the catalog together, to take the lock once for this many blocks or
-/// bytes.
-const ENDED_BLOCKS_MAX: usize = 32;
-const ENDED_BYTES_MAX: usize = 1 << 20;
 /// Keys that are looked up again in one piece, because the first lookup found more blocks than the
 /// call may hold.
 const KEYS_AGAIN_MAX: usize = 64;
-
-/// What the result of a read from a stage costs a hold of the lock, in keys looked up.
-const SETTLE_COST: u32 = 4;
 
 /// The purpose of a read: decides what is counted and whether DRAM keeps the block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -68,6 +62,8 @@ pub(super) struct PendingRead {
     pub(super) circuit_opened: bool,
     /// Whether an earlier lookup counted the block as requested.
     pub(super) is_counted: bool,
+    /// Bit per source that does not have the block, or failed.
+    pub(super) asked: u8,
     pub(super) tries: u32,
 }
 
@@ -105,24 +101,34 @@ pub(super) struct ReadFlow<'a, 'b> {
     ended: Vec<(Loading, LoadOutcome)>,
     ended_bytes: usize,
     /// Bytes of all slabs that this call loads.
-    held_bytes: usize,
+    pub(super) held_bytes: usize,
     /// The limit of these, and of the slabs that the call has yet to copy from.
     held_bytes_max: usize,
     /// There was no memory for the next block; the slabs that this call holds may be the reason.
-    is_blocked: bool,
+    pub(super) is_blocked: bool,
     postponed: Option<PendingRead>,
     /// Whether any block made progress since the last wait for other callers.
     has_progress: bool,
     /// Whether a lookup has counted a block of this batch as requested.
     pub(super) is_load: bool,
+    /// What sources do for this call, if any is asked.
+    pub(super) sources: Option<Box<SourceReads>>,
+    /// Gets views as they come.
+    pub(super) each: Option<Box<EachView<'a>>>,
 }
 
 impl<'a, 'b> ReadFlow<'a, 'b> {
-    fn new(core: &StoreCore, keys: &[BlockKey], call: CallContext, purpose: ReadPurpose) -> Self {
+    pub(super) fn new(
+        core: &StoreCore,
+        keys: &[BlockKey],
+        call: CallContext,
+        purpose: ReadPurpose,
+    ) -> Self {
         let is_counted = purpose != ReadPurpose::Use;
         let pending = |(index, key): (usize, &BlockKey)| {
             let key = *key;
-            PendingRead { index, key, avoid: 0, circuit_opened: false, is_counted, tries: 0 }
+            let (avoid, circuit_opened, asked, tries) = (0, false, 0, 0);
+            PendingRead { index, key, avoid, circuit_opened, is_counted, asked, tries }
         };
         Self {
             call,
@@ -141,7 +147,9 @@ impl<'a, 'b> ReadFlow<'a, 'b> {
             is_blocked: false,
             postponed: None,
             has_progress: false,
-            is_load: false,
+            is_load: core.is_load_of_sources(keys),
+            sources: None,
+            each: None,
         }
     }
 
@@ -152,6 +160,9 @@ impl<'a, 'b> ReadFlow<'a, 'b> {
 
     pub(super) fn settle(&mut self, pending: &PendingRead, outcome: ViewOutcome) {
         self.has_progress = true;
+        if let Some(each) = &mut self.each {
+            each.note(pending.index, &outcome);
+        }
         self.outcomes[pending.index] = Some(outcome);
     }
 
@@ -240,7 +251,7 @@ impl<'a, 'b> ReadFlow<'a, 'b> {
         true
     }
 
-    fn fail_rest(&mut self, operation: &'static str) {
+    pub(super) fn fail_rest(&mut self, operation: &'static str) {
         let queued = std::mem::take(&mut self.queued);
         let deferred = self.target.as_mut().map(|target| std::mem::take(&mut target.deferred));
         let deferred = deferred.into_iter().flatten().map(|(pending, _)| pending);
@@ -253,7 +264,7 @@ impl<'a, 'b> ReadFlow<'a, 'b> {
 
     /// Copies blocks in DRAM to the caller's buffers, at least one and up to this many bytes.
     /// Returns whether there was one.
-    fn copy_resident(&mut self, bytes_max: usize) -> bool {
+    pub(super) fn copy_resident(&mut self, bytes_max: usize) -> bool {
         let Some(target) = &mut self.target else { return false };
         if target.copies.is_some() {
             return target.copy_shared();
@@ -324,118 +335,6 @@ impl<'a, 'b> ReadFlow<'a, 'b> {
     }
 }
 
-/// The blocks of a read call that one stage loads.
-struct StageReads<'c, 'f, 'a, 'b> {
-    core: &'c StoreCore,
-    flow: &'f mut ReadFlow<'a, 'b>,
-    stage: usize,
-    /// Whether a time-out of these loads is a failure of the stage.
-    is_long_enough: bool,
-    /// What the loads since the last report say about the stage's health.
-    signal: HealthSignal,
-    reported_bytes: usize,
-}
-
-impl LoadQueue for StageReads<'_, '_, '_, '_> {
-    fn next_load(&mut self) -> Option<(usize, Load)> {
-        let is_last = self.flow.planned[self.stage].is_empty();
-        let (blocks, bytes) = (self.flow.ended.len(), self.flow.ended_bytes);
-        if is_last || blocks >= ENDED_BLOCKS_MAX || bytes >= ENDED_BYTES_MAX {
-            self.settle_ended();
-        }
-        loop {
-            if let Some(fetch) = self.flow.planned[self.stage].pop_front() {
-                return Some(self.flow.start(fetch));
-            }
-            let flow = &mut *self.flow;
-            let may_plan = !flow.queued.is_empty() && !flow.is_full() && !flow.is_blocked;
-            if !may_plan || flow.call.has_timed_out(&*self.core.clock) {
-                return None;
-            }
-            if !self.core.plan_piece(flow, false) {
-                return None;
-            }
-        }
-    }
-
-    fn ended(&mut self, number: usize, outcome: LoadOutcome) {
-        let loading = self.flow.loading[number].take().expect("a load ends once");
-        self.flow.free_numbers.push(number);
-        // Here, not when it is applied to the catalog: the stage has just read these bytes to
-        // verify them, so that they are in the cache of the processor. If they were read as another
-        // key, only the catalog can tell whether they are the bytes of this one.
-        if loading.from.key == loading.pending.key
-            && let (LoadOutcome::Hit(slab), Some(target)) = (&outcome, &mut self.flow.target)
-        {
-            let tier = self.core.tier_name(1 + self.stage);
-            target.copy(loading.pending.index, slab, tier);
-        }
-        self.flow.add_ended(loading, outcome);
-    }
-
-    fn idle(&mut self) -> bool {
-        if self.flow.copy_resident(IDLE_COPY_BYTES) {
-            return true;
-        }
-        self.flow.has_deferred() && self.core.plan_deferred(self.flow)
-    }
-}
-
-impl StageReads<'_, '_, '_, '_> {
-    /// Applies the loads that ended to the catalog.
-    fn settle_ended(&mut self) {
-        if self.flow.ended.is_empty() {
-            return;
-        }
-        let (core, flow) = (self.core, &mut *self.flow);
-        let ended = std::mem::take(&mut flow.ended);
-        self.signal.add(HealthSignal::of_load(
-            ended.iter().map(|(_, outcome)| outcome),
-            self.is_long_enough,
-        ));
-        self.reported_bytes += std::mem::take(&mut flow.ended_bytes);
-        let now_unix_ms = core.clock.unix_ms();
-        let mut state = core.lock_for(ended.len());
-        // A call that lasts reports now and then, as several calls would.
-        if self.reported_bytes >= flow.held_bytes_max {
-            self.reported_bytes = 0;
-            let signal = std::mem::replace(&mut self.signal, HealthSignal::None);
-            core.record_health(&mut state, self.stage, Direction::Reads, signal);
-        }
-        state.history.set_time(now_unix_ms);
-        for (Loading { mut pending, from, bytes }, outcome) in ended {
-            state = core.end_full_hold(state);
-            state.charge(SETTLE_COST);
-            state.slabs_in_flight -= 1;
-            flow.held_bytes -= bytes;
-            flow.has_progress = true;
-            if !core.settle(&mut state, &mut pending, from, outcome, flow) {
-                flow.waiting.push(pending);
-            }
-        }
-        flow.is_blocked = false;
-        core.unlock(state);
-        // Other callers wait for these contents, and for slabs that were not kept.
-        core.notify_changed();
-    }
-
-    /// Settles everything that the stage was to load, after its call.
-    fn finish(mut self) {
-        let is_late = self.flow.call.deadline.has_passed(&*self.core.clock);
-        // The stage did not take these.
-        for fetch in std::mem::take(&mut self.flow.planned[self.stage]) {
-            let Fetch { pending, from, slab } = fetch;
-            let error = if is_late { StageError::Timeout } else { StageError::NoResult };
-            let loading = Loading { pending, from, bytes: slab.len() };
-            self.flow.add_ended(loading, LoadOutcome::Failed(error));
-        }
-        self.settle_ended();
-        let mut state = self.core.lock();
-        self.core.record_health(&mut state, self.stage, Direction::Reads, self.signal);
-        self.core.unlock(state);
-    }
-}
-
 impl StoreCore {
     /// Reads blocks and returns their slabs.
     pub(crate) fn read(
@@ -464,8 +363,22 @@ impl StoreCore {
     /// Reads until each block has an outcome or the deadline passes: new blocks first, then those
     /// that have to be looked up again. Waits for other callers only while the call holds no slab
     /// that it loads, because they may wait for these.
-    fn run_read(&self, flow: &mut ReadFlow<'_, '_>) {
+    pub(super) fn run_read(&self, flow: &mut ReadFlow<'_, '_>) {
+        self.read_all(flow);
+        self.end_sources(flow);
+    }
+
+    fn read_all(&self, flow: &mut ReadFlow<'_, '_>) {
         loop {
+            if flow.has_source_work() {
+                self.read_from_sources(flow);
+                if flow.fail_if_late(&*self.clock) {
+                    return;
+                }
+                if flow.queued.is_empty() && flow.has_source_work() {
+                    continue;
+                }
+            }
             if flow.queued.is_empty() {
                 if flow.waiting.is_empty() {
                     return;
@@ -479,6 +392,7 @@ impl StoreCore {
                 return;
             }
             self.plan_some(flow);
+            self.run_sources(flow, false);
             loop {
                 // While one stage loads, blocks for another one may be planned.
                 while let Some(stage) = flow.planned.iter().position(|loads| !loads.is_empty()) {
@@ -493,6 +407,7 @@ impl StoreCore {
                 }
                 self.plan_deferred(flow);
             }
+            flow.give_views();
         }
     }
 
@@ -568,9 +483,8 @@ impl StoreCore {
     /// Loads the planned blocks of a stage, and those that become possible meanwhile.
     fn load_planned(&self, flow: &mut ReadFlow<'_, '_>, stage: usize) {
         let deadline = flow.call.deadline;
-        // Measured before the load: a time-out is a failure of the stage only if the call had at
-        // least the time of a probe.
-        let is_long_enough = deadline.remaining(&*self.clock) >= self.config.health.probe_timeout;
+        // Measured before the load.
+        let is_long_enough = self.is_long_enough(flow.call);
         let signal = HealthSignal::None;
         let mut reads =
             StageReads { core: self, flow, stage, is_long_enough, signal, reported_bytes: 0 };

@@ -52,7 +52,7 @@ impl StoreCore {
             {
                 return Err(self.stage_error(&state, stage, "record a key"));
             }
-            let tickets = state.key_tickets.map(|tickets| tickets.pushed);
+            let tickets = state.key_changes_pushed();
             drop(self.wait_for_key_changes(state, tickets, "put", call)?);
         }
         Ok(())
@@ -76,8 +76,8 @@ impl StoreCore {
         };
         for stage in 0..self.stages.len() {
             let result = self.result_so_far(state, stage, put, place)?;
-            let is_recorded =
-                !matches!(outcome, Deduplicated) || !state.additions[stage].is_pending(&put.key);
+            let is_recorded = !matches!(outcome, Deduplicated)
+                || !state.lower[stage].additions.is_pending(&put.key);
             if result.is_err() || !is_recorded {
                 return result.is_err().then_some(result);
             }
@@ -146,7 +146,7 @@ impl StoreCore {
         let Some(content) = state.catalog.live_content(place) else {
             return Some(self.result_without_block(state, put, stage));
         };
-        content.address(stage).is_some().then_some(Ok(()))
+        content.has_address(stage).then_some(Ok(()))
     }
 
     /// The result for a block that is no longer in the store. Success if a caller removed it, or if

@@ -6,23 +6,24 @@
 
 mod arena;
 mod cleared;
+mod residences;
 mod table;
 
 use std::collections::BTreeSet;
 
 use cascade_block::{BlockKey, Digest, FingerprintSeed};
 use cascade_memory::Slab;
-use cascade_tier::Change;
-use cascade_tier::tier::Address;
+use cascade_tier::{Change, TIERS_MAX};
 
 use crate::core::change_log::ChangeLog;
 use crate::core::eviction::Slot;
 use arena::Arena;
 use cleared::Cleared;
+use residences::{INLINE_ADDRESSES, StageAddresses};
 pub(crate) use table::KeyTable;
 
 /// Most stages below DRAM in one pipeline.
-pub(crate) const LOWER_STAGES_MAX: usize = 2;
+pub(crate) const LOWER_STAGES_MAX: usize = TIERS_MAX - 1;
 
 /// Most keys that share a content, which bounds walks over its keys. Equal bytes with more keys are
 /// stored once per this many keys.
@@ -30,7 +31,6 @@ const KEYS_PER_CONTENT_MAX: u32 = 1024;
 
 /// The index of no entry.
 const NONE: u32 = u32::MAX;
-const NO_ADDRESS: u64 = u64::MAX;
 
 /// Index of a key's entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -77,12 +77,14 @@ const WAS_MATCHED: u8 = 2;
 const _: () = assert!(size_of::<Option<KeyEntry>>() == 64, "a key entry fits a cache line");
 
 /// One content: where its bytes are and which keys name it. One cache line, like a key's entry: a
-/// lookup has three memory accesses (slot, key, content), never a fourth.
+/// lookup has three memory accesses (slot, key, content). Only the read of a block that more than
+/// two lower stages have makes a fourth.
 #[derive(Debug)]
 #[repr(align(64))]
 pub(crate) struct Content {
     pub(crate) slab: Option<Slab>,
-    addresses: [u64; LOWER_STAGES_MAX],
+    /// The addresses in the lower stages of `stages`, or their index; see `residences`.
+    addresses: [u64; INLINE_ADDRESSES],
     first_key: u32,
     pub(crate) key_count: u32,
     /// Keys of this content that the policy counts as resident in DRAM.
@@ -96,6 +98,8 @@ pub(crate) struct Content {
     pub(crate) is_loading: bool,
     /// Bit per lower stage: requested since it was written there.
     pub(crate) referenced: u8,
+    /// Bit per lower stage: it has the bytes.
+    stages: u8,
     /// Whether a lower tier has reclaimed its copy to make room, or may do so at any moment.
     pub(crate) was_reclaimed: bool,
     /// Reads since it was put or recovered; saturates.
@@ -138,35 +142,10 @@ impl KeyEntry {
 }
 
 impl Content {
-    pub(crate) fn address(&self, stage: usize) -> Option<Address> {
-        let address = self.addresses[stage];
-        (address != NO_ADDRESS).then_some(Address(address))
-    }
-
-    fn set_address(&mut self, stage: usize, address: Option<Address>) {
-        self.addresses[stage] = address.map_or(NO_ADDRESS, |address| address.0);
-    }
-
-    /// The fastest lower stage that has it.
-    pub(crate) fn fastest_lower(&self) -> Option<(usize, Address)> {
-        self.fastest_lower_except(0)
-    }
-
-    /// The fastest lower stage that has it, except those whose bit is set in `avoid`.
-    pub(crate) fn fastest_lower_except(&self, avoid: u8) -> Option<(usize, Address)> {
-        let mut stages = (0..LOWER_STAGES_MAX).filter(|stage| avoid & (1 << stage) == 0);
-        stages.find_map(|stage| Some((stage, self.address(stage)?)))
-    }
-
     /// Counts a read of its bytes.
     pub(crate) fn note_use(&mut self, stamp: u32) {
         self.uses = self.uses.saturating_add(1);
         self.used_stamp = stamp;
-    }
-
-    /// Whether any tier has its bytes.
-    pub(crate) fn is_in_any_tier(&self) -> bool {
-        self.slab.is_some() || self.fastest_lower().is_some()
     }
 }
 
@@ -189,6 +168,8 @@ pub(crate) struct Catalog {
     /// Digest of each content by its index; empty when content hashing is off.
     digests: Arena<Digest>,
     by_digest: KeyTable,
+    /// The addresses of contents that more lower stages have than fit into their entries.
+    many_addresses: Arena<StageAddresses>,
     generation: u32,
     /// The key that was added last; another key may have its index by now.
     added_last: u32,
@@ -220,6 +201,7 @@ impl Catalog {
             contents: Arena::new(),
             digests: Arena::new(),
             by_digest: KeyTable::new(),
+            many_addresses: Arena::new(),
             generation: 0,
             added_last: NONE,
             cleared: Cleared::default(),
@@ -244,30 +226,13 @@ impl Catalog {
         self.contents.len()
     }
 
-    /// Contents in a lower stage.
-    pub(crate) fn stage_blocks(&self, stage: usize) -> u64 {
-        self.stage_blocks[stage]
-    }
-
-    /// Sets a content's address in a lower stage. The only place to do so: it keeps the count.
-    pub(crate) fn set_address(
-        &mut self,
-        content: ContentIndex,
-        stage: usize,
-        address: Option<Address>,
-    ) {
-        let entry = self.contents.get_mut(content.0);
-        self.stage_blocks[stage] -= u64::from(entry.address(stage).is_some());
-        self.stage_blocks[stage] += u64::from(address.is_some());
-        entry.set_address(stage, address);
-    }
-
     /// Memory of the tables and entries.
     pub(crate) fn memory_bytes(&self) -> usize {
         let tables = self.table.memory_bytes() + self.by_digest.memory_bytes();
         let entries = self.keys.memory_bytes() + self.contents.memory_bytes();
         let changes = self.changes.as_ref().map_or(0, |log| log.memory_bytes());
-        tables + entries + self.digests.memory_bytes() + changes
+        let addresses = self.many_addresses.memory_bytes();
+        tables + entries + addresses + self.digests.memory_bytes() + changes
     }
 
     pub(crate) fn changes_mut(&mut self) -> &mut Option<Box<ChangeLog>> {
@@ -419,7 +384,7 @@ impl Catalog {
         self.generation = self.generation.wrapping_add(1);
         let content = ContentIndex(self.contents.insert(Content {
             slab: None,
-            addresses: [NO_ADDRESS; LOWER_STAGES_MAX],
+            addresses: [0; INLINE_ADDRESSES],
             first_key: NONE,
             key_count: 0,
             resident_keys: 0,
@@ -428,6 +393,7 @@ impl Catalog {
             dirty: 0,
             is_loading: false,
             referenced: 0,
+            stages: 0,
             was_reclaimed: false,
             uses: 0,
             put_stamp: 0,
@@ -501,9 +467,7 @@ impl Catalog {
         }
         let content = self.contents.remove(entry.content.0);
         // Addresses that were not cleared by `set_address` are counted down here.
-        for (stage, count) in self.stage_blocks.iter_mut().enumerate() {
-            *count -= u64::from(content.address(stage).is_some());
-        }
+        self.drop_addresses(&content);
         Some(content)
     }
 

@@ -25,3 +25,11 @@ pub(crate) enum KeyChange {
     /// A key that is no longer valid.
     Remove(BlockKey, Address),
 }
+
+/// Progress of a queue. To wait for everything that is queued now, remember `pushed` and wait until
+/// `settled` reaches it.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Tickets {
+    pub(crate) pushed: u64,
+    pub(crate) settled: u64,
+}

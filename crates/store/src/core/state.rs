@@ -19,13 +19,13 @@ use cascade_tier::tier::{Address, BlockFacts, StageError};
 use cascade_tier::{PutOutcome, StoreCounters};
 
 use crate::HealthConfig;
-use crate::core::additions::Additions;
 use crate::core::awaited::AwaitedWrites;
 use crate::core::catalog::{Catalog, ContentIndex, ExpectedAccess, KeyIndex, LOWER_STAGES_MAX};
-use crate::core::circuit::Breaker;
 use crate::core::eviction::{AncestorSearch, Eviction, Incoming, RemovalReason, VictimSearch};
+use crate::core::fetching::Fetching;
 use crate::core::flush_mark::FlushMark;
 use crate::core::history::{History, Loss};
+use crate::core::lower_tier::LowerTier;
 use crate::core::pending::{KeyChange, PendingWrite};
 use crate::core::queue::Queue;
 use crate::core::usable::verdict;
@@ -50,14 +50,6 @@ pub(crate) enum EvictionResult {
     NoneEvictable,
 }
 
-/// Progress of a queue. To wait for everything that is queued now, remember `pushed` and wait until
-/// `settled` reaches it.
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Tickets {
-    pub(crate) pushed: u64,
-    pub(crate) settled: u64,
-}
-
 /// The state of a store.
 #[derive(Debug)]
 #[expect(clippy::struct_excessive_bools, reason = "facts that do not exclude each other")]
@@ -71,39 +63,26 @@ pub(crate) struct StoreState {
     pub(crate) tier_hits: [(u64, u64); 1 + LOWER_STAGES_MAX],
     /// Requested blocks that were matched, in the same order.
     pub(crate) tier_matches: [u64; 1 + LOWER_STAGES_MAX],
-    /// Blocks to be written, by stage.
-    pub(crate) queues: [Queue<PendingWrite>; LOWER_STAGES_MAX],
-    pub(crate) block_tickets: [Tickets; LOWER_STAGES_MAX],
+    /// As `tier_hits` and `tier_matches`, for the sources that have any.
+    pub(crate) source_hits: Vec<(u64, u64)>,
+    pub(crate) source_matches: Vec<u64>,
+    /// Blocks that calls fetch from sources.
+    pub(crate) fetching: Fetching,
+    /// The stages below DRAM.
+    pub(crate) lower: Vec<LowerTier>,
     pub(crate) awaited: AwaitedWrites,
-    pub(crate) key_changes: [Queue<KeyChange>; LOWER_STAGES_MAX],
-    /// How many threads are giving queued key changes their new addresses, by stage. Meanwhile its
-    /// mover takes none.
-    pub(crate) translations: [u32; LOWER_STAGES_MAX],
-    /// The additions among the key changes that are queued or being recorded.
-    pub(crate) additions: [Additions; LOWER_STAGES_MAX],
     /// Blocks and key changes that each stage failed to store since the start.
     pub(crate) write_failures: FlushMark,
     /// Failures before the last erase: no flush reports these, because the blocks are erased.
     pub(crate) failures_before_erase: FlushMark,
     /// Failures that some flush has reported.
     pub(crate) reported_failures: FlushMark,
-    pub(crate) key_tickets: [Tickets; LOWER_STAGES_MAX],
-    /// The last error of each stage.
-    pub(crate) last_errors: [Option<StageError>; LOWER_STAGES_MAX],
-    /// Write backlog by stage: bytes queued or being written.
-    pub(crate) pending_bytes: [u64; LOWER_STAGES_MAX],
-    pub(crate) breakers: [Breaker; LOWER_STAGES_MAX],
     /// Bit per lower stage: its read circuit is open.
     pub(crate) open_read_circuits: u8,
     /// Bit per lower stage: its write circuit is open.
     pub(crate) open_write_circuits: u8,
     /// Bit per lower stage: it keeps only keys, no bytes.
     pub(crate) key_only_stages: u8,
-    /// Blocks that each stage failed to store, oldest first. They are queued again when its write
-    /// circuit closes or a write probe succeeds.
-    pub(crate) unstored: [Queue<PendingWrite>; LOWER_STAGES_MAX],
-    /// The number of blocks at the front of `unstored` to queue again now.
-    pub(crate) requeue_counts: [usize; LOWER_STAGES_MAX],
     /// Prefetched blocks that are protected from eviction until their first use, oldest first, with
     /// their bytes.
     pub(crate) prefetched: Queue<(BlockKey, u64)>,
@@ -127,8 +106,6 @@ pub(crate) struct StoreState {
     /// Records the holds of the lock, if the configuration wants that.
     pub(crate) recorder: Option<HoldRecorder>,
     pub(crate) has_dram: bool,
-    /// Number of stages below DRAM.
-    pub(crate) lower_stages: usize,
     /// Puts and deletions are refused; queued blocks are still written.
     pub(crate) is_closing: bool,
     /// Puts are refused while the store is erased.
@@ -158,24 +135,17 @@ impl StoreState {
             history,
             tier_hits: [(0, 0); 1 + LOWER_STAGES_MAX],
             tier_matches: [0; 1 + LOWER_STAGES_MAX],
-            queues: Default::default(),
-            block_tickets: Default::default(),
+            source_hits: Vec::new(),
+            source_matches: Vec::new(),
+            fetching: Fetching::default(),
+            lower: (0..lower_stages).map(|_| LowerTier::new(health, now, now_unix_ms)).collect(),
             awaited: AwaitedWrites::default(),
-            key_changes: Default::default(),
-            translations: [0; LOWER_STAGES_MAX],
-            additions: Default::default(),
             write_failures: FlushMark::default(),
             failures_before_erase: FlushMark::default(),
             reported_failures: FlushMark::default(),
-            key_tickets: Default::default(),
-            last_errors: Default::default(),
-            pending_bytes: [0; LOWER_STAGES_MAX],
-            breakers: std::array::from_fn(|_| Breaker::new(health, now, now_unix_ms)),
             open_read_circuits: 0,
             open_write_circuits: 0,
             key_only_stages: 0,
-            unstored: Default::default(),
-            requeue_counts: [0; LOWER_STAGES_MAX],
             prefetched: Queue::default(),
             prefetched_bytes: 0,
             next_epoch: 0,
@@ -189,7 +159,6 @@ impl StoreState {
             cost: 0,
             recorder: None,
             has_dram,
-            lower_stages,
             is_closing: false,
             is_erasing: false,
             are_removals_cancelled: false,
@@ -300,7 +269,7 @@ impl StoreState {
         let content = self.catalog.content(content);
         match content {
             _ if content.was_reclaimed => Loss::EvictedReclaimed,
-            _ if self.lower_stages > 0 => Loss::EvictedUnwritten,
+            _ if !self.lower.is_empty() => Loss::EvictedUnwritten,
             _ if is_protected => Loss::EvictedProtected,
             _ if content.uses > 0 => Loss::EvictedRead,
             _ => Loss::EvictedUnread,
@@ -376,7 +345,7 @@ impl StoreState {
     /// Records the address of a content in a stage.
     pub(crate) fn set_address(&mut self, index: ContentIndex, stage: usize, address: Address) {
         self.catalog.set_address(index, stage, Some(address));
-        if let Some(ledger) = &self.ledger {
+        if let Some(ledger) = &mut self.ledger {
             for key in self.catalog.each_key_of(index) {
                 ledger.note_stored(key, stage, address);
             }
@@ -413,7 +382,7 @@ impl StoreState {
         let (name, index) = (entry.key, entry.content);
         self.history.record(&name, why);
         let addresses: [_; LOWER_STAGES_MAX] =
-            std::array::from_fn(|stage| self.catalog.content(index).address(stage));
+            std::array::from_fn(|stage| self.catalog.address(index, stage));
         for (stage, address) in addresses.into_iter().enumerate() {
             if let Some(address) = address {
                 self.push_key_change(stage, KeyChange::Remove(name, address));
@@ -449,8 +418,19 @@ impl StoreState {
     /// Queues a key change for the mover of a stage.
     pub(crate) fn push_key_change(&mut self, stage: usize, change: KeyChange) {
         self.limit_key_changes(stage);
-        self.key_changes[stage].push_back(change);
-        self.key_tickets[stage].pushed += 1;
+        self.lower[stage].key_changes.push_back(change);
+        self.lower[stage].key_tickets.pushed += 1;
+    }
+
+    /// Whether key changes are queued for any stage.
+    pub(crate) fn has_key_changes(&self) -> bool {
+        self.lower.iter().any(|tier| !tier.key_changes.is_empty())
+    }
+
+    /// How many key changes each stage has been given so far.
+    pub(crate) fn key_changes_pushed(&self) -> [u64; LOWER_STAGES_MAX] {
+        let pushed = |stage: usize| self.lower.get(stage).map_or(0, |tier| tier.key_tickets.pushed);
+        std::array::from_fn(pushed)
     }
 
     /// Queues a content for the mover of a stage; the content keeps its slab until it is written.
@@ -476,9 +456,9 @@ impl StoreState {
             return self.note_unstored(stage, PendingWrite { facts, content, generation, tries });
         }
         entry.dirty |= 1 << stage;
-        self.pending_bytes[stage] += u64::from(facts.bytes);
-        self.queues[stage].push_back(PendingWrite { facts, content, generation, tries });
-        self.block_tickets[stage].pushed += 1;
+        self.lower[stage].pending_bytes += u64::from(facts.bytes);
+        self.lower[stage].queue.push_back(PendingWrite { facts, content, generation, tries });
+        self.lower[stage].block_tickets.pushed += 1;
     }
 
     /// Counts the outcome of one block's put, and records the reason if it was not stored.
@@ -502,8 +482,8 @@ impl StoreState {
     /// Records the last error of a stage.
     pub(crate) fn note_error(&mut self, stage: usize, error: StageError) {
         // An open circuit is the consequence of an earlier error, which says more.
-        if !matches!(error, StageError::CircuitOpen) || self.last_errors[stage].is_none() {
-            self.last_errors[stage] = Some(error);
+        if !matches!(error, StageError::CircuitOpen) || self.lower[stage].last_error.is_none() {
+            self.lower[stage].last_error = Some(error);
         }
     }
 
@@ -539,7 +519,7 @@ impl StoreState {
 
     /// The write backlog of all stages, in bytes.
     pub(crate) fn pending_total(&self) -> u64 {
-        self.pending_bytes.iter().sum()
+        self.lower.iter().map(|tier| tier.pending_bytes).sum()
     }
 }
 
@@ -560,6 +540,6 @@ fn record_key(ledger: &mut Ledger, catalog: &Catalog, key: KeyIndex, facts: Opti
     };
     let digest = catalog.digest_of(entry.content).copied();
     let record = BlockFacts { digest, ..facts.copied().unwrap_or_else(known) };
-    let addresses = std::array::from_fn(|stage| content.address(stage));
+    let addresses = std::array::from_fn(|stage| catalog.address(entry.content, stage));
     ledger.record(key, &record, facts.is_some(), slab, addresses);
 }

@@ -6,7 +6,7 @@
 
 use cascade_tier::tier::{LoadOutcome, StageError};
 
-use crate::core::catalog::{Content, LOWER_STAGES_MAX};
+use crate::core::catalog::Content;
 use crate::core::circuit::{CircuitChange, Direction};
 use crate::core::pending::{KeyChange, PendingWrite};
 use crate::core::queue::Queue;
@@ -107,7 +107,7 @@ impl StoreCore {
             state.note_error(stage, error.clone());
         }
         let now = self.clock.monotonic();
-        let breaker = &mut state.breakers[stage];
+        let breaker = &mut state.lower[stage].breaker;
         let change = match signal {
             HealthSignal::Success => {
                 breaker.succeed(direction, now);
@@ -141,12 +141,12 @@ impl StoreCore {
         }
         let (now, now_unix_ms) = (self.clock.monotonic(), self.clock.unix_ms());
         let is_writable = result.is_ok() && direction == Direction::Writes;
-        if is_writable && !state.unstored[stage].is_empty() {
+        if is_writable && !state.lower[stage].unstored.is_empty() {
             // The circuit stayed closed because too few writes failed: retry those now.
-            state.requeue_counts[stage] = state.unstored[stage].len();
+            state.lower[stage].requeue_count = state.lower[stage].unstored.len();
             self.notify_movers();
         }
-        let change = state.breakers[stage].end_probe(direction, result, now, now_unix_ms);
+        let change = state.lower[stage].breaker.end_probe(direction, result, now, now_unix_ms);
         self.apply_circuit_change(state, stage, direction, change);
     }
 
@@ -179,7 +179,7 @@ impl StoreCore {
             (Direction::Writes, true) => self.notify_movers(),
             (Direction::Writes, false) => {
                 // The mover sends the queued key changes before it writes these blocks.
-                state.requeue_counts[stage] = state.unstored[stage].len();
+                state.lower[stage].requeue_count = state.lower[stage].unstored.len();
                 self.notify_movers();
             }
         }
@@ -199,8 +199,8 @@ impl StoreCore {
     pub(crate) fn probe_backlogged_stages(&self, state: &mut StoreState) {
         let now = self.clock.monotonic();
         for stage in 0..self.stages.len() {
-            if state.pending_bytes[stage] > 0 || !state.key_changes[stage].is_empty() {
-                state.breakers[stage].suspect(Direction::Writes, now);
+            if state.lower[stage].pending_bytes > 0 || !state.lower[stage].key_changes.is_empty() {
+                state.lower[stage].breaker.suspect(Direction::Writes, now);
             }
         }
     }
@@ -222,46 +222,44 @@ impl StoreState {
         if self.open_read_circuits == 0 || content.slab.is_some() {
             return false;
         }
-        let keeps_bytes = |stage: &usize| {
-            content.address(*stage).is_some() && self.key_only_stages & (1 << stage) == 0
-        };
-        let mut holders = (0..LOWER_STAGES_MAX).filter(keeps_bytes).peekable();
-        let is_below = holders.peek().is_some();
-        // Without a holder `all` is true, although no open circuit hides the content.
-        is_below && holders.all(|stage| self.is_read_circuit_open(stage))
+        // Without a holder no open circuit hides the content.
+        let holders = content.stages() & !self.key_only_stages;
+        holders != 0 && holders & !self.open_read_circuits == 0
     }
 
     /// The longest queue of key changes among the stages with a closed write circuit.
     pub(crate) fn key_changes_waiting(&self) -> usize {
         // Puts must not wait for a stage with an open circuit: its queue shrinks only when the
         // circuit closes.
-        let healthy = (0..LOWER_STAGES_MAX).filter(|stage| !self.is_write_circuit_open(*stage));
-        healthy.map(|stage| self.key_changes[stage].len()).max().unwrap_or(0)
+        let healthy = (0..self.lower.len()).filter(|stage| !self.is_write_circuit_open(*stage));
+        healthy.map(|stage| self.lower[stage].key_changes.len()).max().unwrap_or(0)
     }
 
     /// Lists a block that a stage should have, but does not have.
     pub(crate) fn note_unstored(&mut self, stage: usize, pending: PendingWrite) {
-        let unstored = &mut self.unstored[stage];
-        if unstored.len() == UNSTORED_MAX {
-            unstored.pop_front();
-            self.requeue_counts[stage] = self.requeue_counts[stage].min(UNSTORED_MAX - 1);
+        let tier = &mut self.lower[stage];
+        if tier.unstored.len() == UNSTORED_MAX {
+            tier.unstored.pop_front();
+            tier.requeue_count = tier.requeue_count.min(UNSTORED_MAX - 1);
         }
-        unstored.push_back(pending);
+        tier.unstored.push_back(pending);
     }
 
     /// Puts failed key changes back at the front of the queue: their order matters.
     pub(crate) fn requeue_key_changes(&mut self, stage: usize, failed: Queue<KeyChange>) {
         // They may be too many with those that were queued meanwhile, until more are queued.
-        self.key_changes[stage].prepend(failed);
+        self.lower[stage].key_changes.prepend(failed);
     }
 
     /// Limits the queue of key changes while the write circuit is open. The effect of dropped
     /// changes shows after a restart: a deleted block is back, or a key is missing.
     pub(crate) fn limit_key_changes(&mut self, stage: usize) {
-        if !self.is_write_circuit_open(stage) || self.key_changes[stage].len() < KEY_CHANGES_MAX {
+        if !self.is_write_circuit_open(stage)
+            || self.lower[stage].key_changes.len() < KEY_CHANGES_MAX
+        {
             return;
         }
-        let dropped = self.key_changes[stage].pop_some(DROPPED_PER_CHANGE);
+        let dropped = self.lower[stage].key_changes.pop_some(DROPPED_PER_CHANGE);
         self.charge_keys(&dropped);
         // Dropped changes settle their tickets: a flush must not wait for them.
         self.settle_key_changes(stage, &dropped);
@@ -274,20 +272,20 @@ impl StoreState {
     /// when the mover's queue is empty, so that puts do not wait for these blocks.
     pub(crate) fn requeue_unstored(&mut self, stage: usize, bytes_max: u64) {
         let mut bytes = 0;
-        while self.requeue_counts[stage] > 0
+        while self.lower[stage].requeue_count > 0
             && !self.is_hold_full()
             && bytes < bytes_max
             && !self.is_write_circuit_open(stage)
         {
-            self.requeue_counts[stage] -= 1;
+            self.lower[stage].requeue_count -= 1;
             self.charge(1);
-            let Some(pending) = self.unstored[stage].pop_front() else { continue };
+            let Some(pending) = self.lower[stage].unstored.pop_front() else { continue };
             let place = (pending.content, pending.generation);
             // Since it was listed, the block may have been deleted, evicted, or put and queued
             // again.
             let is_unstored = self.catalog.live_content(place).is_some_and(|content| {
                 let is_queued = content.dirty & (1 << stage) != 0;
-                content.slab.is_some() && content.address(stage).is_none() && !is_queued
+                content.slab.is_some() && !content.has_address(stage) && !is_queued
             });
             if is_unstored {
                 bytes += u64::from(pending.facts.bytes);
@@ -324,22 +322,25 @@ mod tests {
         );
         let change = KeyChange::Remove(BlockKey::from_bytes([1; 32]), Address(1));
         let many = vec![change; KEY_CHANGES_MAX];
-        state.key_tickets[0].pushed = 2 * KEY_CHANGES_MAX as u64;
-        state.key_changes[0] = many.clone().into();
+        state.lower[0].key_tickets.pushed = 2 * KEY_CHANGES_MAX as u64;
+        state.lower[0].key_changes = many.clone().into();
         state.open_write_circuits = 1;
         state.requeue_key_changes(0, many.into());
         let mut pushes = 0;
-        while state.key_changes[0].len() > KEY_CHANGES_MAX {
-            let (before, cost) = (state.key_changes[0].len(), state.cost);
+        while state.lower[0].key_changes.len() > KEY_CHANGES_MAX {
+            let (before, cost) = (state.lower[0].key_changes.len(), state.cost);
             state.push_key_change(0, change);
-            let dropped = before + 1 - state.key_changes[0].len();
+            let dropped = before + 1 - state.lower[0].key_changes.len();
             assert!((1..=256).contains(&dropped), "{dropped} dropped at once");
             assert_eq!(u32::try_from(dropped), Ok(state.cost - cost));
             pushes += 1;
         }
         assert!(pushes > 100);
-        let dropped = state.key_tickets[0].settled;
+        let dropped = state.lower[0].key_tickets.settled;
         assert_eq!(dropped, state.counters.name_failures);
-        assert_eq!(state.key_tickets[0].pushed - dropped, state.key_changes[0].len() as u64);
+        assert_eq!(
+            state.lower[0].key_tickets.pushed - dropped,
+            state.lower[0].key_changes.len() as u64
+        );
     }
 }

@@ -90,7 +90,7 @@ pub(crate) fn run(core: &Arc<StoreCore>, stage: usize) {
             settle(&mut state, stage, pending, result);
         }
         // Deleted blocks settle, too: a flush waits for every ticket that was pushed.
-        state.block_tickets[stage].settled += batch.pending.len() as u64 + batch.deleted;
+        state.lower[stage].block_tickets.settled += batch.pending.len() as u64 + batch.deleted;
         // Every further batch would take the whole time-out again, while puts wait for the backlog.
         if is_stuck {
             state = fail_queue(core, state, stage, &StageError::Timeout);
@@ -110,7 +110,7 @@ fn next_batch(core: &StoreCore, stage: usize, batch_bytes: u64) -> Option<WriteB
     loop {
         // Not once the store is closed: nothing wakes this thread after the close.
         if state.is_write_circuit_open(stage) && !state.is_closed {
-            if state.queues[stage].is_empty() {
+            if state.lower[stage].queue.is_empty() {
                 state = core.wait_for_work(state);
             } else {
                 // Puts wait for the backlog, and flushes for these tickets.
@@ -120,15 +120,15 @@ fn next_batch(core: &StoreCore, stage: usize, batch_bytes: u64) -> Option<WriteB
             continue;
         }
         // Their blocks must not be written before them, either.
-        if state.translations[stage] > 0 {
+        if state.lower[stage].translations > 0 {
             state = core.wait_for_work(state);
             continue;
         }
         // Only while the queue is empty: blocks of puts have priority over retries.
-        if state.queues[stage].is_empty() && !state.is_closed {
+        if state.lower[stage].queue.is_empty() && !state.is_closed {
             state.requeue_unstored(stage, retry_bytes);
         }
-        let key_changes = state.key_changes[stage].take();
+        let key_changes = state.lower[stage].key_changes.take();
         let mut batch =
             WriteBatch { pending: Vec::new(), blocks: Vec::new(), key_changes, deleted: 0 };
         let mut bytes = 0;
@@ -137,10 +137,10 @@ fn next_batch(core: &StoreCore, stage: usize, batch_bytes: u64) -> Option<WriteB
                 // All that it has met were deleted while they were queued, perhaps very many.
                 state = core.end_full_hold(state);
                 // A stage must record these before the blocks that were queued after them.
-                let more = state.key_changes[stage].take();
+                let more = state.lower[stage].key_changes.take();
                 batch.key_changes.append(more);
             }
-            let Some(pending) = state.queues[stage].pop_front() else { break };
+            let Some(pending) = state.lower[stage].queue.pop_front() else { break };
             let pending = state.with_current_key(pending);
             state.charge(1);
             let place = (pending.content, pending.generation);
@@ -148,7 +148,7 @@ fn next_batch(core: &StoreCore, stage: usize, batch_bytes: u64) -> Option<WriteB
             let Some(slab) = slab else {
                 // Deleted while it was queued: `settle`, which subtracts the bytes of other blocks,
                 // does not see this one.
-                state.pending_bytes[stage] -= u64::from(pending.facts.bytes);
+                state.lower[stage].pending_bytes -= u64::from(pending.facts.bytes);
                 batch.deleted += 1;
                 continue;
             };
@@ -160,12 +160,12 @@ fn next_batch(core: &StoreCore, stage: usize, batch_bytes: u64) -> Option<WriteB
             return Some(batch);
         }
         // Before the wait: a flush may wait for exactly these tickets.
-        state.block_tickets[stage].settled += batch.deleted;
+        state.lower[stage].block_tickets.settled += batch.deleted;
         core.notify_changed();
         if state.is_closed {
             return None;
         }
-        if state.is_hold_full() && state.requeue_counts[stage] > 0 {
+        if state.is_hold_full() && state.lower[stage].requeue_count > 0 {
             // `requeue_unstored` has met only blocks that need no retry, and is not done.
             state = core.end_full_hold(state);
             continue;
@@ -180,10 +180,10 @@ fn requeue_batch(core: &StoreCore, stage: usize, batch: WriteBatch, why: &StageE
     drop(batch.blocks);
     let mut state = core.lock();
     state.history.set_time(core.clock.unix_ms());
-    state.block_tickets[stage].settled += batch.deleted;
+    state.lower[stage].block_tickets.settled += batch.deleted;
     for pending in batch.pending.into_iter().rev() {
         // With the ticket that it has: each block settles once, however often it is queued.
-        state.queues[stage].push_front(pending);
+        state.lower[stage].queue.push_front(pending);
     }
     if state.is_write_circuit_open(stage)
         || matches!(why, StageError::Timeout | StageError::CircuitOpen)
@@ -393,7 +393,7 @@ fn should_keep(
     let content = state.catalog.content_mut(index);
     // Not in the catalog with this stage, such as a block of the batch that is being stored. If it
     // is dropped, `apply_room_to_batch` stores it again.
-    if content.address(stage).is_none() {
+    if !content.has_address(stage) {
         return false;
     }
     *kept.entry((index.0, content.generation)).or_insert_with(|| {
@@ -451,13 +451,13 @@ fn apply_room_to_queue(core: &StoreCore, stage: usize, room: &MakeRoomOutcome) {
     let (moved, dropped) = maps_of(room);
     let mut state = core.lock_for(KEYS_PER_HOLD);
     // Those that are queued from now on have the new addresses already.
-    let (mut next, end) = (i64::MIN, state.key_changes[stage].end());
-    state.translations[stage] += 1;
+    let (mut next, end) = (i64::MIN, state.lower[stage].key_changes.end());
+    state.lower[stage].translations += 1;
     while next < end {
         let mut removed = Vec::new();
         let apply =
             |change: &mut KeyChange| apply_room_to_change(change, &moved, &dropped, &mut removed);
-        let Some((after, length)) = state.key_changes[stage].retain_part(next, apply) else {
+        let Some((after, length)) = state.lower[stage].key_changes.retain_part(next, apply) else {
             break;
         };
         next = after;
@@ -465,7 +465,7 @@ fn apply_room_to_queue(core: &StoreCore, stage: usize, room: &MakeRoomOutcome) {
         state.settle_key_changes(stage, &removed);
         state = core.end_full_hold(state);
     }
-    state.translations[stage] -= 1;
+    state.lower[stage].translations -= 1;
     drop(state);
     core.notify_movers();
 }
@@ -506,12 +506,12 @@ fn apply_room_to_pending(
     let mut last = None;
     loop {
         let mut state = core.lock_for(KEYS_PER_HOLD);
-        let (places, next) = state.additions[stage].places_after(last.as_ref());
+        let (places, next) = state.lower[stage].additions.places_after(last.as_ref());
         for place in places {
-            let content = state.catalog.live_content(place);
-            let Some(address) = content.and_then(|content| content.address(stage)) else {
+            if state.catalog.live_content(place).is_none() {
                 continue;
-            };
+            }
+            let Some(address) = state.catalog.address(place.0, stage) else { continue };
             if let Some(new) = moved.get(&address) {
                 state.set_address(place.0, stage, *new);
             } else if dropped.contains(&address) {
@@ -536,7 +536,7 @@ fn content_at(
     let catalog = &state.catalog;
     let found = catalog.find(key).or_else(|| catalog.find_cleared(key))?;
     let index = state.catalog.entry(found).content;
-    (state.catalog.content(index).address(stage) == Some(address)).then_some(index)
+    (state.catalog.address(index, stage) == Some(address)).then_some(index)
 }
 
 /// A rate limiter: each batch delays the next one by its bytes divided by the rate.

@@ -6,6 +6,7 @@ use std::time::Duration;
 use cascade_runtime::{Deadline, thread};
 use cascade_tier::tier::StageError;
 
+use crate::HealthConfig;
 use crate::core::circuit::Direction;
 use crate::drive::breaker::HealthSignal;
 use crate::shared::StoreCore;
@@ -18,9 +19,7 @@ const CHECK_INTERVAL_MAX: Duration = Duration::from_secs(1);
 /// Runs until the store closes.
 fn run(core: &StoreCore, stage: usize) {
     let health = core.config.health;
-    let check_interval = (health.probe_interval / CHECKS_PER_INTERVAL)
-        .min(health.probe_timeout)
-        .min(CHECK_INTERVAL_MAX);
+    let check_interval = check_interval(health);
     let mut state = core.lock();
     while !state.is_closed {
         for direction in core.stages[stage].hung_directions(health.probe_timeout * health.threshold)
@@ -31,7 +30,7 @@ fn run(core: &StoreCore, stage: usize) {
         let mut has_probed = false;
         // Writes first: a successful write probe also proves that reads work.
         for direction in [Direction::Writes, Direction::Reads] {
-            if !state.breakers[stage].begin_probe(direction, core.clock.monotonic()) {
+            if !state.lower[stage].breaker.begin_probe(direction, core.clock.monotonic()) {
                 continue;
             }
             has_probed = true;
@@ -52,6 +51,11 @@ fn run(core: &StoreCore, stage: usize) {
             state = core.wait_for_prober_wakeup(state, check_interval);
         }
     }
+}
+
+/// Time between two checks.
+pub(crate) fn check_interval(health: HealthConfig) -> Duration {
+    (health.probe_interval / CHECKS_PER_INTERVAL).min(health.probe_timeout).min(CHECK_INTERVAL_MAX)
 }
 
 /// Starts the prober thread of a stage.

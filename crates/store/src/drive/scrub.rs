@@ -105,7 +105,7 @@ impl StoreCore {
                     state.clear_dirty(place.0, stage);
                 }
                 // The mover subtracts only the bytes of blocks that stay in its batch.
-                state.pending_bytes[stage] -= u64::from(pending.facts.bytes);
+                state.lower[stage].pending_bytes -= u64::from(pending.facts.bytes);
             }
         }
         self.unlock(state);

@@ -19,7 +19,7 @@ pub(super) fn settle(
     pending: &PendingWrite,
     result: Result<Address, StageError>,
 ) {
-    state.pending_bytes[stage] -= u64::from(pending.facts.bytes);
+    state.lower[stage].pending_bytes -= u64::from(pending.facts.bytes);
     let place = (pending.content, pending.generation);
     state.awaited.note(place, stage, &result);
     let Some(content) = state.catalog.live_content(place) else {
@@ -95,13 +95,13 @@ pub(crate) fn fail_queue<'a>(
     why: &StageError,
 ) -> StateGuard<'a> {
     // Not those that are queued meanwhile.
-    let mut left = state.queues[stage].len();
+    let mut left = state.lower[stage].queue.len();
     while left > 0
-        && let Some(pending) = state.queues[stage].pop_front()
+        && let Some(pending) = state.lower[stage].queue.pop_front()
     {
         left -= 1;
         state.charge(1);
-        state.block_tickets[stage].settled += 1;
+        state.lower[stage].block_tickets.settled += 1;
         settle(&mut state, stage, &pending, Err(why.clone()));
         state = core.end_full_hold(state);
     }
@@ -110,8 +110,8 @@ pub(crate) fn fail_queue<'a>(
 
 /// As `fail_queue`, in the same hold of the lock, for the few blocks that were queued since.
 pub(crate) fn settle_queue(state: &mut StoreState, stage: usize, why: &StageError) {
-    while let Some(pending) = state.queues[stage].pop_front() {
-        state.block_tickets[stage].settled += 1;
+    while let Some(pending) = state.lower[stage].queue.pop_front() {
+        state.lower[stage].block_tickets.settled += 1;
         settle(state, stage, &pending, Err(why.clone()));
     }
 }

@@ -12,6 +12,7 @@ use cascade_tier::{StoreError, WarmStats};
 use crate::core::state::StoreState;
 use crate::durable::ledger;
 use crate::durable::ledger::{Holders, Ledger, Recovered};
+use crate::stages::Pipeline;
 use crate::{KeepPool, StoreConfig};
 
 /// The named pool of a store, except for its ledger, which is part of the state.
@@ -33,7 +34,7 @@ pub(crate) struct OpenedPool {
 /// Opens the pool of a configuration. The recovered blocks of an earlier run are allocated in it.
 pub(crate) fn open_pool(
     config: &StoreConfig,
-    has_dram: bool,
+    pipeline: &Pipeline,
     clock: &dyn Clock,
 ) -> Result<OpenedPool, StoreError> {
     let refused = |error| StoreError::Memory(Arc::new(error));
@@ -42,7 +43,7 @@ pub(crate) fn open_pool(
     let Some(path) = &config.pool_file else {
         return Pool::new(&settings).map(bare).map_err(refused);
     };
-    if !has_dram {
+    if !pipeline.has_dram {
         let reason = "the pipeline keeps no blocks in DRAM; leave it out".to_owned();
         return Err(StoreError::Config { setting: "pool_file", reason });
     }
@@ -53,7 +54,7 @@ pub(crate) fn open_pool(
     let started = clock.monotonic();
     // First remove pools of starts that were killed: their memory may be needed for this pool.
     let removed = path.parent().map_or_else(Vec::new, |at| ledger::remove_unused(at, path));
-    let mut opened = ledger::open(path, &settings).map_err(refused)?;
+    let mut opened = ledger::open(path, &settings, &pipeline.lower).map_err(refused)?;
     opened.notes.extend(removed);
     let (intact, damaged) = compare_checksums(opened.recovered);
     opened.recovered = intact;

@@ -70,7 +70,7 @@ impl StoreCore {
             for stage in 0..self.stages.len() {
                 let entry = state.catalog.content(content);
                 // A write that is queued or in flight counts, too.
-                let is_there = entry.address(stage).is_some() || entry.dirty & (1 << stage) != 0;
+                let is_there = entry.has_address(stage) || entry.dirty & (1 << stage) != 0;
                 if !is_there && entry.slab.is_some() && recovered.has_namespace() {
                     state.push_block(stage, *recovered.facts(), content);
                 }

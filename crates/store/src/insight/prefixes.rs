@@ -73,9 +73,8 @@ impl StoreCore {
     pub(crate) fn tiers_with(&self, state: &StoreState, key: KeyIndex) -> Vec<usize> {
         let content = state.catalog.content(state.catalog.entry(key).content);
         let memory = content.slab.is_some().then_some(0);
-        let has_it = |stage: &usize| {
-            content.address(*stage).is_some() && !state.is_read_circuit_open(*stage)
-        };
+        let has_it =
+            |stage: &usize| content.has_address(*stage) && !state.is_read_circuit_open(*stage);
         let lower = (0..self.stages.len()).filter(has_it);
         memory.into_iter().chain(lower.map(|stage| 1 + stage)).collect()
     }

@@ -317,7 +317,7 @@ impl Guarded {
 }
 
 /// A queue whose blocks each end once, with a slab of their length.
-struct CheckedLoads<'a> {
+pub(super) struct CheckedLoads<'a> {
     queue: &'a mut dyn LoadQueue,
     /// Lengths of the blocks that the stage has taken, by their numbers.
     taken: Vec<Option<usize>>,
@@ -326,11 +326,11 @@ struct CheckedLoads<'a> {
 }
 
 impl<'a> CheckedLoads<'a> {
-    fn new(queue: &'a mut dyn LoadQueue) -> Self {
+    pub(super) fn new(queue: &'a mut dyn LoadQueue) -> Self {
         Self { queue, taken: Vec::new(), is_in_store: false }
     }
 
-    fn fail_rest(&mut self) {
+    pub(super) fn fail_rest(&mut self) {
         for number in 0..self.taken.len() {
             self.ended(number, LoadOutcome::Failed(StageError::NoResult));
         }
@@ -372,27 +372,36 @@ impl LoadQueue for CheckedLoads<'_> {
 }
 
 /// The limit of a call. A call that is watched opens the circuit if it takes too long.
-fn limit(deadline: Deadline, cancel: Option<&Cancel>, is_watched: bool) -> CallLimit<'_> {
+pub(super) fn limit(
+    deadline: Deadline,
+    cancel: Option<&Cancel>,
+    is_watched: bool,
+) -> CallLimit<'_> {
     CallLimit { deadline, grace: GRACE, cancel, is_watched, refuse_if_stuck: true }
 }
 
 /// Makes a call that may hang. A late result goes to `late`.
-fn call<T: Send + 'static>(
+pub(super) fn call<T: Send + 'static>(
     calls: &Calls,
     limit: CallLimit<'_>,
     work: impl FnOnce() -> T + Send + 'static,
     late: impl FnOnce(T) + Send + 'static,
 ) -> Result<T, StageError> {
-    calls.call(limit, work, late).map_err(|error| match error {
+    calls.call(limit, work, late).map_err(without_result)
+}
+
+/// The error of a call that has no result.
+pub(super) fn without_result(error: CallError) -> StageError {
+    match error {
         CallError::TimedOut => StageError::Timeout,
         CallError::Cancelled | CallError::AllStuck => StageError::CircuitOpen,
         CallError::NoThread(error) => StageError::Failed(Arc::new(error)),
         // It panicked: the store shares no state with the stage that could be left inconsistent.
         _ => StageError::NoResult,
-    })
+    }
 }
 
 /// Catches a panic: the store shares no state with the stage that could be left inconsistent.
-fn catch<T>(call: impl FnOnce() -> T) -> Option<T> {
+pub(super) fn catch<T>(call: impl FnOnce() -> T) -> Option<T> {
     catch_unwind(AssertUnwindSafe(call)).ok()
 }

@@ -66,8 +66,10 @@ impl Pipeline {
             }
         }
         if pipeline.lower.len() > LOWER_STAGES_MAX {
-            let most = LOWER_STAGES_MAX;
-            return Err(bad(format!("at most {most} stages are possible below Dram")));
+            let (most, has) = (LOWER_STAGES_MAX, pipeline.lower.len());
+            return Err(bad(format!(
+                "it has {has} stages below Dram; at most {most} are possible"
+            )));
         }
         Ok(pipeline)
     }
@@ -75,7 +77,10 @@ impl Pipeline {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
+    use crate::stages::FakeStage;
 
     fn parse(text: &str) -> Result<Pipeline, PipelineError> {
         Pipeline::parse(text, &StageRegistry::default())
@@ -124,11 +129,25 @@ mod tests {
             ("Dram|Filez", "Filez"),
             ("Dram||Files", "position 2"),
             ("", "position 1"),
-            ("Dram|Files|Fake|Posix", "at most 2"),
             ("Files|files", "files"),
         ] {
             let error = parse(text).unwrap_err().to_string();
             assert!(error.contains(stage), "{text}: {error}");
         }
+    }
+
+    #[test]
+    fn more_stages_than_a_store_can_have_are_refused() {
+        let mut registry = StageRegistry::default();
+        let names: Vec<String> = (0..=LOWER_STAGES_MAX).map(|n| format!("tier{n}")).collect();
+        for name in &names {
+            registry.register(name, Arc::new(|_| Ok(Arc::new(FakeStage::default()))));
+        }
+        let parse = |count: usize| {
+            Pipeline::parse(&format!("Dram|{}", names[..count].join("|")), &registry)
+        };
+        assert_eq!(parse(LOWER_STAGES_MAX).unwrap().lower, names[..LOWER_STAGES_MAX]);
+        let error = parse(LOWER_STAGES_MAX + 1).unwrap_err().to_string();
+        assert!(error.contains("8 stages below Dram; at most 7"), "{error}");
     }
 }

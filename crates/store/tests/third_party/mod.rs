@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use cascade_block::{BlockKey, Namespace};
+use cascade_block::{BlockKey, Namespace, NamespaceId};
 use cascade_memory::Slab;
 use cascade_runtime::{Deadline, SystemClock};
 use cascade_store::stages::StageRegistry;
@@ -64,7 +64,8 @@ pub(crate) fn flush(store: &Store) {
 #[derive(Debug, Default)]
 pub(crate) struct MapStage {
     blocks: Mutex<BTreeMap<u64, StoredBlock>>,
-    next: AtomicU64,
+    /// The next address.
+    pub(crate) next: AtomicU64,
     pub(crate) capacity_bytes: AtomicU64,
     pub(crate) fails: AtomicBool,
     /// Loads fail, and probes of reads.
@@ -229,6 +230,20 @@ impl MapStage {
         self.survivors.lock().unwrap().push((facts, Address(address)));
     }
 
+    /// Whether a stored block has this name.
+    pub(crate) fn has(&self, key: &BlockKey) -> bool {
+        self.blocks.lock().unwrap().values().any(|kept| kept.names.contains(key))
+    }
+
+    /// Begins a new run: all stored blocks are those of an earlier one.
+    pub(crate) fn restart(&self) {
+        let blocks = self.blocks.lock().unwrap();
+        let names = blocks.iter().flat_map(|(address, kept)| {
+            kept.names.iter().map(|name| (facts_of(name, kept.bytes.len()), Address(*address)))
+        });
+        *self.survivors.lock().unwrap() = names.collect();
+    }
+
     /// Moves the bytes of every address to the previous one, without their names.
     pub(crate) fn swap_all(&self) {
         let mut blocks = self.blocks.lock().unwrap();
@@ -255,6 +270,20 @@ impl MapStage {
 
     fn broken(&self) -> bool {
         self.fails.load(Ordering::Relaxed)
+    }
+}
+
+/// The facts of a block of which only the key and the length are known.
+pub(crate) fn facts_of(key: &BlockKey, length: usize) -> BlockFacts {
+    BlockFacts {
+        key: *key,
+        digest: None,
+        parent: None,
+        namespace: NamespaceId::default(),
+        bytes: u32::try_from(length).unwrap(),
+        is_prefix: false,
+        written_unix_ms: 0,
+        expires_unix_ms: None,
     }
 }
 

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 
 use cascade_block::{BlockKey, DigestAlgorithm};
+use cascade_tier::tier::Address;
 use proptest::prelude::*;
 
 use super::*;
@@ -67,6 +68,55 @@ proptest! {
                 let probe = super::tests::key(fingerprint * 3 + (u64::MAX << 40), rest);
                 prop_assert_eq!(catalog.find(&probe), model.get(&probe).copied());
             }
+        }
+    }
+}
+
+proptest! {
+    #[test]
+    fn a_content_has_the_same_addresses_as_a_map(
+        operations in prop::collection::vec(
+            (0usize..4, 0..LOWER_STAGES_MAX, prop::option::of(any::<u64>())),
+            1..200,
+        ),
+    ) {
+        let mut catalog = Catalog::new(FingerprintSeed::new(1));
+        let mut model: Vec<HashMap<usize, u64>> = vec![HashMap::new(); 4];
+        let mut contents: Vec<_> =
+            (0..4).map(|n| catalog.insert(&new_key(key(n, 0)), 1, None)).collect();
+        for (at, stage, address) in operations {
+            let (key_index, content) = contents[at];
+            if stage == 0 && address.is_none() {
+                // Its addresses go with it.
+                prop_assert!(catalog.remove(key_index).is_some());
+                model[at].clear();
+                contents[at] = catalog.insert(&new_key(key(at as u64, 0)), 1, None);
+                continue;
+            }
+            catalog.set_address(content, stage, address.map(Address));
+            match address {
+                Some(address) => model[at].insert(stage, address),
+                None => model[at].remove(&stage),
+            };
+            for ((_, content), model) in contents.iter().zip(&model) {
+                let entry = catalog.content(*content);
+                for stage in 0..LOWER_STAGES_MAX {
+                    let expected = model.get(&stage).copied().map(Address);
+                    prop_assert_eq!(catalog.address(*content, stage), expected);
+                    prop_assert_eq!(entry.has_address(stage), expected.is_some());
+                }
+                let slower = model.keys().copied().filter(|stage| *stage > 1).min();
+                prop_assert_eq!(entry.fastest_stage_except(0b11), slower);
+                let found = catalog.fastest_lower_except(*content, 0b11);
+                prop_assert_eq!(found, slower.map(|stage| (stage, Address(model[&stage]))));
+                prop_assert_eq!(entry.is_in_any_tier(), !model.is_empty());
+            }
+            for stage in 0..LOWER_STAGES_MAX {
+                let count = model.iter().filter(|model| model.contains_key(&stage)).count();
+                prop_assert_eq!(catalog.stage_blocks(stage), count as u64);
+            }
+            let outside = model.iter().filter(|model| model.len() > 2).count();
+            prop_assert_eq!(catalog.many_addresses.len(), outside, "up to two are in the entry");
         }
     }
 }

@@ -57,19 +57,19 @@ impl StoreState {
         let is_kept = |key: &BlockKey| self.catalog.find(key).is_some();
         let via = self.recorded_key(stage, place, other).filter(is_kept).unwrap_or(other);
         self.push_key_change(stage, KeyChange::Add(facts, address));
-        self.additions[stage].push(facts.key, place, via);
+        self.lower[stage].additions.push(facts.key, place, via);
     }
 
     /// A stage has recorded these key changes, or they were dropped.
     pub(crate) fn settle_key_changes(&mut self, stage: usize, changes: &[KeyChange]) {
-        self.additions[stage].settle(changes);
-        self.key_tickets[stage].settled += changes.len() as u64;
+        self.lower[stage].additions.settle(changes);
+        self.lower[stage].key_tickets.settled += changes.len() as u64;
     }
 
     /// Takes some of the queued key changes of a stage, as many as one hold of the lock may handle.
     /// They will not be sent.
     pub(crate) fn cancel_key_changes(&mut self, stage: usize) -> Vec<KeyChange> {
-        let cancelled = self.key_changes[stage].pop_some(KEYS_PER_HOLD);
+        let cancelled = self.lower[stage].key_changes.pop_some(KEYS_PER_HOLD);
         // Takes about a fourth of the time of a lookup.
         self.charge(u32::try_from(cancelled.len().div_ceil(4)).unwrap_or(u32::MAX));
         self.settle_key_changes(stage, &cancelled);
@@ -87,7 +87,7 @@ impl StoreState {
         let mut at = key;
         for _ in 0..STEPS_MAX {
             let found = self.catalog.find(&at);
-            let is_pending = self.additions[stage].latest_of(&at);
+            let is_pending = self.lower[stage].additions.latest_of(&at);
             at = match (found, is_pending) {
                 // Put again with other bytes.
                 (_, Some((named, _))) if named != place => return None,

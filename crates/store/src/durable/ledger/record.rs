@@ -5,15 +5,14 @@ use std::sync::atomic::{AtomicU64, Ordering, compiler_fence};
 use cascade_block::{BlockKey, Digest, NamespaceId, checksum};
 use cascade_tier::tier::BlockFacts;
 
+use super::Version;
 use super::process::Process;
-use crate::core::catalog::LOWER_STAGES_MAX;
+use super::residence::{self, Stored};
 
 /// Words of a block's record: three cache lines.
 pub(super) const BLOCK_WORDS: usize = 24;
 /// Words under the checksum: all between the state and the addresses.
 const BLOCK_FIELDS: usize = 18;
-/// First word of the addresses in lower stages.
-const ADDRESS_WORD: usize = 20;
 /// Word with the checksum of the block's bytes: `LIVE` in the upper half, CRC-32C in the lower;
 /// zero while it is not known.
 const SUM_WORD: usize = 22;
@@ -43,8 +42,8 @@ pub(super) struct BlockRecord {
     pub(super) facts: BlockFacts,
     /// Whether `facts` has the namespace: it is unknown for a block promoted from a stage.
     pub(super) has_namespace: bool,
-    /// Addresses in the lower stages, plus one; zero where there is none.
-    pub(super) stored: [u64; LOWER_STAGES_MAX],
+    /// Addresses in the tiers of the ledger. Only those of the first ones are in this record.
+    pub(super) stored: Stored,
     /// Checksum of the block's bytes, once it is known.
     pub(super) sum: Option<u32>,
 }
@@ -78,21 +77,30 @@ fn seal(fields: &[u64]) -> u64 {
     LIVE | u64::from(checksum(&bytes[..fields.len() * 8]))
 }
 
+/// Stores a word of the ledger. Tests end a process at each of these.
+pub(super) fn set(word: &AtomicU64, value: u64, ordering: Ordering) {
+    #[cfg(test)]
+    if !kills::may_store() {
+        return;
+    }
+    word.store(value, ordering);
+}
+
 /// Writes the fields first, then the word that makes them valid: a process killed in between leaves
-/// the place free, as it was.
-fn publish(place: &[AtomicU64], fields: &[u64]) {
+/// the place free, as it was. `kind` is set in that word.
+pub(super) fn publish(place: &[AtomicU64], fields: &[u64], kind: u64) {
     for (word, field) in place[1..].iter().zip(fields) {
-        word.store(*field, Ordering::Relaxed);
+        set(word, *field, Ordering::Relaxed);
     }
     // Release: no store of a field may come after this one.
-    place[0].store(seal(fields), Ordering::Release);
+    set(&place[0], seal(fields) | kind, Ordering::Release);
 }
 
 /// Frees a place. Later stores must not come before it, also as seen by the process that recovers
 /// the memory after this one is killed. The kernel kills between two instructions, so only the
 /// compiler could reorder them; hence the compiler fence, and no fence for other CPUs.
 pub(super) fn clear(place: &[AtomicU64]) {
-    place[0].store(0, Ordering::Release);
+    set(&place[0], 0, Ordering::Release);
     compiler_fence(Ordering::SeqCst);
 }
 
@@ -100,18 +108,21 @@ pub(super) fn clear(place: &[AtomicU64]) {
 pub(super) fn wipe(place: &[AtomicU64]) {
     clear(place);
     for word in &place[1..] {
-        word.store(0, Ordering::Relaxed);
+        set(word, 0, Ordering::Relaxed);
     }
 }
 
-fn read_fields<const FIELDS: usize>(place: &[AtomicU64]) -> PlaceContent<[u64; FIELDS]> {
+pub(super) fn read_fields<const FIELDS: usize>(
+    place: &[AtomicU64],
+    kind: u64,
+) -> PlaceContent<[u64; FIELDS]> {
     let state = place[0].load(Ordering::Acquire);
     if state == 0 {
         return PlaceContent::Free;
     }
     // Relaxed: the load of the state word orders them.
     let fields = std::array::from_fn(|at| place[1 + at].load(Ordering::Relaxed));
-    if seal(&fields) == state { PlaceContent::Record(fields) } else { PlaceContent::Damaged }
+    if seal(&fields) | kind == state { PlaceContent::Record(fields) } else { PlaceContent::Damaged }
 }
 
 impl BlockRecord {
@@ -134,16 +145,14 @@ impl BlockRecord {
         // Addresses and the sum change while a record is live, so they are outside its checksum.
         // They are stored before it is published: clearing a record leaves them behind, and those
         // of an earlier block must not count for this one.
-        for (word, stored) in place[ADDRESS_WORD..].iter().zip(self.stored) {
-            word.store(stored, Ordering::Relaxed);
-        }
-        place[SUM_WORD].store(marked(self.sum), Ordering::Relaxed);
-        publish(place, &fields);
+        residence::write_inline(place, seal(&fields), &self.stored);
+        set(&place[SUM_WORD], marked(self.sum), Ordering::Relaxed);
+        publish(place, &fields, 0);
     }
 
-    pub(super) fn read(place: &[AtomicU64]) -> PlaceContent<Self> {
+    pub(super) fn read(place: &[AtomicU64], version: Version) -> PlaceContent<Self> {
         let sum = place[SUM_WORD].load(Ordering::Relaxed);
-        let fields = match read_fields::<BLOCK_FIELDS>(place) {
+        let fields = match read_fields::<BLOCK_FIELDS>(place, 0) {
             PlaceContent::Free => return PlaceContent::Free,
             PlaceContent::Damaged => return PlaceContent::Damaged,
             PlaceContent::Record(fields) => fields,
@@ -164,7 +173,10 @@ impl BlockRecord {
             piece: Piece { offset: fields[0], bytes: fields[1] },
             facts,
             has_namespace: has(HAS_NAMESPACE),
-            stored: std::array::from_fn(|at| place[ADDRESS_WORD + at].load(Ordering::Relaxed)),
+            stored: match version {
+                Version::Two => residence::read_unchecked(place),
+                Version::Three => residence::read_inline(place),
+            },
             sum: (sum & LIVE != 0).then(|| low(sum)),
         })
     }
@@ -177,12 +189,7 @@ fn marked(sum: Option<u32>) -> u64 {
 
 /// Records the checksum of the block's bytes.
 pub(super) fn note_sum(place: &[AtomicU64], sum: u32) {
-    place[SUM_WORD].store(marked(Some(sum)), Ordering::Release);
-}
-
-/// Records the block's address in a stage. One word, so it is either there or not.
-pub(super) fn note_stored(place: &[AtomicU64], stage: usize, stored: u64) {
-    place[ADDRESS_WORD + stage].store(stored, Ordering::Release);
+    set(&place[SUM_WORD], marked(Some(sum)), Ordering::Release);
 }
 
 impl HeldRecord {
@@ -196,11 +203,11 @@ impl HeldRecord {
     pub(super) fn write(&self, place: &[AtomicU64]) {
         let who = u64::from(self.process.pid) | u64::from(self.kind) << 32;
         let fields = [self.piece.offset, self.piece.bytes, who, self.process.start_time];
-        publish(place, &fields);
+        publish(place, &fields, 0);
     }
 
     pub(super) fn read(place: &[AtomicU64]) -> PlaceContent<Self> {
-        match read_fields::<HELD_FIELDS>(place) {
+        match read_fields::<HELD_FIELDS>(place, 0) {
             PlaceContent::Free => PlaceContent::Free,
             PlaceContent::Damaged => PlaceContent::Damaged,
             PlaceContent::Record([offset, bytes, who, start_time]) => PlaceContent::Record(Self {
@@ -233,6 +240,33 @@ fn get<const BYTES: usize>(fields: &[u64]) -> [u8; BYTES] {
 }
 
 #[cfg(test)]
+pub(super) mod kills {
+    //! A process that is killed between two stores into the ledger.
+
+    use std::cell::Cell;
+
+    thread_local! {
+        static STORES_LEFT: Cell<u64> = const { Cell::new(u64::MAX) };
+    }
+
+    /// Ends the stores of this thread after some more.
+    pub(in super::super) fn kill_after(stores: u64) {
+        STORES_LEFT.set(stores);
+    }
+
+    /// How many stores were left. From now on there is no limit.
+    pub(in super::super) fn restart() -> u64 {
+        STORES_LEFT.replace(u64::MAX)
+    }
+
+    pub(super) fn may_store() -> bool {
+        let left = STORES_LEFT.get();
+        STORES_LEFT.set(left.saturating_sub(1));
+        left > 0
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use super::*;
 
@@ -252,15 +286,16 @@ mod tests {
             expires_unix_ms: Some(5),
         };
         let piece = Piece { offset: 64, bytes: 1 << 32 };
-        BlockRecord { piece, facts, has_namespace: true, stored: [7, 0], sum: Some(0) }
+        let stored = [7, 0, 0, 0, 0, 0, 0];
+        BlockRecord { piece, facts, has_namespace: true, stored, sum: Some(0) }
     }
 
     #[test]
     fn a_record_reads_back_as_written() {
         let place = place(BLOCK_WORDS);
-        assert_eq!(BlockRecord::read(&place), PlaceContent::Free);
+        assert_eq!(BlockRecord::read(&place, Version::Three), PlaceContent::Free);
         record().write(&place);
-        assert_eq!(BlockRecord::read(&place), PlaceContent::Record(record()));
+        assert_eq!(BlockRecord::read(&place, Version::Three), PlaceContent::Record(record()));
         let mut bare = record();
         bare.facts.digest = None;
         bare.sum = None;
@@ -268,9 +303,9 @@ mod tests {
         bare.facts.expires_unix_ms = None;
         clear(&place);
         bare.write(&place);
-        assert_eq!(BlockRecord::read(&place), PlaceContent::Record(bare));
+        assert_eq!(BlockRecord::read(&place, Version::Three), PlaceContent::Record(bare));
         clear(&place);
-        assert_eq!(BlockRecord::read(&place), PlaceContent::Free);
+        assert_eq!(BlockRecord::read(&place, Version::Three), PlaceContent::Free);
     }
 
     #[test]
@@ -281,7 +316,7 @@ mod tests {
             for bit in 0..64 {
                 word.fetch_xor(1 << bit, Ordering::Relaxed);
                 assert_eq!(
-                    BlockRecord::read(&place),
+                    BlockRecord::read(&place, Version::Three),
                     PlaceContent::Damaged,
                     "bit {bit} of word {at}"
                 );

@@ -1,20 +1,27 @@
 //! Recovery of a dead process's ledger: which blocks are valid, and which memory other processes
 //! may still access. Only the checksum of a record is trusted; everything else is checked.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
+use std::sync::atomic::Ordering;
 
 use cascade_block::BlockKey;
 use cascade_memory::{Pool, Slab};
 
+use super::holders::{EARLIER_LOAD, HeldSlab, LOAD};
 use super::process::Process;
 use super::record::{BlockRecord, HeldRecord, Piece, PlaceContent};
-use super::{EARLIER_LOAD, HeldSlab, LOAD, LedgerTable};
+use super::residence::{self, Stored};
+use super::{LedgerTable, Version};
 
 /// A recovered block.
 #[derive(Debug)]
 pub(crate) struct Recovered {
     pub(super) place: u32,
+    /// The place of the continuation of its record.
+    pub(super) continuation: Option<u32>,
     pub(super) record: BlockRecord,
+    /// As in the record, by stage of the present pipeline.
+    pub(super) stored: Stored,
     pub(super) slab: Slab,
 }
 
@@ -36,17 +43,18 @@ struct PieceGroup {
 
 /// Reads the tables and reserves the memory in the pool, before any allocation. Clears the places
 /// of invalid records.
-pub(super) fn recover(table: &LedgerTable, pool: &Pool) -> RecoveredLedger {
+pub(super) fn recover(table: &LedgerTable, pool: &Pool, version: Version) -> RecoveredLedger {
     let mut recovered = RecoveredLedger::default();
     // Held memory decides which blocks are valid. Valid blocks and strays do not overlap
     // afterwards, so the pool can adopt each of them whole.
     let held = read_held(table, pool, &mut recovered);
-    let mut groups = read_groups(table, pool, &mut recovered);
+    let mut groups = read_groups(table, (pool, version), &mut recovered);
     let strays = reject_touched(&mut groups, &held);
     let mut slabs = HashMap::new();
     for group in groups {
         adopt_group(table, pool, group, &mut slabs, &mut recovered);
     }
+    attach_continuations(table, &mut recovered);
     for stray in merged(strays) {
         if let Some(slab) = adopt(pool, stray, stray.bytes) {
             slabs.insert(stray, slab);
@@ -115,12 +123,17 @@ fn read_held(
 /// unknown which is right.
 fn read_groups(
     table: &LedgerTable,
-    pool: &Pool,
+    (pool, version): (&Pool, Version),
     recovered: &mut RecoveredLedger,
 ) -> Vec<PieceGroup> {
     let mut found: Vec<(u32, BlockRecord)> = Vec::new();
     for place in 0..table.block_count {
-        match BlockRecord::read(table.block(place)) {
+        let words = table.block(place);
+        // Read with the record that links it.
+        if version == Version::Three && residence::is_continuation(words) {
+            continue;
+        }
+        match BlockRecord::read(words, version) {
             PlaceContent::Free => {}
             PlaceContent::Record(record)
                 if is_inside(pool, record.piece)
@@ -230,9 +243,35 @@ fn adopt_group(
         return;
     };
     for (place, record) in group.members {
-        recovered.blocks.push(Recovered { place, record, slab: slab.clone() });
+        let (continuation, stored, slab) = (None, Stored::default(), slab.clone());
+        recovered.blocks.push(Recovered { place, continuation, record, stored, slab });
     }
     slabs.insert(group.piece, slab);
+}
+
+/// Reads the continuations of the recovered blocks, and clears all others.
+fn attach_continuations(table: &LedgerTable, recovered: &mut RecoveredLedger) {
+    let mut linked = HashSet::new();
+    for block in &mut recovered.blocks {
+        let words = table.block(block.place);
+        let Some(place) = residence::link_of(words) else { continue };
+        let owner = (block.place, words[0].load(Ordering::Relaxed));
+        let is_valid = place < table.block_count
+            && residence::read_outside(table.block(place), owner, &mut block.record.stored);
+        if is_valid {
+            block.continuation = Some(place);
+            linked.insert(place);
+        } else {
+            residence::unlink(words);
+        }
+    }
+    for place in 0..table.block_count {
+        let words = table.block(place);
+        if residence::is_continuation(words) && !linked.contains(&place) {
+            // One that is whole was left by a kill, or by a block that was rejected.
+            recovered.rejected += u64::from(residence::free_continuation(words));
+        }
+    }
 }
 
 fn adopt(pool: &Pool, piece: Piece, length: u64) -> Option<Slab> {
@@ -275,6 +314,7 @@ mod tests {
 
     use super::super::{HeldKind, WarmPool, open};
     use super::*;
+    use cascade_tier::WarmStats;
     use cascade_tier::tier::BlockFacts;
 
     const UNIT: u64 = 4096;
@@ -294,7 +334,7 @@ mod tests {
             written_unix_ms: 0,
             expires_unix_ms: None,
         };
-        BlockRecord { piece, facts, has_namespace: true, stored: [0; 2], sum: None }
+        BlockRecord { piece, facts, has_namespace: true, stored: Stored::default(), sum: None }
     }
 
     fn held(piece: Piece) -> HeldRecord {
@@ -312,7 +352,7 @@ mod tests {
         let path = directory.path().join("pool");
         let capacity_bytes = 1 << 20;
         let config = PoolConfig { capacity_bytes, huge_pages: HugePages::Never, populate: false };
-        let first = open(&path, &config).expect("a small pool");
+        let first = open(&path, &config, &[]).expect("a small pool");
         let table = &first.ledger.table;
         for (place, record) in blocks.iter().enumerate() {
             record.write(table.block(u32::try_from(place).expect("a few")));
@@ -322,7 +362,7 @@ mod tests {
         }
         table.note_used();
         drop(first);
-        let second = open(&path, &config).expect("the same pool");
+        let second = open(&path, &config, &[]).expect("the same pool");
         let name = |one: &Recovered| one.record.facts.key.as_bytes()[0];
         let mut names: Vec<u8> = second.recovered.iter().map(name).collect();
         names.sort_unstable();
@@ -386,7 +426,9 @@ mod tests {
         let (names, rejected, free, opened) = reopen_with(&blocks, &holders);
         assert_eq!((names, rejected), (vec![1, 4], 2));
         assert_eq!(free, 256 - 2 - 2 - 3 - 1);
-        assert_eq!(opened.holders.lock().kept.len(), 4);
+        let mut stats = WarmStats::default();
+        opened.holders.add_to(&mut stats);
+        assert_eq!(stats.held_by_earlier, 4);
         let pid = std::process::id();
         assert_eq!(opened.holders.release_process(pid), 4);
         let stats = opened.pool.stats();

@@ -1,0 +1,250 @@
+//! The second half of a lookup: what the own catalog does not have, outside of the lock.
+
+use std::sync::{Arc, PoisonError};
+
+use cascade_block::BlockKey;
+use cascade_runtime::{Deadline, LeafMutex};
+use cascade_tier::CallOptions;
+use cascade_tier::source::LocatedBlock;
+use cascade_tier::tier::StageError;
+
+use crate::calls::arrivals::{Arrivals, LocateAnswer};
+use crate::core::located::{FoundBlock, LocatedBlocks};
+use crate::drive::breaker::HealthSignal;
+use crate::shared::StoreCore;
+use crate::shared::call::CallContext;
+use crate::shared::call_counts::CallCounts;
+use crate::shared::hold::KEYS_PER_HOLD;
+use crate::stages::source_guard::{GuardedSource, SourceCall};
+
+/// Most sources of a store: bits of a mask.
+pub(crate) const SOURCES_MAX: usize = u8::BITS as usize;
+
+/// The sources of a store, and what they have said.
+#[derive(Debug, Default)]
+pub(crate) struct Sources {
+    pub(crate) list: Vec<GuardedSource>,
+    located: LeafMutex<LocatedBlocks>,
+}
+
+/// What the own catalog knows of a block of a chain.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum KnownBlock {
+    /// Nothing.
+    Absent,
+    /// Its fastest tier.
+    In(usize),
+    /// It cannot be read now.
+    Unreadable,
+}
+
+/// A question to all sources which of some blocks they have.
+#[derive(Debug)]
+pub(super) struct LocateRound {
+    /// Distinguishes its answers from those of earlier rounds of the same call.
+    number: u64,
+    /// The calls that have no answer yet, by source, with the places of their keys.
+    calls: Vec<Option<(SourceCall, Vec<usize>)>>,
+    pub(super) until: Deadline,
+    /// Whether no answer is a failure of the source.
+    is_long_enough: bool,
+}
+
+impl Sources {
+    pub(crate) fn new(list: Vec<GuardedSource>) -> Self {
+        Self { list, located: LeafMutex::default() }
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.list.is_empty()
+    }
+
+    /// A bit for each source.
+    pub(super) fn mask(&self) -> u8 {
+        u8::try_from((1u16 << self.list.len()) - 1).expect("at most eight sources")
+    }
+
+    /// Uses the hints, under their lock.
+    pub(super) fn with_hints<T>(&self, use_hints: impl FnOnce(&mut LocatedBlocks) -> T) -> T {
+        use_hints(&mut self.located.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+impl LocateRound {
+    /// Whether all sources have answered, or will not.
+    pub(super) fn is_over(&self) -> bool {
+        self.calls.iter().all(Option::is_none)
+    }
+
+    /// Applies answers. Returns the blocks that were found, with their places, and ends the calls
+    /// that will not answer.
+    pub(super) fn apply(
+        &mut self,
+        core: &StoreCore,
+        answers: Vec<((u64, usize), LocateAnswer)>,
+    ) -> Vec<(usize, FoundBlock)> {
+        let mut found = Vec::new();
+        for ((round, at), answer) in answers {
+            // The answer of an earlier round was too late.
+            if round != self.number {
+                continue;
+            }
+            let Some((_, places)) = self.calls[at].take() else { continue };
+            let source = &core.sources.list[at];
+            let error = answer.as_ref().err();
+            core.note_source(at, HealthSignal::of([error].into_iter(), self.is_long_enough));
+            let blocks = answer.into_iter().flatten().zip(places);
+            let located = |(block, place): (Option<LocatedBlock>, usize)| {
+                Some((place, FoundBlock { source: at, block: block?, is_matched: false }))
+            };
+            let before = found.len();
+            found.extend(blocks.filter_map(located));
+            source.count(|counts| counts.located += (found.len() - before) as u64);
+        }
+        let is_late = self.until.has_passed(&*core.clock);
+        for (at, asked) in self.calls.iter_mut().enumerate() {
+            let Some((call, _)) = asked else { continue };
+            if is_late {
+                let timeout = Some(&StageError::Timeout);
+                core.note_source(at, HealthSignal::of([timeout].into_iter(), self.is_long_enough));
+            }
+            if is_late || call.is_refused() || core.sources.list[at].is_unusable() {
+                *asked = None;
+            }
+        }
+        found
+    }
+}
+
+impl StoreCore {
+    /// Asks all sources which of these blocks they have, but not those whose bits are set beside
+    /// the key.
+    pub(super) fn start_locating(
+        &self,
+        wanted: &[(BlockKey, u8)],
+        (number, arrivals): (u64, &Arc<Arrivals>),
+        call: CallContext,
+    ) -> LocateRound {
+        let most = Deadline::after(&*self.clock, self.config.locate_timeout);
+        let until = Deadline::at(call.deadline.time().min(most.time()));
+        let probe_timeout = self.config.health.probe_timeout;
+        let is_long_enough = until.remaining(&*self.clock) >= probe_timeout;
+        let ask = |(at, source): (usize, &GuardedSource)| {
+            let is_wanted = |place: &usize| wanted[*place].1 & (1 << at) == 0;
+            let places: Vec<usize> = (0..wanted.len()).filter(is_wanted).collect();
+            if places.is_empty() {
+                return None;
+            }
+            let keys = places.iter().map(|place| wanted[*place].0).collect();
+            let arrivals = Arc::clone(arrivals);
+            let answer = move |located| arrivals.add_answer((number, at), located);
+            // None while its circuit is open: the source counts as empty.
+            Some((source.start_locating(keys, until, answer).ok()?, places))
+        };
+        let calls = self.sources.list.iter().enumerate().map(ask).collect();
+        LocateRound { number, calls, until, is_long_enough }
+    }
+
+    /// Records what a call says about the health of a source.
+    pub(super) fn note_source(&self, at: usize, signal: HealthSignal) {
+        if self.sources.list[at].note(signal) {
+            self.wake_probers();
+        }
+    }
+
+    /// Matches the blocks of a chain behind the first `matched` ones, which the own catalog has: as
+    /// long as a tier or a source has the next one. Returns their tiers.
+    pub(super) fn match_in_sources(&self, keys: &[BlockKey], matched: usize) -> Vec<usize> {
+        let rest = &keys[matched..];
+        if self.sources.is_empty() || rest.is_empty() {
+            return Vec::new();
+        }
+        let call = self.call(CallOptions::default());
+        // After a gap, blocks may be in the own catalog again.
+        let known = self.known_blocks(rest, call);
+        let is_absent = |at: &usize| known[*at] == KnownBlock::Absent;
+        let absent: Vec<usize> = (0..rest.len()).filter(is_absent).collect();
+        let wanted: Vec<_> = absent.iter().map(|at| (rest[*at], 0)).collect();
+        let mut found: Vec<Option<FoundBlock>> = vec![None; rest.len()];
+        for (at, block) in absent.iter().zip(self.locate_now(&wanted, call)) {
+            found[*at] = block;
+        }
+        let tier = |(known, found): (&KnownBlock, &Option<FoundBlock>)| match known {
+            KnownBlock::In(tier) => Some(*tier),
+            KnownBlock::Absent => found.map(|found| 1 + self.stages.len() + found.source),
+            KnownBlock::Unreadable => None,
+        };
+        let tiers: Vec<usize> = known.iter().zip(&found).map_while(tier).collect();
+        let matched = found.into_iter().take(tiers.len()).flatten();
+        let now = self.clock.monotonic();
+        self.sources.with_hints(|hints| {
+            for block in matched {
+                hints.add(FoundBlock { is_matched: true, ..block }, now);
+            }
+        });
+        self.count_later_matches(&tiers);
+        tiers
+    }
+
+    fn count_later_matches(&self, tiers: &[usize]) {
+        let mut counts = CallCounts::default();
+        counts.counters.blocks_matched = tiers.len() as u64;
+        for tier in tiers {
+            counts.count_match(*tier, self.stages.len());
+        }
+        self.count_call(&counts);
+    }
+
+    /// What the own catalog knows of blocks. Notes those that can be read as matched.
+    fn known_blocks(&self, keys: &[BlockKey], call: CallContext) -> Vec<KnownBlock> {
+        let now_unix_ms = self.clock.unix_ms();
+        let mut known = Vec::with_capacity(keys.len());
+        self.in_holds(Some(call), keys, |state, key| {
+            let found = state.catalog.find(key).filter(|_| !state.is_closed);
+            let live = found.filter(|key| !state.catalog.entry(*key).has_expired(now_unix_ms));
+            let Some(key) = live else { return known.push(KnownBlock::Absent) };
+            let content = state.catalog.content(state.catalog.entry(key).content);
+            let lower = content.fastest_stage_except(state.open_read_circuits);
+            let lower = lower.map(|stage| 1 + stage);
+            let tier = if content.slab.is_some() { Some(0) } else { lower };
+            known.push(tier.map_or(KnownBlock::Unreadable, KnownBlock::In));
+            if tier.is_some() {
+                state.catalog.entry_mut(key).note_matched();
+            }
+        });
+        // Beyond the deadline nothing is known, and nothing is asked.
+        known.resize(keys.len(), KnownBlock::Unreadable);
+        known
+    }
+
+    /// Asks the sources, and waits until each block is found or each source has answered.
+    fn locate_now(&self, wanted: &[(BlockKey, u8)], call: CallContext) -> Vec<Option<FoundBlock>> {
+        let mut found = vec![None; wanted.len()];
+        let arrivals = Arc::default();
+        let mut round = self.start_locating(wanted, (0, &arrivals), call);
+        loop {
+            for (at, block) in round.apply(self, arrivals.take().answers) {
+                found[at].get_or_insert(block);
+            }
+            if round.is_over() || found.iter().all(Option::is_some) {
+                return found;
+            }
+            arrivals.wait(round.until, &*self.clock);
+        }
+    }
+
+    /// Whether a lookup has matched one of these blocks in a source: then the read of the batch is
+    /// the load of that lookup.
+    pub(super) fn is_load_of_sources(&self, keys: &[BlockKey]) -> bool {
+        if self.sources.is_empty() {
+            return false;
+        }
+        let now = self.clock.monotonic();
+        let is_matched = |hints: &mut LocatedBlocks, keys: &[BlockKey]| {
+            let mut found = keys.iter().filter_map(|key| hints.get(key, now));
+            !hints.is_empty() && found.any(|found| found.is_matched)
+        };
+        let mut parts = keys.chunks(KEYS_PER_HOLD);
+        parts.any(|keys| self.sources.with_hints(|hints| is_matched(hints, keys)))
+    }
+}
