@@ -5,6 +5,7 @@ mod both_tiers;
 mod cold;
 mod disk;
 mod disk_limit;
+mod durable;
 mod error;
 mod figure;
 mod hashing;
@@ -52,6 +53,7 @@ impl Bench<'_> {
         hashing::run(self)?;
         hold::run(self)?;
         disk::run(self)?;
+        durable::run(self)?;
         both_tiers::run(self)?;
         restart::run(self)
     }

@@ -221,6 +221,56 @@ fn reclaim_twice(at_call: u64) -> (std::ops::Range<u64>, bool) {
     (calls, has_failed)
 }
 
+/// Appends one batch over several segments; the call with this number fails. Then removes blocks
+/// and opens the directory again. Returns the number of I/O calls.
+fn append_over_segments(fault: Fault, at_call: u64, durable: bool) -> u64 {
+    let directory = memory_directory();
+    let pool = small_pool();
+    let plan = FaultPlan::new(fault, at_call, false);
+    let config = FilesConfig { durable, ..config(directory.path(), FileLayout::Segments) };
+    let mut states = ExpectedStates::new();
+    if let Ok((files, _)) = open_with(config.clone(), plan.wrap(&file_io()), deadline()) {
+        append(files.as_ref(), &pool, 0..40, &mut states);
+        append(files.as_ref(), &pool, 40..60, &mut states);
+        for number in (0..60).step_by(9) {
+            let ExpectedState::Stored(address) = states[&number] else { continue };
+            let removed = files.remove(&[(key(number), address)], deadline());
+            let state = removed.map_or(ExpectedState::Unknown, |()| ExpectedState::Removed);
+            states.insert(number, state);
+        }
+        drop(files.sync(deadline()));
+        for (number, state) in &states {
+            if let ExpectedState::Stored(address) = state {
+                check(files.as_ref(), &pool, *number, *address, false);
+            }
+        }
+        if at_call == u64::MAX {
+            let stats = files.stats();
+            let sealed_bytes = stats.files * config.segment_bytes - stats.used_bytes;
+            assert!(stats.files > 2 && stats.segments_failed == 0, "{stats:?}");
+            assert!(sealed_bytes > 0, "full segments are sealed when the call returns: {stats:?}");
+        }
+    }
+    let (files, recovery) = open_with(config, file_io(), deadline()).unwrap();
+    verify(files.as_ref(), &recovery, &pool, &states);
+    drop(files);
+    assert_eq!(pool.stats().requested_bytes, 0, "every slab was released");
+    plan.calls()
+}
+
+/// Full segments are sealed, and the next ones created, while others are written.
+#[test]
+fn a_batch_over_several_segments_survives_every_fault() {
+    for durable in [false, true] {
+        for fault in [Fault::Io, Fault::NoSpace, Fault::Torn, Fault::Hang] {
+            let calls = append_over_segments(fault, u64::MAX, durable);
+            for at_call in 0..calls {
+                append_over_segments(fault, at_call, durable);
+            }
+        }
+    }
+}
+
 /// A reclaim that failed after it had moved a block lost the block's second key.
 #[test]
 fn a_failed_reclaim_loses_no_key() {

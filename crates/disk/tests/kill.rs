@@ -19,6 +19,10 @@ use cascade_runtime::SystemClock;
 const DIRECTORY: &str = "CASCADE_TEST_KILL_DIRECTORY";
 const FIRST: &str = "CASCADE_TEST_KILL_FIRST";
 const LAYOUT: &str = "CASCADE_TEST_KILL_LAYOUT";
+const BATCH: &str = "CASCADE_TEST_KILL_BATCH";
+/// Blocks of a small batch, and of one that fills more than a segment: while it is written, full
+/// segments are sealed and new ones created.
+const BATCHES: [u64; 2] = [8, 64];
 
 fn config(directory: &Path, layout: FileLayout) -> FilesConfig {
     FilesConfig {
@@ -55,13 +59,15 @@ fn child() {
     let (files, _) = open(config, Arc::new(SystemClock), &pool, deadline()).unwrap();
     let first: u64 = first.to_str().unwrap().parse().unwrap();
     report_event("open", u64::from(std::process::id()));
-    for start in (first..).step_by(8) {
-        write_batch(files.as_ref(), &pool, start);
+    let batch: u64 = std::env::var(BATCH).unwrap().parse().unwrap();
+    for start in (first..).step_by(usize::try_from(batch).unwrap()) {
+        write_batch(files.as_ref(), &pool, start..start + batch);
     }
 }
 
-fn write_batch(files: &dyn BlockFiles, pool: &Pool, start: u64) {
-    let mut open: Vec<u64> = (start..start + 8).collect();
+fn write_batch(files: &dyn BlockFiles, pool: &Pool, numbers: std::ops::Range<u64>) {
+    let start = numbers.start;
+    let mut open: Vec<u64> = numbers.collect();
     while !open.is_empty() {
         let batch = open.iter().map(|&number| block(pool, number, length(number))).collect();
         let results = files.append(batch, deadline());
@@ -106,12 +112,18 @@ struct ReceivedEvents {
     last: u64,
 }
 
-fn kill_after(directory: &Path, layout: &str, lines: usize, events: &mut ReceivedEvents) {
+fn kill_after(
+    directory: &Path,
+    (layout, batch): (&str, u64),
+    lines: usize,
+    events: &mut ReceivedEvents,
+) {
     let mut child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "child", "--ignored", "--nocapture"])
         .env(DIRECTORY, directory)
-        .env(FIRST, (events.last + 8).next_multiple_of(8).to_string())
+        .env(FIRST, (events.last + 64).next_multiple_of(64).to_string())
         .env(LAYOUT, layout)
+        .env(BATCH, batch.to_string())
         .stdout(Stdio::piped())
         .spawn()
         .unwrap();
@@ -153,7 +165,8 @@ fn rounds(layout: FileLayout, name: &str, count: usize) {
     let mut events = ReceivedEvents::default();
     for round in 0..count {
         // From the first events to several times the capacity.
-        kill_after(directory.path(), name, 1 + round * 37 % 400, &mut events);
+        let batch = BATCHES[round % BATCHES.len()];
+        kill_after(directory.path(), (name, batch), 1 + round * 37 % 400, &mut events);
         let config = config(directory.path(), layout);
         let (files, recovery) = open(config, Arc::new(SystemClock), &pool, deadline()).unwrap();
         let live: BTreeMap<u64, StoredBlock> = recovery
@@ -197,6 +210,7 @@ fn the_error_for_a_second_writer_names_the_process_of_the_first() {
         .env(DIRECTORY, directory.path())
         .env(FIRST, "0")
         .env(LAYOUT, "segments")
+        .env(BATCH, "8")
         .stdout(Stdio::piped())
         .spawn()
         .unwrap();

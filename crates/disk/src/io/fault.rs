@@ -76,6 +76,7 @@ impl FaultPlan {
             files: Arc::new(FaultyFiles { inner: Arc::clone(&io.files), plan: Arc::clone(self) }),
             workers: Arc::clone(&io.workers),
             read_workers: Arc::clone(&io.read_workers),
+            background: Arc::clone(&io.background),
             clock: Arc::clone(&io.clock),
         }
     }

@@ -175,6 +175,8 @@ pub struct FileIo {
     pub workers: Arc<Calls>,
     /// Threads for calls that only read, so that hung writes do not block reads.
     pub read_workers: Arc<Calls>,
+    /// Threads for work of the writer beside its writes. They make calls on `workers`.
+    pub background: Arc<Calls>,
     /// The clock for deadlines.
     pub clock: Arc<dyn Clock>,
 }
@@ -189,7 +191,8 @@ impl FileIo {
     ) -> Self {
         let threads = || Arc::new(Calls::new(THREAD_NAME, THREADS_MAX, Arc::clone(&clock)));
         let (workers, read_workers) = (threads(), threads());
-        Self { engine, files, workers, read_workers, clock }
+        let background = background(&clock);
+        Self { engine, files, workers, read_workers, background, clock }
     }
 
     /// Access to the file systems of this machine with an I/O engine of this kind.
@@ -225,7 +228,8 @@ impl FileIo {
                 reason: format!("the kernel does not allow io_uring ({source}); use auto or psync"),
             })?),
         };
-        Ok(Self { engine, files: Arc::new(SystemFiles), workers, read_workers, clock })
+        let background = background(&clock);
+        Ok(Self { engine, files: Arc::new(SystemFiles), workers, read_workers, background, clock })
     }
 
     /// Calls past their deadline that the kernel has not completed.
@@ -297,6 +301,11 @@ impl FileIo {
         }
     }
 
+    /// Runs one transfer to its end.
+    pub(crate) fn transfer_one(&self, transfer: Transfer, deadline: Deadline) -> io::Result<()> {
+        self.transfer_all(vec![transfer], deadline).remove(0).1
+    }
+
     /// Runs a list of transfers. Returns one result each, in their order.
     pub(crate) fn transfer_all(
         &self,
@@ -314,6 +323,11 @@ impl FileIo {
         });
         results.collect()
     }
+}
+
+/// Two threads: a tier seals one segment at a time, and creates one.
+fn background(clock: &Arc<dyn Clock>) -> Arc<Calls> {
+    Arc::new(Calls::new(THREAD_NAME, 2, Arc::clone(clock)))
 }
 
 /// The error of a file operation that was not made or has no result.

@@ -23,7 +23,8 @@ use super::io_vec::IoVec;
 use super::{Transfer, TransferEngine, TransferKind, TransferOutcome, TransferQueue};
 
 /// While fewer transfers than this are in the kernel, each is submitted at once: this many keep the
-/// disk busy while the next ones are prepared.
+/// disk busy while the next ones are prepared. Transfers of at least [`WAKE_UP_BYTES`] always are:
+/// the checksums of the next ones may take longer than the disk takes for those in the kernel.
 const EAGER_SUBMIT_MAX: usize = 2;
 
 /// Bytes of the transfers that one wake-up of the caller awaits, and that are completed before new
@@ -136,8 +137,9 @@ impl UringEngine {
                         continue;
                     }
                 };
+                let is_large = transfer.total_bytes() >= WAKE_UP_BYTES;
                 ring.push(number, transfer, file);
-                if ring.submitted() < EAGER_SUBMIT_MAX {
+                if is_large || ring.submitted() < EAGER_SUBMIT_MAX {
                     // The disk starts with this transfer while the next one is prepared.
                     ring.wait(0, Duration::ZERO)?;
                 }

@@ -5,6 +5,7 @@
 //! the same bytes for as long as it is valid.
 
 mod alias;
+mod background;
 mod create;
 mod erase;
 mod read;
@@ -12,6 +13,7 @@ mod reclaim;
 mod recovery;
 mod repair;
 mod replay;
+mod seal;
 mod segment;
 mod write;
 mod write_run;

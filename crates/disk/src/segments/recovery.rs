@@ -9,6 +9,7 @@ use cascade_block::{BlockKey, Checksum, checksum, with_causes};
 use cascade_runtime::{Deadline, DeadlineMutex, Mutex, RwLock, fill_random};
 
 use super::replay::{ReplayResult, replay};
+use super::seal::seal_segment;
 use super::segment::{BlockSlot, EntryLocation, Segment, SegmentState};
 use super::write::{SpaceClass, WriterState};
 use super::write_run::tombstone;
@@ -101,7 +102,7 @@ impl SegmentFiles {
             // The footer would overwrite frames that the device may be able to read later.
             if is_open && !unreadable.contains(&segment.number) {
                 // If sealing fails, the segment stays readable and the next opening scans it.
-                drop(self.try_seal(&segment, deadline));
+                drop(seal_segment(&self.io, &segment, deadline));
             }
         }
         // The older block of a key would be live again once the segment of the newer one is
@@ -440,6 +441,8 @@ fn next_state(
     Ok(WriterState {
         store_id: known_id.map_or_else(new_id, Ok)?,
         active: None,
+        sealing: None,
+        next: None,
         unsynced: Vec::new(),
         failed_copies: HashMap::new(),
         // After every number that a file, the checkpoint or an entry contains: an address in an

@@ -1,21 +1,21 @@
 //! Writes frames to the end of the active segment, seals it and creates the next.
 
 use std::collections::{HashMap, VecDeque};
-use std::io;
 use std::sync::Arc;
 
 use cascade_block::{BlockKey, checksum};
 use cascade_memory::Slab;
 use cascade_runtime::Deadline;
 
-use super::segment::{EntryLocation, Segment};
+use super::seal::Sealing;
+use super::segment::Segment;
 use super::write_run::{
     FIRST_WRITE_BYTES_MAX, PendingEntry, PendingPayload, WRITE_BYTES_MAX, WriteRun, payload_pages,
     tombstone,
 };
 use super::{SegmentFiles, count};
-use crate::format::{EntryKind, PAGE_BYTES, RandomId, SegmentFrame, encode_footer, footer_bytes};
-use crate::io::{Buffer, PageBuffer, Transfer, TransferKind, TransferOutcome, TransferQueue};
+use crate::format::{EntryKind, PAGE_BYTES, RandomId, SegmentFrame, footer_bytes};
+use crate::io::{Transfer, TransferKind, TransferOutcome, TransferQueue};
 use crate::place::Place as _;
 use crate::{Address, BlockFacts, DiskError};
 
@@ -27,6 +27,10 @@ const OVERHEAD_PAGES: u32 = 4;
 pub(super) struct WriterState {
     pub(super) store_id: RandomId,
     pub(super) active: Option<Arc<Segment>>,
+    /// The segment before it, if another thread seals it. Only during a write: each write ends it.
+    pub(super) sealing: Option<Sealing>,
+    /// The segment to write after the active one, if it exists. Only during a write, too.
+    pub(super) next: Option<Arc<Segment>>,
     /// Segments that were closed by an error with data that is not synced yet.
     pub(super) unsynced: Vec<Arc<Segment>>,
     /// Blocks of failed writes, which may be on the device all the same. When a key is removed,
@@ -237,6 +241,24 @@ impl SegmentFiles {
         space: SpaceClass,
         deadline: Deadline,
     ) -> Vec<Result<Address, DiskError>> {
+        let results = self.write_entries(writer, pending, space, deadline);
+        // Syncs, reclaims and erases, which also have the writer, never meet a segment in between.
+        if let Some(next) = writer.next.take() {
+            // The active one failed, or has room left because bytes changed in memory.
+            self.seal(writer, deadline);
+            writer.active = Some(next);
+        }
+        self.finish_seal(writer, deadline);
+        results
+    }
+
+    fn write_entries(
+        &self,
+        writer: &mut WriterState,
+        pending: Vec<PendingEntry>,
+        space: SpaceClass,
+        deadline: Deadline,
+    ) -> Vec<Result<Address, DiskError>> {
         let total = pending.len();
         let mut pending = VecDeque::from(pending);
         let mut results = Vec::with_capacity(total);
@@ -252,7 +274,15 @@ impl SegmentFiles {
                     break;
                 }
             };
+            let creation = if space == SpaceClass::Ordinary && overflows(&segment, &pending) {
+                self.begin_create(writer, deadline)
+            } else {
+                None
+            };
             let (runs, changed) = self.write_runs(writer, &segment, &mut pending, deadline);
+            if let Some(creation) = creation {
+                self.finish_create(writer, creation, deadline);
+            }
             if runs.is_empty() && changed.is_empty() {
                 // No transfer begins after the deadline.
                 let path = segment.path.clone();
@@ -325,7 +355,8 @@ impl SegmentFiles {
             let failed = runs.iter().find_map(|(_, result)| result.clone().err());
             let error = failed.or_else(|| {
                 // One sync covers all runs.
-                let sync = self.run_transfer(Transfer::sync(Arc::clone(&segment.file)), deadline);
+                let sync =
+                    self.io.transfer_one(Transfer::sync(Arc::clone(&segment.file)), deadline);
                 sync.err().map(|source| DiskError::from_io("sync", &segment.path, source))
             });
             for (_, result) in &mut runs {
@@ -370,6 +401,24 @@ impl SegmentFiles {
         space: SpaceClass,
         deadline: Deadline,
     ) -> Result<Arc<Segment>, DiskError> {
+        let found = self.find_segment(writer, pages, space, deadline);
+        let is_full = matches!(found, Err(DiskError::Full { .. } | DiskError::NoSpace { .. }));
+        if is_full && writer.sealing.is_some() {
+            // The end of the seal makes the file shorter.
+            self.finish_seal(writer, deadline);
+            return self.find_segment(writer, pages, space, deadline);
+        }
+        found
+    }
+
+    /// As [`Self::segment_with_room`], whether or not a segment is being sealed.
+    fn find_segment(
+        &self,
+        writer: &mut WriterState,
+        pages: u32,
+        space: SpaceClass,
+        deadline: Deadline,
+    ) -> Result<Arc<Segment>, DiskError> {
         let kept_free = if space == SpaceClass::Ordinary { self.config.segment_bytes } else { 0 };
         if let Some(active) = &writer.active {
             let state = active.state();
@@ -385,6 +434,11 @@ impl SegmentFiles {
                 return Ok(Arc::clone(active));
             }
         }
+        if let Some(next) = writer.next.take() {
+            self.begin_seal(writer, deadline);
+            writer.active = Some(Arc::clone(&next));
+            return Ok(next);
+        }
         // The active segment is sealed only after the capacity check: an append that fails with
         // `Full` leaves it open for smaller entries.
         let sealed = bytes_freed_by_sealing(writer);
@@ -398,7 +452,12 @@ impl SegmentFiles {
                 self.reserve_segment_bytes(sealed, pages, space)?
             }
         };
-        self.seal(writer, deadline);
+        if space == SpaceClass::Ordinary {
+            self.begin_seal(writer, deadline);
+        } else {
+            // What the reserve has left is computed from the length of the sealed file.
+            self.seal(writer, deadline);
+        }
         let segment = self.create_segment(writer, allocate_bytes, deadline)?;
         writer.active = Some(Arc::clone(&segment));
         Ok(segment)
@@ -431,7 +490,7 @@ impl SegmentFiles {
     }
 
     /// Checks that this many bytes may be added to the files after `freed_bytes` were freed.
-    fn check_capacity(
+    pub(super) fn check_capacity(
         &self,
         freed_bytes: u64,
         added_bytes: u64,
@@ -447,59 +506,11 @@ impl SegmentFiles {
         Ok(())
     }
 
-    /// Runs one transfer to its end.
-    pub(super) fn run_transfer(&self, transfer: Transfer, deadline: Deadline) -> io::Result<()> {
-        self.io.transfer_all(vec![transfer], deadline).remove(0).1
-    }
-
     /// Closes a segment after a failed write. Its blocks stay readable.
     pub(super) fn close_failed(&self, writer: &mut WriterState, segment: &Arc<Segment>) {
         count(&self.counters.segments_failed, 1);
         writer.active = None;
         writer.unsynced.push(Arc::clone(segment));
-    }
-
-    /// Seals the active segment with a footer and truncates its file.
-    pub(super) fn seal(&self, writer: &mut WriterState, deadline: Deadline) {
-        let Some(segment) = writer.active.take() else { return };
-        if self.try_seal(&segment, deadline).is_err() {
-            // Its entries stay in memory. The next opening scans it.
-            self.close_failed(writer, &segment);
-        }
-    }
-
-    /// Writes the footer of a segment, if its entries are in memory.
-    pub(super) fn try_seal(&self, segment: &Segment, deadline: Deadline) -> Result<(), DiskError> {
-        let (end_page, footer) = {
-            let state = segment.state();
-            let EntryLocation::Memory(entries) = &state.entry_location else { return Ok(()) };
-            (state.end_page, encode_footer(entries, segment.id, segment.number, state.end_page))
-        };
-        let offset = u64::from(end_page) * PAGE_BYTES as u64;
-        let file_bytes = offset + footer.len() as u64;
-        let count = segment.state().entry_count();
-        let entries_checksum = checksum(&footer[..count * crate::format::ENTRY_BYTES]);
-        let buffers = vec![Buffer::Pages(PageBuffer::copied(&footer))];
-        let file = Arc::clone(&segment.file);
-        let write = Transfer::new(TransferKind::Write, Arc::clone(&file), offset, buffers);
-        let failed = |source| DiskError::from_io("seal", &segment.path, source);
-        // The order matters: `file_bytes` in memory changes only after the footer is written, the
-        // file is truncated to it and both are synced. After a failure before that the entries in
-        // memory stay valid.
-        self.run_transfer(write, deadline).map_err(failed)?;
-        let truncated = Arc::clone(&file);
-        self.io.call("truncate", &segment.path, deadline, move |files| {
-            files.truncate(&truncated, file_bytes)
-        })?;
-        self.run_transfer(Transfer::sync(file), deadline).map_err(failed)?;
-        let mut state = segment.state_mut();
-        state.file_bytes = file_bytes;
-        state.entry_location = EntryLocation::Footer {
-            page: end_page,
-            count: u32::try_from(count).expect("a segment holds fewer entries than pages"),
-            checksum: entries_checksum,
-        };
-        Ok(())
     }
 
     /// Syncs everything written so far. Sealed segments were synced when they were sealed.
@@ -514,7 +525,7 @@ impl SegmentFiles {
         for segment in segments {
             // The other segments are synced even if one fails; the last error is returned.
             if let Err(source) =
-                self.run_transfer(Transfer::sync(Arc::clone(&segment.file)), deadline)
+                self.io.transfer_one(Transfer::sync(Arc::clone(&segment.file)), deadline)
             {
                 outcome = Err(DiskError::from_io("sync", &segment.path, source));
                 // A failed sync is treated as a failed write: nothing more is written to the
@@ -545,6 +556,13 @@ fn failed_blocks(runs: &[FinishedRun]) -> impl Iterator<Item = (BlockKey, Addres
 /// Whether a segment of `limit_bytes` has room for the pages and for a footer with the entries.
 fn fits(limit_bytes: u64, end_page: u32, entry_count: usize) -> bool {
     u64::from(end_page) * PAGE_BYTES as u64 + footer_bytes(entry_count) <= limit_bytes
+}
+
+/// Whether a segment has no room for all entries, even without the pages of frames and footer.
+fn overflows(segment: &Segment, pending: &VecDeque<PendingEntry>) -> bool {
+    let state = segment.state();
+    let room = (state.file_bytes / PAGE_BYTES as u64).saturating_sub(u64::from(state.end_page));
+    pending.iter().map(|entry| u64::from(payload_pages(entry))).sum::<u64>() > room
 }
 
 /// Bytes by which sealing the active segment would shrink its file.

@@ -17,7 +17,7 @@ use cascade_disk::{
 use cascade_memory::{HugePages, Pool, PoolConfig, Slab};
 use cascade_runtime::simulated::{Domain, Ending, Random, Report, Settings, World};
 use cascade_runtime::{Clock, Deadline, LeafMutex, SystemClock, now, sleep};
-use cascade_sim::disk::{DiskSettings, Episode, SimDisk};
+use cascade_sim::disk::{DiskSettings, Episode, Latency, SimDisk};
 
 const DIRECTORY: &str = "/tier/files";
 const CAPACITY_BYTES: u64 = 24 << 20;
@@ -149,11 +149,17 @@ struct Acknowledged {
 }
 
 /// Writes, removes and reclaims until it is killed.
-fn write_until_killed(files: &dyn BlockFiles, pool: &Pool, shared: &LeafMutex<Acknowledged>) {
+fn write_until_killed(
+    files: &dyn BlockFiles,
+    pool: &Pool,
+    shared: &LeafMutex<Acknowledged>,
+    batch_blocks: u64,
+) {
     loop {
         let start = shared.lock().unwrap().next;
-        shared.lock().unwrap().next += 4;
-        let blocks = (start..start + 4).map(|number| block(pool, number, length(number))).collect();
+        shared.lock().unwrap().next += batch_blocks;
+        let numbers = start..start + batch_blocks;
+        let blocks = numbers.map(|number| block(pool, number, length(number))).collect();
         let mut is_full = false;
         for (number, result) in (start..).zip(files.append(blocks, deadline())) {
             match result {
@@ -197,6 +203,10 @@ fn remove_one(files: &dyn BlockFiles, number: u64, shared: &LeafMutex<Acknowledg
 fn crash_rounds(seed: u64, layout: FileLayout, has_power_losses: bool) {
     let disk = new_disk(DiskSettings { seed, ..DiskSettings::default() });
     let config = small_config(layout, has_power_losses);
+    // In every other run a batch fills several segments: while it is written, full ones are sealed
+    // and new ones are created.
+    let (segment_bytes, batch_blocks) = [(1 << 20, 4), (128 << 10, 24)][(seed % 2) as usize];
+    let config = FilesConfig { segment_bytes, ..config };
     let shared = Arc::new(LeafMutex::new(Acknowledged::default()));
     let world = World::current().unwrap();
     for round in 1..=8 {
@@ -204,7 +214,7 @@ fn crash_rounds(seed: u64, layout: FileLayout, has_power_losses: bool) {
         world.spawn_in(Domain(1), "writer", move || {
             let pool = small_pool();
             let (files, _) = open(&io_disk, &io_config);
-            write_until_killed(files.as_ref(), &pool, &writer);
+            write_until_killed(files.as_ref(), &pool, &writer, batch_blocks);
         });
         let random = cascade_runtime::random_u64().unwrap();
         if random.is_multiple_of(2) {
@@ -312,6 +322,37 @@ fn no_block_of_durable_segments_is_lost_or_wrong_after_power_losses() {
 fn no_durable_block_file_is_lost_or_wrong_after_power_losses() {
     for seed in 0..15 {
         in_world(seed, move || crash_rounds(seed, FileLayout::FilePerBlock, true));
+    }
+}
+
+/// A write waited for the footer, the truncation and the sync of each full segment, and for the
+/// file and the header of the next one.
+#[test]
+fn a_full_segment_is_sealed_and_the_next_one_created_while_others_are_written() {
+    let ms = Duration::from_millis;
+    for durable in [false, true] {
+        let body = move || {
+            let call = |time| Latency { min: ms(time), ..Latency::default() };
+            let settings = DiskSettings {
+                write: call(40),
+                sync: call(10),
+                name: call(10),
+                ..DiskSettings::without_latency(1)
+            };
+            let (disk, pool) = (new_disk(settings), conformance::pool());
+            let (files, _) = open(&disk, &small_config(FileLayout::Segments, durable));
+            let began = now();
+            let blocks: Vec<_> = (0..60).map(|number| (number, 64 << 10)).collect();
+            let stored = conformance::append(files.as_ref(), &pool, &blocks);
+            let took = now().saturating_sub(began);
+            let stats = files.stats();
+            assert!(stats.files >= 4 && stats.segments_failed == 0, "{stats:?}");
+            // One after the other: 40 for blocks, 60 to seal, 50 to create, 10 to sync.
+            assert!(took <= ms(100) * u32::try_from(stats.files).unwrap(), "{took:?}");
+            assert_hits(files.as_ref(), &pool, &stored);
+            assert_eq!(disk.violations(), []);
+        };
+        in_world(1, body);
     }
 }
 

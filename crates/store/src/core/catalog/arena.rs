@@ -97,10 +97,13 @@ impl<T> Arena<T> {
     fn place(&mut self, index: u32, entry: T) {
         let (chunk, within) = split(index);
         while self.chunks.len() <= chunk {
-            // Reserved at once, so that growth within the chunk moves no entry. Huge pages are
-            // requested before the first write.
+            // Reserved at once, so that growth within the chunk moves no entry.
             let entries = Vec::with_capacity(CHUNK);
-            prefer_huge_pages(&entries);
+            // Requested before the first write. Not for the first chunk: a huge page takes its
+            // 2 MiB for the first entry, which counts in a store with little DRAM.
+            if !self.chunks.is_empty() {
+                prefer_huge_pages(&entries);
+            }
             self.chunks.push(entries);
         }
         let entries = &mut self.chunks[chunk];

@@ -1,0 +1,97 @@
+//! Seals segments: writes the footer, truncates the file to it and syncs both.
+
+use std::sync::Arc;
+
+use cascade_block::checksum;
+use cascade_runtime::Deadline;
+
+use super::background::Background;
+use super::segment::{EntryLocation, Segment};
+use super::write::WriterState;
+use super::{SegmentFiles, count};
+use crate::DiskError;
+use crate::format::{ENTRY_BYTES, PAGE_BYTES, encode_footer};
+use crate::io::{Buffer, FileIo, PageBuffer, Transfer, TransferKind};
+
+/// A full segment that another thread seals while the next one is written.
+#[derive(Debug)]
+pub(super) struct Sealing {
+    segment: Arc<Segment>,
+    sealed: Background<Result<(), DiskError>>,
+}
+
+impl SegmentFiles {
+    /// Begins to seal the active segment on another thread, while the next one is created and
+    /// written. [`Self::finish_seal`] waits for it.
+    pub(super) fn begin_seal(&self, writer: &mut WriterState, deadline: Deadline) {
+        self.finish_seal(writer, deadline);
+        let Some(segment) = writer.active.take() else { return };
+        let (io, full) = (self.io.clone(), Arc::clone(&segment));
+        let work = move || seal_segment(&io, &full, deadline);
+        if let Some(sealed) = Background::start(&self.io, work) {
+            writer.sealing = Some(Sealing { segment, sealed });
+        } else {
+            writer.active = Some(segment);
+            self.seal(writer, deadline);
+        }
+    }
+
+    /// Waits for the segment that is being sealed, if there is one.
+    pub(super) fn finish_seal(&self, writer: &mut WriterState, deadline: Deadline) {
+        let Some(sealing) = writer.sealing.take() else { return };
+        let sealed = sealing.sealed.wait(deadline, self.io.clock.as_ref());
+        if !matches!(sealed, Some(Ok(()))) {
+            // Its entries stay in memory. The next sync covers it, and the next opening scans it.
+            count(&self.counters.segments_failed, 1);
+            writer.unsynced.push(sealing.segment);
+        }
+    }
+
+    /// Seals the active segment.
+    pub(super) fn seal(&self, writer: &mut WriterState, deadline: Deadline) {
+        let Some(segment) = writer.active.take() else { return };
+        if seal_segment(&self.io, &segment, deadline).is_err() {
+            // Its entries stay in memory. The next opening scans it.
+            self.close_failed(writer, &segment);
+        }
+    }
+}
+
+/// Writes the footer of a segment, if its entries are in memory, and truncates its file. No entry
+/// is added meanwhile.
+pub(super) fn seal_segment(
+    io: &FileIo,
+    segment: &Segment,
+    deadline: Deadline,
+) -> Result<(), DiskError> {
+    let (end_page, count, footer) = {
+        let state = segment.state();
+        let EntryLocation::Memory(entries) = &state.entry_location else { return Ok(()) };
+        let footer = encode_footer(entries, segment.id, segment.number, state.end_page);
+        (state.end_page, state.entry_count(), footer)
+    };
+    let offset = u64::from(end_page) * PAGE_BYTES as u64;
+    let file_bytes = offset + footer.len() as u64;
+    let entries_checksum = checksum(&footer[..count * ENTRY_BYTES]);
+    let buffers = vec![Buffer::Pages(PageBuffer::copied(&footer))];
+    let file = Arc::clone(&segment.file);
+    let write = Transfer::new(TransferKind::Write, Arc::clone(&file), offset, buffers);
+    let failed = |source| DiskError::from_io("seal", &segment.path, source);
+    // The order matters: `file_bytes` in memory changes only after the footer is written, the file
+    // is truncated to it and both are synced. After a failure before that the entries in memory
+    // stay valid.
+    io.transfer_one(write, deadline).map_err(failed)?;
+    let truncated = Arc::clone(&file);
+    io.call("truncate", &segment.path, deadline, move |files| {
+        files.truncate(&truncated, file_bytes)
+    })?;
+    io.transfer_one(Transfer::sync(file), deadline).map_err(failed)?;
+    let mut state = segment.state_mut();
+    state.file_bytes = file_bytes;
+    state.entry_location = EntryLocation::Footer {
+        page: end_page,
+        count: u32::try_from(count).expect("a segment holds fewer entries than pages"),
+        checksum: entries_checksum,
+    };
+    Ok(())
+}
