@@ -13,17 +13,17 @@ use cascade_tier::tier::{BlockFacts, Load, LoadOutcome, StageError};
 use cascade_tier::{StoreError, TierName};
 
 use crate::calls::arrivals::{Arrivals, FetchQueue, FetchSide, FetchTask, end_call};
-use crate::calls::read_flow::ReadPurpose;
-use crate::calls::read_flow::{PendingRead, ReadFlow};
 use crate::calls::sources::LocateRound;
 use crate::core::catalog::NewKey;
+use crate::core::health_signal::HealthSignal;
 use crate::core::located::FoundBlock;
 use crate::core::state::StoreState;
-use crate::drive::breaker::HealthSignal;
 use crate::shared::call::CallContext;
 use crate::shared::call_counts::at;
 use crate::shared::{AllocationFailure, StoreCore};
 use crate::stages::source_guard::SourceCall;
+
+use super::{PendingRead, ReadFlow, ReadPurpose};
 
 /// Blocks that are planned in one hold of the lock.
 const PLANNED_MAX: usize = 64;
@@ -78,7 +78,7 @@ impl ReadFlow<'_, '_> {
 
 impl StoreCore {
     /// Decides a block that is not in the catalog: a miss, unless a source may have it.
-    pub(super) fn plan_absent(
+    pub(in crate::calls) fn plan_absent(
         &self,
         state: &mut StoreState,
         pending: PendingRead,
