@@ -10,6 +10,7 @@
 mod holders;
 mod leftover;
 mod opening;
+mod place;
 mod process;
 mod record;
 mod recovery;
@@ -96,11 +97,11 @@ impl LedgerTable {
     }
 
     fn clear_block(&self, place: u32) {
-        record::clear(self.block(place));
+        place::clear(self.block(place));
     }
 
     fn clear_held(&self, place: u32) {
-        record::clear(self.held(place));
+        place::clear(self.held(place));
     }
 
     /// Gives the records of version 2 what this version adds. The previous version ignores it.
@@ -269,7 +270,7 @@ impl Ledger {
         let rest = self.free.get(from..).filter(|rest| !rest.is_empty())?;
         let some = &rest[..rest.len().min(KEYS_PER_HOLD)];
         for place in some {
-            record::wipe(self.table.block(*place));
+            place::wipe(self.table.block(*place));
         }
         Some(from + some.len())
     }

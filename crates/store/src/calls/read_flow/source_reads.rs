@@ -32,7 +32,7 @@ const BLOCK_COST: u32 = 4;
 
 /// What sources do for a read call.
 #[derive(Debug, Default)]
-pub(super) struct SourceReads {
+pub(in crate::calls) struct SourceReads {
     /// Blocks that are not in the catalog, to be located.
     absent: Vec<PendingRead>,
     /// The question under way, with the blocks that no source has named yet.

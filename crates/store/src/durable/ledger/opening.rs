@@ -7,7 +7,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use cascade_block::{ByteSize, checksum};
 use cascade_memory::{MemoryError, Pool, PoolConfig, PoolFiles};
 
-use super::record::{BLOCK_WORDS, HELD_WORDS, set};
+use super::place::set;
+use super::record::{BLOCK_WORDS, HELD_WORDS};
 use super::{
     HEADER_FIELDS, HEADER_WORDS, HELD_MAX, HELD_MIN, LedgerTable, MAGIC, PAGE, POOL_BYTES_PER_HELD,
     POOL_BYTES_PER_RECORD, RECORDS_MIN, RUNS_WORD, USED, USED_WORD, VERSION, VERSION_2,

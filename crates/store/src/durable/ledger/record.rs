@@ -1,27 +1,25 @@
 //! Encoding of the ledger's records. `docs/warm-restart.md` has the layout.
 
-use std::sync::atomic::{AtomicU64, Ordering, compiler_fence};
+use std::sync::atomic::{AtomicU64, Ordering};
 
-use cascade_block::{BlockKey, Digest, NamespaceId, checksum};
+use cascade_block::{BlockKey, Digest, NamespaceId};
 use cascade_tier::tier::BlockFacts;
 
 use super::Version;
+use super::place::{FIELDS_MAX, LIVE, PlaceContent, publish, read_fields, seal, set};
 use super::process::Process;
 use super::residence::{self, Stored};
 
 /// Words of a block's record: three cache lines.
 pub(super) const BLOCK_WORDS: usize = 24;
 /// Words under the checksum: all between the state and the addresses.
-const BLOCK_FIELDS: usize = 18;
+const BLOCK_FIELDS: usize = FIELDS_MAX;
 /// Word with the checksum of the block's bytes: `LIVE` in the upper half, CRC-32C in the lower;
 /// zero while it is not known.
 const SUM_WORD: usize = 22;
 /// Words of a record of held memory: one cache line.
 pub(super) const HELD_WORDS: usize = 8;
 const HELD_FIELDS: usize = 4;
-
-/// Flag in a record's first word; the lower half has the record's checksum.
-const LIVE: u64 = 1 << 32;
 
 const IS_PREFIX: u64 = 1 << 32;
 const HAS_PARENT: u64 = 1 << 33;
@@ -54,75 +52,6 @@ pub(super) struct HeldRecord {
     pub(super) piece: Piece,
     pub(super) process: Process,
     pub(super) kind: u32,
-}
-
-/// Content of a record's place.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum PlaceContent<T> {
-    /// Nothing.
-    Free,
-    /// A valid record.
-    Record(T),
-    /// A record with a wrong checksum.
-    Damaged,
-}
-
-/// The state word of a record with these fields.
-fn seal(fields: &[u64]) -> u64 {
-    let mut bytes = [0; BLOCK_FIELDS * 8];
-    for (piece, field) in bytes.chunks_exact_mut(8).zip(fields) {
-        piece.copy_from_slice(&field.to_le_bytes());
-    }
-    // `LIVE` keeps the word from being zero, which means free, when the checksum is zero.
-    LIVE | u64::from(checksum(&bytes[..fields.len() * 8]))
-}
-
-/// Stores a word of the ledger. Tests end a process at each of these.
-pub(super) fn set(word: &AtomicU64, value: u64, ordering: Ordering) {
-    #[cfg(test)]
-    if !kills::may_store() {
-        return;
-    }
-    word.store(value, ordering);
-}
-
-/// Writes the fields first, then the word that makes them valid: a process killed in between leaves
-/// the place free, as it was. `kind` is set in that word.
-pub(super) fn publish(place: &[AtomicU64], fields: &[u64], kind: u64) {
-    for (word, field) in place[1..].iter().zip(fields) {
-        set(word, *field, Ordering::Relaxed);
-    }
-    // Release: no store of a field may come after this one.
-    set(&place[0], seal(fields) | kind, Ordering::Release);
-}
-
-/// Frees a place. Later stores must not come before it, also as seen by the process that recovers
-/// the memory after this one is killed. The kernel kills between two instructions, so only the
-/// compiler could reorder them; hence the compiler fence, and no fence for other CPUs.
-pub(super) fn clear(place: &[AtomicU64]) {
-    set(&place[0], 0, Ordering::Release);
-    compiler_fence(Ordering::SeqCst);
-}
-
-/// Zeroes a place that was cleared.
-pub(super) fn wipe(place: &[AtomicU64]) {
-    clear(place);
-    for word in &place[1..] {
-        set(word, 0, Ordering::Relaxed);
-    }
-}
-
-pub(super) fn read_fields<const FIELDS: usize>(
-    place: &[AtomicU64],
-    kind: u64,
-) -> PlaceContent<[u64; FIELDS]> {
-    let state = place[0].load(Ordering::Acquire);
-    if state == 0 {
-        return PlaceContent::Free;
-    }
-    // Relaxed: the load of the state word orders them.
-    let fields = std::array::from_fn(|at| place[1 + at].load(Ordering::Relaxed));
-    if seal(&fields) | kind == state { PlaceContent::Record(fields) } else { PlaceContent::Damaged }
 }
 
 impl BlockRecord {
@@ -240,35 +169,9 @@ fn get<const BYTES: usize>(fields: &[u64]) -> [u8; BYTES] {
 }
 
 #[cfg(test)]
-pub(super) mod kills {
-    //! A process that is killed between two stores into the ledger.
-
-    use std::cell::Cell;
-
-    thread_local! {
-        static STORES_LEFT: Cell<u64> = const { Cell::new(u64::MAX) };
-    }
-
-    /// Ends the stores of this thread after some more.
-    pub(in super::super) fn kill_after(stores: u64) {
-        STORES_LEFT.set(stores);
-    }
-
-    /// How many stores were left. From now on there is no limit.
-    pub(in super::super) fn restart() -> u64 {
-        STORES_LEFT.replace(u64::MAX)
-    }
-
-    pub(super) fn may_store() -> bool {
-        let left = STORES_LEFT.get();
-        STORES_LEFT.set(left.saturating_sub(1));
-        left > 0
-    }
-}
-
-#[cfg(test)]
 mod tests {
     use super::*;
+    use crate::durable::ledger::place::clear;
 
     fn place(words: usize) -> Vec<AtomicU64> {
         (0..words).map(|_| AtomicU64::new(0)).collect()

@@ -8,8 +8,9 @@ use cascade_block::BlockKey;
 use cascade_memory::{Pool, Slab};
 
 use super::holders::{EARLIER_LOAD, HeldSlab, LOAD};
+use super::place::PlaceContent;
 use super::process::Process;
-use super::record::{BlockRecord, HeldRecord, Piece, PlaceContent};
+use super::record::{BlockRecord, HeldRecord, Piece};
 use super::residence::{self, Stored};
 use super::{LedgerTable, Version};
 

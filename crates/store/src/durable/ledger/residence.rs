@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use cascade_block::checksum;
 
-use super::record::{PlaceContent, clear, publish, read_fields, set};
+use super::place::{PlaceContent, clear, publish, read_fields, set};
 use crate::core::catalog::LOWER_STAGES_MAX;
 
 /// The addresses in the tiers of the ledger, plus one; zero where there is none.

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use cascade_block::{Digest, DigestAlgorithm};
 
-use super::record::set;
+use super::place::set;
 use super::recovery::Recovered;
 use super::residence::{INLINE_TIERS, clear_inline, clear_outside};
 use super::{LedgerTable, Version};
