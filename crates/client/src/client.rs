@@ -7,7 +7,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId};
-use cascade_memory::{SlabMut, process_id};
+use cascade_memory::{SlabMut, process_mark};
 use cascade_runtime::{Deadline, SystemClock};
 use cascade_tier::{
     BlockStore, CallOptions, ChangeCursor, Changes, GetOutcome, PrefixMatch, PrepareOutcome, Put,
@@ -43,7 +43,7 @@ impl ConnectOptions {
             socket: socket.into(),
             access: Access::Write,
             token: None,
-            name: format!("process {}", process_id()),
+            name: format!("process {}", std::process::id()),
             timeout: Duration::from_secs(5),
         }
     }
@@ -73,7 +73,7 @@ pub(crate) struct ClientInner {
     reconnect_ended: Condvar,
     tasks: Arc<BackgroundTasks>,
     /// The process that connected.
-    process: u32,
+    process: u64,
 }
 
 /// Reason after the node closed its connections.
@@ -114,7 +114,7 @@ impl Client {
         let tasks = Arc::new(BackgroundTasks::default());
         let link = Link::open(&identity, &tasks, Deadline::after(&SystemClock, timeout))?;
         let state = Mutex::new(LinkState::Linked(Arc::new(link)));
-        let process = process_id();
+        let process = process_mark();
         let inner = Arc::new(ClientInner {
             identity,
             timeout,
@@ -399,7 +399,7 @@ impl ClientInner {
     }
 
     fn is_forked(&self) -> bool {
-        process_id() != self.process
+        process_mark() != self.process
     }
 
     /// Probes the node after a call with a short timeout was not answered.

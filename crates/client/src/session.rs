@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use cascade_memory::{Attachment, Lender, process_id};
+use cascade_memory::{Attachment, Lender, process_mark};
 use cascade_runtime::{Clock, Deadline, SystemClock};
 use cascade_tier::{StoreError, TierName, intern};
 use cascade_wire::{
@@ -50,7 +50,7 @@ pub(crate) struct Session {
     releases: Mutex<Vec<HoldRange>>,
     tasks: Arc<BackgroundTasks>,
     /// The process that opened it; a forked child has a copy of it.
-    process: u32,
+    process: u64,
     /// Dropped before the background thread is notified of the session's end.
     registration: Option<LiveSession>,
 }
@@ -197,7 +197,7 @@ impl Session {
             last_used_ms: AtomicU64::new(0),
             releases: Mutex::default(),
             tasks: Arc::clone(tasks),
-            process: process_id(),
+            process: process_mark(),
             registration: Some(LiveSession::register(&welcome.tenant, welcome.epoch)),
         }
     }
@@ -219,7 +219,7 @@ impl Session {
     /// Whether this process is a forked child of the one that opened the session. It shares the
     /// sockets: if both used them, each could read the other's answers. The holds are the parent's.
     pub(crate) fn is_forked(&self) -> bool {
-        process_id() != self.process
+        process_mark() != self.process
     }
 
     /// Sends a call with pending releases ahead of it, and waits for its answer.

@@ -10,8 +10,12 @@ use crate::sync::{ArrayQueue, AtomicUsize, Ordering};
 /// Sizes that have a magazine at a time. Stores have one or two block sizes, tails a few more.
 const MAGAZINES: usize = if cfg!(loom) { 1 } else { 16 };
 
-/// Most extents in a magazine.
-const EXTENTS_MAX: usize = if cfg!(loom) { 2 } else { 64 };
+/// Most extents in a magazine: those of a batch of 256 blocks, and a refill. A batch that is put
+/// when another was freed then takes nothing from the heap, which costs several times as much.
+const EXTENTS_MAX: usize = if cfg!(loom) { 2 } else { 256 + 2 * MOVED_MAX };
+
+/// Most extents that the heap's lock is held for at a time to fill a magazine, or to make room.
+const MOVED_MAX: usize = 32;
 
 /// A magazine holds at most this share of the pool.
 const CAPACITY_DIVISOR: usize = 16;
@@ -36,6 +40,12 @@ impl Magazines {
     /// How many extents of this size a magazine may hold; 0 for sizes that are too large.
     pub(crate) fn limit(&self, bytes: usize) -> usize {
         (self.bytes_max / bytes).min(EXTENTS_MAX)
+    }
+
+    /// How many extents of this size move between magazine and heap at a time: half of the limit,
+    /// so that both allocations and releases find some.
+    pub(crate) fn moved(&self, bytes: usize) -> usize {
+        (self.limit(bytes) / 2).min(MOVED_MAX)
     }
 
     /// A free extent from the magazine of this size. Its length may differ: see the module.
@@ -78,10 +88,10 @@ impl Magazines {
         }
     }
 
-    /// Removes half of a full magazine, so that the next releases find room.
-    pub(crate) fn drain_half(&self, bytes: usize, mut into: impl FnMut(Extent)) {
+    /// Removes some extents of a full magazine, so that the next releases find room.
+    pub(crate) fn drain_some(&self, bytes: usize, mut into: impl FnMut(Extent)) {
         let Some(queue) = self.queue(bytes) else { return };
-        for extent in std::iter::from_fn(|| queue.pop()).take(self.limit(bytes) / 2) {
+        for extent in std::iter::from_fn(|| queue.pop()).take(self.moved(bytes)) {
             into(extent);
         }
     }

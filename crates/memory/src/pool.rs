@@ -266,8 +266,8 @@ impl PoolInner {
         let bytes = extent.bytes;
         if let Err(extent) = self.magazines.push(extent) {
             let mut heap = self.lock_heap();
-            // Half of the magazine at once, so that the next releases need no lock.
-            self.magazines.drain_half(extent.bytes, |extent| heap.free(extent));
+            // Several at once, so that the next releases need no lock.
+            self.magazines.drain_some(extent.bytes, |extent| heap.free(extent));
             heap.free(extent);
         }
         self.counters.requested.fetch_sub(requested, Ordering::Relaxed);
@@ -322,8 +322,7 @@ impl PoolInner {
             }
             return;
         }
-        // Half of the limit, so that releases find room too.
-        for _ in 0..self.magazines.limit(bytes) / 2 {
+        for _ in 0..self.magazines.moved(bytes) {
             let Some(extent) = heap.take(bytes, align) else { return };
             if let Err(extent) = self.magazines.push(extent) {
                 heap.free(extent);

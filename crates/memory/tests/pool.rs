@@ -75,6 +75,23 @@ fn memory_of_unused_sizes_is_available_to_other_sizes() {
     assert_nothing_leaked(&pool);
 }
 
+/// A magazine held 64 pieces. Three quarters of a batch of 256 blocks were taken from the heap and
+/// returned to it one by one.
+#[test]
+fn a_freed_batch_is_allocated_again_without_the_heap() {
+    let pool = pool(64 << 20);
+    let batch = || -> Vec<_> {
+        (0..256).map(|_| pool.allocate(4096).expect("the pool is large enough")).collect()
+    };
+    drop(batch());
+    let before = pool.stats();
+    assert!(before.magazine_bytes >= 256 * 4096, "{before:?}");
+    let again = batch();
+    assert_eq!(pool.stats().free_bytes, before.free_bytes, "the heap is not used");
+    drop(again);
+    assert_nothing_leaked(&pool);
+}
+
 #[test]
 fn allocations_larger_than_the_pool_fail() {
     let pool = pool(1 << 20);

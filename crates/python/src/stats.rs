@@ -30,8 +30,8 @@ pub(crate) fn to_dict<'py>(py: Python<'py>, stats: &StoreStats) -> PyResult<Boun
         keys, contents, content_bytes, dram_blocks, dram_bytes, protected_blocks,
         protection_refused, catalog_bytes, pending_bytes,
         insight_bytes, notes,
-    } except counters, hits_by_tier, lock_holds, pool, stages, stage_blocks, health, sources, shadows,
-      warm);
+    } except counters, hits_by_tier, lock_holds, pool, stages, stage_blocks, health, sources,
+      shadows, warm);
     let by_tier = PyDict::new(py);
     for hits in &stats.hits_by_tier {
         by_tier.set_item(hits.tier, hits_dict(py, hits)?)?;

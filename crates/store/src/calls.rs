@@ -22,6 +22,5 @@ pub(crate) mod read_counters;
 mod read_each;
 mod read_flow;
 mod scrub;
-mod source_reads;
 pub(crate) mod sources;
 pub(crate) mod write_through;

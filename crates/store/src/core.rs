@@ -9,6 +9,7 @@ pub(crate) mod circuit;
 pub mod eviction;
 pub(crate) mod fetching;
 pub(crate) mod flush_mark;
+pub(crate) mod health_signal;
 pub(crate) mod history;
 pub(crate) mod located;
 pub(crate) mod lower_tier;

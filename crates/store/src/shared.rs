@@ -15,7 +15,6 @@ use cascade_tier::tier::{BlockFacts, StageError};
 use cascade_tier::{CallOptions, StoreError, TierName};
 
 use crate::StoreConfig;
-use crate::calls::sources::Sources;
 use crate::core::catalog::{LOWER_STAGES_MAX, NewKey};
 use crate::core::eviction;
 use crate::core::eviction::{AncestorSearch, Eviction, EvictionLimits, Incoming};
@@ -30,6 +29,7 @@ use crate::shared::call_counts::CallCounts;
 use crate::shared::hold::{KEYS_PER_HOLD, StateGuard, StateLock};
 use crate::stages::guard::Guarded;
 use crate::stages::source_guard::GuardedSource;
+use crate::stages::sources::Sources;
 use crate::stages::{Pipeline, StageContext, StageRegistry, encryption};
 
 /// Poll interval of waits, for events without a notification, such as the drop of a view.
@@ -133,7 +133,7 @@ impl StoreCore {
         let insight = Mutex::new(Insight::new(&config, pipeline.has_dram, &names, seed));
         let state = StateLock::new(state, config.holds.clone());
         let tier_names: Vec<TierName> = std::iter::once("dram").chain(names).collect();
-        let sources = config.sources.guarded(&tier_names, config.health, &clock)?;
+        let sources = Sources::guarded(&config.sources, &tier_names, config.health, &clock)?;
         let source_names = sources.list.iter().map(GuardedSource::name);
         let mut core = Self {
             tier_names: tier_names.iter().copied().chain(source_names).collect(),
@@ -386,10 +386,10 @@ impl StoreCore {
     }
 
     /// Frees slabs in flight without the lock.
-    pub(crate) fn free_unpublished<T>(&self, slabs: Vec<(T, Slab)>) {
+    pub(crate) fn free_unpublished<T>(&self, slabs: &mut Vec<(T, Slab)>) {
         let count = slabs.len() as u64;
         // First: whoever sees the number finds the memory free.
-        drop(slabs);
+        slabs.clear();
         self.freed_slabs.fetch_add(count, Ordering::Release);
         self.notify_changed();
     }

@@ -10,6 +10,7 @@ mod records;
 mod registry;
 pub(crate) mod source_guard;
 mod source_list;
+pub(crate) mod sources;
 
 pub use context::StageContext;
 pub use encryption::EncryptedStage;

@@ -157,16 +157,23 @@ impl Store {
         })
     }
 
-    /// The blocks that a readable lower tier has and DRAM does not have.
-    fn only_in_lower_tiers(&self, keys: &[BlockKey]) -> Vec<BlockKey> {
-        let stages = self.core().stages.len();
+    /// The blocks that DRAM does not have, and a readable lower tier or a source has. A source only
+    /// if it has said so lately.
+    fn only_below_dram(&self, keys: &[BlockKey]) -> Vec<BlockKey> {
+        let core = self.core();
+        let stages = core.stages.len();
         let is_below = self.map_contents(keys, |state, content| {
-            content.filter(|content| content.slab.is_none()).is_some_and(|content| {
-                (0..stages).any(|at| content.has_address(at) && !state.is_read_circuit_open(at))
-            })
+            let is_readable = |content: &Content| {
+                let at_stage = |at: &usize| content.has_address(*at);
+                (0..stages).filter(at_stage).any(|at| !state.is_read_circuit_open(at))
+            };
+            content.map(|content| content.slab.is_none() && is_readable(content))
         });
-        let below = keys.iter().zip(is_below);
-        below.filter(|(_, is_below)| *is_below).map(|(key, _)| *key).collect()
+        let is_wanted = |(key, is_below): &(&BlockKey, Option<bool>)| {
+            is_below.unwrap_or_else(|| core.is_located(key))
+        };
+        let below = keys.iter().zip(is_below).filter(is_wanted);
+        below.map(|(key, _)| *key).collect()
     }
 
     /// Applies a function to the content of each block: `None` if it is unknown or has expired.
@@ -284,14 +291,14 @@ impl Store {
     }
 
     /// Promotes blocks to DRAM in the background, because they will be read soon. Returns the
-    /// number of blocks accepted: those that only lower tiers have, or zero while the queue is
-    /// full.
+    /// number of blocks accepted: those that only lower tiers have, or a source according to the
+    /// latest lookup; or zero while the queue is full.
     pub fn prefetch(&self, keys: &[BlockKey]) -> usize {
         let core = self.core();
-        if !core.pipeline.has_dram || core.stages.is_empty() {
+        if !core.pipeline.has_dram || !core.has_places_below_dram() {
             return 0;
         }
-        let below = self.only_in_lower_tiers(keys);
+        let below = self.only_below_dram(keys);
         if below.is_empty() {
             return 0;
         }
@@ -429,6 +436,7 @@ impl StoreCore {
         let stages: Vec<_> = stages.collect();
         let stuck = self.stages.iter().map(|stage| (stage.name(), stage.stuck_calls()));
         let stuck: Vec<_> = stuck.collect();
+        let sources = self.sources.list.iter().map(|it| (it.name(), it.stats())).collect();
         let pool = self.pool.stats();
         // Lets the probers check for hanging calls now, so that the next statistics are current.
         self.wake_probers();
@@ -446,7 +454,7 @@ impl StoreCore {
             dram_bytes: state.dram_bytes,
             protected_blocks: eviction.protected_blocks,
             protection_refused: eviction.protection_refused,
-            catalog_bytes: (state.catalog.memory_bytes() + state.eviction.memory_bytes()) as u64,
+            catalog_bytes: state.metadata_bytes() as u64,
             pending_bytes: state.pending_total(),
             lock_holds: self.lock_holds(),
             pool,
@@ -457,7 +465,7 @@ impl StoreCore {
                 .zip(&state.lower)
                 .map(|((name, stuck_calls), tier)| (name, tier.breaker.health(stuck_calls)))
                 .collect(),
-            sources: self.sources.list.iter().map(|it| (it.name(), it.stats())).collect(),
+            sources,
             shadows,
             insight_bytes: (shadow_bytes + state.history.memory_bytes()) as u64,
             warm: self.warm.as_ref().map(|warm| warm.stats(&state)),
@@ -467,22 +475,20 @@ impl StoreCore {
 
     /// Hits of DRAM, of the stages and of the sources.
     fn hits_by_tier(&self, state: &StoreState) -> Vec<TierHits> {
-        let none = ((0, 0), 0);
-        let sources = self.sources.list.iter().enumerate().map(|(at, _)| {
-            let hits = state.source_hits.get(at).copied().unwrap_or(none.0);
-            (hits, state.source_matches.get(at).copied().unwrap_or(none.1))
+        let sources = (0..self.sources.list.len()).map(|at| {
+            let hits = state.source_hits.get(at).copied().unwrap_or_default();
+            (hits, state.source_matches.get(at).copied().unwrap_or_default())
         });
         let tiers = state.tier_hits.iter().copied().zip(state.tier_matches);
         let all = tiers.take(1 + self.stages.len()).chain(sources);
         let named = self.tier_names().iter().zip(all);
-        named
-            .map(|(tier, ((blocks, bytes), matched_blocks))| TierHits {
-                tier,
-                blocks,
-                bytes,
-                matched_blocks,
-            })
-            .collect()
+        let hits = |(tier, ((blocks, bytes), matched_blocks)): (&TierName, _)| TierHits {
+            tier,
+            blocks,
+            bytes,
+            matched_blocks,
+        };
+        named.map(hits).collect()
     }
 }
 
@@ -499,7 +505,7 @@ fn start_threads(
     for source in 0..core.sources.list.len() {
         threads.push(source_prober::start(core, source)?);
     }
-    for _ in 0..if core.stages.is_empty() { 0 } else { PREFETCH_THREADS } {
+    for _ in 0..if core.has_places_below_dram() { PREFETCH_THREADS } else { 0 } {
         let (core, prefetch) = (Arc::clone(core), Arc::clone(prefetch));
         let thread = Builder::new()
             .name("cascade-prefetch".to_owned())

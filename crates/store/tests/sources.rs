@@ -1,7 +1,5 @@
 //! Blocks that only a source has: lookups, reads, faults.
 
-#![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
-
 mod blocks;
 mod map_source;
 
@@ -194,6 +192,28 @@ fn blocks_of_all_tiers_are_given_before_a_slow_source_answers() {
     assert_sums(&store);
 }
 
+/// What the call read is there for others afterwards.
+#[test]
+fn a_caller_that_panics_ends_its_call_in_order() {
+    let source = MapSource::new("peers");
+    let keys = keys(0..6);
+    source.add(&keys[2..], BLOCK);
+    let store = open(dram(16), &[&source]);
+    put(&store, &keys[..2], BLOCK);
+    let reader = store.clone();
+    let all = keys.clone();
+    let read = std::thread::spawn(move || {
+        reader.view_each(&all, CallOptions::default(), &mut |_, view| {
+            let ViewOutcome::Hit { tier, .. } = view else { panic!("{view:?}") };
+            assert!(tier != "peers", "injected");
+        });
+    });
+    let panic = read.join().unwrap_err();
+    assert!(panic.downcast_ref::<&str>().is_some_and(|text| text.contains("injected")));
+    assert_eq!(check(&store, &keys), [Some("dram"); 6]);
+    assert_sums(&store);
+}
+
 #[test]
 fn a_block_is_read_from_the_source_that_has_it() {
     let [near, far] = ["near", "far"].map(MapSource::new);
@@ -267,6 +287,23 @@ fn a_block_that_has_expired_is_not_fetched() {
     let store = open(dram(16), &[&source]);
     assert_eq!(check(&store, &[key(1)]), [None]);
     assert_eq!(source.fetched.load(Relaxed), 0);
+}
+
+#[test]
+fn blocks_that_a_lookup_found_in_a_source_are_prefetched() {
+    let source = MapSource::new("peers");
+    let keys = keys(0..40);
+    source.add(&keys[..30], BLOCK);
+    let store = open(dram(16), &[&source]);
+    assert_eq!(store.prefetch(&keys), 0, "no lookup has found them");
+    assert_eq!(store.lookup_prefix(&Request::new(&keys)).tiers.len(), 30);
+    assert_eq!(store.prefetch(&keys), 30);
+    blocks::wait_until("all blocks are prefetched", || store.stats().dram_blocks == 30);
+    assert_eq!(check(&store, &keys[..30]), [Some("dram"); 30]);
+    let counters = store.stats().counters;
+    assert_eq!((counters.prefetched_blocks, counters.prefetched_used), (30, 30));
+    assert_eq!((counters.direct_requested, counters.blocks_matched), (0, 30));
+    assert_sums(&store);
 }
 
 #[test]

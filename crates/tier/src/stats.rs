@@ -175,7 +175,7 @@ pub struct StoreStats {
     pub protected_blocks: u64,
     /// Blocks since the start without protection, because the quota was full.
     pub protection_refused: u64,
-    /// Memory of the catalog and the eviction policy.
+    /// Memory of the catalog, the eviction policy and the slabs' states.
     pub catalog_bytes: u64,
     /// Bytes waiting to be written to lower stages.
     pub pending_bytes: u64,

@@ -9,6 +9,7 @@ mod deadlines;
 mod full_disk;
 mod kill;
 mod long_calls;
+mod peers;
 mod put_and_view;
 mod raw_client;
 mod restart;

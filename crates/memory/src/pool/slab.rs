@@ -17,14 +17,14 @@ use crate::heap::Extent;
 use crate::holders::Holders;
 
 use super::{Pool, PoolInner};
-use header::HeaderRef;
+use header::{HEADER_BYTES, HeaderRef};
 
 pub use lent::{Attachment, Lender};
 
 /// A writable piece of the pool with one owner. Freed when dropped.
 ///
 /// Its initial bytes are arbitrary.
-pub struct SlabMut(HeaderRef);
+pub struct SlabMut(HeaderRef<SlabState>);
 
 /// The state of a slab, which its clones share.
 pub(crate) struct SlabState {
@@ -56,7 +56,7 @@ enum SlabOwner {
 /// A sealed piece of the pool: immutable and shared by its clones.
 ///
 /// Its memory is not reused while any clone lives, even if the store evicts the block.
-pub struct Slab(HeaderRef);
+pub struct Slab(HeaderRef<SlabState>);
 
 const ONE_OWNER: &str = "a slab that can be written has one owner";
 
@@ -223,6 +223,9 @@ impl fmt::Debug for SlabMut {
 }
 
 impl Slab {
+    /// Memory of a slab besides its piece of the pool. Its clones share it.
+    pub const STATE_BYTES: usize = HEADER_BYTES;
+
     /// Offset in the pool's region, in bytes.
     pub fn offset(&self) -> usize {
         self.0.extent.offset

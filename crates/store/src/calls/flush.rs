@@ -6,8 +6,8 @@ use cascade_tier::{CallOptions, StoreError};
 use crate::Store;
 use crate::core::circuit::Direction;
 use crate::core::flush_mark::FlushMark;
+use crate::core::health_signal::HealthSignal;
 use crate::core::lower_tier::LowerTier;
-use crate::drive::breaker::HealthSignal;
 use crate::shared::call::CallContext;
 use crate::shared::{StoreCore, tier_error};
 

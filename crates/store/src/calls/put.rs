@@ -37,6 +37,13 @@ struct AllocatedBlock {
     slab: SlabMut,
 }
 
+/// The blocks of one round. All rounds of a put use the same memory.
+#[derive(Default)]
+struct Round {
+    allocated: Vec<AllocatedBlock>,
+    sealed: Vec<(usize, Slab)>,
+}
+
 /// State of one put call.
 pub(super) struct PutBatch<'a> {
     pub(super) batch: &'a [Put<'a>],
@@ -83,13 +90,14 @@ pub(crate) struct PutCandidate<'a> {
 
 impl StoreCore {
     pub(crate) fn put(&self, batch: &[Put<'_>], options: CallOptions) -> Vec<PutOutcome> {
+        let mut round = Round::default();
         // `put_all` hashes before this copies, so that bytes already present are never copied.
         self.put_all(batch, options, |puts, undecided| {
             let mut rest = undecided;
             while !rest.is_empty() && !puts.fail_if_late(rest, &*self.clock) {
-                let (allocated, done) = self.allocate_round(puts, rest);
+                let done = self.allocate_round(puts, rest, &mut round.allocated);
                 rest = &rest[done..];
-                self.fill_and_publish(puts, allocated);
+                self.fill_and_publish(puts, &mut round);
             }
         })
     }
@@ -170,20 +178,22 @@ impl StoreCore {
         }
     }
 
-    /// Decides blocks until a round is full. Returns slabs to fill, and how many were decided.
+    /// Decides blocks until a round is full. Adds slabs to fill, and returns how many blocks were
+    /// decided.
     fn allocate_round(
         &self,
         puts: &mut PutBatch<'_>,
         undecided: &[usize],
-    ) -> (Vec<AllocatedBlock>, usize) {
-        let mut allocated: Vec<AllocatedBlock> = Vec::new();
+        allocated: &mut Vec<AllocatedBlock>,
+    ) -> usize {
+        allocated.reserve(undecided.len().min(ROUND_BLOCKS));
         let mut allocated_bytes = 0;
         // The last block that got a slab in this round, and its nearest resident ancestor.
         let mut previous: Option<(BlockKey, Option<Slot>)> = None;
         let keys = undecided.len().min(ROUND_BLOCKS);
         let Some(mut state) = self.lock_within(keys, puts.call) else {
             puts.fail_if_late(undecided, &*self.clock);
-            return (allocated, undecided.len());
+            return undecided.len();
         };
         let now = self.timestamps(&mut state);
         for (done, at) in undecided.iter().enumerate() {
@@ -192,7 +202,7 @@ impl StoreCore {
             let is_full = allocated.len() == ROUND_BLOCKS || allocated_bytes >= ROUND_BYTES;
             if is_full || state.is_hold_full() {
                 self.unlock(state);
-                return (allocated, done);
+                return done;
             }
             state.charge(1);
             let put = &puts.batch[*at];
@@ -224,7 +234,7 @@ impl StoreCore {
                         // decide this block again.
                         Err(_) if !allocated.is_empty() => {
                             self.unlock(state);
-                            return (allocated, done);
+                            return done;
                         }
                         Err(failure) => {
                             let outcome =
@@ -239,7 +249,7 @@ impl StoreCore {
             }
         }
         self.unlock(state);
-        (allocated, undecided.len())
+        undecided.len()
     }
 
     /// Allocates a slab for a put. Without a lower tier, a block is declined if the policy values
@@ -305,28 +315,28 @@ impl StoreCore {
     }
 
     /// Copies the bytes without the lock, then publishes all blocks of the round under it.
-    fn fill_and_publish(&self, puts: &mut PutBatch<'_>, allocated: Vec<AllocatedBlock>) {
-        let sealed: Vec<_> = allocated
-            .into_iter()
-            .map(|AllocatedBlock { index, mut slab }| {
-                cascade_memory::copy_in(&mut slab, puts.batch[index].bytes);
-                (index, slab.seal())
-            })
-            .collect();
+    fn fill_and_publish(&self, puts: &mut PutBatch<'_>, round: &mut Round) {
+        let Round { allocated, sealed } = round;
+        let fill = |AllocatedBlock { index, mut slab }: AllocatedBlock| {
+            cascade_memory::copy_in(&mut slab, puts.batch[index].bytes);
+            (index, slab.seal())
+        };
+        sealed.extend(allocated.drain(..).map(fill));
         if sealed.is_empty() {
             return;
         }
         if is_planted(Plant::EarlyPublish) {
-            return self.publish_unfilled(puts, &sealed);
+            self.publish_unfilled(puts, sealed);
+            return sealed.clear();
         }
         let Some(mut state) = self.lock_within(sealed.len(), puts.call) else {
             let late: Vec<usize> = sealed.iter().map(|(index, _)| *index).collect();
             puts.fail_if_late(&late, &*self.clock);
             return self.free_unpublished(sealed);
         };
-        state.charge_keys(&sealed);
+        state.charge_keys(sealed);
         let now = self.timestamps(&mut state);
-        for (index, slab) in sealed {
+        for (index, slab) in sealed.drain(..) {
             // Under the same hold of the lock as the publication: an allocation that counts what
             // may become free never misses this slab.
             state.slabs_in_flight -= 1;

@@ -35,13 +35,15 @@ impl StoreCore {
         may_wait: &mut dyn FnMut() -> bool,
     ) -> Vec<PutOutcome> {
         let mut slabs = Vec::with_capacity(batch.len());
-        let mut facts = Vec::with_capacity(batch.len());
+        let mut puts = Vec::with_capacity(batch.len());
         for put in batch {
-            facts.push(facts_of_slab(&put));
+            puts.push(put_of_slab(&put));
             slabs.push(put.slab.seal());
         }
-        let puts: Vec<Put<'_>> =
-            facts.iter().zip(&slabs).map(|(facts, slab)| Put { bytes: slab, ..*facts }).collect();
+        // The slabs move no more, so that their bytes can be borrowed.
+        for (put, slab) in puts.iter_mut().zip(&slabs) {
+            put.bytes = slab;
+        }
         let at_once = CallOptions { timeout: Some(Duration::ZERO), ..options };
         let waits = self.waits_for_writes()
             || !self.pipeline.has_dram
@@ -100,7 +102,7 @@ impl StoreCore {
 }
 
 /// A put with the properties of a slab and without its bytes.
-fn facts_of_slab(slab: &PutSlab) -> Put<'static> {
+fn put_of_slab<'a>(slab: &PutSlab) -> Put<'a> {
     Put {
         key: slab.key,
         bytes: &[],

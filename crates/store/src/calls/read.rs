@@ -108,13 +108,18 @@ impl StoreCore {
         let Some(mut state) = self.lock_within(keys.len(), call) else { return 1 };
         state.charge_keys(keys);
         state.catalog.find_batch(keys, &mut found);
-        let mut bytes = 0;
-        let mut fits = |found: &Option<KeyIndex>| {
+        let length = |found: &Option<KeyIndex>| {
             let content = found.map(|key| state.catalog.content(state.catalog.entry(key).content));
-            bytes += content.map_or(0, |content| content.bytes as usize);
+            content.map(|content| content.bytes as usize)
+        };
+        let lengths: Vec<Option<usize>> = found.iter().map(length).collect();
+        self.unlock(state);
+        let mut bytes = 0;
+        let mut fits = |(key, length): &(&BlockKey, Option<usize>)| {
+            bytes += length.or_else(|| self.located_bytes(key)).unwrap_or(0);
             bytes <= most
         };
-        found.iter().take_while(|found| fits(found)).count().max(1)
+        keys.iter().zip(lengths).take_while(|block| fits(block)).count().max(1)
     }
 
     /// Decides the pending blocks: hit in DRAM, miss, fetch by this call, or wait for the fetch of

@@ -7,6 +7,8 @@
 
 mod buffers;
 mod copies;
+mod each_view;
+mod source_reads;
 mod stage_reads;
 
 use std::collections::VecDeque;
@@ -19,15 +21,15 @@ use cascade_tier::tier::{Load, LoadOutcome};
 use cascade_tier::{GetOutcome, TierName, ViewOutcome};
 
 use crate::calls::fetch_source::FetchSource;
-use crate::calls::read_each::EachView;
-use crate::calls::source_reads::SourceReads;
-use crate::drive::breaker::HealthSignal;
+use crate::core::health_signal::HealthSignal;
 use crate::shared::StoreCore;
 use crate::shared::call::CallContext;
 use crate::shared::hold::KEYS_PER_HOLD;
 
 use buffers::CallerBuffers;
 use copies::Copies;
+pub(super) use each_view::EachView;
+use source_reads::SourceReads;
 use stage_reads::StageReads;
 
 /// A read call holds at most DRAM divided by this in slabs that it loads, and as much in slabs that
@@ -370,14 +372,8 @@ impl StoreCore {
 
     fn read_all(&self, flow: &mut ReadFlow<'_, '_>) {
         loop {
-            if flow.has_source_work() {
-                self.read_from_sources(flow);
-                if flow.fail_if_late(&*self.clock) {
-                    return;
-                }
-                if flow.queued.is_empty() && flow.has_source_work() {
-                    continue;
-                }
+            if flow.has_source_work() && self.read_from_sources(flow) {
+                continue;
             }
             if flow.queued.is_empty() {
                 if flow.waiting.is_empty() {

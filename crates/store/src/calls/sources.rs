@@ -1,31 +1,21 @@
 //! The second half of a lookup: what the own catalog does not have, outside of the lock.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use cascade_block::BlockKey;
-use cascade_runtime::{Deadline, LeafMutex};
+use cascade_runtime::Deadline;
 use cascade_tier::CallOptions;
 use cascade_tier::source::LocatedBlock;
 use cascade_tier::tier::StageError;
 
 use crate::calls::arrivals::{Arrivals, LocateAnswer};
+use crate::core::health_signal::HealthSignal;
 use crate::core::located::{FoundBlock, LocatedBlocks};
-use crate::drive::breaker::HealthSignal;
 use crate::shared::StoreCore;
 use crate::shared::call::CallContext;
 use crate::shared::call_counts::CallCounts;
 use crate::shared::hold::KEYS_PER_HOLD;
 use crate::stages::source_guard::{GuardedSource, SourceCall};
-
-/// Most sources of a store: bits of a mask.
-pub(crate) const SOURCES_MAX: usize = u8::BITS as usize;
-
-/// The sources of a store, and what they have said.
-#[derive(Debug, Default)]
-pub(crate) struct Sources {
-    pub(crate) list: Vec<GuardedSource>,
-    located: LeafMutex<LocatedBlocks>,
-}
 
 /// What the own catalog knows of a block of a chain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,26 +38,6 @@ pub(super) struct LocateRound {
     pub(super) until: Deadline,
     /// Whether no answer is a failure of the source.
     is_long_enough: bool,
-}
-
-impl Sources {
-    pub(crate) fn new(list: Vec<GuardedSource>) -> Self {
-        Self { list, located: LeafMutex::default() }
-    }
-
-    pub(crate) fn is_empty(&self) -> bool {
-        self.list.is_empty()
-    }
-
-    /// A bit for each source.
-    pub(super) fn mask(&self) -> u8 {
-        u8::try_from((1u16 << self.list.len()) - 1).expect("at most eight sources")
-    }
-
-    /// Uses the hints, under their lock.
-    pub(super) fn with_hints<T>(&self, use_hints: impl FnOnce(&mut LocatedBlocks) -> T) -> T {
-        use_hints(&mut self.located.lock().unwrap_or_else(PoisonError::into_inner))
-    }
 }
 
 impl LocateRound {
@@ -175,13 +145,15 @@ impl StoreCore {
             KnownBlock::Unreadable => None,
         };
         let tiers: Vec<usize> = known.iter().zip(&found).map_while(tier).collect();
-        let matched = found.into_iter().take(tiers.len()).flatten();
+        found.truncate(tiers.len());
         let now = self.clock.monotonic();
-        self.sources.with_hints(|hints| {
-            for block in matched {
-                hints.add(FoundBlock { is_matched: true, ..block }, now);
-            }
-        });
+        for part in found.chunks(KEYS_PER_HOLD) {
+            self.sources.with_hints(|hints| {
+                for block in part.iter().flatten() {
+                    hints.add(FoundBlock { is_matched: true, ..*block }, now);
+                }
+            });
+        }
         self.count_later_matches(&tiers);
         tiers
     }
@@ -231,6 +203,26 @@ impl StoreCore {
             }
             arrivals.wait(round.until, &*self.clock);
         }
+    }
+
+    /// Whether a block that is not in DRAM may be read from somewhere else.
+    pub(crate) fn has_places_below_dram(&self) -> bool {
+        !self.stages.is_empty() || !self.sources.is_empty()
+    }
+
+    /// Whether a source has said lately that it has this block.
+    pub(crate) fn is_located(&self, key: &BlockKey) -> bool {
+        self.located_bytes(key).is_some()
+    }
+
+    /// The length of a block that a source has, according to what it said lately.
+    pub(super) fn located_bytes(&self, key: &BlockKey) -> Option<usize> {
+        if self.sources.is_empty() {
+            return None;
+        }
+        let now = self.clock.monotonic();
+        let hint = self.sources.with_hints(|hints| hints.get(key, now));
+        hint.map(|found| found.block.facts.bytes as usize)
     }
 
     /// Whether a lookup has matched one of these blocks in a source: then the read of the batch is

@@ -67,7 +67,7 @@ mod tests {
 
     fn found(n: u64) -> FoundBlock {
         let mut bytes = [0; 32];
-        bytes[..8].copy_from_slice(&n.to_be_bytes());
+        bytes[..8].copy_from_slice(&n.to_le_bytes());
         let facts = BlockFacts {
             key: BlockKey::from_bytes(bytes),
             digest: None,
@@ -87,7 +87,8 @@ mod tests {
         let mut hints = LocatedBlocks::default();
         let key = |n| found(n).block.facts.key;
         hints.add(found(0), Duration::ZERO);
-        assert!(hints.get(&key(0), HINT_TIME - Duration::from_nanos(1)).is_some());
+        let almost = HINT_TIME.saturating_sub(Duration::from_nanos(1));
+        assert!(hints.get(&key(0), almost).is_some());
         assert!(hints.get(&key(0), HINT_TIME).is_none());
         hints.add(found(1), HINT_TIME);
         assert_eq!((hints.by_key.len(), hints.order.len()), (1, 1));

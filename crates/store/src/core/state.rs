@@ -14,6 +14,7 @@ mod release;
 use std::time::Duration;
 
 use cascade_block::{BlockKey, FingerprintSeed};
+use cascade_memory::Slab;
 use cascade_runtime::Clock;
 use cascade_tier::tier::{Address, BlockFacts, StageError};
 use cascade_tier::{PutOutcome, StoreCounters};
@@ -165,6 +166,12 @@ impl StoreState {
             erases: 0,
             is_closed: false,
         }
+    }
+
+    /// Memory of what is known of all blocks.
+    pub(crate) fn metadata_bytes(&self) -> usize {
+        let slabs = self.eviction.blocks().len() * Slab::STATE_BYTES;
+        self.catalog.memory_bytes() + self.eviction.memory_bytes() + slabs
     }
 
     /// The entry of a key that has not expired. Forgets an expired one.

@@ -15,10 +15,10 @@ use cascade_tier::tier::{Address, BlockFacts, MakeRoomOutcome, StageError};
 
 use crate::core::catalog::ContentIndex;
 use crate::core::circuit::Direction;
+use crate::core::health_signal::HealthSignal;
 use crate::core::pending::{KeyChange, PendingWrite};
 use crate::core::queue::Queue;
 use crate::core::state::StoreState;
-use crate::drive::breaker::HealthSignal;
 use crate::drive::settle::{fail_queue, settle};
 use crate::shared::StoreCore;
 use crate::shared::hold::KEYS_PER_HOLD;

@@ -8,7 +8,7 @@ use cascade_tier::tier::StageError;
 
 use crate::HealthConfig;
 use crate::core::circuit::Direction;
-use crate::drive::breaker::HealthSignal;
+use crate::core::health_signal::HealthSignal;
 use crate::shared::StoreCore;
 
 /// Checks per probe interval for a probe that is due.

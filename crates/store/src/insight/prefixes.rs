@@ -59,7 +59,7 @@ impl Store {
 impl StoreCore {
     /// Discards all statistics, as after an erase.
     pub(crate) fn reset_insight(&self) {
-        let lower = &self.tier_names()[1..];
+        let lower = &self.tier_names()[1..=self.stages.len()];
         *self.insight() = Insight::new(&self.config, self.pipeline.has_dram, lower, self.seed);
     }
 

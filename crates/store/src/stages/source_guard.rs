@@ -16,7 +16,7 @@ use cascade_tier::{SourceStats, StageHealth, TierName};
 use super::guard::{CheckedLoads, call, catch, limit, without_result};
 use crate::HealthConfig;
 use crate::core::circuit::{Breaker, CircuitChange, Direction};
-use crate::drive::breaker::HealthSignal;
+use crate::core::health_signal::HealthSignal;
 
 /// Most concurrent fetches from a source.
 const FETCHES_MAX: usize = 16;

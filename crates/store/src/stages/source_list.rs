@@ -2,13 +2,7 @@
 
 use std::sync::Arc;
 
-use cascade_runtime::Clock;
 use cascade_tier::source::Source;
-use cascade_tier::{StoreError, TierName};
-
-use crate::HealthConfig;
-use crate::calls::sources::{SOURCES_MAX, Sources};
-use crate::stages::source_guard::GuardedSource;
 
 /// The sources of a store, in the order of preference. Equal if they are the same objects.
 #[derive(Debug, Clone, Default)]
@@ -20,27 +14,8 @@ impl SourceList {
         Self(sources)
     }
 
-    /// Checks the list, and puts a guard around each source.
-    pub(crate) fn guarded(
-        &self,
-        tiers: &[TierName],
-        health: HealthConfig,
-        clock: &Arc<dyn Clock>,
-    ) -> Result<Sources, StoreError> {
-        let bad = |reason| Err(StoreError::Config { setting: "sources", reason });
-        if self.0.len() > SOURCES_MAX {
-            return bad(format!("{} sources; the maximum is {SOURCES_MAX}", self.0.len()));
-        }
-        let mut names = tiers.to_vec();
-        for source in &self.0 {
-            let name = source.name();
-            if names.contains(&name) {
-                return bad(format!("two tiers or sources are named {name:?}; rename the source"));
-            }
-            names.push(name);
-        }
-        let guarded = |source| GuardedSource::new(Arc::clone(source), health, clock);
-        Ok(Sources::new(self.0.iter().map(guarded).collect()))
+    pub(super) fn all(&self) -> &[Arc<dyn Source>] {
+        &self.0
     }
 }
 

@@ -89,9 +89,13 @@ impl Drop for HeldSource {
 }
 
 impl Gate {
-    fn shut(&self) -> Shut<'_> {
+    fn set_shut(&self) {
         *self.is_shut.lock().unwrap() = true;
         self.reached.store(0, Ordering::Relaxed);
+    }
+
+    fn shut(&self) -> Shut<'_> {
+        self.set_shut();
         Shut(self)
     }
 
@@ -203,7 +207,8 @@ impl MapSource {
 
     /// Holds all calls, until their deadlines.
     pub(crate) fn hold_all(self: &Arc<Self>) -> HeldSource {
-        std::mem::forget((self.locates.shut(), self.fetches.shut()));
+        self.locates.set_shut();
+        self.fetches.set_shut();
         HeldSource(Arc::clone(self))
     }
 
@@ -333,9 +338,10 @@ impl Source for MapSource {
     }
 
     fn fetch(&self, batch: Vec<Load>, limit: &SourceLimit<'_>) -> Vec<LoadOutcome> {
-        let fetch_one = |load| match self.fetches.pass(Some(limit)) {
-            true => self.fetch_one(load, None),
-            false => LoadOutcome::Failed(StageError::Timeout),
+        let fetch_one = |load| {
+            let is_open = self.fetches.pass(Some(limit));
+            let late = || LoadOutcome::Failed(StageError::Timeout);
+            if is_open { self.fetch_one(load, None) } else { late() }
         };
         batch.into_iter().map(fetch_one).collect()
     }

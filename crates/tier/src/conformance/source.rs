@@ -46,6 +46,9 @@ pub struct SourceSubject {
 }
 
 /// Runs every check, each on a new source.
+///
+/// # Panics
+/// If a check fails.
 pub fn all(pool: &Pool, make: &mut dyn FnMut() -> SourceSubject) {
     let checks: [fn(&SourceSubject, &Pool); 13] = [
         a_new_source_has_no_blocks,
@@ -81,7 +84,9 @@ pub fn all(pool: &Pool, make: &mut dyn FnMut() -> SourceSubject) {
 
 impl SourceSubject {
     fn put(&self, keys: &[BlockKey], bytes: usize) {
-        keys.iter().for_each(|key| (self.put)(key, &bytes_of(key, bytes)));
+        for key in keys {
+            (self.put)(key, &bytes_of(key, bytes));
+        }
     }
 
     fn locate(&self, keys: &[BlockKey]) -> Vec<Option<LocatedBlock>> {
@@ -233,7 +238,9 @@ fn each_block_of_a_queue_ends_once(subject: &SourceSubject, pool: &Pool) {
     subject.put(&keys, 4096);
     let located: Vec<LocatedBlock> = subject.locate(&keys).into_iter().flatten().collect();
     assert_eq!(located.len(), keys.len());
-    keys[..50].iter().for_each(|key| (subject.remove)(key));
+    for key in &keys[..50] {
+        (subject.remove)(key);
+    }
     let mut queue = CheckedQueue::new(pool, &located);
     queue.in_flight_max = 16;
     subject.fetch_all(&mut queue, soon(), &Cancel::new());

@@ -4,7 +4,7 @@ use cascade_tier::tier::{Load, LoadOutcome, LoadQueue, StageError};
 
 use super::{Fetch, Loading, ReadFlow};
 use crate::core::circuit::Direction;
-use crate::drive::breaker::HealthSignal;
+use crate::core::health_signal::HealthSignal;
 use crate::shared::StoreCore;
 
 /// Bytes that are copied from DRAM before the call looks for loads that have ended.

@@ -13,17 +13,17 @@ use cascade_tier::tier::{BlockFacts, Load, LoadOutcome, StageError};
 use cascade_tier::{StoreError, TierName};
 
 use crate::calls::arrivals::{Arrivals, FetchQueue, FetchSide, FetchTask, end_call};
-use crate::calls::read_flow::ReadPurpose;
-use crate::calls::read_flow::{PendingRead, ReadFlow};
 use crate::calls::sources::LocateRound;
 use crate::core::catalog::NewKey;
+use crate::core::health_signal::HealthSignal;
 use crate::core::located::FoundBlock;
 use crate::core::state::StoreState;
-use crate::drive::breaker::HealthSignal;
 use crate::shared::call::CallContext;
 use crate::shared::call_counts::at;
 use crate::shared::{AllocationFailure, StoreCore};
 use crate::stages::source_guard::SourceCall;
+
+use super::{PendingRead, ReadFlow, ReadPurpose};
 
 /// Blocks that are planned in one hold of the lock.
 const PLANNED_MAX: usize = 64;
@@ -78,7 +78,7 @@ impl ReadFlow<'_, '_> {
 
 impl StoreCore {
     /// Decides a block that is not in the catalog: a miss, unless a source may have it.
-    pub(super) fn plan_absent(
+    pub(in crate::calls) fn plan_absent(
         &self,
         state: &mut StoreState,
         pending: PendingRead,
@@ -105,8 +105,9 @@ impl StoreCore {
         flow.settle(&pending, failure.unwrap_or(ViewOutcome::Miss));
     }
 
-    /// Reads from sources until something has arrived, or other blocks can be read.
-    pub(super) fn read_from_sources(&self, flow: &mut ReadFlow<'_, '_>) {
+    /// Reads from sources until something has arrived, or other blocks can be read. Returns true if
+    /// there is nothing else to read.
+    pub(super) fn read_from_sources(&self, flow: &mut ReadFlow<'_, '_>) -> bool {
         // Other blocks first, as far as there is memory for them.
         let has_other = !flow.queued.is_empty() && !flow.is_full() && !flow.is_blocked;
         self.run_sources(flow, !has_other);
@@ -114,6 +115,10 @@ impl StoreCore {
         flow.queued.extend(std::mem::take(&mut flow.waiting));
         flow.copy_resident(usize::MAX);
         flow.give_views();
+        if flow.call.has_timed_out(&*self.clock) {
+            self.end_sources(flow);
+        }
+        flow.queued.is_empty() && flow.has_source_work()
     }
 
     /// Whether a time-out is a failure of a tier: the call has at least the time of a probe.
@@ -396,7 +401,7 @@ impl StoreCore {
                 let slab = slab.seal();
                 slab.verify_checksum(found.block.checksum);
                 if may_keep {
-                    self.keep_fetched(state, &found.block.facts, &slab, flow.purpose);
+                    self.keep_fetched(state, &found, &slab, flow.purpose);
                 }
                 if !found.is_matched && !flow.is_load && flow.purpose == ReadPurpose::Use {
                     state.counters.direct_matched += 1;
@@ -432,7 +437,7 @@ impl StoreCore {
     fn keep_fetched(
         &self,
         state: &mut StoreState,
-        facts: &BlockFacts,
+        found: &FoundBlock,
         slab: &Slab,
         purpose: ReadPurpose,
     ) {
@@ -440,7 +445,7 @@ impl StoreCore {
         if !promotes || state.is_closing || state.is_erasing {
             return;
         }
-        let now = self.policy_now(state);
+        let (now, facts) = (self.policy_now(state), &found.block.facts);
         state.forget_cleared(&facts.key);
         let new = NewKey {
             key: facts.key,
@@ -454,6 +459,9 @@ impl StoreCore {
         let (key, content) = state.catalog.insert(&new, facts.bytes, None);
         state.history.forget(&facts.key);
         let stamp = state.history.stamp();
+        if found.is_matched {
+            state.catalog.entry_mut(key).note_matched();
+        }
         let entry = state.catalog.content_mut(content);
         entry.put_stamp = stamp;
         if purpose == ReadPurpose::Use {
