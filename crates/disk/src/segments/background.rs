@@ -6,10 +6,19 @@ use std::sync::{Arc, PoisonError};
 
 use cascade_runtime::{Clock, Condvar, Deadline, Mutex};
 
+use super::segment::Segment;
+use crate::DiskError;
 use crate::io::FileIo;
 
 /// Work that was started and has a result of its own later.
 pub(super) struct Background<T>(Arc<Outcome<T>>);
+
+/// A full segment that another thread seals while the next one is written.
+#[derive(Debug)]
+pub(super) struct Sealing {
+    pub(super) segment: Arc<Segment>,
+    pub(super) sealed: Background<Result<(), DiskError>>,
+}
 
 struct Outcome<T> {
     state: Mutex<State<T>>,

@@ -5,20 +5,13 @@ use std::sync::Arc;
 use cascade_block::checksum;
 use cascade_runtime::Deadline;
 
-use super::background::Background;
+use super::background::{Background, Sealing};
 use super::segment::{EntryLocation, Segment};
 use super::write::WriterState;
 use super::{SegmentFiles, count};
 use crate::DiskError;
 use crate::format::{ENTRY_BYTES, PAGE_BYTES, encode_footer};
 use crate::io::{Buffer, FileIo, PageBuffer, Transfer, TransferKind};
-
-/// A full segment that another thread seals while the next one is written.
-#[derive(Debug)]
-pub(super) struct Sealing {
-    segment: Arc<Segment>,
-    sealed: Background<Result<(), DiskError>>,
-}
 
 impl SegmentFiles {
     /// Begins to seal the active segment on another thread, while the next one is created and

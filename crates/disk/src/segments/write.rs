@@ -7,7 +7,7 @@ use cascade_block::{BlockKey, checksum};
 use cascade_memory::Slab;
 use cascade_runtime::Deadline;
 
-use super::seal::Sealing;
+use super::background::Sealing;
 use super::segment::Segment;
 use super::write_run::{
     FIRST_WRITE_BYTES_MAX, PendingEntry, PendingPayload, WRITE_BYTES_MAX, WriteRun, payload_pages,
