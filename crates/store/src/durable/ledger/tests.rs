@@ -8,7 +8,6 @@ use cascade_block::BlockKey;
 use cascade_memory::{HugePages, PoolConfig};
 
 use super::opening::{header_sum, version_of};
-use super::record::kills;
 use super::*;
 
 const TIERS: [&str; 4] = ["one", "two", "three", "four"];
