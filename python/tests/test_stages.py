@@ -186,18 +186,19 @@ def test_blocks_that_leave_dram_are_read_back(keys_of, put_all, hits, threads):
 
 
 def test_a_pipeline_has_up_to_seven_stages_below_dram(keys_of, put_all, hits):
-    stages = {f"Objects{at}": DictStage() for at in range(8)}
-    fixed = {"dram": DRAM, "huge_pages": False, "stages": stages}
+    stages = {f"Objects{at}": DictStage() for at in range(7)}
+    fixed = {"dram": DRAM, "huge_pages": False}
     keys = keys_of(range(60))
-    with Store(pipeline="|".join(["Dram", *list(stages)[:7]]), **fixed) as store:
+    with Store(pipeline="|".join(["Dram", *stages]), stages=stages, **fixed) as store:
         put_all(store, keys)
         store.flush()
         assert None not in hits(store, keys)
         expected = [f"objects{at}" for at in range(7)]
         for tiers in store.locate(keys):
             assert [tier for tier in tiers if tier != "dram"] == expected
+    stages["Objects7"] = DictStage()
     with pytest.raises(PipelineError, match="8 stages below Dram; at most 7"):
-        Store(pipeline="|".join(["Dram", *stages]), **fixed)
+        Store(pipeline="|".join(["Dram", *stages]), stages=stages, **fixed)
 
 
 def test_a_table_survives_a_restart(tmp_path, keys_of, put_all, hits):

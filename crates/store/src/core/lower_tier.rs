@@ -18,8 +18,8 @@ pub(crate) struct LowerTier {
     pub(crate) block_tickets: Tickets,
     pub(crate) key_changes: Queue<KeyChange>,
     pub(crate) key_tickets: Tickets,
-    /// How many threads are giving queued key changes their new addresses. Meanwhile its mover takes
-    /// none.
+    /// How many threads are giving queued key changes their new addresses. Meanwhile its mover
+    /// takes none.
     pub(crate) translations: u32,
     /// The additions among the key changes that are queued or being recorded.
     pub(crate) additions: Additions,

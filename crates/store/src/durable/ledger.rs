@@ -8,6 +8,8 @@
 //! writes; checksums detect damage, and a reboot invalidates all records.
 
 mod holders;
+#[cfg(test)]
+mod kills;
 mod leftover;
 mod opening;
 mod place;

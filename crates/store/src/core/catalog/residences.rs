@@ -1,8 +1,8 @@
 //! Residences: which lower stages have a content's bytes, and at which addresses.
 //!
 //! A content has a bit for each stage that has it. The addresses of up to two stages are in its
-//! entry, in the order of the stages. With more, all of them are in an entry of a second table. So a
-//! lookup, which needs only the bits, stays within the cache line of the content.
+//! entry, in the order of the stages. With more, all of them are in an entry of a second table. A
+//! lookup needs only the bits, and stays within the cache line of the content.
 
 use cascade_tier::tier::Address;
 

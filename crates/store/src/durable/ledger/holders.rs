@@ -1,4 +1,4 @@
-//! The processes that hold memory of a pool, so that the next run does not reuse it while they live.
+//! The processes that hold memory of a pool: the next run does not reuse it while they live.
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};

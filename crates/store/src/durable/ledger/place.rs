@@ -35,7 +35,7 @@ pub(super) fn seal(fields: &[u64]) -> u64 {
 /// Stores a word of the ledger. Tests end a process at each of these.
 pub(super) fn set(word: &AtomicU64, value: u64, ordering: Ordering) {
     #[cfg(test)]
-    if !kills::may_store() {
+    if !super::kills::may_store() {
         return;
     }
     word.store(value, ordering);
@@ -78,31 +78,4 @@ pub(super) fn read_fields<const FIELDS: usize>(
     // Relaxed: the load of the state word orders them.
     let fields = std::array::from_fn(|at| place[1 + at].load(Ordering::Relaxed));
     if seal(&fields) | kind == state { PlaceContent::Record(fields) } else { PlaceContent::Damaged }
-}
-
-#[cfg(test)]
-pub(super) mod kills {
-    //! A process that is killed between two stores into the ledger.
-
-    use std::cell::Cell;
-
-    thread_local! {
-        static STORES_LEFT: Cell<u64> = const { Cell::new(u64::MAX) };
-    }
-
-    /// Ends the stores of this thread after some more.
-    pub(in super::super) fn kill_after(stores: u64) {
-        STORES_LEFT.set(stores);
-    }
-
-    /// How many stores were left. From now on there is no limit.
-    pub(in super::super) fn restart() -> u64 {
-        STORES_LEFT.replace(u64::MAX)
-    }
-
-    pub(super) fn may_store() -> bool {
-        let left = STORES_LEFT.get();
-        STORES_LEFT.set(left.saturating_sub(1));
-        left > 0
-    }
 }

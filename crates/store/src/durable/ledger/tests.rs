@@ -8,7 +8,6 @@ use cascade_block::BlockKey;
 use cascade_memory::{HugePages, PoolConfig};
 
 use super::opening::{header_sum, version_of};
-use super::place::kills;
 use super::*;
 
 const TIERS: [&str; 4] = ["one", "two", "three", "four"];
@@ -288,7 +287,9 @@ fn an_address_belongs_to_a_tier_by_its_name() {
     assert_eq!(of_first(&["four", "one", "three", "two"]), [63, 60, 62, 61]);
     // Tiers that a pipeline leaves out are forgotten, and their places are used by new ones.
     assert_eq!(of_first(&["four", "two", "five"]), [63, 61, 0]);
-    assert_eq!(of_first(&TIERS), [0, 61, 0, 63]);
+    for _ in 0..2 {
+        assert_eq!(of_first(&TIERS), [0, 61, 0, 63]);
+    }
     assert!(of_first(&[]).is_empty());
     assert_eq!(of_first(&TIERS), NONE);
 }

@@ -21,9 +21,9 @@ const NAMES_WORD: usize = 16;
 pub(super) struct LedgerTiers([u8; LOWER_STAGES_MAX]);
 
 impl LedgerTiers {
-    /// Finds the tiers of the stages, adds new ones, and drops those that the pipeline does not have
-    /// any more, with the addresses of the recovered blocks there. In the order of a kill: addresses
-    /// before the name.
+    /// Finds the tiers of the stages, adds new ones, and drops those that the pipeline no longer
+    /// has, with the addresses of the recovered blocks there. The addresses go first: a kill leaves
+    /// none in a tier of another name.
     pub(super) fn settle(
         table: &LedgerTable,
         version: Version,
