@@ -161,6 +161,51 @@ fn a_queued_call_is_refused_once_all_threads_are_stuck() {
 }
 
 /// Each panic ended a thread that was not replaced, so all later calls timed out.
+/// Its caller does other work meanwhile. When it stops waiting, a call that has begun counts as
+/// stuck, and one that has not is never made.
+#[test]
+fn a_started_call_runs_until_its_caller_drops_it() {
+    let calls = calls(1);
+    let (release, hold) = mpsc::channel::<()>();
+    let (begun, has_begun) = mpsc::channel();
+    let first = calls.start(false, move || {
+        begun.send(()).unwrap();
+        hold.recv().unwrap_or(());
+    });
+    let first = first.unwrap();
+    has_begun.recv().unwrap();
+    let was_made = Arc::new(AtomicBool::new(false));
+    let made = Arc::clone(&was_made);
+    let second = calls.start(false, move || made.store(true, Ordering::Relaxed)).unwrap();
+    assert_eq!(calls.stuck_calls(), 0);
+    drop(second);
+    drop(first);
+    assert_eq!(calls.stuck_calls(), 1);
+    assert!(matches!(calls.start(false, || ()), Err(CallError::AllStuck)));
+    drop(release);
+    // In turn behind the late call.
+    calls.call(limit(LONG), || (), drop).unwrap();
+    assert_eq!(calls.stuck_calls(), 0);
+    assert!(!was_made.load(Ordering::Relaxed), "its caller had stopped waiting");
+}
+
+#[test]
+fn a_started_call_is_refused_once_all_threads_are_stuck() {
+    let calls = calls(1);
+    let (release, hold) = mpsc::channel::<()>();
+    let (begun, has_begun) = mpsc::channel();
+    let first = calls.start(false, move || {
+        begun.send(()).unwrap();
+        hold.recv().unwrap_or(());
+    });
+    has_begun.recv().unwrap();
+    let second = calls.start(false, || ()).unwrap();
+    assert!(!second.is_refused());
+    drop(first.unwrap());
+    assert!(second.is_refused());
+    drop(release);
+}
+
 #[test]
 fn a_panic_fails_its_call_and_costs_no_thread() {
     let calls = calls(1);

@@ -278,6 +278,7 @@ fn closing_a_store_ends_the_waits_for_its_sources() {
         let is_hit = |view: &ViewOutcome| matches!(view, ViewOutcome::Hit { .. });
         assert!(!views.iter().any(is_hit), "{views:?}");
     });
+    wait_until("the fetch is cancelled", || source.cancelled.load(Relaxed) > 0);
     assert!(source.closed.load(Relaxed));
 }
 

@@ -86,8 +86,8 @@ impl Store {
         self.core().is_poisoned()
     }
 
-    /// The names of the tiers, fast to slow, then of the sources. DRAM is first, even if the pipeline
-    /// does not have it.
+    /// The names of the tiers, fast to slow, then of the sources. DRAM is first, even if the
+    /// pipeline does not have it.
     pub fn tier_names(&self) -> &[TierName] {
         self.core().tier_names()
     }
