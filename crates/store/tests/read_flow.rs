@@ -188,8 +188,8 @@ impl Stage for QueueStage {
         loop {
             while in_flight.len() < in_flight_max
                 && !deadline.has_passed(&*self.clock)
-                && let Some((number, load)) = self
-                    .without_lock(LosesLock::AtTake(in_flight.len()), || queue.next_load())
+                && let Some((number, load)) =
+                    self.without_lock(LosesLock::AtTake(in_flight.len()), || queue.next_load())
             {
                 assert!(in_flight.iter().all(|(other, _)| *other != number), "{number} twice");
                 in_flight.push((number, load));
