@@ -186,11 +186,10 @@ impl StoreCore {
         undecided: &[usize],
         allocated: &mut Vec<AllocatedBlock>,
     ) -> usize {
-        allocated.reserve(undecided.len().min(ROUND_BLOCKS));
-        let mut allocated_bytes = 0;
+        let (keys, mut allocated_bytes) = (undecided.len().min(ROUND_BLOCKS), 0);
+        allocated.reserve(keys);
         // The last block that got a slab in this round, and its nearest resident ancestor.
         let mut previous: Option<(BlockKey, Option<Slot>)> = None;
-        let keys = undecided.len().min(ROUND_BLOCKS);
         let Some(mut state) = self.lock_within(keys, puts.call) else {
             puts.fail_if_late(undecided, &*self.clock);
             return undecided.len();
