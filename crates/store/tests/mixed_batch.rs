@@ -56,10 +56,12 @@ fn get(store: &Store, keys: &[BlockKey], short: Option<usize>) -> Vec<&'static s
     tiers
 }
 
+/// The order of a batch.
+type Order = fn(&[BlockKey]) -> Vec<BlockKey>;
+
 #[test]
 fn each_buffer_has_its_block_whatever_the_order_of_the_tiers() {
     let keys = keys(0..64);
-    type Order = fn(&[BlockKey]) -> Vec<BlockKey>;
     let orders: [Order; 3] = [
         |keys| keys.to_vec(),
         |keys| keys.iter().rev().copied().collect(),

@@ -452,8 +452,9 @@ impl StoreCore {
     }
 
     /// As [`Self::load_planned`]. If the call has much to copy from DRAM, a second thread helps.
+    #[expect(clippy::disallowed_types, reason = "a thread that only copies; no world has it")]
     fn load_beside_copies(&self, flow: &mut ReadFlow<'_, '_>, stage: usize) {
-        let wants_thread = flow.target.as_ref().is_some_and(|target| target.wants_second_thread());
+        let wants_thread = flow.target.as_ref().is_some_and(CallerBuffers::wants_second_thread);
         // A simulated world has no second processor.
         if !wants_thread || cascade_runtime::is_simulated() {
             return self.load_planned(flow, stage);
