@@ -26,6 +26,7 @@ use cascade_tier::tier::{Address, BlockFacts};
 use cascade_tier::{StoreError, WarmStats};
 
 use crate::core::catalog::{KeyIndex, LOWER_STAGES_MAX};
+use crate::core::eviction::chunks::Chunks;
 use crate::shared::hold::KEYS_PER_HOLD;
 pub(crate) use leftover::remove_unused;
 pub use leftover::{LeftoverPool, leftover_pools};
@@ -166,7 +167,7 @@ pub(crate) struct Ledger {
     /// Places without a record; taken from the end.
     free: Vec<u32>,
     /// The place of each key's record, by the key's index.
-    place_of: Vec<u32>,
+    place_of: Chunks<u32>,
     full_drops: u64,
     /// Whether the files are marked as holding blocks.
     is_used: bool,
@@ -272,8 +273,8 @@ impl Ledger {
 
     fn set_place(&mut self, key: KeyIndex, place: u32) {
         let at = key.0 as usize;
-        if at >= self.place_of.len() {
-            self.place_of.resize(at + 1, NO_PLACE);
+        while self.place_of.len() <= at {
+            self.place_of.push(NO_PLACE);
         }
         self.place_of[at] = place;
     }
@@ -548,7 +549,7 @@ impl WarmPool {
                 table: Arc::clone(&table),
                 pool: pool.clone(),
                 free: free_blocks,
-                place_of: Vec::new(),
+                place_of: Chunks::default(),
                 full_drops: 0,
                 is_used,
             },
