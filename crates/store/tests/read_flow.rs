@@ -2,16 +2,17 @@
 //! twice or never, fails, panics, and stops at its deadline.
 
 mod blocks;
+mod late_clock;
 mod third_party;
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
 use cascade_block::BlockKey;
 use cascade_memory::Slab;
-use cascade_runtime::{Clock, Deadline, ManualClock, SystemClock};
+use cascade_runtime::{Clock, Deadline, SystemClock};
 use cascade_store::stages::StageRegistry;
 use cascade_store::{
     CallOptions, GetOutcome, HealthConfig, Store, StoreConfig, StoreError, TierName, ViewOutcome,
@@ -20,6 +21,7 @@ use cascade_tier::tier::{
     Address, BlockFacts, Load, LoadOutcome, LoadQueue, MakeRoomOutcome, Stage, StageError,
     StageStats,
 };
+use late_clock::LateClock;
 use third_party::{MapStage, flush};
 
 use blocks::{bytes_of, check, dram, keys, put};
@@ -57,6 +59,17 @@ struct Behaviour {
     calls: u64,
     /// Pieces of other work that the store did while blocks were in flight.
     idle_work: u64,
+    /// When another call takes the lock of this store, until the deadline of the call has passed.
+    loses_lock: Option<(Arc<Store>, LosesLock)>,
+}
+
+/// What the stage is about to do when the call loses the lock.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum LosesLock {
+    /// It takes a block, after this many.
+    AtTake(usize),
+    /// It lets the store do other work, after this many pieces.
+    AtIdle(u64),
 }
 
 impl Behaviour {
@@ -88,7 +101,7 @@ impl Behaviour {
 #[derive(Debug)]
 struct QueueStage {
     map: Arc<MapStage>,
-    clock: Arc<ManualClock>,
+    clock: Arc<LateClock>,
     behaviour: Mutex<Behaviour>,
 }
 
@@ -99,6 +112,23 @@ impl QueueStage {
 
     fn get<T>(&self, read: impl FnOnce(&Behaviour) -> T) -> T {
         read(&self.behaviour.lock().expect("no test panics with this lock"))
+    }
+
+    /// Does one call of the queue, without the lock of the store if the test wants that.
+    fn without_lock<T>(&self, now: LosesLock, call: impl FnOnce() -> T) -> T {
+        let mut lost = None;
+        self.set(|behaviour| lost = behaviour.loses_lock.take_if(|(_, when)| *when == now));
+        let Some((store, _)) = lost else { return call() };
+        let holder = self.clock.hold_lock(&store);
+        match now {
+            // The call looks at the clock before it waits for the lock.
+            LosesLock::AtTake(_) => self.clock.advance_after_reading(TIMEOUT),
+            LosesLock::AtIdle(_) => self.clock.advance(TIMEOUT),
+        }
+        let result = call();
+        self.clock.release_lock();
+        holder.join().expect("the other call ends");
+        result
     }
 
     /// Loads one block, without holding the lock: the queue calls the store.
@@ -158,7 +188,8 @@ impl Stage for QueueStage {
         loop {
             while in_flight.len() < in_flight_max
                 && !deadline.has_passed(&*self.clock)
-                && let Some((number, load)) = queue.next_load()
+                && let Some((number, load)) =
+                    self.without_lock(LosesLock::AtTake(in_flight.len()), || queue.next_load())
             {
                 assert!(in_flight.iter().all(|(other, _)| *other != number), "{number} twice");
                 in_flight.push((number, load));
@@ -166,7 +197,8 @@ impl Stage for QueueStage {
             if in_flight.is_empty() {
                 return;
             }
-            while queue.idle() {
+            let idle_work = || LosesLock::AtIdle(self.get(|behaviour| behaviour.idle_work));
+            while self.without_lock(idle_work(), || queue.idle()) {
                 self.set(|behaviour| behaviour.idle_work += 1);
             }
             let bytes = in_flight.iter().map(|(_, load)| load.slab.len()).sum();
@@ -223,7 +255,7 @@ impl Stage for QueueStage {
 
 /// A store over 4 MiB of DRAM and a stage with all of these blocks.
 fn open(keys: &[BlockKey], in_flight_max: usize) -> (Store, Arc<QueueStage>) {
-    let clock = Arc::new(ManualClock::default());
+    let clock = Arc::new(LateClock::default());
     let behaviour = Mutex::new(Behaviour { in_flight_max, ..Behaviour::default() });
     let stage = QueueStage { map: MapStage::new(), clock: Arc::clone(&clock), behaviour };
     let stage = Arc::new(stage);
@@ -358,6 +390,106 @@ fn a_deadline_at_any_completion_fails_exactly_the_blocks_that_have_not_ended() {
         let found = check(&store, &keys);
         assert!(found.iter().all(Option::is_some), "a block is lost after {stops_after}");
     }
+}
+
+/// Makes a call that loses the lock. Fails if it does not end.
+fn call_without_lock<T: Send + 'static>(
+    store: Store,
+    stage: &QueueStage,
+    when: LosesLock,
+    call: impl FnOnce(&Store) -> T + Send + 'static,
+) -> (Store, T) {
+    let store = Arc::new(store);
+    stage.set(|behaviour| {
+        behaviour.idle_work = 0;
+        behaviour.delivered.clear();
+        behaviour.loses_lock = Some((Arc::clone(&store), when));
+    });
+    let (ended, is_ended) = mpsc::channel();
+    let caller = std::thread::spawn(move || {
+        let result = call(&store);
+        ended.send(()).expect("the test waits");
+        (store, result)
+    });
+    let was_in_time = is_ended.recv_timeout(Duration::from_secs(60)).is_ok();
+    // Without this, a call without a deadline would keep this test for ever.
+    stage.clock.release_lock();
+    let (store, result) = caller.join().expect("the call does not panic");
+    assert!(was_in_time, "the call waited for the lock beyond its deadline");
+    assert!(stage.get(|behaviour| behaviour.loses_lock.is_none()), "the call had the lock");
+    (Arc::into_inner(store).expect("no other thread has it"), result)
+}
+
+/// A batch of two pieces. The first has two blocks to load, both blocks end; the lock for the
+/// second one does not come in time.
+fn two_pieces(stored: &[BlockKey]) -> Vec<BlockKey> {
+    stored[..2].iter().copied().chain(keys(5000..5254)).chain(stored[2..46].to_vec()).collect()
+}
+
+fn is_late(error: &StoreError) -> bool {
+    let operation = "read all blocks of a batch";
+    matches!(error, StoreError::Timeout { operation: of, timeout_ms: 30_000 } if *of == operation)
+}
+
+#[test]
+fn a_get_that_does_not_get_the_lock_in_time_fails_the_blocks_not_looked_up() {
+    let stored = keys(0..192);
+    let (store, stage) = open(&stored, 4);
+    let batch = two_pieces(&stored);
+    let call = move |store: &Store| get(store, &batch);
+    let (store, outcomes) = call_without_lock(store, &stage, LosesLock::AtTake(2), call);
+    let is_hit = |one: &GetOutcome| matches!(one, GetOutcome::Hit { tier: "queue", .. });
+    assert!(outcomes[..2].iter().all(is_hit), "{outcomes:?}");
+    assert!(outcomes[2..256].iter().all(|one| matches!(one, GetOutcome::Miss)));
+    let is_late = |one: &GetOutcome| matches!(one, GetOutcome::Failed(error) if is_late(error));
+    assert_eq!(outcomes.len(), 300);
+    assert!(outcomes[256..].iter().all(is_late), "{:?}", &outcomes[256..]);
+    assert!(check(&store, &stored).iter().all(Option::is_some), "a block is lost");
+}
+
+#[test]
+fn a_view_that_does_not_get_the_lock_in_time_fails_the_blocks_not_looked_up() {
+    let stored = keys(0..192);
+    let (store, stage) = open(&stored, 4);
+    let (first, batch) = (stored[..2].to_vec(), two_pieces(&stored));
+    let call = move |store: &Store| store.view(&batch, CallOptions::default());
+    let (store, views) = call_without_lock(store, &stage, LosesLock::AtTake(2), call);
+    for (view, key) in views.iter().zip(&first) {
+        let is_right = |slab: &Slab| **slab == *bytes_of(key, BLOCK);
+        assert!(matches!(view, ViewOutcome::Hit { slab, tier: "queue" } if is_right(slab)));
+    }
+    assert!(views[2..256].iter().all(|one| matches!(one, ViewOutcome::Miss)));
+    let is_late = |one: &ViewOutcome| matches!(one, ViewOutcome::Failed(error) if is_late(error));
+    assert_eq!(views.len(), 300);
+    assert!(views[256..].iter().all(is_late), "{:?}", &views[256..]);
+    drop(views);
+    assert!(check(&store, &stored).iter().all(Option::is_some), "a block is lost");
+}
+
+#[test]
+fn a_get_that_does_not_get_the_lock_in_time_copies_no_more_blocks_from_dram() {
+    let stored = keys(0..192);
+    let (store, stage) = open(&stored, 4);
+    // 1.5 MiB are now the last used ones, of which a call may hold 512 KiB at once.
+    get(&store, &stored[..24]);
+    let batch = stored[..40].to_vec();
+    let call = move |store: &Store| get(store, &batch);
+    // The first piece of work is the copy of 512 KiB, the second one looks up more.
+    let (store, outcomes) = call_without_lock(store, &stage, LosesLock::AtIdle(1), call);
+    let is_dram = |one: &GetOutcome| matches!(one, GetOutcome::Hit { tier: "dram", .. });
+    assert!(outcomes[..8].iter().all(is_dram), "{outcomes:?}");
+    let is_late = |one: &GetOutcome| matches!(one, GetOutcome::Failed(error) if is_late(error));
+    assert!(outcomes[8..24].iter().all(is_late), "{outcomes:?}");
+    let delivered = stage.get(|behaviour| behaviour.delivered.clone());
+    assert_eq!(delivered.len(), 4, "those in flight");
+    for (key, outcome) in stored[24..40].iter().zip(&outcomes[24..]) {
+        match outcome {
+            GetOutcome::Hit { tier: "queue", .. } => assert!(delivered.contains(key)),
+            GetOutcome::Failed(StoreError::Timeout { .. }) => assert!(!delivered.contains(key)),
+            other => panic!("{key}: {other:?}"),
+        }
+    }
+    assert!(check(&store, &stored).iter().all(Option::is_some), "a block is lost");
 }
 
 #[test]

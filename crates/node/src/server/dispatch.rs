@@ -339,7 +339,7 @@ impl Dispatch<'_> {
         // The store has one outcome for each put; the blocks without a slab have theirs already.
         let mut stored = stored.into_iter();
         let outcome = |known: Option<PutOutcome>| {
-            known.or_else(|| stored.next()).unwrap_or(PutOutcome::Failed(not_held()))
+            known.or_else(|| stored.next()).unwrap_or_else(|| PutOutcome::Failed(not_held()))
         };
         Answer::Puts(outcomes.into_iter().map(outcome).collect())
     }

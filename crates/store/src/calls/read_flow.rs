@@ -379,7 +379,9 @@ impl LoadQueue for StageReads<'_, '_, '_, '_> {
         if self.flow.copy_resident(IDLE_COPY_BYTES) {
             return true;
         }
-        self.flow.has_deferred() && self.core.plan_deferred(self.flow)
+        self.flow.has_deferred()
+            && !self.flow.call.has_timed_out(&*self.core.clock)
+            && self.core.plan_deferred(self.flow)
     }
 }
 
