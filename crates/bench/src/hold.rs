@@ -1,6 +1,8 @@
 //! How long single calls hold the store's lock, and how long others wait for it meanwhile.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+mod evicting;
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use cascade_block::BlockKey;
@@ -34,6 +36,8 @@ struct Fixture {
     chain: Vec<BlockKey>,
     /// Blocks that single measurements put and delete.
     other: Vec<BlockKey>,
+    /// How often a measurement that must differ in each round has run.
+    round: AtomicUsize,
     _scratch: Option<ScratchDirectory>,
 }
 
@@ -49,13 +53,14 @@ struct Measured {
 pub(super) fn run(bench: &mut Bench<'_>) -> Result<(), MeasureError> {
     group(bench, &IN_MEMORY, Fixture::in_memory)?;
     group(bench, &ALL_PINNED, Fixture::all_pinned)?;
+    evicting::run(bench)?;
     group(bench, &WITH_FILES, Fixture::with_files)
 }
 
 const NOTHING: fn(&Fixture) -> Result<(), MeasureError> = |_| Ok(());
 
 /// Calls to a store of a million blocks in DRAM. `clear` and `erase` come last: they empty it.
-const IN_MEMORY: [Measured; 16] = [
+const IN_MEMORY: [Measured; 17] = [
     Measured { has_beside: true, ..plain("lookup-8192", |it| it.look_up(&it.chain[..8192])) },
     Measured { has_beside: true, ..plain("lookup-32768", |it| it.look_up(&it.chain)) },
     Measured {
@@ -92,11 +97,16 @@ const IN_MEMORY: [Measured; 16] = [
             cursor = Some(some.next);
         }
     }),
-    plain("status", |it| {
-        it.store.hot_prefixes(192);
-        it.store.stats();
-        Ok(())
-    }),
+    Measured {
+        before: Fixture::watch_prefixes,
+        ..plain("status", |it| {
+            let hot = it.store.hot_prefixes(HOT_PREFIXES);
+            it.store.stats();
+            // Short prefixes of earlier lookups are watched, too.
+            let deep = hot.iter().filter(|hot| hot.depth_blocks >= 8000).count();
+            all("hot prefixes", deep >= HOT_PREFIXES / 2)
+        })
+    },
     Measured {
         before: |it| it.delete(&it.other[..24_000]),
         has_beside: true,
@@ -117,6 +127,14 @@ const IN_MEMORY: [Measured; 16] = [
         let outcomes = it.store.get(&it.chain, &mut buffers, CallOptions::default());
         let is_hit = |it: &_| matches!(it, cascade_store::GetOutcome::Hit { .. });
         all("gets", outcomes.iter().all(is_hit))
+    }),
+    plain("age-after-pause", |it| {
+        // An hour later, each unit of blocks moves on, a limited number with each request.
+        let hours = it.round.fetch_add(1, Ordering::Relaxed) + 1;
+        let at = now() + Duration::from_secs(3600 * hours as u64);
+        let request = Request { at: Some(at), ..Request::new(&it.chain[..1]) };
+        let is_match = |_| it.store.lookup_prefix(&request).tiers.len() == 1;
+        all("lookups", (0..6000).all(is_match))
     }),
     Measured {
         before: Fixture::fill,
@@ -277,12 +295,23 @@ impl Fixture {
         let store = open("holds", StoreConfig { holds: Some(holds.clone()), ..config })?;
         let (keys, chain) = (keys("resident", count), self::keys("chain", 32_768));
         let other = self::keys("other", 262_144);
-        Ok(Self { store, holds, keys, chain, other, _scratch: scratch })
+        let round = AtomicUsize::new(0);
+        Ok(Self { store, holds, keys, chain, other, round, _scratch: scratch })
+    }
+
+    /// Looks up as many long prefixes of the chain as are watched.
+    fn watch_prefixes(&self) -> Result<(), MeasureError> {
+        (0..HOT_PREFIXES).try_for_each(|at| self.look_up(&self.chain[..8192 - at]))
     }
 
     /// Puts all resident blocks that are missing.
     fn fill(&self) -> Result<(), MeasureError> {
         self.put(&self.keys, PUT_BATCH)?;
+        self.put_chain()
+    }
+
+    /// Puts the chain, each block with its parent.
+    fn put_chain(&self) -> Result<(), MeasureError> {
         let bytes = [1; BLOCK];
         for at in (0..self.chain.len()).step_by(PUT_BATCH) {
             let keys = &self.chain[at..(at + PUT_BATCH).min(self.chain.len())];
@@ -356,6 +385,9 @@ impl Fixture {
         })
     }
 }
+
+/// Hot prefixes of the store that are watched at most.
+const HOT_PREFIXES: usize = 192;
 
 /// Keys that differ in their last eight bytes only.
 fn equal_heads(count: u64) -> Vec<BlockKey> {

@@ -5,7 +5,6 @@ pub(crate) mod call_counts;
 pub(crate) mod hold;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use cascade_block::FingerprintSeed;
@@ -56,9 +55,6 @@ pub(crate) struct StoreCore {
     /// The named pool, if there is one.
     pub(crate) warm: Option<NamedPool>,
     state: StateLock,
-    /// Slabs in flight that puts have freed without the lock, because their deadlines passed while
-    /// they waited for it. The state still counts them.
-    freed_slabs: AtomicU64,
     pub(crate) call_counts: LeafMutex<CallCounts>,
     /// Traffic statistics. A lock of its own, never taken while the lock of the state is held.
     pub(crate) insight: Mutex<Insight>,
@@ -147,7 +143,6 @@ impl StoreCore {
             dirty_bytes_max,
             warm,
             state,
-            freed_slabs: AtomicU64::new(0),
             call_counts: LeafMutex::default(),
             insight,
             changed: Condvar::new(),
@@ -390,15 +385,13 @@ impl StoreCore {
         let count = slabs.len() as u64;
         // First: whoever sees the number finds the memory free.
         slabs.clear();
-        self.freed_slabs.fetch_add(count, Ordering::Release);
+        self.state.note_freed(count);
         self.notify_changed();
     }
 
     /// Subtracts the slabs that puts have freed without the lock.
     pub(crate) fn note_freed_slabs(&self, state: &mut StoreState) {
-        if self.freed_slabs.load(Ordering::Relaxed) > 0 {
-            state.slabs_in_flight -= self.freed_slabs.swap(0, Ordering::Acquire);
-        }
+        state.slabs_in_flight -= self.state.take_freed();
     }
 
     fn has_block_room(&self, state: &StoreState) -> bool {
@@ -408,12 +401,10 @@ impl StoreCore {
     }
 
     /// Releases the lock, and wakes the movers if key changes are queued.
-    pub(crate) fn unlock(&self, mut state: StateGuard<'_>) {
+    pub(crate) fn unlock(&self, state: StateGuard<'_>) {
         let has_names = state.has_key_changes();
-        let discarded = state.catalog.take_discarded();
         // First, so that a mover does not wake up only to wait for the lock.
         drop(state);
-        drop(discarded);
         if has_names {
             self.notify_movers();
         }

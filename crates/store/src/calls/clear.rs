@@ -75,9 +75,10 @@ impl StoreState {
     /// Replaces what still tells of removed blocks by empty structures; returns the old ones.
     pub(crate) fn take_traces(
         &mut self,
-        eviction: Eviction,
+        mut eviction: Eviction,
         now_unix_ms: u64,
     ) -> impl Sized + use<> {
+        eviction.succeed(&self.eviction);
         let seed = self.catalog.seed();
         self.prefetched_bytes = 0;
         let unstored = |tier: &mut LowerTier| {

@@ -1,13 +1,16 @@
 //! Lookup of a chain: what is known of its blocks in short holds, then the request to the policy.
 
+use std::time::Duration;
+
 use cascade_block::BlockKey;
 use cascade_tier::{PrefixMatch, Request};
 
 use crate::core::catalog::KeyIndex;
-use crate::core::eviction::RequestedBlock;
+use crate::core::eviction::{RequestedBlock, Visits};
 use crate::core::state::StoreState;
 use crate::insight::shadow::ChainLookup;
 use crate::shared::StoreCore;
+use crate::shared::call::CallContext;
 use crate::shared::call_counts::CallCounts;
 use crate::shared::hold::{KEYS_PER_HOLD, StateGuard};
 
@@ -42,8 +45,8 @@ impl StoreCore {
     }
 
     /// Looks up a chain and reports the request to the eviction policy. `use_blocks` gets the
-    /// matched blocks in the hold that has found them, after the report if that is the last hold.
-    /// Returns the counts of the lookup.
+    /// matched blocks in the hold that has found them: after the report if that is in the same
+    /// hold. Returns the counts of the lookup.
     pub(super) fn match_chain(
         &self,
         request: &Request<'_>,
@@ -58,12 +61,12 @@ impl StoreCore {
             in_dram: 0,
             is_unbroken: true,
         };
-        let state = self.chain_in_holds(request, |state, keys, found| {
+        let state = self.chain_in_holds(request, true, |state, keys, found| {
             state.history.set_time(now_unix_ms);
             matched.blocks.clear();
             match_blocks(state, keys, found, now_unix_ms, &mut matched);
             matched.matched += matched.blocks.len();
-            if matched.chain.len() < count {
+            if count > KEYS_PER_HOLD {
                 use_blocks(state, &matched.blocks);
             }
         });
@@ -74,10 +77,11 @@ impl StoreCore {
         let Some(mut state) = state else { return counts };
         let now = self.policy_now(&state);
         if state.has_dram {
-            state.forget_stale_slots(&mut matched.chain);
-            state.eviction.request(now, &matched.chain, request.partial_tail, &request.hints);
+            state = self.report_request(state, now, &mut matched.chain, request);
         }
-        use_blocks(&mut state, &matched.blocks);
+        if count <= KEYS_PER_HOLD {
+            use_blocks(&mut state, &matched.blocks);
+        }
         let block_bytes = state.mean_block_bytes();
         // The lock of the insight is never taken under the lock of the state.
         self.unlock(state);
@@ -93,10 +97,71 @@ impl StoreCore {
         counts
     }
 
+    /// Does the work of the eviction policy that is due before a request, in as many holds of the
+    /// lock as needed. Returns the guard of a hold that has done nothing else, or `None` if the
+    /// timeout of the store passed before; the next request then goes on with the work.
+    fn prepare_request<'a>(
+        &'a self,
+        mut state: StateGuard<'a>,
+        call: &mut Option<CallContext>,
+    ) -> Option<StateGuard<'a>> {
+        loop {
+            let now = self.policy_now(&state);
+            let mut visits = Visits::default();
+            let is_done = state.eviction.prepare_request(now, &mut visits);
+            if is_done && visits.total() == 0 {
+                return Some(state);
+            }
+            state.charge(u32::try_from(visits.total()).unwrap_or(u32::MAX));
+            self.unlock(state);
+            state = self.lock_in_time(KEYS_PER_HOLD, call)?;
+        }
+    }
+
+    /// Reports a request to the eviction policy, in as many holds of the lock as needed.
+    fn report_request<'a>(
+        &'a self,
+        mut state: StateGuard<'a>,
+        now: Duration,
+        chain: &mut [RequestedBlock],
+        request: &Request<'_>,
+    ) -> StateGuard<'a> {
+        let mut report = state.eviction.begin_request(now, chain, request.partial_tail);
+        self.in_visits(state, chain.len(), |state, visits| {
+            state.eviction.continue_request(&mut report, chain, &request.hints, visits)
+        })
+    }
+
+    /// Calls `visit` until it returns true, each time in a hold of the lock that has few enough
+    /// visits: at once for a chain that one hold may handle. Without a deadline, because a report
+    /// that has begun must end; it waits for no other than short holds.
+    fn in_visits<'a>(
+        &'a self,
+        mut state: StateGuard<'a>,
+        blocks: usize,
+        mut visit: impl FnMut(&mut StoreState, &mut Visits) -> bool,
+    ) -> StateGuard<'a> {
+        if blocks <= KEYS_PER_HOLD {
+            // Its keys are charged already.
+            let is_done = visit(&mut state, &mut Visits::unlimited());
+            debug_assert!(is_done, "the visits suffice for every chain");
+            return state;
+        }
+        loop {
+            state = self.end_full_hold(state);
+            let mut visits = Visits::limited(state.cost_left());
+            let is_done = visit(&mut state, &mut visits);
+            state.charge(u32::try_from(visits.total()).unwrap_or(u32::MAX));
+            if is_done {
+                return state;
+            }
+        }
+    }
+
     /// See [`crate::Store::hint`].
     pub(crate) fn hint(&self, request: &Request<'_>) {
         let mut chain = Vec::with_capacity(request.keys.len());
-        let state = self.chain_in_holds(request, |state, keys, found| {
+        let state = self.chain_in_holds(request, false, |state, keys, found| {
             let asked = |(key, found): (&BlockKey, &Option<KeyIndex>)| RequestedBlock {
                 fingerprint: state.catalog.fingerprint(key),
                 resident: found.and_then(|found| state.catalog.entry(found).slot()),
@@ -106,17 +171,21 @@ impl StoreCore {
         // Without the time to look all of it up, the hint is dropped.
         let Some(mut state) = state else { return };
         let now = self.policy_now(&state);
-        state.forget_stale_slots(&mut chain);
-        state.eviction.hint(now, &chain, &request.hints);
+        let mut hint = state.eviction.begin_hint(now);
+        let state = self.in_visits(state, chain.len(), |state, visits| {
+            state.eviction.continue_hint(&mut hint, &mut chain, &request.hints, visits)
+        });
         self.unlock(state);
         self.insight().shadows.hint(now, request.keys, &request.hints);
     }
 
-    /// Finds the keys of a chain in as many holds of the lock as needed. Returns the last one, or
-    /// `None` if the timeout of the store passed before.
+    /// Finds the keys of a chain in as many holds of the lock as needed, for a request that the
+    /// policy counts or for hints. Returns the last one, or `None` if the timeout of the store
+    /// passed before.
     fn chain_in_holds(
         &self,
         request: &Request<'_>,
+        is_counted: bool,
         mut handle: impl FnMut(&mut StoreState, &[BlockKey], &[Option<KeyIndex>]),
     ) -> Option<StateGuard<'_>> {
         let (mut call, mut rest) = (None, request.keys);
@@ -125,6 +194,9 @@ impl StoreCore {
             let (keys, later) = rest.split_at(rest.len().min(KEYS_PER_HOLD));
             let mut state = self.lock_in_time(keys.len(), &mut call)?;
             state.policy_time = state.policy_time.max(request.at);
+            if is_counted && state.has_dram && rest.len() == request.keys.len() {
+                state = self.prepare_request(state, &mut call)?;
+            }
             state.charge_keys(keys);
             found.clear();
             state.catalog.find_batch(keys, &mut found);
@@ -183,22 +255,6 @@ fn match_blocks(
             let tier = if content.slab.is_some() { 0 } else { lower };
             state.tier_matches[tier] += 1;
             blocks.push((found, tier));
-        }
-    }
-}
-
-impl StoreState {
-    /// Takes out the slots that a chain of several holds no longer has: a slot may be free, or
-    /// belong to another block.
-    fn forget_stale_slots(&self, chain: &mut [RequestedBlock]) {
-        if chain.len() <= KEYS_PER_HOLD {
-            return;
-        }
-        let blocks = self.eviction.blocks();
-        for requested in chain {
-            requested.resident = requested.resident.filter(|slot| {
-                blocks.is_resident(*slot) && blocks.fingerprint(*slot) == requested.fingerprint
-            });
         }
     }
 }

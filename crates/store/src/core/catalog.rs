@@ -190,6 +190,9 @@ pub(crate) enum Discarded {
     Log(Box<ChangeLog>),
     /// The expiration times of cleared keys.
     Expirations(BTreeSet<(u64, u32)>),
+    /// The slab of a removed block: its memory and its header go back to their allocators, which
+    /// may return a large part of the process's memory to the kernel.
+    Slab(Slab),
 }
 
 impl Catalog {
@@ -255,6 +258,11 @@ impl Catalog {
             let expirations = std::mem::take(&mut log.expirations);
             self.discarded.push(Discarded::Expirations(expirations));
         }
+    }
+
+    /// Keeps the slab of a removed content until the lock is released.
+    pub(crate) fn discard(&mut self, slab: Slab) {
+        self.discarded.push(Discarded::Slab(slab));
     }
 
     /// What was discarded since the last call. To be dropped after the lock is released.

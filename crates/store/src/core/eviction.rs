@@ -13,6 +13,7 @@ mod ghosts;
 mod lru;
 pub(crate) mod policy_kind;
 mod prefix_cost;
+mod request;
 mod s3_fifo;
 mod search;
 mod waterfall;
@@ -24,11 +25,11 @@ pub use cascade_tier::{Hints, Priority, StopReason};
 
 use crate::PolicyKind;
 pub use arc::Arc;
-use blocks::ChainWalk;
 pub use blocks::{BLOCKS_MAX, BlockList, BlockTable, Incoming, ParkReason, Slot};
 pub use ghosts::Ghosts;
 pub use lru::Lru;
 pub use prefix_cost::PrefixCost;
+pub use request::{ChainPart, ChainProgress};
 pub use s3_fifo::S3Fifo;
 use search::NoAncestor;
 pub(crate) use search::{AncestorSearch, Verdict, VictimSearch};
@@ -71,19 +72,35 @@ pub trait Policy: fmt::Debug + Send {
     /// The name of the policy on the command line.
     fn name(&self) -> &'static str;
 
-    /// A chain was requested; its first `leading` blocks are resident. A partial tail that is not
-    /// admitted is already cut off.
+    /// Work that is due before the next request, whatever its chain. Returns whether none is left;
+    /// without visits left, the next call goes on. What is left, the request does at once.
+    fn prepare(&mut self, _: Duration, _: &mut Visits) -> bool {
+        true
+    }
+
+    /// A chain was requested. A partial tail that is not admitted is already cut off. Each block
+    /// that is visited is counted in `visits`; returns false without visits left. Then the next
+    /// call, after other ones, goes on with the same `progress`, which is the default at first.
     fn request(
         &mut self,
         blocks: &mut BlockTable,
         now: Duration,
-        chain: &[RequestedBlock],
-        leading: usize,
-        hints: &Hints,
-    );
+        chain: &mut ChainPart<'_>,
+        progress: &mut ChainProgress,
+        visits: &mut Visits,
+    ) -> bool;
 
-    /// Hints for a chain arrived without a request for it.
-    fn hint(&mut self, _: &mut BlockTable, _: Duration, _: &[RequestedBlock], _: &Hints) {}
+    /// Hints for a chain arrived without a request for it. In parts, as `request`.
+    fn hint(
+        &mut self,
+        _: &mut BlockTable,
+        _: Duration,
+        _: &mut ChainPart<'_>,
+        _: &mut ChainProgress,
+        _: &mut Visits,
+    ) -> bool {
+        true
+    }
 
     /// One block was read outside a chain request.
     fn touch(&mut self, blocks: &mut BlockTable, now: Duration, slot: Slot);
@@ -133,6 +150,10 @@ pub trait Policy: fmt::Debug + Send {
 
     /// Memory of the policy, without the table of blocks.
     fn memory_bytes(&self) -> usize;
+
+    /// Panics if the policy's own counts contradict each other.
+    #[cfg(test)]
+    fn check(&self, _: &BlockTable) {}
 }
 
 /// Settings of one tier's eviction.
@@ -183,6 +204,10 @@ pub struct Eviction {
     changes: u64,
     /// The last search for an ancestor that found none.
     no_ancestor: Option<NoAncestor>,
+    /// Distinguishes this state from those that it has replaced.
+    generation: u64,
+    /// Empty between calls; kept to save allocations.
+    chain: Vec<RequestedBlock>,
 }
 
 /// A policy by its kind.
@@ -209,6 +234,8 @@ impl Eviction {
             visits: Visits::default(),
             changes: 0,
             no_ancestor: None,
+            generation: 0,
+            chain: Vec::new(),
         }
     }
 
@@ -236,40 +263,6 @@ impl Eviction {
     /// requested again, and would displace one that is.
     pub fn admits(&self, is_partial: bool) -> bool {
         self.limits.admit_partial || !is_partial
-    }
-
-    /// A chain is requested, root first. Called once per lookup, before the missing blocks are
-    /// inserted. `partial_tail` says that the last block is not full. Returns the number of leading
-    /// resident blocks. A time that goes backwards counts as the latest one seen.
-    pub fn request(
-        &mut self,
-        now: Duration,
-        chain: &[RequestedBlock],
-        partial_tail: bool,
-        hints: &Hints,
-    ) -> usize {
-        self.advance(now);
-        self.stats.requests += 1;
-        // Recency is updated from the leaf to the root, so that the root is the newest and is
-        // evicted last. The partial tail is left out of both, because it is not inserted.
-        let is_cut = partial_tail && !self.limits.admit_partial;
-        let full = chain.len() - usize::from(is_cut && !chain.is_empty());
-        let (chain, leading) = self.leading(chain);
-        // A contradiction may have cut the chain before its partial tail.
-        let full = full.min(chain.len());
-        for requested in chain[..leading].iter().rev() {
-            requested.resident.inspect(|slot| self.use_protected(*slot));
-        }
-        let leading_full = leading.min(full);
-        // The policy must not count a tail that was cut off as a hit.
-        self.policy.request(&mut self.blocks, self.now, &chain[..full], leading_full, hints);
-        leading
-    }
-
-    /// Hints for a chain, after its request or before the next one.
-    pub fn hint(&mut self, now: Duration, chain: &[RequestedBlock], hints: &Hints) {
-        self.advance(now);
-        self.policy.hint(&mut self.blocks, self.now, chain, hints);
     }
 
     /// One block is read outside a chain request.
@@ -333,44 +326,6 @@ impl Eviction {
 
     fn advance(&mut self, now: Duration) {
         self.now = self.now.max(now);
-    }
-
-    /// The number of leading resident blocks. Corrects parents on the way, because a parent may
-    /// have been deleted and put again. Cuts the chain where it contradicts the known parents, so
-    /// no block occurs twice among the leading ones.
-    fn leading<'a>(&mut self, chain: &'a [RequestedBlock]) -> (&'a [RequestedBlock], usize) {
-        let mut walk = ChainWalk::default();
-        let counted = self.count_leading(chain, &mut walk);
-        self.blocks.end_walk(chain, &walk);
-        counted
-    }
-
-    fn count_leading<'a>(
-        &mut self,
-        chain: &'a [RequestedBlock],
-        walk: &mut ChainWalk,
-    ) -> (&'a [RequestedBlock], usize) {
-        for (at, requested) in chain.iter().enumerate() {
-            // A slot that is not resident any more counts as a miss.
-            let resident = requested.resident.filter(|slot| self.blocks.is_resident(*slot));
-            let Some(slot) = resident else { return (chain, at) };
-            assert_eq!(
-                self.blocks.fingerprint(slot),
-                requested.fingerprint,
-                "a slot of another block"
-            );
-            if at > 0 {
-                let adoption = self.blocks.adopt(slot, &chain[..at], walk);
-                self.changes += u64::from(adoption.is_change);
-                for leaf in adoption.leaves.into_iter().flatten() {
-                    self.policy.became_leaf(&mut self.blocks, leaf);
-                }
-                if adoption.is_contradiction {
-                    return (&chain[..at], at);
-                }
-            }
-        }
-        (chain, chain.len())
     }
 
     /// Frees some slots of deleted blocks that an earlier operation left.

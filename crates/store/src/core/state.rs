@@ -35,6 +35,9 @@ use crate::hold_recorder::HoldRecorder;
 
 /// What an eviction costs a hold of the lock, in keys looked up.
 const EVICTION_COST: u32 = 4;
+/// What the removal of a key costs beyond the lookup of the key: it touches the key, its content,
+/// its block and unit in the eviction policy with their neighbours, and the history.
+const REMOVAL_COST: u32 = 3;
 /// Names of a content that are walked for the price of one key.
 const NAMES_PER_KEY: u32 = 8;
 
@@ -379,8 +382,7 @@ impl StoreState {
     /// Removes a key, and with the last key its content, from every tier.
     pub(crate) fn forget(&mut self, key: KeyIndex, why: Loss) {
         let names = self.catalog.content(self.catalog.entry(key).content).key_count;
-        // Takes about twice as long as a lookup.
-        self.charge(1 + names / NAMES_PER_KEY);
+        self.charge(REMOVAL_COST + names / NAMES_PER_KEY);
         if let Some(ledger) = &mut self.ledger {
             ledger.clear(key);
         }
@@ -397,8 +399,9 @@ impl StoreState {
         }
         if let Some(content) = self.catalog.remove(key) {
             self.content_bytes -= u64::from(content.bytes);
-            if content.slab.is_some() {
+            if let Some(slab) = content.slab {
                 self.dram_bytes -= u64::from(content.bytes);
+                self.catalog.discard(slab);
             }
             return;
         }

@@ -29,6 +29,7 @@ use cascade_tier::tier::{Address, BlockFacts};
 
 use crate::core::bound::KEYS_PER_HOLD;
 use crate::core::catalog::{KeyIndex, LOWER_STAGES_MAX};
+use crate::core::eviction::chunks::Chunks;
 pub(crate) use holders::Holders;
 pub use holders::{HeldId, HeldKind, HeldPiece};
 pub(crate) use leftover::remove_unused;
@@ -130,7 +131,7 @@ pub(crate) struct Ledger {
     /// Places without a record; taken from the end.
     free: Vec<u32>,
     /// The place of each key's record, by the key's index.
-    place_of: Vec<u32>,
+    place_of: Chunks<u32>,
     tiers: LedgerTiers,
     /// The place of each record's continuation, by the record's place. Empty until one is needed.
     continuation_of: Vec<u32>,
@@ -299,8 +300,8 @@ impl Ledger {
 
     fn set_place(&mut self, key: KeyIndex, place: u32) {
         let at = key.0 as usize;
-        if at >= self.place_of.len() {
-            self.place_of.resize(at + 1, NO_PLACE);
+        while self.place_of.len() <= at {
+            self.place_of.push(NO_PLACE);
         }
         self.place_of[at] = place;
     }
@@ -383,7 +384,7 @@ impl WarmPool {
                 table,
                 pool: pool.clone(),
                 free: free_blocks,
-                place_of: Vec::new(),
+                place_of: Chunks::default(),
                 tiers,
                 continuation_of: Vec::new(),
                 full_drops: 0,

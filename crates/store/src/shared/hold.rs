@@ -5,6 +5,7 @@
 //! keeps it from the threads that wait: they are only being woken up when it is taken again.
 
 use std::ops::{Deref, DerefMut};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{PoisonError, TryLockError};
 use std::time::Duration;
 
@@ -12,6 +13,7 @@ use cascade_runtime::{Clock, Condvar, Deadline, Mutex, MutexGuard, now};
 use cascade_tier::{CallOptions, HoldTimes, StoreError};
 
 pub(crate) use crate::core::bound::KEYS_PER_HOLD;
+use crate::core::catalog::Discarded;
 use crate::core::state::StoreState;
 use crate::hold_recorder::{HoldCounters, HoldRecorder};
 use crate::shared::StoreCore;
@@ -31,17 +33,28 @@ pub(crate) struct StateLock {
     turn: Mutex<()>,
     recorder: Option<HoldRecorder>,
     counters: HoldCounters,
+    /// Slabs in flight that were freed without the lock, and are still counted by the state.
+    freed_slabs: AtomicU64,
 }
 
 /// Releases the lock when dropped.
 #[derive(Debug)]
 #[must_use = "the lock is released at once if the guard is not kept"]
 pub(crate) struct StateGuard<'a> {
+    lock: &'a StateLock,
+    /// `None` only once it is released.
+    held: Option<Held<'a>>,
+}
+
+#[derive(Debug)]
+struct Held<'a> {
     // Dropped in this order: the hold ends before the lock is released, so that the recorder has
     // one hold at a time.
     hold: CurrentHold<'a>,
     state: MutexGuard<'a, StoreState>,
 }
+
+const HELD: &str = "the lock is held until the guard is dropped";
 
 /// Measures a hold, if that is wanted, until it is dropped.
 #[derive(Debug)]
@@ -57,7 +70,8 @@ impl StateLock {
     pub(crate) fn new(mut state: StoreState, recorder: Option<HoldRecorder>) -> Self {
         state.recorder.clone_from(&recorder);
         let (state, turn) = (Mutex::new(state), Mutex::new(()));
-        Self { state, turn, recorder, counters: HoldCounters::default() }
+        let (counters, freed_slabs) = (HoldCounters::default(), AtomicU64::new(0));
+        Self { state, turn, recorder, counters, freed_slabs }
     }
 
     /// Takes the lock for a few keys: at once if it is free, otherwise in turn.
@@ -126,7 +140,10 @@ impl StateLock {
         condition: &Condvar,
         until: Option<(Deadline, &dyn Clock)>,
     ) -> StateGuard<'a> {
-        let StateGuard { hold, state } = guard;
+        let mut guard = guard;
+        // Under the lock: whoever waits for memory must not wait for what it has discarded itself.
+        drop(guard.catalog.take_discarded());
+        let Held { hold, state } = guard.held.take().expect(HELD);
         drop(hold);
         let state = match until {
             Some((deadline, clock)) => {
@@ -146,7 +163,22 @@ impl StateLock {
         state.eviction.begin_hold();
         let began_cpu = self.recorder.as_ref().map(HoldRecorder::begin);
         let began = (keys >= TIMED_KEYS_MIN).then(now);
-        StateGuard { hold: CurrentHold { lock: self, began_cpu, began }, state }
+        let hold = CurrentHold { lock: self, began_cpu, began };
+        StateGuard { lock: self, held: Some(Held { hold, state }) }
+    }
+
+    /// Counts slabs in flight that were freed without the lock.
+    pub(crate) fn note_freed(&self, slabs: u64) {
+        // Release: whoever sees the number finds the memory free.
+        self.freed_slabs.fetch_add(slabs, Ordering::Release);
+    }
+
+    /// The slabs counted by `note_freed` since the last call.
+    pub(crate) fn take_freed(&self) -> u64 {
+        match self.freed_slabs.load(Ordering::Relaxed) {
+            0 => 0,
+            _ => self.freed_slabs.swap(0, Ordering::Acquire),
+        }
     }
 }
 
@@ -162,19 +194,38 @@ impl Drop for CurrentHold<'_> {
     }
 }
 
+/// Releases the lock, and then drops what the hold has discarded: up to a millisecond for the
+/// slabs of many small blocks.
+impl Drop for StateGuard<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        let Some(mut held) = self.held.take() else { return };
+        let discarded = held.state.catalog.take_discarded();
+        if discarded.is_empty() {
+            return;
+        }
+        // Until they are free, other calls wait for their memory instead of failing.
+        let slabs = discarded.iter().filter(|it| matches!(it, Discarded::Slab(_))).count() as u64;
+        held.state.slabs_in_flight += slabs;
+        drop(held);
+        drop(discarded);
+        self.lock.note_freed(slabs);
+    }
+}
+
 impl Deref for StateGuard<'_> {
     type Target = StoreState;
 
     #[inline]
     fn deref(&self) -> &StoreState {
-        &self.state
+        &self.held.as_ref().expect(HELD).state
     }
 }
 
 impl DerefMut for StateGuard<'_> {
     #[inline]
     fn deref_mut(&mut self) -> &mut StoreState {
-        &mut self.state
+        &mut self.held.as_mut().expect(HELD).state
     }
 }
 
@@ -196,7 +247,13 @@ impl StoreState {
     /// Whether the current hold has done as much as one hold may do.
     #[inline]
     pub(crate) fn is_hold_full(&self) -> bool {
-        self.cost as usize >= KEYS_PER_HOLD
+        self.cost_left() == 0
+    }
+
+    /// What the current hold may still do.
+    #[inline]
+    pub(crate) fn cost_left(&self) -> usize {
+        KEYS_PER_HOLD.saturating_sub(self.cost as usize)
     }
 }
 

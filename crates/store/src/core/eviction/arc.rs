@@ -3,11 +3,10 @@
 
 use std::time::Duration;
 
-use cascade_tier::Hints;
-
 use super::lru::place;
 use super::{
-    BlockList, BlockTable, Ghosts, Policy, RemovalReason, RequestedBlock, Search, Slot, Visits,
+    BlockList, BlockTable, ChainPart, ChainProgress, Ghosts, Policy, RemovalReason, Search, Slot,
+    Visits,
 };
 
 /// A block's state: the top bit is set once the block was used again; the other bits are the number
@@ -100,14 +99,16 @@ impl Policy for Arc {
         &mut self,
         blocks: &mut BlockTable,
         now: Duration,
-        chain: &[RequestedBlock],
-        leading: usize,
-        _: &Hints,
-    ) {
-        self.requests = self.requests.wrapping_add(1) & !OFTEN;
-        for slot in chain[..leading].iter().rev().filter_map(|requested| requested.resident) {
-            self.touch(blocks, now, slot);
+        chain: &mut ChainPart<'_>,
+        progress: &mut ChainProgress,
+        visits: &mut Visits,
+    ) -> bool {
+        if progress.begin() {
+            self.requests = self.requests.wrapping_add(1) & !OFTEN;
         }
+        progress.touch_from_leaf(blocks, chain, visits, |blocks, slot| {
+            self.touch(blocks, now, slot);
+        })
     }
 
     fn touch(&mut self, blocks: &mut BlockTable, _: Duration, slot: Slot) {

@@ -1,11 +1,13 @@
 //! The table of resident blocks, which the mechanism shares with every policy.
 
+mod adoption;
 mod parking;
 #[cfg(test)]
 mod tests;
 
 use super::chunks::Chunks;
 use super::{RequestedBlock, Search, Visits};
+pub(super) use adoption::ChainWalk;
 pub use parking::ParkReason;
 
 /// The place of a resident block in the table; reused once the block is removed.
@@ -20,7 +22,10 @@ const FREED_MAX: usize = 16;
 
 /// Most ancestors of a chain's first block that a request visits. With more, the block loses its
 /// parent.
-const ANCESTORS_ABOVE_MAX: usize = 1024;
+const ANCESTORS_ABOVE_MAX: usize = 256;
+
+/// What a correction of a parent costs beyond the visit of the block.
+const ADOPTION_VISITS: usize = 2;
 
 /// Most blocks that a table holds.
 pub const BLOCKS_MAX: usize = (NONE - 1) as usize;
@@ -103,6 +108,10 @@ pub struct BlockTable {
     parked: Chunks<u32>,
     /// Number of parked blocks by reason.
     parked_counts: [usize; 2],
+    /// Parents corrected since the start.
+    adoptions: u64,
+    /// Whether blocks are marked as visited, by one request.
+    has_marks: bool,
     /// Ancestors visited in corrections of parents, for tests of their cost.
     #[cfg(test)]
     pub(super) visits: usize,
@@ -158,6 +167,11 @@ impl BlockTable {
     pub fn is_resident(&self, slot: Slot) -> bool {
         let status = self.table.get(slot.index()).map(|block| block.status);
         matches!(status, Some(SlotStatus::Ordinary | SlotStatus::Protected))
+    }
+
+    /// Whether a slot holds a block with this fingerprint.
+    pub fn holds(&self, slot: Slot, fingerprint: u64) -> bool {
+        self.is_resident(slot) && self.fingerprint(slot) == fingerprint
     }
 
     /// Whether no resident block follows it in a chain: only leaves may be evicted.
@@ -235,88 +249,6 @@ impl BlockTable {
         None
     }
 
-    /// Corrects the parent of a block that was put while its parent was not resident. `earlier` are
-    /// the blocks of the request before the child, root first; the last one is the new parent.
-    pub(super) fn adopt(
-        &mut self,
-        child: Slot,
-        earlier: &[RequestedBlock],
-        walk: &mut ChainWalk,
-    ) -> Adoption {
-        let slot_at = |at: usize| earlier[at].resident.expect("the blocks before are resident");
-        let parent = slot_at(earlier.len() - 1);
-        let before = Slot::some(self.table[child.index()].parent);
-        if before == Some(parent) {
-            return Adoption::default();
-        }
-        // A block without children is no ancestor of another block.
-        let mut leaf = None;
-        if parent == child || self.table[child.index()].children > 0 {
-            // Parents must not form a cycle, but callers' chains may contradict each other. The
-            // ancestors of the new parent are the blocks before it in this request and the
-            // ancestors of the first one. Each is visited once in a request.
-            if walk.visited == 0 {
-                leaf = self.visit_above(slot_at(0), walk);
-            }
-            for at in walk.visited..earlier.len() {
-                self.visit(slot_at(at));
-            }
-            walk.visited = earlier.len();
-            if self.table[child.index()].is_visited {
-                let leaves = [leaf, None];
-                return Adoption { is_contradiction: true, is_change: true, leaves };
-            }
-        }
-        // The new parent counts the child before the former one loses it. If the former parent is a
-        // deleted descendant of the new one, removal goes up the chain and would otherwise report
-        // the new parent as a leaf.
-        let before = Slot::some(self.table[child.index()].parent);
-        self.add_child(parent);
-        self.table[child.index()].parent = parent.0;
-        let orphaned = before.and_then(|before| self.remove_child(before));
-        Adoption { is_contradiction: false, is_change: true, leaves: [leaf, orphaned] }
-    }
-
-    /// Visits the ancestors of a request's first block. If there are too many, the block loses its
-    /// parent instead; returns the parent if it became a leaf.
-    fn visit_above(&mut self, first: Slot, walk: &mut ChainWalk) -> Option<Slot> {
-        let above = self.next_ancestor(first);
-        // Ends, because no adoption makes a cycle.
-        let mut ancestors = std::iter::successors(above, |at| self.next_ancestor(*at));
-        if ancestors.nth(ANCESTORS_ABOVE_MAX).is_some() {
-            // A lookup names a chain from its root on, so the block should have no parent.
-            self.table[first.index()].parent = NONE;
-            return above.and_then(|above| self.remove_child(above));
-        }
-        let mut at = above;
-        while let Some(slot) = at {
-            self.visit(slot);
-            at = self.next_ancestor(slot);
-        }
-        walk.above = above;
-        None
-    }
-
-    fn visit(&mut self, slot: Slot) {
-        self.table[slot.index()].is_visited = true;
-        #[cfg(test)]
-        {
-            self.visits += 1;
-        }
-    }
-
-    /// Ends a request's corrections of parents.
-    pub(super) fn end_walk(&mut self, chain: &[RequestedBlock], walk: &ChainWalk) {
-        for requested in &chain[..walk.visited] {
-            let slot = requested.resident.expect("only resident blocks were visited");
-            self.table[slot.index()].is_visited = false;
-        }
-        let mut at = walk.above;
-        while let Some(slot) = at.filter(|slot| self.table[slot.index()].is_visited) {
-            self.table[slot.index()].is_visited = false;
-            at = self.next_ancestor(slot);
-        }
-    }
     fn add_child(&mut self, parent: Slot) {
         if self.is_candidate(parent) {
             self.candidates[usize::from(self.is_protected(parent))] -= 1;
@@ -364,27 +296,6 @@ impl BlockTable {
         self.unfinished.push(parent.0);
         None
     }
-}
-
-/// A request's corrections of parents.
-#[derive(Debug, Default)]
-pub(super) struct ChainWalk {
-    /// How many blocks of the chain are marked as visited.
-    visited: usize,
-    /// The first ancestor of the first block that is marked as visited.
-    above: Option<Slot>,
-}
-
-/// Result of correcting a parent.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(super) struct Adoption {
-    /// The parent is a descendant of the child: the caller's chains contradict each other. The
-    /// parent is not corrected.
-    pub(super) is_contradiction: bool,
-    /// Whether a block has another parent now, or none.
-    pub(super) is_change: bool,
-    /// Former parents that became leaves.
-    pub(super) leaves: [Option<Slot>; 2],
 }
 
 /// An ordered list of blocks, linked through the table. A block is in at most one list.

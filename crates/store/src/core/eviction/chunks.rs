@@ -2,23 +2,23 @@
 
 use std::ops::{Index, IndexMut};
 
-const CHUNK_BITS: usize = 12;
-const CHUNK: usize = 1 << CHUNK_BITS;
-
-/// Elements in chunks of 4,096. A push under the store's lock copies no element.
+/// Elements in chunks of `1 << BITS`: 4,096, or fewer if they are large. A push under the lock
+/// copies at most the elements of the first chunk.
 #[derive(Debug)]
-pub(crate) struct Chunks<T> {
+pub(crate) struct Chunks<T, const BITS: usize = 12> {
     chunks: Vec<Vec<T>>,
     len: usize,
 }
 
-impl<T> Default for Chunks<T> {
+impl<T, const BITS: usize> Default for Chunks<T, BITS> {
     fn default() -> Self {
         Self { chunks: Vec::new(), len: 0 }
     }
 }
 
-impl<T> Chunks<T> {
+impl<T, const BITS: usize> Chunks<T, BITS> {
+    const CHUNK: usize = 1 << BITS;
+
     pub(crate) fn len(&self) -> usize {
         self.len
     }
@@ -28,14 +28,18 @@ impl<T> Chunks<T> {
     }
 
     pub(crate) fn get(&self, index: usize) -> Option<&T> {
-        self.chunks.get(index >> CHUNK_BITS)?.get(index & (CHUNK - 1))
+        self.chunks.get(index >> BITS)?.get(index & (Self::CHUNK - 1))
+    }
+
+    pub(crate) fn get_mut(&mut self, index: usize) -> Option<&mut T> {
+        self.chunks.get_mut(index >> BITS)?.get_mut(index & (Self::CHUNK - 1))
     }
 
     pub(crate) fn push(&mut self, element: T) {
-        let chunk = self.len >> CHUNK_BITS;
+        let chunk = self.len >> BITS;
         if chunk == self.chunks.len() {
             // The first chunk grows with its use: most tiers of a test or a shadow are small.
-            let reserved = if chunk == 0 { 0 } else { CHUNK };
+            let reserved = if chunk == 0 { 0 } else { Self::CHUNK };
             self.chunks.push(Vec::with_capacity(reserved));
         }
         self.chunks[chunk].push(element);
@@ -46,7 +50,7 @@ impl<T> Chunks<T> {
         let last = self.len.checked_sub(1)?;
         self.len = last;
         // Chunks that became empty are kept for later pushes.
-        self.chunks[last >> CHUNK_BITS].pop()
+        self.chunks[last >> BITS].pop()
     }
 
     /// Removes an element and moves the last one to its place.
@@ -67,17 +71,17 @@ impl<T> Chunks<T> {
     }
 }
 
-impl<T> Index<usize> for Chunks<T> {
+impl<T, const BITS: usize> Index<usize> for Chunks<T, BITS> {
     type Output = T;
 
     fn index(&self, index: usize) -> &T {
-        &self.chunks[index >> CHUNK_BITS][index & (CHUNK - 1)]
+        &self.chunks[index >> BITS][index & (Self::CHUNK - 1)]
     }
 }
 
-impl<T> IndexMut<usize> for Chunks<T> {
+impl<T, const BITS: usize> IndexMut<usize> for Chunks<T, BITS> {
     fn index_mut(&mut self, index: usize) -> &mut T {
-        &mut self.chunks[index >> CHUNK_BITS][index & (CHUNK - 1)]
+        &mut self.chunks[index >> BITS][index & (Self::CHUNK - 1)]
     }
 }
 
@@ -85,9 +89,11 @@ impl<T> IndexMut<usize> for Chunks<T> {
 mod tests {
     use super::*;
 
+    const CHUNK: usize = Chunks::<usize>::CHUNK;
+
     #[test]
     fn elements_stay_in_place_while_it_grows_and_shrinks() {
-        let mut chunks = Chunks::default();
+        let mut chunks: Chunks<usize> = Chunks::default();
         for number in 0..CHUNK {
             chunks.push(number);
         }

@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use cascade_tier::Hints;
-
-use super::{BlockList, BlockTable, Policy, RemovalReason, RequestedBlock, Search, Slot, Visits};
+use super::{
+    BlockList, BlockTable, ChainPart, ChainProgress, Policy, RemovalReason, Search, Slot, Visits,
+};
 
 /// A parent that was used at most this many requests ago counts as used by the same request: other
 /// requests may come between a request and its puts.
@@ -43,15 +43,16 @@ impl Policy for Lru {
         &mut self,
         blocks: &mut BlockTable,
         now: Duration,
-        chain: &[RequestedBlock],
-        leading: usize,
-        _: &Hints,
-    ) {
-        self.requests = self.requests.wrapping_add(1);
-        // From the end, so that the root is the newest.
-        for slot in chain[..leading].iter().rev().filter_map(|requested| requested.resident) {
-            self.touch(blocks, now, slot);
+        chain: &mut ChainPart<'_>,
+        progress: &mut ChainProgress,
+        visits: &mut Visits,
+    ) -> bool {
+        if progress.begin() {
+            self.requests = self.requests.wrapping_add(1);
         }
+        progress.touch_from_leaf(blocks, chain, visits, |blocks, slot| {
+            self.touch(blocks, now, slot);
+        })
     }
 
     fn touch(&mut self, blocks: &mut BlockTable, _: Duration, slot: Slot) {

@@ -13,6 +13,7 @@ mod features;
 mod hazard;
 mod index;
 mod mark;
+mod request;
 mod units;
 
 use std::time::Duration;
@@ -20,21 +21,27 @@ use std::time::Duration;
 use cascade_tier::Hints;
 
 use super::{
-    BlockTable, Ghosts, Incoming, Policy, RemovalReason, RequestedBlock, Search, Slot, Visits,
+    BlockTable, ChainPart, ChainProgress, Ghosts, Incoming, Policy, RemovalReason, Search, Slot,
+    Visits,
 };
 use cells::Cells;
-use features::{Features, RequestShape, UnitKind, apply_hints, boost, fan_bucket, features};
+use features::{Features, RequestShape, UnitKind, boost, features};
 use hazard::Hazard;
 use index::WorthTables;
-use mark::{FAN_MAX, Mark};
+use mark::Mark;
+pub(super) use request::{ChainReuse, HintProgress};
 use units::Units;
 
 /// Most requests between two refreshes of the rates.
 const REFRESH_REQUESTS_MAX: u64 = 50;
+/// Most cells that a request refreshes itself, in its own hold of the lock.
+const REFRESHED_AT_ONCE: usize = 64;
 /// Ghosts for each block that the tier can hold.
 const GHOSTS_PER_BLOCK: usize = 8;
 /// Cells that a search for the lowest worth looks at for one visit.
-const CELLS_PER_VISIT: usize = 64;
+const CELLS_PER_VISIT: usize = 32;
+/// What the computation of a table of worths costs, in visits of blocks.
+const VISITS_PER_TABLE: usize = 8;
 /// Bounds of the number of blocks that were requested and not yet inserted.
 const PENDING_MIN: usize = 1024;
 const PENDING_MAX: usize = 1 << 16;
@@ -58,8 +65,35 @@ pub struct PrefixCost {
     now: f64,
     /// The unit of the last victim since the latest request. Its blocks are evicted together.
     victim_unit: Option<u32>,
-    /// Marks of the leading known blocks of a chain; kept to save allocations.
-    known: Vec<Mark>,
+    /// The search for the lowest worth that is under way.
+    look: Look,
+    /// Empty between requests; kept to save allocations.
+    spare: ChainReuse,
+}
+
+/// A search for the unit of the lowest worth.
+#[derive(Debug)]
+struct Look {
+    /// The next cell.
+    at: usize,
+    /// The best unit so far, and its worth.
+    best: Option<u32>,
+    worth: f32,
+}
+
+impl Default for Look {
+    fn default() -> Self {
+        Self { at: 0, best: None, worth: f32::INFINITY }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum UnitSearch {
+    Found(u32),
+    /// The visits are used up; the next call goes on.
+    Unfinished,
+    /// No unit is listed.
+    None,
 }
 
 impl PrefixCost {
@@ -79,13 +113,20 @@ impl PrefixCost {
         self.units.age(&mut self.cells, self.now);
     }
 
-    fn refresh(&mut self) {
-        self.hazard.refresh(&mut self.cells, self.now);
-        self.index.outdate();
-        for cell in &mut self.cells.cells {
-            let factor = self.hazard.factor(&cell.features) * boost(cell.features.priority);
-            cell.table = WorthTables::table(cell.class, factor);
+    /// Refreshes the rates, if that is due at this request. Returns whether none is left to do.
+    fn refresh(&mut self, request: u64, visits: &mut Visits) -> bool {
+        if !self.hazard.is_refreshing() {
+            if request < self.refresh_at {
+                return true;
+            }
+            self.refresh_at = request + (request / 16).clamp(1, REFRESH_REQUESTS_MAX);
+            self.hazard.begin_refresh();
         }
+        let is_done = self.hazard.refresh(&mut self.cells, self.now, visits);
+        if is_done {
+            self.index.outdate();
+        }
+        is_done
     }
 
     fn cell(&mut self, features: Features) -> u16 {
@@ -105,23 +146,6 @@ impl PrefixCost {
         cell
     }
 
-    /// Collects the marks of the leading known blocks. Takes those that are not resident out of the
-    /// ghosts, because they are about to be inserted.
-    fn collect_known(&mut self, blocks: &BlockTable, chain: &[RequestedBlock], leading: usize) {
-        self.known.clear();
-        for (at, requested) in chain.iter().enumerate() {
-            let mark = match requested.resident {
-                Some(slot) if at < leading => Some(blocks.state(slot)),
-                // Resident after a gap: not reachable through its chain, so its unit stays as it
-                // is.
-                Some(_) => None,
-                None => self.take_ghost(requested.fingerprint),
-            };
-            let Some(mark) = mark else { break };
-            self.known.push(Mark::from_raw(mark));
-        }
-    }
-
     fn take_ghost(&mut self, fingerprint: u64) -> Option<u32> {
         self.pending.take(fingerprint).or_else(|| self.ghosts.take(fingerprint))
     }
@@ -131,42 +155,11 @@ impl PrefixCost {
         raw.map(Mark::from_raw)
     }
 
-    fn shape(&self, blocks: usize, hints: &Hints) -> RequestShape {
-        let known = self.known.len();
-        let mut shape = RequestShape {
-            turn: 0,
-            gap_seconds: None,
-            diverges: false,
-            blocks,
-            known,
-            hints: *hints,
-        };
-        let Some(last) = self.known.last() else { return shape };
-        let before = &self.units[last.unit()];
-        shape.diverges = known < blocks && last.has_child();
-        if before.request_blocks as usize == known {
-            shape.turn = before.turn.saturating_add(1);
-            shape.gap_seconds = Some(self.now - before.at);
-        } else if shape.diverges && last.fan() == 0 {
-            shape.gap_seconds = Some(self.now - before.at);
-        }
-        shape
-    }
-
-    /// Removes the known blocks from their units and counts that as reuse. The remaining blocks of
-    /// such a unit are superseded: the conversation took another path.
-    fn leave_units(&mut self, blocks: &mut BlockTable, chain: &[RequestedBlock]) {
-        let known = std::mem::take(&mut self.known);
-        for (requested, mark) in chain.iter().zip(&known) {
-            let unit = mark.unit();
-            if let Some(slot) = requested.resident.filter(|slot| !blocks.is_protected(*slot)) {
-                self.units[unit].blocks.remove(blocks, slot);
-            }
-        }
-        for run in known.chunk_by(|one, other| one.unit() == other.unit()) {
-            let index = run[0].unit();
-            let unit = &self.units[index];
-            let count = u32::try_from(run.len()).expect("a request has fewer blocks");
+    /// Counts the reuse of some blocks of a unit, which have left it. The remaining blocks are
+    /// superseded: the conversation took another path.
+    fn leave_unit(&mut self, index: u32, count: u32) {
+        let unit = &self.units[index];
+        if unit.is_counted {
             let share = f64::from(count) / f64::from(unit.initial);
             let features = self.cells.cells[usize::from(unit.cell)].features;
             self.cells.cells[usize::from(unit.cell)].reused[usize::from(unit.bin)] += share;
@@ -177,74 +170,10 @@ impl PrefixCost {
                 self.units.change_cell(&mut self.cells, index, superseded, self.now);
                 self.relist(index);
             }
+        } else {
+            // Of a request that is not finished yet: made at most a few milliseconds ago.
+            self.units.remove_blocks(&mut self.cells, index, count, self.now);
         }
-        self.known = known;
-    }
-
-    /// Makes the units of a request: one for each run of blocks with the same bucket of
-    /// divergences.
-    fn enter_units(
-        &mut self,
-        blocks: &mut BlockTable,
-        chain: &[RequestedBlock],
-        shape: &RequestShape,
-    ) {
-        let mut begin = 0;
-        while begin < chain.len() {
-            let fan = self.fan(begin, shape);
-            let alike = |at: &usize| fan_bucket(self.fan(*at, shape)) == fan_bucket(fan);
-            let end = (begin..chain.len()).take_while(alike).last().map_or(begin, |at| at) + 1;
-            let members = (begin..end).filter(|at| joins_unit(chain, *at, shape.known)).count();
-            if members > 0 {
-                let cell = self.cell(features(shape, fan));
-                let unit = self.add_unit(cell, members, shape);
-                for at in begin..end {
-                    self.join(blocks, chain, at, unit, shape);
-                }
-                self.relist(unit);
-            }
-            begin = end;
-        }
-    }
-
-    fn add_unit(&mut self, cell: u16, members: usize, shape: &RequestShape) -> u32 {
-        let members = u32::try_from(members).expect("a request has fewer blocks");
-        let blocks = u32::try_from(shape.blocks).expect("a request has fewer blocks");
-        self.victim_unit = None;
-        self.units.add(&mut self.cells, self.now, cell, members, (shape.turn, blocks))
-    }
-
-    fn join(
-        &mut self,
-        blocks: &mut BlockTable,
-        chain: &[RequestedBlock],
-        at: usize,
-        unit: u32,
-        shape: &RequestShape,
-    ) {
-        if !joins_unit(chain, at, shape.known) {
-            return;
-        }
-        let had_child = self.known.get(at).is_some_and(|mark| mark.has_child());
-        let mark = Mark::new(unit, had_child || at + 1 < chain.len(), self.fan(at, shape));
-        let RequestedBlock { fingerprint, resident } = chain[at];
-        if let Some(slot) = resident {
-            blocks.set_state(slot, mark.raw());
-            self.add_resident(blocks, slot);
-            return;
-        }
-        if let Some(stale) = self.take_ghost(fingerprint) {
-            self.forget(stale);
-        }
-        let slots = (self.capacity / 4).clamp(PENDING_MIN, PENDING_MAX);
-        if let Some((fingerprint, raw)) = self.pending.push(fingerprint, mark.raw(), slots) {
-            self.remember(fingerprint, raw);
-        }
-    }
-
-    fn fan(&self, at: usize, shape: &RequestShape) -> u8 {
-        let fan = self.known.get(at).map_or(0, |mark| mark.fan());
-        if shape.diverges && at < shape.known { (fan + 1).min(FAN_MAX) } else { fan }
     }
 
     /// Adds a resident block to the unit in its mark, as the deepest.
@@ -282,37 +211,67 @@ impl PrefixCost {
         let shape =
             RequestShape { turn, gap_seconds: gap, diverges: false, blocks: 1, known, hints };
         let cell = self.cell(features(&shape, fan));
-        let unit = self.add_unit(cell, 1, &shape);
+        self.victim_unit = None;
+        let unit = self.units.add(&mut self.cells, self.now, cell, 1, (shape.turn, 1));
         let has_child = Mark::from_raw(blocks.state(slot)).has_child();
         blocks.set_state(slot, Mark::new(unit, has_child, fan).raw());
         self.add_resident(blocks, slot);
         self.relist(unit);
     }
 
-    /// The listed unit of the lowest worth now.
-    fn lowest_worth(&mut self) -> Option<u32> {
+    /// The listed unit of the lowest worth now. Looks at every cell, over several holds of the lock
+    /// if there are many cells or if many tables are outdated.
+    fn lowest_worth(&mut self, visits: &mut Visits) -> UnitSearch {
         if let Some(unit) = self.victim_unit.filter(|unit| self.units[*unit].is_listed) {
-            return Some(unit);
+            return if visits.take(1) { UnitSearch::Found(unit) } else { UnitSearch::Unfinished };
         }
-        let mut best = (f32::INFINITY, None);
-        for cell in self.cells.cells.iter().filter(|cell| cell.occupied != 0) {
+        loop {
+            while self.look.at < self.cells.cells.len() {
+                if !self.look_at_cell(visits) {
+                    return UnitSearch::Unfinished;
+                }
+                self.look.at += 1;
+            }
+            match std::mem::take(&mut self.look).best {
+                None => return UnitSearch::None,
+                // Other calls may have removed it since it was found.
+                Some(best) if self.units[best].is_listed => return UnitSearch::Found(best),
+                Some(_) => {}
+            }
+        }
+    }
+
+    /// Compares the units of the next cell with the best one so far. Returns false without visits
+    /// left.
+    fn look_at_cell(&mut self, visits: &mut Visits) -> bool {
+        let look = &mut self.look;
+        if look.at.is_multiple_of(CELLS_PER_VISIT) && !visits.take(1) {
+            return false;
+        }
+        let cell = &self.cells.cells[look.at];
+        if cell.occupied == 0 {
+            return true;
+        }
+        if self.index.is_outdated(cell.table) {
+            if !visits.take(VISITS_PER_TABLE) {
+                return false;
+            }
             self.index.update(cell.table, self.hazard.rate(cell.class));
-            let mut occupied = cell.occupied;
-            while occupied != 0 {
-                let bin = occupied.trailing_zeros() as usize;
-                occupied &= occupied - 1;
-                // Worth is linear in age within a bin, so the minimum is at the oldest or newest
-                // unit.
-                let (oldest, newest) = cell.lists[bin];
-                for unit in [oldest, newest] {
-                    let worth = self.index.worth(cell.table, bin, self.now - self.units[unit].at);
-                    if worth < best.0 {
-                        best = (worth, Some(unit));
-                    }
+        }
+        let mut occupied = cell.occupied;
+        while occupied != 0 {
+            let bin = occupied.trailing_zeros() as usize;
+            occupied &= occupied - 1;
+            // Worth is linear in age within a bin, so the minimum is at the oldest or newest unit.
+            let (oldest, newest) = cell.lists[bin];
+            for unit in [oldest, newest] {
+                let worth = self.index.worth(cell.table, bin, self.now - self.units[unit].at);
+                if worth < look.worth {
+                    (look.worth, look.best) = (worth, Some(unit));
                 }
             }
         }
-        best.1
+        true
     }
 
     fn worth(&mut self, unit: u32) -> f32 {
@@ -339,14 +298,13 @@ impl PrefixCost {
         spared: Option<Slot>,
         visits: &mut Visits,
     ) -> Search {
-        // The search for the lowest worth looks at every cell.
-        let visits_each = 1 + self.cells.cells.len() / CELLS_PER_VISIT;
         let mut unit_of_spared = None;
         let search = loop {
-            if !visits.take(visits_each) {
-                break Search::Unfinished;
-            }
-            let Some(unit) = self.lowest_worth() else { break Search::None };
+            let unit = match self.lowest_worth(visits) {
+                UnitSearch::Found(unit) => unit,
+                UnitSearch::Unfinished => break Search::Unfinished,
+                UnitSearch::None => break Search::None,
+            };
             let candidate = self.candidate(blocks, unit);
             if candidate.is_some() && self.is_expected(unit) {
                 self.units.wait(&mut self.cells, unit);
@@ -393,72 +351,54 @@ impl Policy for PrefixCost {
         "prefix-cost"
     }
 
+    fn prepare(&mut self, now: Duration, visits: &mut Visits) -> bool {
+        let is_due = self.requests + 1 >= self.refresh_at || self.hazard.is_refreshing();
+        if !is_due || self.cells.cells.len() <= REFRESHED_AT_ONCE {
+            return true;
+        }
+        self.advance(now);
+        self.refresh(self.requests + 1, visits)
+    }
+
     fn request(
         &mut self,
         blocks: &mut BlockTable,
         now: Duration,
-        chain: &[RequestedBlock],
-        leading: usize,
-        hints: &Hints,
-    ) {
-        self.advance(now);
-        self.victim_unit = None;
-        self.requests += 1;
-        if self.requests >= self.refresh_at {
-            self.refresh_at = self.requests + (self.requests / 16).clamp(1, REFRESH_REQUESTS_MAX);
-            self.refresh();
+        chain: &mut ChainPart<'_>,
+        progress: &mut ChainProgress,
+        visits: &mut Visits,
+    ) -> bool {
+        if progress.begin() {
+            self.advance(now);
+            self.begin_request(&mut progress.reuse);
         }
-        self.collect_known(blocks, chain, leading);
-        let shape = self.shape(chain.len(), hints);
-        self.leave_units(blocks, chain);
-        self.enter_units(blocks, chain, &shape);
-        if let Some(within) = hints.expected_within {
-            self.hint(
-                blocks,
-                now,
-                chain,
-                &Hints { expected_within: Some(within), ..Hints::default() },
-            );
+        if !self.continue_request(blocks, chain, &mut progress.reuse, visits) {
+            return false;
         }
+        if chain.hints.expected_within.is_none() {
+            return true;
+        }
+        if progress.hint.begin() {
+            self.advance(now);
+        }
+        let only = Hints { expected_within: chain.hints.expected_within, ..Hints::default() };
+        let ChainPart { blocks: requested, leading, .. } = chain;
+        let mut chain = ChainPart { blocks: requested, leading: *leading, hints: &only };
+        self.continue_hint(blocks, &mut chain, &mut progress.hint, visits)
     }
 
     fn hint(
         &mut self,
         blocks: &mut BlockTable,
         now: Duration,
-        chain: &[RequestedBlock],
-        hints: &Hints,
-    ) {
-        self.advance(now);
-        self.known.clear();
-        for requested in chain {
-            let mark = match requested.resident {
-                Some(slot) => Some(Mark::from_raw(blocks.state(slot))),
-                None => self.ghost(requested.fingerprint),
-            };
-            let Some(mark) = mark else { break };
-            self.known.push(mark);
+        chain: &mut ChainPart<'_>,
+        progress: &mut ChainProgress,
+        visits: &mut Visits,
+    ) -> bool {
+        if progress.hint.begin() {
+            self.advance(now);
         }
-        let Some(last) = self.known.last() else { return };
-        let (at, request_blocks) =
-            (self.units[last.unit()].at, self.units[last.unit()].request_blocks);
-        let known = std::mem::take(&mut self.known);
-        for run in known.chunk_by(|one, other| one.unit() == other.unit()) {
-            let index = run[0].unit();
-            if let Some(within) = hints.expected_within {
-                let until = self.now + within.as_secs_f64();
-                self.units.expect(&mut self.cells, index, until);
-            }
-            let unit = &self.units[index];
-            #[expect(clippy::float_cmp, reason = "units of one request hold the same number")]
-            let is_latest = unit.at == at && unit.request_blocks == request_blocks;
-            let before = self.cells.cells[usize::from(unit.cell)].features;
-            if let Some(features) = apply_hints(before, hints).filter(|_| is_latest) {
-                let cell = self.cell(features);
-                self.units.change_cell(&mut self.cells, index, cell, self.now);
-            }
-        }
-        self.known = known;
+        self.continue_hint(blocks, chain, &mut progress.hint, visits)
     }
 
     fn touch(&mut self, blocks: &mut BlockTable, now: Duration, slot: Slot) {
@@ -468,10 +408,10 @@ impl Policy for PrefixCost {
             let unit = &self.units[mark.unit()];
             (unit.turn.saturating_add(1), self.now - unit.at)
         };
-        self.known.clear();
-        self.known.push(mark);
-        let fingerprint = blocks.fingerprint(slot);
-        self.leave_units(blocks, &[RequestedBlock { fingerprint, resident: Some(slot) }]);
+        if !blocks.is_protected(slot) {
+            self.units[mark.unit()].blocks.remove(blocks, slot);
+        }
+        self.leave_unit(mark.unit(), 1);
         self.enter_single(blocks, slot, turn, Some(gap));
     }
 
@@ -563,11 +503,12 @@ impl Policy for PrefixCost {
             + self.index.memory_bytes()
             + self.pending.memory_bytes()
             + self.ghosts.memory_bytes()
-            + self.known.capacity() * size_of::<Mark>()
+            + self.spare.memory_bytes()
     }
-}
 
-/// Whether a block joins a unit of the request. Resident blocks after a gap in the chain do not.
-fn joins_unit(chain: &[RequestedBlock], at: usize, known: usize) -> bool {
-    at < known || chain[at].resident.is_none()
+    #[cfg(test)]
+    fn check(&self, blocks: &BlockTable) {
+        let marks = blocks.len() + self.pending.len() + self.ghosts.len();
+        assert_eq!(self.units.live(), marks, "each mark counts in one unit");
+    }
 }

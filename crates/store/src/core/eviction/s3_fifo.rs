@@ -3,10 +3,9 @@
 
 use std::time::Duration;
 
-use cascade_tier::Hints;
-
 use super::{
-    BlockList, BlockTable, Ghosts, Policy, RemovalReason, RequestedBlock, Search, Slot, Visits,
+    BlockList, BlockTable, ChainPart, ChainProgress, Ghosts, Policy, RemovalReason, Search, Slot,
+    Visits,
 };
 
 /// Share of all blocks up to which blocks are evicted from the main queue first.
@@ -166,14 +165,17 @@ impl Policy for S3Fifo {
         &mut self,
         blocks: &mut BlockTable,
         now: Duration,
-        chain: &[RequestedBlock],
-        leading: usize,
-        _: &Hints,
-    ) {
-        self.requests = self.requests.wrapping_add(1);
-        for slot in chain[..leading].iter().filter_map(|requested| requested.resident) {
-            self.touch(blocks, now, slot);
+        chain: &mut ChainPart<'_>,
+        progress: &mut ChainProgress,
+        visits: &mut Visits,
+    ) -> bool {
+        if progress.begin() {
+            self.requests = self.requests.wrapping_add(1);
         }
+        // The order of the blocks has no effect here.
+        progress.touch_from_leaf(blocks, chain, visits, |blocks, slot| {
+            self.touch(blocks, now, slot);
+        })
     }
 
     fn touch(&mut self, blocks: &mut BlockTable, _: Duration, slot: Slot) {

@@ -13,11 +13,11 @@ pub(super) const VISITS_PER_HOLD: usize = 256;
 /// Most blocks that one search for an ancestor visits.
 const ANCESTORS_MAX: usize = 4096;
 
-/// How many candidates searches may still visit before the lock is released.
+/// How many blocks searches and requests may still visit before the lock is released.
 #[derive(Debug, Clone, Copy)]
 pub struct Visits {
     left: usize,
-    /// Candidates visited since the start.
+    /// Blocks visited since the start.
     total: u64,
 }
 
@@ -34,6 +34,27 @@ impl Visits {
         self.left = left;
         self.total += visits as u64;
         true
+    }
+
+    /// As many as a caller without a lock wants.
+    pub(crate) fn unlimited() -> Self {
+        Self { left: usize::MAX, total: 0 }
+    }
+
+    /// As many as a hold has left that did other work before.
+    pub(crate) fn limited(left: usize) -> Self {
+        Self { left, total: 0 }
+    }
+
+    /// Counts visits that were made already, also if fewer were left.
+    pub(super) fn spend(&mut self, visits: usize) {
+        self.left = self.left.saturating_sub(visits);
+        self.total += visits as u64;
+    }
+
+    /// Blocks visited since the start.
+    pub(crate) fn total(&self) -> u64 {
+        self.total
     }
 }
 

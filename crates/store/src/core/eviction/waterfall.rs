@@ -3,9 +3,9 @@
 
 use std::time::Duration;
 
-use cascade_tier::Hints;
-
-use super::{BlockTable, Lru, Policy, RemovalReason, RequestedBlock, Search, Slot, Visits};
+use super::{
+    BlockTable, ChainPart, ChainProgress, Lru, Policy, RemovalReason, Search, Slot, Visits,
+};
 
 /// The policy: LRU without promotion on hits.
 #[derive(Debug, Default)]
@@ -22,11 +22,11 @@ impl Policy for Waterfall {
         &mut self,
         blocks: &mut BlockTable,
         now: Duration,
-        chain: &[RequestedBlock],
-        leading: usize,
-        hints: &Hints,
-    ) {
-        self.order.request(blocks, now, chain, leading, hints);
+        chain: &mut ChainPart<'_>,
+        progress: &mut ChainProgress,
+        visits: &mut Visits,
+    ) -> bool {
+        self.order.request(blocks, now, chain, progress, visits)
     }
 
     fn touch(&mut self, blocks: &mut BlockTable, now: Duration, slot: Slot) {

@@ -17,16 +17,16 @@ fn request(blocks: &mut BlockTable, chain: &[Slot]) -> bool {
         resident: Some(*slot),
     };
     let chain: Vec<_> = chain.iter().map(requested).collect();
-    let mut walk = ChainWalk::default();
+    let (mut walk, mut visits) = (ChainWalk::default(), Visits::unlimited());
     let mut parted = false;
     for at in 1..chain.len() {
         let child = chain[at].resident.expect("it is resident");
-        parted = blocks.adopt(child, &chain[..at], &mut walk).is_contradiction;
+        parted = blocks.adopt(child, &chain[..at], &mut walk, &mut visits).is_contradiction;
         if parted {
             break;
         }
     }
-    blocks.end_walk(&chain, &walk);
+    assert!(blocks.end_walk(&chain, &mut walk, &mut visits) && !blocks.has_marks);
     assert!(blocks.table.iter().all(|block| !block.is_visited), "no mark stays");
     parted
 }
@@ -58,7 +58,8 @@ fn a_first_block_with_too_many_ancestors_becomes_a_root() {
         chain.extend(parent);
     }
     let (other, child) = (put(&mut blocks, BLOCKS, None), put(&mut blocks, BLOCKS + 1, None));
-    blocks.adopt(child, &[other].map(|slot| requested(&blocks, slot)), &mut ChainWalk::default());
+    let before = [other].map(|slot| requested(&blocks, slot));
+    blocks.adopt(child, &before, &mut ChainWalk::default(), &mut Visits::unlimited());
     let last = chain[BLOCKS - 1];
     blocks.visits = 0;
     // The chain names `other`, which has a child, as the next block.

@@ -11,9 +11,13 @@ use foldhash::fast::RandomState;
 use super::age::{BINS, PerBin, width};
 use super::features::Features;
 use super::units::NONE;
+use crate::core::eviction::chunks::Chunks;
 
 /// Default number of cells beyond which new ones use coarser features.
 const CELLS_MAX: usize = 4096;
+
+/// A chunk of 32 cells has 36 KiB.
+const CELL_BITS: usize = 5;
 
 /// Units with equal features, and their counts.
 #[derive(Debug)]
@@ -76,7 +80,7 @@ impl Cell {
 #[derive(Debug)]
 #[expect(clippy::struct_field_names, reason = "they are the cells")]
 pub(super) struct Cells {
-    pub(super) cells: Vec<Cell>,
+    pub(super) cells: Chunks<Cell, CELL_BITS>,
     /// Looked up for every block that is put, so with a cheap hash.
     by_features: HashMap<Features, u16, RandomState>,
     /// Number of cells beyond which new ones use coarser features.
@@ -91,7 +95,11 @@ impl Default for Cells {
 
 impl Cells {
     pub(super) fn at_most(most: usize) -> Self {
-        Self { cells: Vec::new(), by_features: HashMap::default(), most: most.min(CELLS_MAX) }
+        Self {
+            cells: Chunks::default(),
+            by_features: HashMap::default(),
+            most: most.min(CELLS_MAX),
+        }
     }
 
     pub(super) fn find(&self, features: Features) -> Option<u16> {
@@ -112,7 +120,6 @@ impl Cells {
     }
 
     pub(super) fn memory_bytes(&self) -> usize {
-        self.cells.capacity() * size_of::<Cell>()
-            + self.by_features.capacity() * size_of::<(Features, u16)>()
+        self.cells.memory_bytes() + self.by_features.capacity() * size_of::<(Features, u16)>()
     }
 }

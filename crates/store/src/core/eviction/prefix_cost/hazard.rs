@@ -10,7 +10,10 @@ use cascade_tier::StopReason;
 
 use super::age::{BINS, EDGES, PerBin, width};
 use super::cells::{Cell, Cells};
-use super::features::{Features, UnitKind};
+use super::features::{Features, UnitKind, boost};
+use super::index::WorthTables;
+use crate::core::eviction::Visits;
+use crate::core::eviction::chunks::Chunks;
 
 /// Weight of the parent's rate, as exposure: `K`.
 const PARENT_WEIGHT: f64 = 50.0;
@@ -26,6 +29,9 @@ const ENDED_RATIO: f64 = 0.01;
 
 /// Step of a factor toward the observed one, as an exponent of their ratio.
 const DAMP: f64 = 0.5;
+
+/// A chunk of 64 classes has 40 KiB.
+const CLASS_BITS: usize = 6;
 
 const FACTORS: usize = 3;
 const OCTAVES: usize = 24;
@@ -78,14 +84,46 @@ struct Class {
     exposure: PerBin,
     /// Expected reuses per unit of exposure.
     rate: PerBin,
+    /// Sums of the refresh under way: reuse and exposure.
+    sums: Box<[PerBin; 2]>,
+}
+
+/// One number for each octave of each factor.
+type PerOctave = [[f64; OCTAVES]; FACTORS];
+
+/// A refresh that is under way.
+#[derive(Debug)]
+struct Refresh {
+    pass: Pass,
+    /// Classes or cells that the pass has visited.
+    visited: usize,
+    /// Classes when it began. Later ones get their counts from the next refresh.
+    classes: usize,
+    observed: Box<PerOctave>,
+    expected: Box<PerOctave>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Pass {
+    /// Clears the sums of the classes.
+    Clear,
+    /// Adds reuse and exposure of each cell to the sums of its classes.
+    Sum,
+    /// Estimates the rates of the classes.
+    Estimate,
+    /// Adds observed and expected reuse of each cell, for the factors.
+    Explain,
+    /// Gives each cell the table for its factor.
+    Assign,
 }
 
 /// All classes and factors.
 #[derive(Debug)]
 pub(super) struct Hazard {
-    classes: Vec<Class>,
-    factors: [[f64; OCTAVES]; FACTORS],
+    classes: Chunks<Class, CLASS_BITS>,
+    factors: PerOctave,
     kernel: [f64; SMOOTH_BINS + 1],
+    refresh: Option<Refresh>,
 }
 
 impl Default for Hazard {
@@ -95,7 +133,8 @@ impl Default for Hazard {
             // A Gaussian with a standard deviation of the root of 8, about 2.8 bins.
             *weight = (-f64::from(distance * distance) / 16.0).exp();
         }
-        let mut hazard = Self { classes: Vec::new(), factors: [[1.0; OCTAVES]; FACTORS], kernel };
+        let (classes, factors) = (Chunks::default(), [[1.0; OCTAVES]; FACTORS]);
+        let mut hazard = Self { classes, factors, kernel, refresh: None };
         hazard.class(ClassName::Root);
         hazard
     }
@@ -124,26 +163,80 @@ impl Hazard {
         product.clamp(1.0 / FACTORS_MAX, FACTORS_MAX)
     }
 
-    /// Re-estimates all rates and factors from the counts until now.
-    pub(super) fn refresh(&mut self, cells: &mut Cells, now: f64) {
-        for class in &mut self.classes {
-            class.reused = [0.0; BINS];
-            class.exposure = [0.0; BINS];
+    /// Begins to estimate all rates and factors again, from the counts until now.
+    pub(super) fn begin_refresh(&mut self) {
+        let prior = [[FACTOR_WEIGHT; OCTAVES]; FACTORS];
+        self.refresh = Some(Refresh {
+            pass: Pass::Clear,
+            visited: 0,
+            classes: self.classes.len(),
+            observed: Box::new(prior),
+            expected: Box::new(prior),
+        });
+    }
+
+    pub(super) fn is_refreshing(&self) -> bool {
+        self.refresh.is_some()
+    }
+
+    /// Goes on with a refresh, which visits each class and each cell several times. Returns whether
+    /// it is done.
+    pub(super) fn refresh(&mut self, cells: &mut Cells, now: f64, visits: &mut Visits) -> bool {
+        let Some(mut refresh) = self.refresh.take() else { return true };
+        loop {
+            let all = match refresh.pass {
+                Pass::Clear | Pass::Estimate => refresh.classes,
+                Pass::Sum | Pass::Explain | Pass::Assign => cells.cells.len(),
+            };
+            while refresh.visited < all {
+                if !visits.take(1) {
+                    self.refresh = Some(refresh);
+                    return false;
+                }
+                self.visit(&mut refresh, cells, now);
+                refresh.visited += 1;
+            }
+            refresh.visited = 0;
+            refresh.pass = match refresh.pass {
+                Pass::Clear => Pass::Sum,
+                Pass::Sum => Pass::Estimate,
+                Pass::Estimate => Pass::Explain,
+                Pass::Explain => {
+                    self.move_factors(&refresh.observed, &refresh.expected);
+                    Pass::Assign
+                }
+                Pass::Assign => return true,
+            };
         }
-        // Counts are summed again from the cells, because a cell's exposure grows with time alone.
-        for cell in &mut cells.cells {
-            let factor = self.factor(&cell.features);
-            self.collect(cell, factor, now);
+    }
+
+    /// Visits the next class or cell of a pass.
+    fn visit(&mut self, refresh: &mut Refresh, cells: &mut Cells, now: f64) {
+        let at = refresh.visited;
+        match refresh.pass {
+            Pass::Clear => *self.classes[at].sums = [[0.0; BINS]; 2],
+            // Counts are summed again from the cells, because a cell's exposure grows with time.
+            Pass::Sum => self.sum(&mut cells.cells[at], now, refresh.classes),
+            Pass::Estimate => {
+                let class = &mut self.classes[at];
+                [class.reused, class.exposure] = *class.sums;
+                // A parent has a lower index than its children, so its rate is current for them.
+                self.estimate(at);
+            }
+            Pass::Explain => {
+                let Refresh { observed, expected, .. } = refresh;
+                self.explain(&mut cells.cells[at], now, observed, expected);
+            }
+            Pass::Assign => {
+                let cell = &mut cells.cells[at];
+                let factor = self.factor(&cell.features) * boost(cell.features.priority);
+                cell.table = WorthTables::table(cell.class, factor);
+            }
         }
-        // A parent has a lower index than its children, so its rate is current when they use it.
-        for index in 0..self.classes.len() {
-            self.estimate(index);
-        }
-        self.refresh_factors(cells, now);
     }
 
     pub(super) fn memory_bytes(&self) -> usize {
-        self.classes.capacity() * size_of::<Class>()
+        self.classes.memory_bytes() + self.classes.len() * size_of::<[PerBin; 2]>()
     }
 
     fn class(&mut self, name: ClassName) -> u16 {
@@ -153,24 +246,27 @@ impl Hazard {
         // The parent is added first, so its index is the lower one.
         let parent = name.parent().map(|parent| self.class(parent));
         let (reused, exposure) = ([0.0; BINS], [0.0; BINS]);
-        self.classes.push(Class { name, parent, reused, exposure, rate: [0.0; BINS] });
+        let sums = Box::new([[0.0; BINS]; 2]);
+        self.classes.push(Class { name, parent, reused, exposure, rate: [0.0; BINS], sums });
         self.estimate(self.classes.len() - 1);
         u16::try_from(self.classes.len() - 1).expect("classes are few")
     }
 
-    fn collect(&mut self, cell: &mut Cell, factor: f64, now: f64) {
+    fn sum(&mut self, cell: &mut Cell, now: f64, classes: usize) {
         // Each count goes to the class and to all its ancestors. Exposure is scaled by the cell's
         // factor, so that the class's rate is the one at a factor of one.
-        let mut next = Some(cell.class);
+        let factor = self.factor(&cell.features);
+        let mut next = Some(cell.class).filter(|class| usize::from(*class) < classes);
         let mut exposure = [0.0; BINS];
         for (bin, exposure) in exposure.iter_mut().enumerate() {
             *exposure = cell.exposure(bin, now) * factor;
         }
         while let Some(index) = next {
             let class = &mut self.classes[usize::from(index)];
+            let [all_reused, all_exposure] = &mut *class.sums;
             for (bin, exposure) in exposure.iter().enumerate() {
-                class.reused[bin] += cell.reused[bin];
-                class.exposure[bin] += exposure;
+                all_reused[bin] += cell.reused[bin];
+                all_exposure[bin] += exposure;
             }
             next = class.parent;
         }
@@ -209,25 +305,30 @@ impl Hazard {
         reused / expected
     }
 
-    fn refresh_factors(&mut self, cells: &mut Cells, now: f64) {
-        // Expected reuse per octave leaves out this factor itself, so the quotient is its new
-        // value.
-        let mut observed = [[FACTOR_WEIGHT; OCTAVES]; FACTORS];
-        let mut expected = observed;
-        for cell in &mut cells.cells {
-            let Some(octaves) = octaves(&cell.features) else { continue };
-            let rate = &self.classes[usize::from(cell.class)].rate;
-            let (mut cell_observed, mut cell_expected) = (0.0, 0.0);
-            for (bin, rate) in rate.iter().enumerate() {
-                cell_observed += cell.reused[bin];
-                cell_expected += cell.exposure(bin, now) * rate;
-            }
-            cell_expected *= self.factor(&cell.features);
-            for (factor, octave) in octaves.into_iter().enumerate() {
-                observed[factor][octave] += cell_observed;
-                expected[factor][octave] += cell_expected / self.factors[factor][octave];
-            }
+    /// Adds the observed and the expected reuse of a cell. The latter leaves out the factor itself,
+    /// so that their quotient is its new value.
+    fn explain(
+        &self,
+        cell: &mut Cell,
+        now: f64,
+        observed: &mut PerOctave,
+        expected: &mut PerOctave,
+    ) {
+        let Some(octaves) = octaves(&cell.features) else { return };
+        let rate = &self.classes[usize::from(cell.class)].rate;
+        let (mut cell_observed, mut cell_expected) = (0.0, 0.0);
+        for (bin, rate) in rate.iter().enumerate() {
+            cell_observed += cell.reused[bin];
+            cell_expected += cell.exposure(bin, now) * rate;
         }
+        cell_expected *= self.factor(&cell.features);
+        for (factor, octave) in octaves.into_iter().enumerate() {
+            observed[factor][octave] += cell_observed;
+            expected[factor][octave] += cell_expected / self.factors[factor][octave];
+        }
+    }
+
+    fn move_factors(&mut self, observed: &PerOctave, expected: &PerOctave) {
         // All factors move at once and explain the same reuse, so each moves only part of the way.
         for factor in 0..FACTORS {
             for octave in 0..OCTAVES {
@@ -248,5 +349,62 @@ fn octaves(features: &Features) -> Option<[usize; FACTORS]> {
                 .map(|octave| usize::from(octave).min(OCTAVES - 1)),
         ),
         _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use cascade_tier::Priority;
+
+    use super::*;
+
+    const CELLS: u16 = 2000;
+
+    /// Cells of many classes, each with some reuse and some exposure.
+    fn many(hazard: &mut Hazard) -> Cells {
+        let mut cells = Cells::default();
+        for (number, seconds) in (0..CELLS).zip(0_u32..) {
+            let [low, high] = number.to_le_bytes();
+            let kind = UnitKind::Private {
+                turn: low % 5,
+                added: low % 3,
+                gap_octave: low / 16,
+                length_octave: low % 16,
+                added_octave: high,
+            };
+            let features =
+                Features { kind, stop: None, workload: Some(low % 7), priority: Priority::Normal };
+            let class = hazard.class_of(&features);
+            let cell = usize::from(cells.add(features, class, 0.0));
+            cells.cells[cell].weigh(usize::from(low) % BINS, 1.0, 0.0, f64::from(seconds));
+            cells.cells[cell].reused[usize::from(high) % BINS] += 0.25;
+        }
+        cells
+    }
+
+    /// A refresh visited all cells, up to 4,096, three times in one request.
+    #[test]
+    fn a_refresh_in_parts_has_the_result_of_one_at_once() {
+        let (mut at_once, mut in_parts) = (Hazard::default(), Hazard::default());
+        let (mut cells, mut others) = (many(&mut at_once), many(&mut in_parts));
+        let steps = 2 * at_once.classes() + 3 * usize::from(CELLS);
+        for _ in 0..3 {
+            at_once.begin_refresh();
+            assert!(at_once.refresh(&mut cells, 5000.0, &mut Visits::unlimited()));
+            in_parts.begin_refresh();
+            let mut parts = 1;
+            while !in_parts.refresh(&mut others, 5000.0, &mut Visits::default()) {
+                parts += 1;
+            }
+            assert_eq!(parts, steps.div_ceil(256));
+        }
+        assert!(!in_parts.is_refreshing());
+        assert_ne!(at_once.factors, [[1.0; OCTAVES]; FACTORS]);
+        assert_eq!(at_once.factors, in_parts.factors);
+        for (one, other) in at_once.classes.iter().zip(in_parts.classes.iter()) {
+            assert_eq!((one.name, one.rate), (other.name, other.rate));
+        }
+        let tables = |cells: &Cells| cells.cells.iter().map(|it| it.table).collect::<Vec<_>>();
+        assert_eq!(tables(&cells), tables(&others));
     }
 }

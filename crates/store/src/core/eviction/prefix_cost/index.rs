@@ -6,10 +6,13 @@
 //! an octave.
 
 use super::age::{BINS, PerBin, fraction, width};
+use crate::core::eviction::chunks::Chunks;
 
 /// Quarter octaves on each side of one: factors reach 16, priorities four times more.
 const STEPS: i32 = 24;
 const LEVELS: usize = 2 * STEPS as usize + 1;
+/// A chunk of 256 tables has 28 KiB.
+const TABLE_BITS: usize = 8;
 
 #[derive(Debug, Clone)]
 struct WorthTable {
@@ -22,7 +25,7 @@ struct WorthTable {
 /// The tables; each is computed at its first use after a refresh.
 #[derive(Debug, Default)]
 pub(super) struct WorthTables {
-    tables: Vec<WorthTable>,
+    tables: Chunks<WorthTable, TABLE_BITS>,
     refresh: u32,
 }
 
@@ -44,7 +47,14 @@ impl WorthTables {
     pub(super) fn grow(&mut self, classes: usize) {
         // One refresh behind, so that each new table is computed at its first use.
         let table = WorthTable { refresh: self.refresh.wrapping_sub(1), worth: [0.0; BINS + 1] };
-        self.tables.resize(classes * LEVELS, table);
+        while self.tables.len() < classes * LEVELS {
+            self.tables.push(table.clone());
+        }
+    }
+
+    /// Whether a table was computed before the last refresh.
+    pub(super) fn is_outdated(&self, table: u32) -> bool {
+        self.tables[table as usize].refresh != self.refresh
     }
 
     /// Computes a table from the rates of its class, if it is outdated.
@@ -66,7 +76,7 @@ impl WorthTables {
     }
 
     pub(super) fn memory_bytes(&self) -> usize {
-        self.tables.capacity() * size_of::<WorthTable>()
+        self.tables.memory_bytes()
     }
 }
 

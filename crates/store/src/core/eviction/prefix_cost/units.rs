@@ -26,6 +26,7 @@ const UNLINKED: Links = Links { older: NONE, newer: NONE };
 
 /// Blocks last used by the same request.
 #[derive(Debug, Clone)]
+#[expect(clippy::struct_excessive_bools, reason = "facts that do not exclude each other")]
 pub(super) struct Unit {
     /// The time of that request, in seconds.
     pub(super) at: f64,
@@ -45,6 +46,10 @@ pub(super) struct Unit {
     pub(super) turn: u8,
     /// Whether it is in its cell's list of units with an eviction candidate.
     pub(super) is_listed: bool,
+    /// Whether it counts in its cell and its bin. False while its request is not finished.
+    pub(super) is_counted: bool,
+    /// Whether a request that is not finished adds blocks to it.
+    is_held: bool,
     /// Whether it waits for the request that is expected to use it, and is in no cell's list.
     is_waiting: bool,
     in_bin: Links,
@@ -104,17 +109,30 @@ impl Units {
         blocks: u32,
         (turn, request_blocks): (u8, u32),
     ) -> u32 {
+        let index = self.hold_new(at, (turn, request_blocks));
+        let unit = &mut self[index];
+        unit.is_held = false;
+        (unit.live, unit.initial) = (blocks, blocks);
+        self.count(cells, index, cell, at);
+        index
+    }
+
+    /// Adds an empty unit to which a request adds blocks. It is in no cell before [`Self::count`],
+    /// and stays until [`Self::end_hold`].
+    pub(super) fn hold_new(&mut self, at: f64, (turn, request_blocks): (u8, u32)) -> u32 {
         let unit = Unit {
             at,
             expected_until: 0.0,
             blocks: BlockList::default(),
-            live: blocks,
-            initial: blocks,
+            live: 0,
+            initial: 0,
             request_blocks,
-            cell,
+            cell: 0,
             bin: 0,
             turn,
             is_listed: false,
+            is_counted: false,
+            is_held: true,
             is_waiting: false,
             in_bin: UNLINKED,
             in_cell: UNLINKED,
@@ -125,10 +143,39 @@ impl Units {
             u32::try_from(self.table.len() - 1).expect("UNITS_MAX is below u32::MAX")
         });
         self[index] = unit;
-        self.push_bin(index);
-        // The weight of a unit is one; each of its blocks has an equal share of it.
-        cells.cells[usize::from(cell)].weigh(0, 1.0, at, at);
         index
+    }
+
+    /// Counts a unit in a cell from `at` on, the latest time so far.
+    pub(super) fn count(&mut self, cells: &mut Cells, index: u32, cell: u16, at: f64) {
+        let unit = &mut self[index];
+        unit.is_counted = true;
+        unit.at = at;
+        unit.cell = cell;
+        // The weight of a unit is one; each of its blocks has an equal share of it.
+        let weight = unit.weight();
+        self.push_bin(index);
+        cells.cells[usize::from(cell)].weigh(0, weight, at, at);
+    }
+
+    /// A request adds no more blocks to a unit. Returns whether the unit stays: its blocks may all
+    /// have been removed since.
+    pub(super) fn end_hold(&mut self, cells: &mut Cells, index: u32) -> bool {
+        self[index].is_held = false;
+        let stays = self[index].live > 0;
+        if !stays {
+            self.free(cells, index);
+        }
+        stays
+    }
+
+    /// Frees a unit that no mark names any more, because `live` counts the blocks that do.
+    fn free(&mut self, cells: &mut Cells, index: u32) {
+        self.unlist(cells, index);
+        if self[index].is_counted {
+            self.remove_bin(index);
+        }
+        self.free.push(index);
     }
 
     /// Number of units.
@@ -195,13 +242,13 @@ impl Units {
         // A share of the first number of blocks: so the shares of all blocks add up to one.
         let share = f64::from(blocks) / f64::from(unit.initial);
         unit.live -= blocks;
-        let (cell, bin, live) = (unit.cell, unit.bin, unit.live);
-        cells.cells[usize::from(cell)].weigh(usize::from(bin), -share, now, now);
-        // No mark names the unit any more, because `live` counts the blocks that do.
-        if live == 0 {
-            self.unlist(cells, index);
-            self.remove_bin(index);
-            self.free.push(index);
+        let (cell, bin) = (unit.cell, unit.bin);
+        let is_unused = unit.live == 0 && !unit.is_held;
+        if unit.is_counted {
+            cells.cells[usize::from(cell)].weigh(usize::from(bin), -share, now, now);
+        }
+        if is_unused {
+            self.free(cells, index);
         }
     }
 
@@ -271,7 +318,7 @@ impl Units {
     /// Adds a unit to its cell's list as the newest.
     pub(super) fn list(&mut self, cells: &mut Cells, index: u32) {
         let unit = &self[index];
-        if unit.is_listed || unit.is_waiting {
+        if unit.is_listed || unit.is_waiting || !unit.is_counted {
             return;
         }
         let bin = usize::from(unit.bin);
@@ -318,6 +365,12 @@ impl Units {
         if ends.0 == NONE {
             cell.occupied &= !(1 << bin);
         }
+    }
+
+    /// Remembered blocks of all units.
+    #[cfg(test)]
+    pub(super) fn live(&self) -> usize {
+        self.table.iter().map(|unit| unit.live as usize).sum()
     }
 
     pub(super) fn memory_bytes(&self) -> usize {
