@@ -133,7 +133,8 @@ pub(crate) struct Ledger {
     /// The place of each key's record, by the key's index.
     place_of: Chunks<u32>,
     tiers: LedgerTiers,
-    /// The place of each record's continuation, by the record's place. Empty until one is needed.
+    /// The place of each record's continuation, by the record's place. Empty if no record of this
+    /// run can have one.
     continuation_of: Vec<u32>,
     full_drops: u64,
     /// Whether the files are marked as holding blocks.
@@ -211,6 +212,8 @@ impl Ledger {
     }
 
     fn set_continuation(&mut self, place: u32, continuation: u32) {
+        // Only at the start: a recovered record may have a continuation although no stage of this
+        // pipeline needs one.
         if self.continuation_of.is_empty() {
             self.continuation_of.resize(self.table.block_count as usize, NO_PLACE);
         }
@@ -376,6 +379,10 @@ impl WarmPool {
         let is_zero = |place: &[AtomicU64]| place[0].load(Ordering::Relaxed) == 0;
         let free_blocks = free(table.block_count, &|place| is_zero(table.block(place)));
         let free_held = free(table.held_count, &|place| is_zero(table.held(place)));
+        // Now: later it would grow in one hold of the store's lock.
+        let has_continuations = (0..stages.len()).any(|stage| tiers.of(stage) >= INLINE_TIERS);
+        let places = if has_continuations { table.block_count as usize } else { 0 };
+        let continuation_of = vec![NO_PLACE; places];
         let table = Arc::new(table);
         let holders = Holders::new(Arc::clone(&table), free_held, recovered.kept);
         let stats = WarmStats { rejected_records: recovered.rejected, ..WarmStats::default() };
@@ -386,7 +393,7 @@ impl WarmPool {
                 free: free_blocks,
                 place_of: Chunks::default(),
                 tiers,
-                continuation_of: Vec::new(),
+                continuation_of,
                 full_drops: 0,
                 is_used,
             },
