@@ -367,7 +367,10 @@ impl StoreCore {
                     state.awaited.begin(place);
                     puts.awaited.push((index, place));
                 }
-                Some(PutOutcome::Stored)
+                // A present key keeps the lifetime of its first put, as if its bytes could be read.
+                let outcome =
+                    if known.is_some() { PutOutcome::Present } else { PutOutcome::Stored };
+                Some(outcome)
             }
         };
     }
