@@ -53,8 +53,8 @@ impl Additions {
         }
     }
 
-    /// The content that the latest queued addition of a key names, and the key under which its bytes
-    /// are read until then.
+    /// The content that the latest queued addition of a key names, and the key under which its
+    /// bytes are read until then.
     pub(crate) fn latest_of(&self, key: &BlockKey) -> Option<(Place, BlockKey)> {
         self.pending.get(key).map(|pending| (pending.place, pending.via))
     }

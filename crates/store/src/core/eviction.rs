@@ -16,6 +16,7 @@ mod prefix_cost;
 mod request;
 mod s3_fifo;
 mod search;
+mod visits;
 mod waterfall;
 
 use std::fmt;
@@ -25,7 +26,7 @@ pub use cascade_tier::{Hints, Priority, StopReason};
 
 use crate::PolicyKind;
 pub use arc::Arc;
-pub use blocks::{BLOCKS_MAX, BlockList, BlockTable, Incoming, ParkReason, Slot};
+pub use blocks::{BLOCKS_MAX, BlockList, BlockTable, Incoming, ParkReason, Search, Slot};
 pub use ghosts::Ghosts;
 pub use lru::Lru;
 pub use prefix_cost::PrefixCost;
@@ -33,7 +34,7 @@ pub use request::{ChainPart, ChainProgress};
 pub use s3_fifo::S3Fifo;
 use search::NoAncestor;
 pub(crate) use search::{AncestorSearch, Verdict, VictimSearch};
-pub use search::{Search, Visits};
+pub use visits::Visits;
 pub use waterfall::Waterfall;
 
 /// One block of a requested chain.

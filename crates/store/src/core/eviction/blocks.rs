@@ -6,13 +6,24 @@ mod parking;
 mod tests;
 
 use super::chunks::Chunks;
-use super::{RequestedBlock, Search, Visits};
+use super::{RequestedBlock, Visits};
 pub(super) use adoption::ChainWalk;
 pub use parking::ParkReason;
 
 /// The place of a resident block in the table; reused once the block is removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Slot(u32);
+
+/// Result of a policy's search for a victim.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Search {
+    /// The first candidate. It stays until it is removed.
+    Found(Slot),
+    /// The visits are used up; the next call goes on.
+    Unfinished,
+    /// There is no candidate.
+    None,
+}
 
 /// No slot: the end of a list, or a block without parent.
 const NONE: u32 = u32::MAX;

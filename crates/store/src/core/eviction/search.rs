@@ -5,69 +5,11 @@ mod tests;
 
 use std::time::Duration;
 
-use super::{Eviction, EvictionChoice, Incoming, ParkReason, RemovalReason, Slot};
-
-/// Most candidates that searches visit in one hold of the store's lock.
-pub(super) const VISITS_PER_HOLD: usize = 256;
+use super::visits::VISITS_PER_HOLD;
+use super::{Eviction, EvictionChoice, Incoming, ParkReason, RemovalReason, Search, Slot};
 
 /// Most blocks that one search for an ancestor visits.
 const ANCESTORS_MAX: usize = 4096;
-
-/// How many blocks searches and requests may still visit before the lock is released.
-#[derive(Debug, Clone, Copy)]
-pub struct Visits {
-    left: usize,
-    /// Blocks visited since the start.
-    total: u64,
-}
-
-impl Default for Visits {
-    fn default() -> Self {
-        Self { left: VISITS_PER_HOLD, total: 0 }
-    }
-}
-
-impl Visits {
-    /// Counts some visits. False if fewer are left.
-    pub fn take(&mut self, visits: usize) -> bool {
-        let Some(left) = self.left.checked_sub(visits) else { return false };
-        self.left = left;
-        self.total += visits as u64;
-        true
-    }
-
-    /// As many as a caller without a lock wants.
-    pub(crate) fn unlimited() -> Self {
-        Self { left: usize::MAX, total: 0 }
-    }
-
-    /// As many as a hold has left that did other work before.
-    pub(crate) fn limited(left: usize) -> Self {
-        Self { left, total: 0 }
-    }
-
-    /// Counts visits that were made already, also if fewer were left.
-    pub(super) fn spend(&mut self, visits: usize) {
-        self.left = self.left.saturating_sub(visits);
-        self.total += visits as u64;
-    }
-
-    /// Blocks visited since the start.
-    pub(crate) fn total(&self) -> u64 {
-        self.total
-    }
-}
-
-/// Result of a policy's search for a victim.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Search {
-    /// The first candidate. It stays until it is removed.
-    Found(Slot),
-    /// The visits are used up; the next call goes on.
-    Unfinished,
-    /// There is no candidate.
-    None,
-}
 
 /// Whether a candidate may be evicted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

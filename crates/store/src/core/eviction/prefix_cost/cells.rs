@@ -10,8 +10,10 @@ use foldhash::fast::RandomState;
 
 use super::age::{BINS, PerBin, width};
 use super::features::Features;
-use super::units::NONE;
 use crate::core::eviction::chunks::Chunks;
+
+/// No unit: the end of a list.
+pub(super) const NONE: u32 = u32::MAX;
 
 /// Default number of cells beyond which new ones use coarser features.
 const CELLS_MAX: usize = 4096;

@@ -5,9 +5,9 @@
 //! request in one hold. A block is always in one unit: it moves to the new one when it leaves the
 //! former one, and the new one is *held* and not counted until all blocks have left.
 
+use super::cells::NONE;
 use super::features::{RequestShape, apply_hints, fan_bucket, features};
 use super::mark::{FAN_MAX, Mark};
-use super::units::NONE;
 use super::{
     BlockTable, ChainPart, Hints, Look, PENDING_MAX, PENDING_MIN, PrefixCost, Slot, Visits,
 };

@@ -3,12 +3,10 @@
 use std::collections::BTreeSet;
 
 use super::age::{BINS, EDGES};
-use super::cells::Cells;
+use super::cells::{Cells, NONE};
 use crate::core::eviction::BlockList;
 use crate::core::eviction::chunks::Chunks;
 
-/// No unit: the end of a list.
-pub(super) const NONE: u32 = u32::MAX;
 /// Most units: a [`super::mark::Mark`] has 25 bits for the number.
 pub(super) const UNITS_MAX: usize = 1 << 25;
 
