@@ -8,7 +8,7 @@ use std::time::Duration;
 use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId, TenantSecret};
 use cascade_memory::{HugePages, Pool, PoolConfig, Slab};
 use cascade_runtime::{Deadline, SystemClock};
-use cascade_tier::tier::StageError;
+use cascade_tier::tier::TierError;
 
 use crate::{Address, BlockFacts, BlockFiles, DiskError, Load, LoadOutcome, Recovery};
 
@@ -399,7 +399,7 @@ pub fn invalid_requests_fail_alone(reopen: &mut Reopen<'_>) {
     assert!(wrong_key.iter().all(|outcome| matches!(outcome, LoadOutcome::Gone)), "{wrong_key:?}");
     let wrong_length = StoredBlock { length: 4096, ..two };
     let outcome = read_as(files.as_ref(), &pool, &[(key(2), wrong_length)]).remove(0);
-    assert!(matches!(outcome, LoadOutcome::Failed(StageError::Failed(_))), "{outcome:?}");
+    assert!(matches!(outcome, LoadOutcome::Failed(TierError::Failed(_))), "{outcome:?}");
     let nowhere = StoredBlock { address: Address(u64::MAX - 12345), ..one };
     assert_gone(files.as_ref(), &pool, &[StoredBlock { address: nowhere.address, ..one }]);
     let (meta_one, slab) = block(&pool, 3, 4096);

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use cascade_block::with_causes;
 use cascade_runtime::Deadline;
-use cascade_tier::tier::{NotErased, StageEraseReport};
+use cascade_tier::tier::{EraseOutcome, NotErased};
 
 use crate::io::{FileIo, FileOperations};
 use crate::{DiskError, manifests};
@@ -14,7 +14,7 @@ use crate::{DiskError, manifests};
 /// exposes; an SSD or a copy-on-write file system may keep older copies (`docs/security.md`).
 #[derive(Debug, Default)]
 pub(crate) struct Erasure {
-    pub(crate) report: StageEraseReport,
+    pub(crate) report: EraseOutcome,
 }
 
 impl Erasure {

@@ -4,7 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use cascade_tier::tier::StageError;
+use cascade_tier::tier::TierError;
 use thiserror::Error;
 
 use crate::format::FORMAT_VERSION;
@@ -120,7 +120,7 @@ pub enum DiskError {
 }
 
 /// How the store reacts to an error of a call.
-impl From<DiskError> for StageError {
+impl From<DiskError> for TierError {
     fn from(error: DiskError) -> Self {
         match error {
             // Space freed by reclaim is also free on the device.

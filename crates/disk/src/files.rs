@@ -7,14 +7,14 @@ use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId};
 use cascade_memory::{Pool, Slab};
 use cascade_runtime::{Clock, Deadline, Mutex, MutexGuard, RwLock};
 use cascade_tier::TierName;
-use cascade_tier::tier::{LoadQueue, Stage, StageStats, load_list};
+use cascade_tier::tier::{LoadQueue, Tier, TierStats, load_list};
 
 use crate::io::FileIo;
 use crate::per_block::PerBlockFiles;
 use crate::segments::SegmentFiles;
 use crate::{
-    Address, BlockFacts, BlockFiles, DiskError, FileLayout, FilesConfig, IoEngine, Load,
-    LoadOutcome, MakeRoomOutcome, Recovery, StageEraseReport, StageError, StoredManifest,
+    Address, BlockFacts, BlockFiles, DiskError, EraseOutcome, FileLayout, FilesConfig, IoEngine,
+    Load, LoadOutcome, MakeRoomOutcome, Recovery, StoredManifest, TierError,
 };
 
 /// Stores blocks in files.
@@ -111,9 +111,9 @@ impl FilesTier {
         }
     }
 
-    fn files(&self) -> Result<Arc<dyn BlockFiles>, StageError> {
+    fn files(&self) -> Result<Arc<dyn BlockFiles>, TierError> {
         let files = self.files.read().unwrap_or_else(PoisonError::into_inner);
-        files.clone().ok_or(StageError::Closed)
+        files.clone().ok_or(TierError::Closed)
     }
 
     fn alias_locations(&self) -> MutexGuard<'_, BTreeMap<BlockKey, AliasLocation>> {
@@ -183,7 +183,7 @@ fn place_of(
     other.map_or(address, |other| other.place)
 }
 
-impl Stage for FilesTier {
+impl Tier for FilesTier {
     fn name(&self) -> TierName {
         self.name
     }
@@ -200,7 +200,7 @@ impl Stage for FilesTier {
         &self,
         batch: Vec<(BlockFacts, Slab)>,
         deadline: Deadline,
-    ) -> Vec<Result<Address, StageError>> {
+    ) -> Vec<Result<Address, TierError>> {
         let files = match self.files() {
             Ok(files) => files,
             Err(error) => return batch.iter().map(|_| Err(error.clone())).collect(),
@@ -214,7 +214,7 @@ impl Stage for FilesTier {
         }
         let batch = batch.into_iter().map(|(facts, slab)| (self.written(&facts), slab)).collect();
         let results = files.append(batch, deadline).into_iter();
-        results.map(|result| result.map_err(StageError::from)).collect()
+        results.map(|result| result.map_err(TierError::from)).collect()
     }
 
     fn load(&self, batch: Vec<Load>, deadline: Deadline) -> Vec<LoadOutcome> {
@@ -236,7 +236,7 @@ impl Stage for FilesTier {
         &self,
         batch: Vec<(BlockFacts, Address)>,
         deadline: Deadline,
-    ) -> Result<(), StageError> {
+    ) -> Result<(), TierError> {
         let files = self.files()?;
         let metas: Vec<_> =
             batch.iter().map(|(facts, address)| (self.written(facts), *address)).collect();
@@ -261,7 +261,7 @@ impl Stage for FilesTier {
         failure
     }
 
-    fn remove(&self, batch: &[(BlockKey, Address)], deadline: Deadline) -> Result<(), StageError> {
+    fn remove(&self, batch: &[(BlockKey, Address)], deadline: Deadline) -> Result<(), TierError> {
         let places: Vec<_> = {
             let alias_locations = self.alias_locations();
             let place = |(key, address): &(BlockKey, Address)| {
@@ -269,7 +269,7 @@ impl Stage for FilesTier {
             };
             batch.iter().map(place).collect()
         };
-        self.files()?.remove(&places, deadline).map_err(StageError::from)?;
+        self.files()?.remove(&places, deadline).map_err(TierError::from)?;
         // Only now: a removal that failed is tried again.
         let mut alias_locations = self.alias_locations();
         for (key, place) in &places {
@@ -284,10 +284,9 @@ impl Stage for FilesTier {
         &self,
         keep: &mut dyn FnMut(&BlockKey, Address) -> bool,
         deadline: Deadline,
-    ) -> Result<MakeRoomOutcome, StageError> {
+    ) -> Result<MakeRoomOutcome, TierError> {
         let mut keeps = |meta: &BlockFacts, address| keep(&meta.key, address);
-        let mut reclaimed =
-            self.files()?.reclaim(&mut keeps, deadline).map_err(StageError::from)?;
+        let mut reclaimed = self.files()?.reclaim(&mut keeps, deadline).map_err(TierError::from)?;
         let mut alias_locations = self.alias_locations();
         // The store knows only the shared address: the places of aliases are updated here.
         for (key, old, new) in &reclaimed.moved {
@@ -322,16 +321,16 @@ impl Stage for FilesTier {
         live
     }
 
-    fn flush(&self, deadline: Deadline) -> Result<(), StageError> {
-        self.files()?.checkpoint(deadline).map_err(StageError::from)
+    fn flush(&self, deadline: Deadline) -> Result<(), TierError> {
+        self.files()?.checkpoint(deadline).map_err(TierError::from)
     }
 
-    fn register(&self, namespace: &Namespace, deadline: Deadline) -> Result<(), StageError> {
-        self.files()?.register_manifest(namespace, deadline).map_err(StageError::from)
+    fn register(&self, namespace: &Namespace, deadline: Deadline) -> Result<(), TierError> {
+        self.files()?.register_manifest(namespace, deadline).map_err(TierError::from)
     }
 
-    fn manifests(&self, deadline: Deadline) -> Result<Vec<(NamespaceId, Manifest)>, StageError> {
-        let stored = self.files()?.manifests(deadline).map_err(StageError::from)?;
+    fn manifests(&self, deadline: Deadline) -> Result<Vec<(NamespaceId, Manifest)>, TierError> {
+        let stored = self.files()?.manifests(deadline).map_err(TierError::from)?;
         let good = |stored| match stored {
             StoredManifest::Valid { namespace, manifest } => Some((namespace, manifest)),
             // `cascade inspect` reports damaged ones.
@@ -340,25 +339,25 @@ impl Stage for FilesTier {
         Ok(stored.into_iter().filter_map(good).collect())
     }
 
-    fn probe(&self, deadline: Deadline) -> Result<(), StageError> {
-        match self.files()?.probe_device(deadline).map_err(StageError::from) {
+    fn probe(&self, deadline: Deadline) -> Result<(), TierError> {
+        match self.files()?.probe_device(deadline).map_err(TierError::from) {
             // A full device responds, and its blocks can be read.
-            Err(StageError::Full) => Ok(()),
+            Err(TierError::Full) => Ok(()),
             result => result,
         }
     }
 
-    fn probe_reads(&self, deadline: Deadline) -> Result<(), StageError> {
-        self.files()?.probe_reads(deadline).map_err(StageError::from)
+    fn probe_reads(&self, deadline: Deadline) -> Result<(), TierError> {
+        self.files()?.probe_reads(deadline).map_err(TierError::from)
     }
 
     fn stuck_calls(&self) -> u64 {
         self.files().map_or(0, |files| files.stats().stuck_calls)
     }
 
-    fn erase(&self, deadline: Deadline) -> Result<StageEraseReport, StageError> {
+    fn erase(&self, deadline: Deadline) -> Result<EraseOutcome, TierError> {
         self.alias_locations().clear();
-        self.files()?.erase(deadline).map_err(StageError::from)
+        self.files()?.erase(deadline).map_err(TierError::from)
     }
 
     fn close(&self) {
@@ -366,10 +365,10 @@ impl Stage for FilesTier {
         self.files.write().unwrap_or_else(PoisonError::into_inner).take();
     }
 
-    fn stats(&self) -> StageStats {
+    fn stats(&self) -> TierStats {
         let Ok(files) = self.files() else {
             let notes = vec!["closed".to_owned()];
-            return StageStats { capacity_bytes: self.capacity_bytes, notes, ..Default::default() };
+            return TierStats { capacity_bytes: self.capacity_bytes, notes, ..Default::default() };
         };
         let stats = files.stats();
         let mut notes = Vec::new();
@@ -394,7 +393,7 @@ impl Stage for FilesTier {
             notes.push(format!("found {damaged} damaged footers since the opening"));
         }
         notes.extend(files.problems());
-        StageStats {
+        TierStats {
             used_bytes: stats.used_bytes,
             capacity_bytes: self.capacity_bytes,
             files: stats.files,

@@ -26,8 +26,7 @@ mod segments;
 mod tier;
 
 pub use cascade_tier::tier::{
-    Address, BlockFacts, Load, LoadOutcome, MakeRoomOutcome, NotErased, StageEraseReport,
-    StageError,
+    Address, BlockFacts, EraseOutcome, Load, LoadOutcome, MakeRoomOutcome, NotErased, TierError,
 };
 pub use config::{FileLayout, FilesConfig, IoEngine};
 pub use error::DiskError;

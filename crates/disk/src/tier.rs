@@ -8,7 +8,7 @@ use cascade_runtime::Deadline;
 use cascade_tier::tier::{LoadQueue, load_list};
 
 use crate::{
-    Address, BlockFacts, DiskError, Load, LoadOutcome, MakeRoomOutcome, StageEraseReport,
+    Address, BlockFacts, DiskError, EraseOutcome, Load, LoadOutcome, MakeRoomOutcome,
     StoredManifest,
 };
 
@@ -166,7 +166,7 @@ pub trait BlockFiles: Send + Sync + fmt::Debug {
 
     /// Overwrites and removes every file of the tier: blocks, checkpoint, manifests. The tier is
     /// empty and usable afterwards. The result lists files that could not be erased.
-    fn erase(&self, deadline: Deadline) -> Result<StageEraseReport, DiskError>;
+    fn erase(&self, deadline: Deadline) -> Result<EraseOutcome, DiskError>;
 
     /// Bytes that the files use on the device.
     fn used_bytes(&self) -> u64;

@@ -18,7 +18,7 @@ use cascade_disk::io::{
     UringEngine,
 };
 use cascade_disk::{
-    Address, DiskError, FileLayout, FilesConfig, IoEngine, Load, LoadOutcome, StageError, open,
+    Address, DiskError, FileLayout, FilesConfig, IoEngine, Load, LoadOutcome, TierError, open,
 };
 use cascade_runtime::{Deadline, SystemClock};
 use rustix::fs::{CWD, FileType, Mode, mknodat};
@@ -80,7 +80,7 @@ fn a_hung_call_returns_at_its_deadline_and_other_calls_work() {
     let slab = pool.allocate(5000).unwrap();
     let request = Load { address, key: key(2), slab };
     let outcome = files.read(vec![request], short_deadline()).remove(0);
-    let is_late = matches!(outcome, LoadOutcome::Failed(StageError::Timeout));
+    let is_late = matches!(outcome, LoadOutcome::Failed(TierError::Timeout));
     assert!(is_late, "{outcome:?}");
     let removed = files.remove(&[(key(2), address)], short_deadline());
     assert!(matches!(removed, Err(DiskError::Timeout { .. })), "{removed:?}");

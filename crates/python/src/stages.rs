@@ -11,7 +11,7 @@ use cascade_runtime::SystemClock;
 use cascade_store::stages::{RecordAnswer, RecordStage, Records, StageContext, StageRegistry};
 use cascade_store::{BlockStore, Pipeline, StoreConfig, intern};
 use cascade_tier::conformance::tier as conformance;
-use cascade_tier::tier::{Stage, StageError};
+use cascade_tier::tier::{Tier, TierError};
 use pyo3::exceptions::{PyAssertionError, PyBufferError, PyRuntimeError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyMemoryView, PyTuple};
@@ -261,13 +261,13 @@ impl PyStageCall {
     /// Reports that the stage is full.
     fn overflow(&mut self, py: Python<'_>) -> PyResult<()> {
         drop(self.release(py));
-        self.complete(Err(StageError::Full))
+        self.complete(Err(TierError::Full))
     }
 
     /// Reports a failure and its reason.
     fn fail(&mut self, py: Python<'_>, reason: String) -> PyResult<()> {
         drop(self.release(py));
-        self.complete(Err(StageError::Failed(Arc::new(std::io::Error::other(reason)))))
+        self.complete(Err(TierError::Failed(Arc::new(std::io::Error::other(reason)))))
     }
 }
 
@@ -318,7 +318,7 @@ impl PyStageCall {
         buffer.bind(py).borrow_mut().take()
     }
 
-    fn complete(&mut self, answer: Result<RecordAnswer, StageError>) -> PyResult<()> {
+    fn complete(&mut self, answer: Result<RecordAnswer, TierError>) -> PyResult<()> {
         let call = self.call.take();
         let call = call.ok_or_else(|| PyRuntimeError::new_err("the call was already answered"))?;
         call.into_inner("stage")?.complete(answer);
@@ -372,7 +372,7 @@ fn open_one(
     make: &Py<PyAny>,
     context: &StageContext<'_>,
     started: &mut Vec<Py<PyStageCalls>>,
-) -> Result<Arc<dyn Stage>, String> {
+) -> Result<Arc<dyn Tier>, String> {
     let (calls, capacity_bytes) = Python::attach(|py| {
         let object = make.bind(py).call0()?;
         let stage = PythonStage::new("checked".to_owned(), object, &StageRegistry::default())?;

@@ -5,7 +5,7 @@ use cascade_store::{
     HealthState, ShadowFigure, ShadowRates, StageHealth, StoreCounters, StoreStats, TierHits,
     TierName,
 };
-use cascade_tier::tier::StageStats;
+use cascade_tier::tier::TierStats;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -138,7 +138,7 @@ fn stages_dict<'py>(py: Python<'py>, stats: &StoreStats) -> PyResult<Bound<'py, 
         set_fields!(
             one,
             stage,
-            StageStats {
+            TierStats {
                 used_bytes,
                 capacity_bytes,
                 files,

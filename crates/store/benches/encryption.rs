@@ -13,7 +13,7 @@ use cascade_runtime::{Clock, Deadline, SystemClock};
 use cascade_store::stages::{EncryptedStage, StageContext};
 use cascade_store::{EncryptionConfig, StoreConfig};
 use cascade_tier::tier::{
-    Address, BlockFacts, Load, LoadOutcome, MakeRoomOutcome, Stage, StageError, StageStats,
+    Address, BlockFacts, Load, LoadOutcome, MakeRoomOutcome, Tier, TierError, TierStats,
 };
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 
@@ -21,7 +21,7 @@ use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_m
 #[derive(Debug, Default)]
 struct Last(Mutex<HashMap<u64, Slab>>);
 
-impl Stage for Last {
+impl Tier for Last {
     fn name(&self) -> &'static str {
         "last"
     }
@@ -30,7 +30,7 @@ impl Stage for Last {
         &self,
         batch: Vec<(BlockFacts, Slab)>,
         _: Deadline,
-    ) -> Vec<Result<Address, StageError>> {
+    ) -> Vec<Result<Address, TierError>> {
         let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let keep = |(_, slab)| {
             kept.insert(0, slab);
@@ -48,11 +48,11 @@ impl Stage for Last {
         batch.into_iter().map(copy).collect()
     }
 
-    fn alias(&self, _: Vec<(BlockFacts, Address)>, _: Deadline) -> Result<(), StageError> {
+    fn alias(&self, _: Vec<(BlockFacts, Address)>, _: Deadline) -> Result<(), TierError> {
         Ok(())
     }
 
-    fn remove(&self, _: &[(BlockKey, Address)], _: Deadline) -> Result<(), StageError> {
+    fn remove(&self, _: &[(BlockKey, Address)], _: Deadline) -> Result<(), TierError> {
         Ok(())
     }
 
@@ -60,7 +60,7 @@ impl Stage for Last {
         &self,
         _: &mut dyn FnMut(&BlockKey, Address) -> bool,
         _: Deadline,
-    ) -> Result<MakeRoomOutcome, StageError> {
+    ) -> Result<MakeRoomOutcome, TierError> {
         Ok(MakeRoomOutcome::default())
     }
 
@@ -68,12 +68,12 @@ impl Stage for Last {
         Vec::new()
     }
 
-    fn flush(&self, _: Deadline) -> Result<(), StageError> {
+    fn flush(&self, _: Deadline) -> Result<(), TierError> {
         Ok(())
     }
 
-    fn stats(&self) -> StageStats {
-        StageStats::default()
+    fn stats(&self) -> TierStats {
+        TierStats::default()
     }
 }
 

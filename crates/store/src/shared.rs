@@ -10,7 +10,7 @@ use std::time::Duration;
 use cascade_block::FingerprintSeed;
 use cascade_memory::{Pool, Slab, SlabMut};
 use cascade_runtime::{Clock, Condvar, Deadline, LeafMutex, Mutex, random_u64};
-use cascade_tier::tier::{BlockFacts, StageError};
+use cascade_tier::tier::{BlockFacts, TierError};
 use cascade_tier::{CallOptions, StoreError, TierName};
 
 use crate::StoreConfig;
@@ -250,8 +250,7 @@ impl StoreCore {
         stage: usize,
         operation: &'static str,
     ) -> StoreError {
-        let source =
-            Arc::new(state.lower[stage].last_error.clone().unwrap_or(StageError::NoResult));
+        let source = Arc::new(state.lower[stage].last_error.clone().unwrap_or(TierError::NoResult));
         StoreError::Tier { tier: self.stages[stage].name(), operation, source }
     }
 
@@ -452,11 +451,7 @@ impl StoreCore {
 }
 
 /// The error of a stage as an error of the store.
-pub(crate) fn tier_error(
-    stage: &Guarded,
-    operation: &'static str,
-    error: StageError,
-) -> StoreError {
+pub(crate) fn tier_error(stage: &Guarded, operation: &'static str, error: TierError) -> StoreError {
     StoreError::Tier { tier: stage.name(), operation, source: Arc::new(error) }
 }
 

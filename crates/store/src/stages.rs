@@ -14,7 +14,7 @@ pub(crate) mod sources;
 
 pub use context::StageContext;
 pub use encryption::EncryptedStage;
-pub use fake::FakeStage;
+pub use fake::FakeTier;
 pub use files::{open_files, open_files_with};
 pub use pipeline::Pipeline;
 pub use records::{RecordAnswer, RecordBuffer, RecordCall, RecordStage, Records, UnsealedRecord};

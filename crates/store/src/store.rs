@@ -8,7 +8,7 @@ use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId};
 use cascade_memory::SlabMut;
 use cascade_runtime::thread::{Builder, JoinHandle};
 use cascade_runtime::{Clock, Deadline, Mutex, SystemClock};
-use cascade_tier::tier::StageError;
+use cascade_tier::tier::TierError;
 use cascade_tier::{
     CallOptions, GetOutcome, Put, PutOutcome, PutSlab, Request, StoreError, StoreStats, TierHits,
     TierName, ViewOutcome,
@@ -383,7 +383,7 @@ impl StoreInner {
         // In short holds, because the queues may be long.
         for stage in 0..self.core.stages.len() {
             let mut state = self.core.lock();
-            state = settle::fail_queue(&self.core, state, stage, &StageError::Timeout);
+            state = settle::fail_queue(&self.core, state, stage, &TierError::Timeout);
             while !state.cancel_key_changes(stage).is_empty() {
                 state = self.core.end_full_hold(state);
             }
@@ -394,7 +394,7 @@ impl StoreInner {
         let mut state = self.core.lock();
         state.is_closed = true;
         for stage in 0..self.core.stages.len() {
-            settle::settle_queue(&mut state, stage, &StageError::Timeout);
+            settle::settle_queue(&mut state, stage, &TierError::Timeout);
             // Otherwise the joins below could wait for a stage that hangs.
             self.core.stages[stage].end_all_waits();
             // Those that were queued since.

@@ -18,8 +18,7 @@ use cascade_store::{
     CallOptions, GetOutcome, HealthConfig, Store, StoreConfig, StoreError, TierName, ViewOutcome,
 };
 use cascade_tier::tier::{
-    Address, BlockFacts, Load, LoadOutcome, LoadQueue, MakeRoomOutcome, Stage, StageError,
-    StageStats,
+    Address, BlockFacts, Load, LoadOutcome, LoadQueue, MakeRoomOutcome, Tier, TierError, TierStats,
 };
 use late_clock::LateClock;
 use third_party::{MapStage, flush};
@@ -143,7 +142,7 @@ impl QueueStage {
             Fault::Gone => LoadOutcome::Gone,
             Fault::Damaged => LoadOutcome::Damaged,
             Fault::Fails => {
-                LoadOutcome::Failed(StageError::Failed(Arc::new(std::io::Error::other("injected"))))
+                LoadOutcome::Failed(TierError::Failed(Arc::new(std::io::Error::other("injected"))))
             }
             Fault::Never => return,
         };
@@ -160,7 +159,7 @@ impl QueueStage {
     }
 }
 
-impl Stage for QueueStage {
+impl Tier for QueueStage {
     fn name(&self) -> TierName {
         "queue"
     }
@@ -173,7 +172,7 @@ impl Stage for QueueStage {
         &self,
         batch: Vec<(BlockFacts, Slab)>,
         deadline: Deadline,
-    ) -> Vec<Result<Address, StageError>> {
+    ) -> Vec<Result<Address, TierError>> {
         self.map.store(batch, deadline)
     }
 
@@ -214,7 +213,7 @@ impl Stage for QueueStage {
             if stops {
                 self.clock.advance(TIMEOUT);
                 for (number, _) in in_flight {
-                    queue.ended(number, LoadOutcome::Failed(StageError::Timeout));
+                    queue.ended(number, LoadOutcome::Failed(TierError::Timeout));
                 }
                 return;
             }
@@ -224,11 +223,11 @@ impl Stage for QueueStage {
         }
     }
 
-    fn alias(&self, batch: Vec<(BlockFacts, Address)>, at: Deadline) -> Result<(), StageError> {
+    fn alias(&self, batch: Vec<(BlockFacts, Address)>, at: Deadline) -> Result<(), TierError> {
         self.map.alias(batch, at)
     }
 
-    fn remove(&self, batch: &[(BlockKey, Address)], at: Deadline) -> Result<(), StageError> {
+    fn remove(&self, batch: &[(BlockKey, Address)], at: Deadline) -> Result<(), TierError> {
         self.map.remove(batch, at)
     }
 
@@ -236,7 +235,7 @@ impl Stage for QueueStage {
         &self,
         keep: &mut dyn FnMut(&BlockKey, Address) -> bool,
         deadline: Deadline,
-    ) -> Result<MakeRoomOutcome, StageError> {
+    ) -> Result<MakeRoomOutcome, TierError> {
         self.map.make_room(keep, deadline)
     }
 
@@ -244,11 +243,11 @@ impl Stage for QueueStage {
         self.map.recover()
     }
 
-    fn flush(&self, deadline: Deadline) -> Result<(), StageError> {
+    fn flush(&self, deadline: Deadline) -> Result<(), TierError> {
         self.map.flush(deadline)
     }
 
-    fn stats(&self) -> StageStats {
+    fn stats(&self) -> TierStats {
         self.map.stats()
     }
 }

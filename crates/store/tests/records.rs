@@ -12,7 +12,7 @@ use cascade_runtime::{Clock, Deadline, SystemClock};
 use cascade_store::StoreConfig;
 use cascade_store::stages::{RecordAnswer, RecordCall, RecordStage, Records, StageContext};
 use cascade_tier::conformance::tier as conformance;
-use cascade_tier::tier::{Address, BlockFacts, Load, LoadOutcome, Stage, StageError};
+use cascade_tier::tier::{Address, BlockFacts, Load, LoadOutcome, Tier, TierError};
 
 const HEADER_BYTES: u64 = 160;
 
@@ -32,9 +32,9 @@ impl MapRecords {
         self.records.lock().unwrap()
     }
 
-    fn answer(&self, call: RecordCall) -> Result<RecordAnswer, StageError> {
+    fn answer(&self, call: RecordCall) -> Result<RecordAnswer, TierError> {
         if self.fails.load(Ordering::Relaxed) {
-            return Err(StageError::Failed(Arc::new(std::io::Error::other("injected"))));
+            return Err(TierError::Failed(Arc::new(std::io::Error::other("injected"))));
         }
         match call {
             RecordCall::Put { name, record } => {
@@ -42,7 +42,7 @@ impl MapRecords {
                 let device_bytes = self.device_bytes.load(Ordering::Relaxed);
                 let used: usize = self.map().values().map(Vec::len).sum();
                 if device_bytes > 0 && (used + record.len()) as u64 > device_bytes {
-                    return Err(StageError::Full);
+                    return Err(TierError::Full);
                 }
                 assert!(self.map().insert(name, record).is_none(), "a name is never used twice");
                 Ok(RecordAnswer::Done)
@@ -80,7 +80,7 @@ impl Records for MapRecords {
         &self,
         calls: Vec<RecordCall>,
         _deadline: Deadline,
-    ) -> Vec<Result<RecordAnswer, StageError>> {
+    ) -> Vec<Result<RecordAnswer, TierError>> {
         calls.into_iter().map(|call| self.answer(call)).collect()
     }
 }
@@ -96,29 +96,29 @@ impl Fixture {
         Self { records: Arc::default(), pool: conformance::pool() }
     }
 
-    fn open(&self, capacity_bytes: Option<u64>) -> Arc<dyn Stage> {
+    fn open(&self, capacity_bytes: Option<u64>) -> Arc<dyn Tier> {
         open(&self.records, capacity_bytes, &self.pool)
     }
 
-    fn store(&self, stage: &dyn Stage, n: u8, bytes: usize) -> Result<Address, StageError> {
+    fn store(&self, stage: &dyn Tier, n: u8, bytes: usize) -> Result<Address, TierError> {
         let mut slab = self.pool.allocate(bytes).unwrap();
         slab.fill(n);
         stage.store(vec![(facts(n, bytes), slab.seal())], deadline()).pop().unwrap()
     }
 
-    fn load(&self, stage: &dyn Stage, n: u8, address: Address, bytes: usize) -> LoadOutcome {
+    fn load(&self, stage: &dyn Tier, n: u8, address: Address, bytes: usize) -> LoadOutcome {
         let slab = self.pool.allocate(bytes).unwrap();
         stage.load(vec![Load { key: key(n), address, slab }], deadline()).pop().unwrap()
     }
 
-    fn assert_hit(&self, stage: &dyn Stage, n: u8, address: Address, byte: u8, bytes: usize) {
+    fn assert_hit(&self, stage: &dyn Tier, n: u8, address: Address, byte: u8, bytes: usize) {
         let loaded = self.load(stage, n, address, bytes);
         let is_right = matches!(&loaded, LoadOutcome::Hit(slab) if slab[..] == vec![byte; bytes]);
         assert!(is_right, "{n}: {loaded:?}");
     }
 }
 
-fn open(records: &Arc<MapRecords>, capacity_bytes: Option<u64>, pool: &Pool) -> Arc<dyn Stage> {
+fn open(records: &Arc<MapRecords>, capacity_bytes: Option<u64>, pool: &Pool) -> Arc<dyn Tier> {
     let config = StoreConfig { dram_bytes: 8 << 20, ..StoreConfig::default() };
     let clock: Arc<dyn Clock> = Arc::new(SystemClock);
     let context = StageContext { config: &config, pool, clock: &clock };
@@ -184,7 +184,7 @@ fn names_survive_a_restart_and_removed_names_do_not() {
         stage.alias(vec![(facts(n, 100), address)], deadline()).unwrap();
     }
     stage.remove(&[(key(1), address), (key(3), address)], deadline()).unwrap();
-    let named = |stage: &Arc<dyn Stage>| -> Vec<_> {
+    let named = |stage: &Arc<dyn Tier>| -> Vec<_> {
         stage.recover().into_iter().map(|(facts, at)| (facts.key, at)).collect()
     };
     let stage = fixture.open(None);
@@ -278,18 +278,18 @@ fn the_oldest_records_are_reclaimed_first() {
     let fixture = Fixture::new();
     let stage = fixture.open(Some(10 * (HEADER_BYTES + 100)));
     let addresses: Vec<_> = (0..10).map(|n| fixture.store(&*stage, n, 100).unwrap()).collect();
-    assert!(matches!(fixture.store(&*stage, 10, 100), Err(StageError::Full)));
+    assert!(matches!(fixture.store(&*stage, 10, 100), Err(TierError::Full)));
     let room = stage.make_room(&mut |key, _| *key == self::key(0), deadline()).unwrap();
     assert_eq!(room.dropped, [(key(1), addresses[1])]);
     assert_eq!(room.freed_bytes, HEADER_BYTES + 100);
     fixture.store(&*stage, 10, 100).unwrap();
     fixture.assert_hit(&*stage, 0, addresses[0], 0, 100);
     let declined = fixture.store(&*stage, 11, 5000);
-    assert!(matches!(declined, Err(StageError::Declined { bytes: 5000 })), "{declined:?}");
+    assert!(matches!(declined, Err(TierError::Declined { bytes: 5000 })), "{declined:?}");
     assert_eq!(stage.stats().used_bytes, stage.stats().capacity_bytes);
     // Reopened with a tenth of the capacity: one call frees the excess, too.
     let stage = fixture.open(Some(HEADER_BYTES + 100));
-    assert!(matches!(fixture.store(&*stage, 12, 100), Err(StageError::Full)));
+    assert!(matches!(fixture.store(&*stage, 12, 100), Err(TierError::Full)));
     stage.make_room(&mut |_, _| false, deadline()).unwrap();
     fixture.store(&*stage, 12, 100).unwrap();
     assert_eq!(fixture.records.map().len(), 1);
@@ -303,7 +303,7 @@ fn a_full_device_is_reclaimed_from() {
     for n in 0..3 {
         fixture.store(&*stage, n, 100).unwrap();
     }
-    assert!(matches!(fixture.store(&*stage, 3, 100), Err(StageError::Full)));
+    assert!(matches!(fixture.store(&*stage, 3, 100), Err(TierError::Full)));
     stage.probe(deadline()).unwrap();
     assert_eq!(stage.make_room(&mut |_, _| false, deadline()).unwrap().dropped.len(), 1);
     fixture.store(&*stage, 3, 100).unwrap();
@@ -316,7 +316,7 @@ fn a_failing_record_service_loses_nothing_and_fails_the_probe() {
     let address = fixture.store(&*stage, 1, 100).unwrap();
     let used_bytes = stage.stats().used_bytes;
     fixture.records.fails.store(true, Ordering::Relaxed);
-    assert!(matches!(fixture.store(&*stage, 2, 100), Err(StageError::Failed(_))));
+    assert!(matches!(fixture.store(&*stage, 2, 100), Err(TierError::Failed(_))));
     assert!(matches!(fixture.load(&*stage, 1, address, 100), LoadOutcome::Failed(_)));
     stage.alias(vec![(facts(3, 100), address)], deadline()).unwrap_err();
     stage.remove(&[(key(1), address)], deadline()).unwrap_err();

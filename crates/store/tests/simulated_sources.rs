@@ -22,7 +22,7 @@ use cascade_store::{
     StoreError, TierName, ViewOutcome,
 };
 use cascade_tier::source::{LocatedBlock, Source, SourceLimit};
-use cascade_tier::tier::{Address, BlockFacts, Load, LoadOutcome, LoadQueue, StageError};
+use cascade_tier::tier::{Address, BlockFacts, Load, LoadOutcome, LoadQueue, TierError};
 use third_party::MapStage;
 
 use blocks::{bytes_of, dram, keys};
@@ -71,13 +71,13 @@ fn blocks_by_key() -> &'static BTreeMap<BlockKey, Vec<u8>> {
     BLOCKS.get_or_init(|| keys(0..KEYS).into_iter().map(block).collect())
 }
 
-fn eio() -> StageError {
-    StageError::Failed(Arc::new(std::io::Error::other("injected")))
+fn eio() -> TierError {
+    TierError::Failed(Arc::new(std::io::Error::other("injected")))
 }
 
 impl RandomSource {
     /// Takes time: usually a little, seldom more than any call has.
-    fn work(limit: &SourceLimit<'_>) -> Result<(), StageError> {
+    fn work(limit: &SourceLimit<'_>) -> Result<(), TierError> {
         let most = match below(40) {
             0 => 2_000_000,
             1..4 => 300_000,
@@ -87,7 +87,7 @@ impl RandomSource {
         match below(60) {
             0 => panic!("injected"),
             1 | 2 => Err(eio()),
-            _ if limit.deadline.has_passed(&SystemClock) => Err(StageError::Timeout),
+            _ if limit.deadline.has_passed(&SystemClock) => Err(TierError::Timeout),
             _ => Ok(()),
         }
     }
@@ -118,7 +118,7 @@ impl Source for RandomSource {
         &self,
         keys: &[BlockKey],
         limit: &SourceLimit<'_>,
-    ) -> Result<Vec<Option<LocatedBlock>>, StageError> {
+    ) -> Result<Vec<Option<LocatedBlock>>, TierError> {
         Self::work(limit)?;
         let locate = |key: &BlockKey| {
             let bytes = &blocks_by_key()[key];
@@ -168,7 +168,7 @@ impl Source for RandomSource {
         }
     }
 
-    fn probe(&self, _: cascade_runtime::Deadline) -> Result<(), StageError> {
+    fn probe(&self, _: cascade_runtime::Deadline) -> Result<(), TierError> {
         if below(3) == 0 { Err(eio()) } else { Ok(()) }
     }
 }

@@ -4,13 +4,13 @@ mod third_party;
 
 use std::sync::Arc;
 
-use cascade_store::stages::FakeStage;
+use cascade_store::stages::FakeTier;
 use cascade_tier::conformance::tier as conformance;
 use third_party::MapStage;
 
 #[test]
 fn the_fake_stage_conforms() {
-    conformance::all(&conformance::pool(), &mut || Arc::new(FakeStage::default()));
+    conformance::all(&conformance::pool(), &mut || Arc::new(FakeTier::default()));
 }
 
 #[test]

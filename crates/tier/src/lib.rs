@@ -1,5 +1,5 @@
 //! Requests, outcomes, errors and statistics of calls, which the store, its tiers, the client and
-//! the wire share; the traits [`BlockStore`], [`tier::Stage`] and [`source::Source`], and a
+//! the wire share; the traits [`BlockStore`], [`tier::Tier`] and [`source::Source`], and a
 //! conformance suite for each.
 #![warn(clippy::disallowed_types)]
 

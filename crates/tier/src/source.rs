@@ -12,7 +12,7 @@ use cascade_block::BlockKey;
 use cascade_runtime::{Cancel, Deadline};
 
 use crate::TierName;
-use crate::tier::{Address, BlockFacts, Load, LoadOutcome, LoadQueue, StageError, next_loads};
+use crate::tier::{Address, BlockFacts, Load, LoadOutcome, LoadQueue, TierError, next_loads};
 
 pub use of_store::StoreSource;
 
@@ -53,7 +53,7 @@ pub trait Source: Send + Sync + fmt::Debug {
         &self,
         keys: &[BlockKey],
         limit: &SourceLimit<'_>,
-    ) -> Result<Vec<Option<LocatedBlock>>, StageError>;
+    ) -> Result<Vec<Option<LocatedBlock>>, TierError>;
 
     /// Fetches blocks; one result for each, in order. A block that it no longer has is
     /// [`LoadOutcome::Gone`], never other bytes.
@@ -74,7 +74,7 @@ pub trait Source: Send + Sync + fmt::Debug {
             }
             let mut outcomes = self.fetch(batch, limit).into_iter();
             for number in numbers {
-                let missing = || LoadOutcome::Failed(StageError::NoResult);
+                let missing = || LoadOutcome::Failed(TierError::NoResult);
                 queue.ended(number, outcomes.next().unwrap_or_else(missing));
             }
         }
@@ -82,7 +82,7 @@ pub trait Source: Send + Sync + fmt::Debug {
 
     /// Whether it can be reached, without any block. Called while the source is idle, and while its
     /// circuit is open: success closes the circuit.
-    fn probe(&self, deadline: Deadline) -> Result<(), StageError>;
+    fn probe(&self, deadline: Deadline) -> Result<(), TierError>;
 
     /// Number of its own calls still running after their deadline.
     fn stuck_calls(&self) -> u64 {

@@ -4,7 +4,7 @@ use cascade_memory::PoolStats;
 use serde::{Deserialize, Serialize};
 
 use crate::names::{by_tier, tier_name};
-use crate::tier::StageStats;
+use crate::tier::TierStats;
 use crate::{PutOutcome, StageHealth, TierName};
 
 /// Counters since the store was opened.
@@ -186,7 +186,7 @@ pub struct StoreStats {
     pub pool: PoolStats,
     /// Statistics of the lower stages, fast to slow.
     #[serde(deserialize_with = "by_tier")]
-    pub stages: Vec<(TierName, StageStats)>,
+    pub stages: Vec<(TierName, TierStats)>,
     /// Distinct contents in each lower stage, in the same order.
     pub stage_blocks: Vec<u64>,
     /// Health of the lower stages, in the same order.

@@ -1,7 +1,7 @@
-//! Stages: the tiers below DRAM in a pipeline, behind one small trait.
+//! The tiers below DRAM in a pipeline, behind one small trait.
 //!
-//! A stage keeps bytes at its own addresses and answers in batches. The store decides which blocks
-//! are stored, kept and removed. To add a stage: implement [`Stage`], run
+//! A tier keeps bytes at its own addresses and answers in batches. The store decides which blocks
+//! are stored, kept and removed. To add a tier: implement [`Tier`], run
 //! [`crate::conformance::tier`] over it, register it in the `StageRegistry` of the store.
 
 use std::error::Error;
@@ -16,7 +16,7 @@ use thiserror::Error;
 
 use crate::TierName;
 
-/// A block's properties besides its bytes; a persistent stage returns them after a restart.
+/// A block's properties besides its bytes; a persistent tier returns them after a restart.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BlockFacts {
     /// Its key.
@@ -47,7 +47,7 @@ impl BlockFacts {
 /// One block to read, and the slab to read it into.
 #[derive(Debug)]
 pub struct Load {
-    /// The block that the store expects at the address; the stage checks it.
+    /// The block that the store expects at the address; the tier checks it.
     pub key: BlockKey,
     /// Where it is stored.
     pub address: Address,
@@ -60,20 +60,20 @@ pub struct Load {
 pub enum LoadOutcome {
     /// The slab holds the block's bytes, checked.
     Hit(SlabMut),
-    /// The stage no longer has it: reclaimed, or it keeps only names.
+    /// The tier no longer has it: reclaimed, or it keeps only names.
     Gone,
     /// The block is damaged: the store forgets the address and counts it.
     Damaged,
-    /// The stage failed; it may still have the block.
-    Failed(StageError),
+    /// The tier failed; it may still have the block.
+    Failed(TierError),
 }
 
-/// The blocks of one load, from the store to a stage and back.
+/// The blocks of one load, from the store to a tier and back.
 ///
-/// The stage takes the next block when it has capacity, and gives each back as it ends, while
-/// others are in flight. The store can thus copy a block while the stage reads the next ones. All
-/// methods are called in the thread that called [`Stage::load_each`], with no lock held that any
-/// call to the stage takes.
+/// The tier takes the next block when it has capacity, and gives each back as it ends, while
+/// others are in flight. The store can thus copy a block while the tier reads the next ones. All
+/// methods are called in the thread that called [`Tier::load_each`], with no lock held that any
+/// call to the tier takes.
 pub trait LoadQueue {
     /// Returns the next block to load with the store's number for it, or `None` if there is none
     /// now. There may be more after a load has ended.
@@ -82,7 +82,7 @@ pub trait LoadQueue {
     /// Reports the result of the block with this number. A number is used again after that.
     fn ended(&mut self, number: usize, outcome: LoadOutcome);
 
-    /// All blocks that were taken are being loaded, and the stage would wait. Does a short piece of
+    /// All blocks that were taken are being loaded, and the tier would wait. Does a short piece of
     /// other work, such as a copy of a block from DRAM, or returns false if there is none. There
     /// may be another block to load afterwards.
     fn idle(&mut self) -> bool {
@@ -90,7 +90,7 @@ pub trait LoadQueue {
     }
 }
 
-/// Maximum number of blocks that [`Stage::load`] gets at once from a queue.
+/// Maximum number of blocks that [`Tier::load`] gets at once from a queue.
 const LOADS_PER_CALL: usize = 512;
 
 /// Takes blocks from a queue for one call.
@@ -99,7 +99,7 @@ pub fn next_loads(queue: &mut dyn LoadQueue) -> (Vec<usize>, Vec<Load>) {
     next.take(LOADS_PER_CALL).unzip()
 }
 
-/// Loads a list of blocks through a queue, such as with [`Stage::load_each`]; one result for each,
+/// Loads a list of blocks through a queue, such as with [`Tier::load_each`]; one result for each,
 /// in order. Blocks that `load_each` does not take have timed out.
 pub fn load_list(batch: Vec<Load>, load_each: impl FnOnce(&mut dyn LoadQueue)) -> Vec<LoadOutcome> {
     struct List {
@@ -118,18 +118,18 @@ pub fn load_list(batch: Vec<Load>, load_each: impl FnOnce(&mut dyn LoadQueue)) -
     let outcomes = batch.iter().map(|_| None).collect();
     let mut list = List { waiting: batch.into_iter().enumerate(), outcomes };
     load_each(&mut list);
-    let timed_out = || LoadOutcome::Failed(StageError::Timeout);
+    let timed_out = || LoadOutcome::Failed(TierError::Timeout);
     list.outcomes.into_iter().map(|outcome| outcome.unwrap_or_else(timed_out)).collect()
 }
 
-/// An error of a stage. The variants differ in how the store reacts.
+/// An error of a tier. The variants differ in how the store reacts.
 #[derive(Debug, Clone, Error)]
 #[non_exhaustive]
-pub enum StageError {
+pub enum TierError {
     /// No room: the store makes room and retries.
     #[error("the stage is full")]
     Full,
-    /// The stage can never store this block.
+    /// The tier can never store this block.
     #[error("the stage does not accept a block of {bytes} bytes")]
     Declined {
         /// Length of the block.
@@ -138,13 +138,13 @@ pub enum StageError {
     /// The block's bytes in memory do not match their recorded checksum, so it was not stored.
     #[error("the bytes of the block changed in memory since they were put")]
     ChangedInMemory,
-    /// The stage panicked, or returned no result for the block.
+    /// The tier panicked, or returned no result for the block.
     #[error("the stage returned no result")]
     NoResult,
-    /// The stage does not support erasing.
+    /// The tier does not support erasing.
     #[error("the stage cannot erase its blocks")]
     CannotErase,
-    /// The stage was closed.
+    /// The tier was closed.
     #[error("the stage is closed")]
     Closed,
     /// The deadline passed.
@@ -169,9 +169,9 @@ pub struct MakeRoomOutcome {
     pub freed_bytes: u64,
 }
 
-/// Statistics of a stage.
+/// Statistics of a tier.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StageStats {
+pub struct TierStats {
     /// Bytes in use.
     pub used_bytes: u64,
     /// Most bytes that it may use.
@@ -187,9 +187,9 @@ pub struct StageStats {
     pub notes: Vec<String>,
 }
 
-/// Result of erasing a stage.
+/// Result of erasing a tier.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct StageEraseReport {
+pub struct EraseOutcome {
     /// Files or other containers removed.
     pub files_removed: u64,
     /// Bytes overwritten in them.
@@ -201,10 +201,10 @@ pub struct StageEraseReport {
 /// A place below DRAM that keeps blocks.
 ///
 /// Calls come from several threads. Every call returns by its deadline: unfinished work then fails
-/// with [`StageError::Timeout`], and slabs still in flight stay with the stage until they are free.
-/// A stage that exceeds its deadlines costs the store a thread for each hung call, up to a limit;
+/// with [`TierError::Timeout`], and slabs still in flight stay with the tier until they are free.
+/// A tier that exceeds its deadlines costs the store a thread for each hung call, up to a limit;
 /// callers of the store do not wait beyond the deadline.
-pub trait Stage: Send + Sync + fmt::Debug {
+pub trait Tier: Send + Sync + fmt::Debug {
     /// The tier's name in results and statistics.
     fn name(&self) -> TierName;
 
@@ -214,15 +214,15 @@ pub trait Stage: Send + Sync + fmt::Debug {
     }
 
     /// Whether a load returns by its deadline even while the device hangs in the kernel. The store
-    /// then loads in the caller's thread, which saves two thread wake-ups per call; if such a stage
+    /// then loads in the caller's thread, which saves two thread wake-ups per call; if such a tier
     /// hangs, its callers hang, too.
     fn keeps_deadlines(&self) -> bool {
         false
     }
 
     /// Whether `store` compares each slab with its recorded checksum before it writes the bytes,
-    /// and fails with [`StageError::ChangedInMemory`] if they differ. The store compares the slabs
-    /// of other stages itself, before the call.
+    /// and fails with [`TierError::ChangedInMemory`] if they differ. The store compares the slabs
+    /// of other tiers itself, before the call.
     fn checks_slabs(&self) -> bool {
         false
     }
@@ -233,7 +233,7 @@ pub trait Stage: Send + Sync + fmt::Debug {
         &self,
         batch: Vec<(BlockFacts, Slab)>,
         deadline: Deadline,
-    ) -> Vec<Result<Address, StageError>>;
+    ) -> Vec<Result<Address, TierError>>;
 
     /// Loads blocks; one result for each, in order.
     fn load(&self, batch: Vec<Load>, deadline: Deadline) -> Vec<LoadOutcome>;
@@ -241,7 +241,7 @@ pub trait Stage: Send + Sync + fmt::Debug {
     /// As [`Self::load`], for blocks of a queue, until it is empty or the deadline passes. Each
     /// block that was taken is given back once, before this returns; the others stay in the queue.
     ///
-    /// Worth implementing for a stage that can give back a block while it reads the next ones.
+    /// Worth implementing for a tier that can give back a block while it reads the next ones.
     fn load_each(&self, queue: &mut dyn LoadQueue, deadline: Deadline) {
         loop {
             let (numbers, batch) = next_loads(queue);
@@ -250,56 +250,53 @@ pub trait Stage: Send + Sync + fmt::Debug {
             }
             let mut outcomes = self.load(batch, deadline).into_iter();
             for number in numbers {
-                let missing = || LoadOutcome::Failed(StageError::NoResult);
+                let missing = || LoadOutcome::Failed(TierError::NoResult);
                 queue.ended(number, outcomes.next().unwrap_or_else(missing));
             }
         }
     }
 
-    /// Adds another name for stored bytes, kept over restarts if the stage is persistent. Ignores a
+    /// Adds another name for stored bytes, kept over restarts if the tier is persistent. Ignores a
     /// name for an address without bytes.
-    fn alias(
-        &self,
-        batch: Vec<(BlockFacts, Address)>,
-        deadline: Deadline,
-    ) -> Result<(), StageError>;
+    fn alias(&self, batch: Vec<(BlockFacts, Address)>, deadline: Deadline)
+    -> Result<(), TierError>;
 
     /// Removes names; the bytes are removed with their last name.
-    fn remove(&self, batch: &[(BlockKey, Address)], deadline: Deadline) -> Result<(), StageError>;
+    fn remove(&self, batch: &[(BlockKey, Address)], deadline: Deadline) -> Result<(), TierError>;
 
     /// Frees space, oldest blocks first. Keeps blocks for which `keep` returns true, if possible.
     fn make_room(
         &self,
         keep: &mut dyn FnMut(&BlockKey, Address) -> bool,
         deadline: Deadline,
-    ) -> Result<MakeRoomOutcome, StageError>;
+    ) -> Result<MakeRoomOutcome, TierError>;
 
     /// Returns the blocks of earlier runs, once.
     fn recover(&self) -> Vec<(BlockFacts, Address)>;
 
-    /// Returns once all stored blocks would survive a restart, if the stage is persistent.
-    fn flush(&self, deadline: Deadline) -> Result<(), StageError>;
+    /// Returns once all stored blocks would survive a restart, if the tier is persistent.
+    fn flush(&self, deadline: Deadline) -> Result<(), TierError>;
 
-    /// Stores a namespace's manifest beside its blocks, if the stage is persistent.
-    fn register(&self, _namespace: &Namespace, _deadline: Deadline) -> Result<(), StageError> {
+    /// Stores a namespace's manifest beside its blocks, if the tier is persistent.
+    fn register(&self, _namespace: &Namespace, _deadline: Deadline) -> Result<(), TierError> {
         Ok(())
     }
 
     /// The stored manifests.
-    fn manifests(&self, _deadline: Deadline) -> Result<Vec<(NamespaceId, Manifest)>, StageError> {
+    fn manifests(&self, _deadline: Deadline) -> Result<Vec<(NamespaceId, Manifest)>, TierError> {
         Ok(Vec::new())
     }
 
     /// Accesses the device as a store and a load would, without changing any block. Called while
-    /// the stage is idle, and while its write circuit is open: success closes the circuit. A full
+    /// the tier is idle, and while its write circuit is open: success closes the circuit. A full
     /// device responds, so it passes the probe.
-    fn probe(&self, _deadline: Deadline) -> Result<(), StageError> {
+    fn probe(&self, _deadline: Deadline) -> Result<(), TierError> {
         Ok(())
     }
 
-    /// As `probe`, with reads only: called while the read circuit is open. Stages with separate
+    /// As `probe`, with reads only: called while the read circuit is open. Tiers with separate
     /// probes stay readable while they cannot write.
-    fn probe_reads(&self, deadline: Deadline) -> Result<(), StageError> {
+    fn probe_reads(&self, deadline: Deadline) -> Result<(), TierError> {
         self.probe(deadline)
     }
 
@@ -308,20 +305,26 @@ pub trait Stage: Send + Sync + fmt::Debug {
         0
     }
 
-    /// Erases everything stored: bytes, names and manifests. The stage is empty and usable
+    /// Erases everything stored: bytes, names and manifests. The tier is empty and usable
     /// afterwards. No other call is in flight.
-    fn erase(&self, _deadline: Deadline) -> Result<StageEraseReport, StageError> {
-        Err(StageError::CannotErase)
+    fn erase(&self, _deadline: Deadline) -> Result<EraseOutcome, TierError> {
+        Err(TierError::CannotErase)
     }
 
     /// Releases resources, such as a directory's lock. Later calls fail.
     fn close(&self) {}
 
     /// Its statistics.
-    fn stats(&self) -> StageStats;
+    fn stats(&self) -> TierStats;
 }
 
-/// Where a stage below DRAM keeps a block; only that stage understands it.
+// The names that tiers of third parties were written for.
+pub use self::{
+    EraseOutcome as StageEraseReport, Tier as Stage, TierError as StageError,
+    TierStats as StageStats,
+};
+
+/// Where a tier below DRAM keeps a block; only that tier understands it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Address(pub u64);
 

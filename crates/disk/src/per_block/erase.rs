@@ -6,10 +6,10 @@ use super::PerBlockFiles;
 use super::table::BlockFileTable;
 use crate::erase::{Erasure, files_below};
 use crate::manifests::has_extension;
-use crate::{DiskError, StageEraseReport};
+use crate::{DiskError, EraseOutcome};
 
 impl PerBlockFiles {
-    pub(super) fn erase_all(&self, deadline: Deadline) -> Result<StageEraseReport, DiskError> {
+    pub(super) fn erase_all(&self, deadline: Deadline) -> Result<EraseOutcome, DiskError> {
         let timed_out = || DiskError::Timeout {
             operation: "waiting for earlier writes",
             path: self.config.directory.clone(),

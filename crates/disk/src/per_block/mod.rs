@@ -33,8 +33,8 @@ use crate::lock::DirectoryLock;
 use crate::place::Place as _;
 use crate::problem_log::ProblemLog;
 use crate::{
-    Address, BlockFacts, BlockFiles, DiskError, DiskStats, FilesConfig, LoadOutcome,
-    MakeRoomOutcome, StageEraseReport, StoredManifest, device_probe, manifests,
+    Address, BlockFacts, BlockFiles, DiskError, DiskStats, EraseOutcome, FilesConfig, LoadOutcome,
+    MakeRoomOutcome, StoredManifest, device_probe, manifests,
 };
 use cascade_tier::tier::LoadQueue;
 
@@ -431,7 +431,7 @@ impl BlockFiles for PerBlockFiles {
         self.problems.all()
     }
 
-    fn erase(&self, deadline: Deadline) -> Result<StageEraseReport, DiskError> {
+    fn erase(&self, deadline: Deadline) -> Result<EraseOutcome, DiskError> {
         self.erase_all(deadline)
     }
 

@@ -14,10 +14,10 @@ use crate::erase::Erasure;
 use crate::format::Checkpoint;
 use crate::manifests::has_extension;
 use crate::scan::segment_name;
-use crate::{DiskError, StageEraseReport};
+use crate::{DiskError, EraseOutcome};
 
 impl SegmentFiles {
-    pub(super) fn erase_all(&self, deadline: Deadline) -> Result<StageEraseReport, DiskError> {
+    pub(super) fn erase_all(&self, deadline: Deadline) -> Result<EraseOutcome, DiskError> {
         // With both locks no segment is created after the files are listed.
         let mut unreported = self.lock(&self.reclaim_lock, deadline)?;
         let mut writer = self.lock(&self.writer, deadline)?;

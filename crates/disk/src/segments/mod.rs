@@ -35,8 +35,8 @@ use crate::io::FileIo;
 use crate::lock::DirectoryLock;
 use crate::problem_log::ProblemLog;
 use crate::{
-    Address, BlockFacts, BlockFiles, DiskError, DiskStats, FilesConfig, MakeRoomOutcome,
-    StageEraseReport, StoredManifest, device_probe, manifests,
+    Address, BlockFacts, BlockFiles, DiskError, DiskStats, EraseOutcome, FilesConfig,
+    MakeRoomOutcome, StoredManifest, device_probe, manifests,
 };
 use cascade_tier::tier::LoadQueue;
 
@@ -233,7 +233,7 @@ impl BlockFiles for SegmentFiles {
         self.problems.all()
     }
 
-    fn erase(&self, deadline: Deadline) -> Result<StageEraseReport, DiskError> {
+    fn erase(&self, deadline: Deadline) -> Result<EraseOutcome, DiskError> {
         self.erase_all(deadline)
     }
 

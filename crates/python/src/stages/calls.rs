@@ -12,12 +12,12 @@ use std::time::Duration;
 use cascade_memory::{Slab, SlabMut};
 use cascade_runtime::{Deadline, SystemClock};
 use cascade_store::stages::{RecordAnswer, RecordCall, Records};
-use cascade_tier::tier::StageError;
+use cascade_tier::tier::TierError;
 
 /// Time-out of the stage's `close` method.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(3);
 
-type Answer = Result<RecordAnswer, StageError>;
+type Answer = Result<RecordAnswer, TierError>;
 
 /// The queue of calls to one stage.
 #[derive(Debug)]
@@ -136,7 +136,7 @@ impl CallQueue {
         };
         self.work.notify_all();
         for job in jobs {
-            drop(job.batch.set_answer(job.at, Err(StageError::Closed)));
+            drop(job.batch.set_answer(job.at, Err(TierError::Closed)));
         }
     }
 
@@ -188,7 +188,7 @@ impl CallQueue {
         drop((answers, queue));
         // Dropped only now, after the locks are released: a call may own a slab of the pool.
         let _removed: VecDeque<Job> = own;
-        received.into_iter().map(|answer| answer.unwrap_or(Err(StageError::Timeout))).collect()
+        received.into_iter().map(|answer| answer.unwrap_or(Err(TierError::Timeout))).collect()
     }
 
     /// The answer to a call of an optional method that the stage does not have.
@@ -211,7 +211,7 @@ impl Records for CallQueue {
         let count = calls.len();
         match self.enqueue(calls.into_iter().map(Some), count) {
             Some(batch) => self.wait(&batch, deadline),
-            None => (0..count).map(|_| Err(StageError::Closed)).collect(),
+            None => (0..count).map(|_| Err(TierError::Closed)).collect(),
         }
     }
 
@@ -230,7 +230,7 @@ impl Records for CallQueue {
 }
 
 /// The invocation of a call, with the memory that it needs.
-fn invocation(call: Option<RecordCall>) -> Result<Invocation, StageError> {
+fn invocation(call: Option<RecordCall>) -> Result<Invocation, TierError> {
     Ok(match call {
         Some(RecordCall::Put { name, record }) => Invocation::Put(name, record.seal()?),
         Some(RecordCall::Get { name, into }) => Invocation::Get(name, into.take()?),
@@ -294,7 +294,7 @@ impl CallInProgress {
 impl Drop for CallInProgress {
     fn drop(&mut self) {
         // Without an effect after `complete`. A thread that ended during the call gave no answer.
-        self.complete_once(Err(StageError::NoResult));
+        self.complete_once(Err(TierError::NoResult));
     }
 }
 

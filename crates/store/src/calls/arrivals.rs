@@ -7,7 +7,7 @@ use std::time::Duration;
 use cascade_block::checksum;
 use cascade_runtime::{Clock, Condvar, Deadline, Mutex, MutexGuard};
 use cascade_tier::source::LocatedBlock;
-use cascade_tier::tier::{Load, LoadOutcome, LoadQueue, StageError};
+use cascade_tier::tier::{Load, LoadOutcome, LoadQueue, TierError};
 
 /// Poll interval of waits, for events without a notification, such as a circuit that opens.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
@@ -15,7 +15,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(5);
 const BYTES_PER_CALL: usize = 16 << 20;
 
 /// The answer of a source to the question which blocks it has.
-pub(super) type LocateAnswer = Result<Vec<Option<LocatedBlock>>, StageError>;
+pub(super) type LocateAnswer = Result<Vec<Option<LocatedBlock>>, TierError>;
 
 /// The results for one call of the store.
 #[derive(Debug, Default)]

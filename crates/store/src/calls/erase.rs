@@ -2,7 +2,7 @@
 
 use cascade_block::with_causes;
 use cascade_memory::WipeReport;
-use cascade_tier::tier::{NotErased, StageEraseReport};
+use cascade_tier::tier::{EraseOutcome, NotErased};
 use cascade_tier::{CallOptions, StoreError, TierName};
 
 use crate::core::catalog::LOWER_STAGES_MAX;
@@ -199,7 +199,7 @@ impl StoreCore {
         for ((at, stage), removed) in self.stages.iter().enumerate().zip(removed.0) {
             let left_before = erased.left.len();
             match stage.erase(call.deadline) {
-                Ok(StageEraseReport { files_removed, overwritten_bytes, left }) => {
+                Ok(EraseOutcome { files_removed, overwritten_bytes, left }) => {
                     let tier = &mut erased.tiers[1 + at];
                     tier.files_removed = files_removed;
                     tier.overwritten_bytes = overwritten_bytes;

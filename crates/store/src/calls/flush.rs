@@ -1,6 +1,6 @@
 //! Flush, and the write failures that each caller has been informed of.
 
-use cascade_tier::tier::StageError;
+use cascade_tier::tier::TierError;
 use cascade_tier::{CallOptions, StoreError};
 
 use crate::Store;
@@ -93,14 +93,14 @@ impl StoreCore {
             let signal = match &result {
                 // A flush can have much to write: a time-out says nothing about the health, and an
                 // open circuit says nothing new.
-                Ok(()) | Err(StageError::Timeout | StageError::CircuitOpen) => HealthSignal::None,
+                Ok(()) | Err(TierError::Timeout | TierError::CircuitOpen) => HealthSignal::None,
                 Err(error) => HealthSignal::Failure(error.clone()),
             };
             let mut state = self.lock();
             self.record_health(&mut state, at, Direction::Writes, signal);
             let is_open = state.is_write_circuit_open(at);
             drop(state);
-            if is_open && matches!(result, Err(StageError::CircuitOpen)) {
+            if is_open && matches!(result, Err(TierError::CircuitOpen)) {
                 // It opened during the call: report the error that opened it, as if it had been
                 // open before.
                 open_circuits |= 1 << at;

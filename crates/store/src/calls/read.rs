@@ -2,7 +2,7 @@
 
 use cascade_block::BlockKey;
 use cascade_memory::Slab;
-use cascade_tier::tier::{LoadOutcome, StageError};
+use cascade_tier::tier::{LoadOutcome, TierError};
 use cascade_tier::{CallOptions, GetOutcome, StoreError, ViewOutcome};
 
 use crate::calls::fetch_source::FetchSource;
@@ -300,12 +300,12 @@ impl StoreCore {
                 return true;
             }
             // No second attempt after a time-out: the next stage is slower still.
-            LoadOutcome::Failed(StageError::Timeout) => {
+            LoadOutcome::Failed(TierError::Timeout) => {
                 let late = flow.call.timeout_error("read from a tier");
                 flow.settle(pending, ViewOutcome::Failed(late));
                 return true;
             }
-            LoadOutcome::Failed(StageError::CircuitOpen) => {
+            LoadOutcome::Failed(TierError::CircuitOpen) => {
                 pending.avoid |= 1 << from.stage;
                 pending.circuit_opened = true;
             }

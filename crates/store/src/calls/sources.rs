@@ -6,7 +6,7 @@ use cascade_block::BlockKey;
 use cascade_runtime::Deadline;
 use cascade_tier::CallOptions;
 use cascade_tier::source::LocatedBlock;
-use cascade_tier::tier::StageError;
+use cascade_tier::tier::TierError;
 
 use crate::calls::arrivals::{Arrivals, LocateAnswer};
 use crate::core::health_signal::HealthSignal;
@@ -75,7 +75,7 @@ impl LocateRound {
         for (at, asked) in self.calls.iter_mut().enumerate() {
             let Some((call, _)) = asked else { continue };
             if is_late {
-                let timeout = Some(&StageError::Timeout);
+                let timeout = Some(&TierError::Timeout);
                 core.note_source(at, HealthSignal::of([timeout].into_iter(), self.is_long_enough));
             }
             if is_late || call.is_refused() || core.sources.list[at].is_unusable() {

@@ -1,6 +1,6 @@
 //! Write-through: a put returns only once every tier has its blocks.
 
-use cascade_tier::tier::StageError;
+use cascade_tier::tier::TierError;
 use cascade_tier::{Put, PutOutcome, StoreError};
 
 use crate::WritePolicy;
@@ -133,7 +133,7 @@ impl StoreCore {
         match state.awaited.result(place, stage) {
             Some(Ok(())) => return Some(Ok(())),
             // The error that opened the circuit says more.
-            Some(Err(StageError::CircuitOpen)) if !state.is_closed => {
+            Some(Err(TierError::CircuitOpen)) if !state.is_closed => {
                 return Some(Err(self.stage_error(state, stage, "write a block")));
             }
             Some(Err(error)) if !state.is_closed => {

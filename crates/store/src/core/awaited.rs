@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 
 use crate::core::catalog::{ContentIndex, LOWER_STAGES_MAX};
-use cascade_tier::tier::StageError;
+use cascade_tier::tier::TierError;
 
 /// A content, with its generation: a later content can reuse the index.
 pub(crate) type Place = (ContentIndex, u32);
@@ -20,7 +20,7 @@ pub(crate) struct AwaitedWrites(BTreeMap<Place, Awaited>);
 #[derive(Debug, Default)]
 struct Awaited {
     waiters: u32,
-    results: [Option<Result<(), StageError>>; LOWER_STAGES_MAX],
+    results: [Option<Result<(), TierError>>; LOWER_STAGES_MAX],
 }
 
 impl AwaitedWrites {
@@ -40,14 +40,14 @@ impl AwaitedWrites {
     }
 
     /// A stage has written the content, or failed to.
-    pub(crate) fn note<T>(&mut self, place: Place, stage: usize, result: &Result<T, StageError>) {
+    pub(crate) fn note<T>(&mut self, place: Place, stage: usize, result: &Result<T, TierError>) {
         if let Some(awaited) = self.0.get_mut(&place) {
             awaited.results[stage] = Some(result.as_ref().map(drop).map_err(Clone::clone));
         }
     }
 
     /// The result of the latest write since a put has begun to wait.
-    pub(crate) fn result(&self, place: Place, stage: usize) -> Option<&Result<(), StageError>> {
+    pub(crate) fn result(&self, place: Place, stage: usize) -> Option<&Result<(), TierError>> {
         self.0.get(&place)?.results[stage].as_ref()
     }
 }

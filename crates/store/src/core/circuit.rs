@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 use cascade_block::with_causes;
-use cascade_tier::tier::StageError;
+use cascade_tier::tier::TierError;
 use cascade_tier::{CircuitHealth, HealthState, StageHealth, StoreError};
 
 /// Maximum length of the window of calls: bits of the history in [`Circuit`].
@@ -91,7 +91,7 @@ pub(crate) struct Breaker {
     writes: Circuit,
     since_unix_ms: u64,
     opened_count: u64,
-    last_error: Option<StageError>,
+    last_error: Option<TierError>,
 }
 
 impl Breaker {
@@ -129,7 +129,7 @@ impl Breaker {
     pub(crate) fn fail(
         &mut self,
         direction: Direction,
-        error: StageError,
+        error: TierError,
         now: Duration,
         now_unix_ms: u64,
     ) -> CircuitChange {
@@ -146,7 +146,7 @@ impl Breaker {
         now: Duration,
         now_unix_ms: u64,
     ) -> CircuitChange {
-        self.last_error = Some(StageError::Timeout);
+        self.last_error = Some(TierError::Timeout);
         self.other(direction).suspect(now);
         let change = self.circuit(direction).hang(now, now_unix_ms);
         self.note_stage_change(direction, change, now_unix_ms)
@@ -167,7 +167,7 @@ impl Breaker {
     pub(crate) fn end_probe(
         &mut self,
         direction: Direction,
-        result: Result<(), StageError>,
+        result: Result<(), TierError>,
         now: Duration,
         now_unix_ms: u64,
     ) -> CircuitChange {
@@ -219,7 +219,7 @@ struct Circuit {
     state: HealthState,
     since_unix_ms: u64,
     opened_count: u64,
-    last_error: Option<StageError>,
+    last_error: Option<TierError>,
     /// Results of the last calls, the newest in the lowest bit; 1 is a failure.
     failures: u64,
     last_success: Duration,
@@ -260,7 +260,7 @@ impl Circuit {
 
     /// Records a failed call. Opens the circuit if the failures within the window reach the
     /// threshold; below that, requests a probe.
-    fn fail(&mut self, error: StageError, now: Duration, now_unix_ms: u64) -> CircuitChange {
+    fn fail(&mut self, error: TierError, now: Duration, now_unix_ms: u64) -> CircuitChange {
         self.last_error = Some(error);
         // Late calls and probes can fail while it is open: only the last error changes.
         if !self.is_healthy() {
@@ -279,7 +279,7 @@ impl Circuit {
 
     /// Records a call that hangs. Opens the circuit at once, whatever other calls did.
     fn hang(&mut self, now: Duration, now_unix_ms: u64) -> CircuitChange {
-        self.last_error = Some(StageError::Timeout);
+        self.last_error = Some(TierError::Timeout);
         if self.is_healthy() { self.open(now, now_unix_ms) } else { CircuitChange::None }
     }
 
@@ -328,7 +328,7 @@ impl Circuit {
     /// call, and `threshold` consecutive failed probes open the circuit by themselves.
     fn end_probe(
         &mut self,
-        result: Result<(), StageError>,
+        result: Result<(), TierError>,
         now: Duration,
         now_unix_ms: u64,
     ) -> CircuitChange {

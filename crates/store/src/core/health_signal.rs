@@ -1,6 +1,6 @@
 //! What calls to a stage say about its health.
 
-use cascade_tier::tier::{LoadOutcome, StageError};
+use cascade_tier::tier::{LoadOutcome, TierError};
 
 /// What one call to a stage says about its health.
 #[derive(Debug, Clone)]
@@ -8,7 +8,7 @@ pub(crate) enum HealthSignal {
     /// The call succeeded.
     Success,
     /// The call failed.
-    Failure(StageError),
+    Failure(TierError),
     /// The call hangs.
     Hang,
     /// The call timed out, but its timeout was too short for a conclusion.
@@ -21,25 +21,24 @@ impl HealthSignal {
     /// The signal of a call, from the results of its blocks. One failed block makes a failed call.
     /// `is_long_enough` says whether the timeout was long enough to count a time-out as a failure.
     pub(crate) fn of<'a>(
-        errors: impl Iterator<Item = Option<&'a StageError>>,
+        errors: impl Iterator<Item = Option<&'a TierError>>,
         is_long_enough: bool,
     ) -> Self {
+        use TierError::{ChangedInMemory, Declined, Full};
+
         let mut signal = Self::None;
         for error in errors {
             match error {
                 // These are replies: the stage works.
-                None
-                | Some(
-                    StageError::Full | StageError::Declined { .. } | StageError::ChangedInMemory,
-                ) => {
+                None | Some(Full | Declined { .. } | ChangedInMemory) => {
                     if matches!(signal, Self::None) {
                         signal = Self::Success;
                     }
                 }
                 // Consequences of a close or of an open circuit, which say nothing new.
-                Some(StageError::Closed | StageError::CircuitOpen) => {}
+                Some(TierError::Closed | TierError::CircuitOpen) => {}
                 // Outweighs successes of other blocks; a failure outweighs both.
-                Some(StageError::Timeout) if !is_long_enough => signal = Self::Inconclusive,
+                Some(TierError::Timeout) if !is_long_enough => signal = Self::Inconclusive,
                 Some(error) => return Self::Failure(error.clone()),
             }
         }

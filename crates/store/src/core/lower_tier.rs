@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use cascade_tier::tier::StageError;
+use cascade_tier::tier::TierError;
 
 use crate::HealthConfig;
 use crate::core::additions::Additions;
@@ -23,7 +23,7 @@ pub(crate) struct LowerTier {
     pub(crate) translations: u32,
     /// The additions among the key changes that are queued or being recorded.
     pub(crate) additions: Additions,
-    pub(crate) last_error: Option<StageError>,
+    pub(crate) last_error: Option<TierError>,
     /// Write backlog: bytes queued or being written.
     pub(crate) pending_bytes: u64,
     pub(crate) breaker: Breaker,

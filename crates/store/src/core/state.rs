@@ -16,7 +16,7 @@ use std::time::Duration;
 use cascade_block::{BlockKey, FingerprintSeed};
 use cascade_memory::Slab;
 use cascade_runtime::Clock;
-use cascade_tier::tier::{Address, BlockFacts, StageError};
+use cascade_tier::tier::{Address, BlockFacts, TierError};
 use cascade_tier::{PutOutcome, StoreCounters};
 
 use crate::HealthConfig;
@@ -490,9 +490,9 @@ impl StoreState {
     }
 
     /// Records the last error of a stage.
-    pub(crate) fn note_error(&mut self, stage: usize, error: StageError) {
+    pub(crate) fn note_error(&mut self, stage: usize, error: TierError) {
         // An open circuit is the consequence of an earlier error, which says more.
-        if !matches!(error, StageError::CircuitOpen) || self.lower[stage].last_error.is_none() {
+        if !matches!(error, TierError::CircuitOpen) || self.lower[stage].last_error.is_none() {
             self.lower[stage].last_error = Some(error);
         }
     }

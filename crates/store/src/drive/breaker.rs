@@ -4,7 +4,7 @@
 //! While the write circuit is open, no block is queued for the stage; blocks that it should have
 //! are listed, and queued when the circuit closes. An open write circuit does not affect reads.
 
-use cascade_tier::tier::StageError;
+use cascade_tier::tier::TierError;
 
 use crate::core::catalog::Content;
 use crate::core::circuit::{CircuitChange, Direction};
@@ -64,7 +64,7 @@ impl StoreCore {
         state: &mut StoreState,
         stage: usize,
         direction: Direction,
-        result: Result<(), StageError>,
+        result: Result<(), TierError>,
     ) {
         if let Err(error) = &result {
             state.note_error(stage, error.clone());

@@ -11,7 +11,7 @@ use std::time::Duration;
 use cascade_block::BlockKey;
 use cascade_memory::Slab;
 use cascade_runtime::{Deadline, Plant, is_planted, thread};
-use cascade_tier::tier::{Address, BlockFacts, MakeRoomOutcome, StageError};
+use cascade_tier::tier::{Address, BlockFacts, MakeRoomOutcome, TierError};
 
 use crate::core::catalog::ContentIndex;
 use crate::core::circuit::Direction;
@@ -82,7 +82,7 @@ pub(crate) fn run(core: &Arc<StoreCore>, stage: usize) {
         }
         // Before the blocks become clean: eviction skips a slab that has another holder.
         drop(batch.blocks);
-        let is_time_out = |result: &Result<_, _>| matches!(result, Err(StageError::Timeout));
+        let is_time_out = |result: &Result<_, _>| matches!(result, Err(TierError::Timeout));
         let is_stuck = !results.is_empty() && results.iter().all(is_time_out);
         for (pending, result) in batch.pending.iter().zip(results) {
             state = core.end_full_hold(state);
@@ -93,7 +93,7 @@ pub(crate) fn run(core: &Arc<StoreCore>, stage: usize) {
         state.lower[stage].block_tickets.settled += batch.pending.len() as u64 + batch.deleted;
         // Every further batch would take the whole time-out again, while puts wait for the backlog.
         if is_stuck {
-            state = fail_queue(core, state, stage, &StageError::Timeout);
+            state = fail_queue(core, state, stage, &TierError::Timeout);
         }
         core.record_health(&mut state, stage, Direction::Writes, signal);
         drop(state);
@@ -114,7 +114,7 @@ fn next_batch(core: &StoreCore, stage: usize, batch_bytes: u64) -> Option<WriteB
                 state = core.wait_for_work(state);
             } else {
                 // Puts wait for the backlog, and flushes for these tickets.
-                state = fail_queue(core, state, stage, &StageError::CircuitOpen);
+                state = fail_queue(core, state, stage, &TierError::CircuitOpen);
                 core.notify_changed();
             }
             continue;
@@ -176,7 +176,7 @@ fn next_batch(core: &StoreCore, stage: usize, batch_bytes: u64) -> Option<WriteB
 
 /// Requeues the blocks of a batch whose key changes failed, in their order: a stage must record key
 /// changes before later blocks.
-fn requeue_batch(core: &StoreCore, stage: usize, batch: WriteBatch, why: &StageError) {
+fn requeue_batch(core: &StoreCore, stage: usize, batch: WriteBatch, why: &TierError) {
     drop(batch.blocks);
     let mut state = core.lock();
     state.history.set_time(core.clock.unix_ms());
@@ -186,7 +186,7 @@ fn requeue_batch(core: &StoreCore, stage: usize, batch: WriteBatch, why: &StageE
         state.lower[stage].queue.push_front(pending);
     }
     if state.is_write_circuit_open(stage)
-        || matches!(why, StageError::Timeout | StageError::CircuitOpen)
+        || matches!(why, TierError::Timeout | TierError::CircuitOpen)
     {
         state = fail_queue(core, state, stage, why);
     }
@@ -203,12 +203,12 @@ fn send_key_changes(
     stage: usize,
     mut changes: Vec<KeyChange>,
     deadline: Deadline,
-) -> Result<(), StageError> {
+) -> Result<(), TierError> {
     let (mut run_max, mut rounds) = (KEY_CHANGES_PER_CALL, 0);
     while !changes.is_empty() {
         let count = run_length(&changes, run_max);
         let mut result = send_run(core, stage, &changes[..count], deadline);
-        if matches!(result, Err(StageError::Full)) && rounds < CHANGES_ROUNDS_MAX {
+        if matches!(result, Err(TierError::Full)) && rounds < CHANGES_ROUNDS_MAX {
             match make_room(core, stage, rounds < KEEPING_ROUNDS_MAX, deadline) {
                 Ok(room) => {
                     apply_room(core, stage, &room);
@@ -226,7 +226,7 @@ fn send_key_changes(
             let mut state = core.lock();
             // Also `Full`: a stage that stays full whatever is dropped does not work.
             let signal = match error {
-                StageError::Full => HealthSignal::Failure(StageError::Full),
+                TierError::Full => HealthSignal::Failure(TierError::Full),
                 _ => HealthSignal::of([Some(&error)].into_iter(), false),
             };
             core.record_health(&mut state, stage, Direction::Writes, signal);
@@ -266,7 +266,7 @@ fn send_run(
     stage: usize,
     run: &[KeyChange],
     deadline: Deadline,
-) -> Result<(), StageError> {
+) -> Result<(), TierError> {
     let (mut adds, mut removes) = (Vec::new(), Vec::new());
     for change in run {
         match *change {
@@ -289,8 +289,8 @@ fn store_with_room(
     stage: usize,
     blocks: &[(BlockFacts, Slab)],
     deadline: Deadline,
-) -> Vec<Result<Address, StageError>> {
-    let mut results: Vec<_> = blocks.iter().map(|_| Err(StageError::Full)).collect();
+) -> Vec<Result<Address, TierError>> {
+    let mut results: Vec<_> = blocks.iter().map(|_| Err(TierError::Full)).collect();
     let mut remaining: Vec<usize> = (0..blocks.len()).collect();
     let (mut ineffective, mut rounds) = (0, 0);
     while !remaining.is_empty() {
@@ -302,7 +302,7 @@ fn store_with_room(
             results[*at] = result;
         }
         let before = remaining.len();
-        remaining.retain(|at| matches!(results[*at], Err(StageError::Full)));
+        remaining.retain(|at| matches!(results[*at], Err(TierError::Full)));
         let may_keep = rounds < KEEPING_ROUNDS_MAX;
         rounds += 1;
         // Rounds that keep blocks can free nothing; only those that keep none are counted.
@@ -335,7 +335,7 @@ fn make_room(
     stage: usize,
     may_keep: bool,
     deadline: Deadline,
-) -> Result<MakeRoomOutcome, StageError> {
+) -> Result<MakeRoomOutcome, TierError> {
     let mut kept = HashMap::new();
     let (keeper, late_node) = (Arc::clone(core), Arc::clone(core));
     let keep = move |key: &BlockKey, _| should_keep(&keeper, stage, key, may_keep, &mut kept);
@@ -360,7 +360,7 @@ fn remove_late_stores(core: &StoreCore, stage: usize, stored: &[(BlockKey, Addre
 fn apply_room_to_batch(
     blocks: &[(BlockFacts, Slab)],
     room: &MakeRoomOutcome,
-    results: &mut [Result<Address, StageError>],
+    results: &mut [Result<Address, TierError>],
 ) -> Vec<usize> {
     let moved: HashMap<_, _> = room.moved.iter().map(|(_, old, new)| (*old, *new)).collect();
     let dropped: HashSet<_> = room.dropped.iter().copied().collect();
@@ -368,7 +368,7 @@ fn apply_room_to_batch(
     for (at, ((facts, _), result)) in blocks.iter().zip(results).enumerate() {
         let Ok(address) = *result else { continue };
         if dropped.contains(&(facts.key, address)) {
-            *result = Err(StageError::Full);
+            *result = Err(TierError::Full);
             again.push(at);
         } else if let Some(new) = moved.get(&address) {
             *result = Ok(*new);

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use cascade_runtime::{Deadline, thread};
-use cascade_tier::tier::StageError;
+use cascade_tier::tier::TierError;
 
 use crate::HealthConfig;
 use crate::core::circuit::Direction;
@@ -24,7 +24,7 @@ fn run(core: &StoreCore, stage: usize) {
     while !state.is_closed {
         for direction in core.stages[stage].hung_directions(health.probe_timeout * health.threshold)
         {
-            state.note_error(stage, StageError::Timeout);
+            state.note_error(stage, TierError::Timeout);
             core.record_health(&mut state, stage, direction, HealthSignal::Hang);
         }
         let mut has_probed = false;

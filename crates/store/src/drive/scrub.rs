@@ -11,7 +11,7 @@ use std::time::Duration;
 use cascade_block::checksum;
 use cascade_memory::Slab;
 use cascade_runtime::thread::{Builder, JoinHandle};
-use cascade_tier::tier::{Address, BlockFacts, StageError};
+use cascade_tier::tier::{Address, BlockFacts, TierError};
 
 use crate::core::catalog::{Catalog, ContentIndex};
 use crate::core::pending::PendingWrite;
@@ -122,12 +122,12 @@ impl StoreCore {
         mut state: StateGuard<'a>,
         pending: &[PendingWrite],
         blocks: &[(BlockFacts, Slab)],
-        results: &[Result<Address, StageError>],
+        results: &[Result<Address, TierError>],
     ) -> StateGuard<'a> {
         for ((pending, (_, slab)), result) in pending.iter().zip(blocks).zip(results) {
             state = self.end_full_hold(state);
             state.charge(1);
-            let is_intact = !matches!(result, Err(StageError::ChangedInMemory));
+            let is_intact = !matches!(result, Err(TierError::ChangedInMemory));
             let place = (pending.content, pending.generation);
             settle(&mut state, &CheckedContent { place, slab: slab.clone(), is_intact });
         }

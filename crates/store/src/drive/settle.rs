@@ -1,6 +1,6 @@
 //! The results of writes to a stage, applied to the state.
 
-use cascade_tier::tier::{Address, StageError};
+use cascade_tier::tier::{Address, TierError};
 
 use crate::core::history::Loss;
 use crate::core::pending::{KeyChange, PendingWrite};
@@ -17,7 +17,7 @@ pub(super) fn settle(
     state: &mut StoreState,
     stage: usize,
     pending: &PendingWrite,
-    result: Result<Address, StageError>,
+    result: Result<Address, TierError>,
 ) {
     state.lower[stage].pending_bytes -= u64::from(pending.facts.bytes);
     let place = (pending.content, pending.generation);
@@ -42,18 +42,18 @@ pub(super) fn settle(
             state.counters.demoted_bytes += u64::from(pending.facts.bytes);
             add_other_keys(state, stage, pending, address);
         }
-        Err(StageError::Declined { .. }) => state.counters.demote_declines += 1,
+        Err(TierError::Declined { .. }) => state.counters.demote_declines += 1,
         // Counted as damage when it was dropped from memory.
-        Err(StageError::ChangedInMemory) => {}
+        Err(TierError::ChangedInMemory) => {}
         Err(error) => {
             state.counters.demote_failures += 1;
             state.write_failures.count(stage, 1);
             // Time-outs and open circuits are not the fault of the block and do not count.
-            let is_block_error = matches!(error, StageError::Failed(_) | StageError::NoResult);
+            let is_block_error = matches!(error, TierError::Failed(_) | TierError::NoResult);
             let tries =
                 pending.tries + u8::from(is_block_error && !state.is_write_circuit_open(stage));
             // Making room for this block was tried already, without effect.
-            if !matches!(error, StageError::Full) && tries < WRITE_TRIES_MAX {
+            if !matches!(error, TierError::Full) && tries < WRITE_TRIES_MAX {
                 state.note_unstored(stage, PendingWrite { tries, ..*pending });
             }
             state.note_error(stage, error);
@@ -92,7 +92,7 @@ pub(crate) fn fail_queue<'a>(
     core: &'a StoreCore,
     mut state: StateGuard<'a>,
     stage: usize,
-    why: &StageError,
+    why: &TierError,
 ) -> StateGuard<'a> {
     // Not those that are queued meanwhile.
     let mut left = state.lower[stage].queue.len();
@@ -109,7 +109,7 @@ pub(crate) fn fail_queue<'a>(
 }
 
 /// As `fail_queue`, in the same hold of the lock, for the few blocks that were queued since.
-pub(crate) fn settle_queue(state: &mut StoreState, stage: usize, why: &StageError) {
+pub(crate) fn settle_queue(state: &mut StoreState, stage: usize, why: &TierError) {
     while let Some(pending) = state.lower[stage].queue.pop_front() {
         state.lower[stage].block_tickets.settled += 1;
         settle(state, stage, &pending, Err(why.clone()));

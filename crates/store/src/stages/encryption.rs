@@ -19,8 +19,8 @@ use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId, TenantSecret, ch
 use cascade_memory::{HugePages, Pool, PoolConfig, Slab, SlabMut, copy_out};
 use cascade_runtime::{Clock, Condvar, Deadline, Mutex, MutexGuard};
 use cascade_tier::tier::{
-    Address, BlockFacts, Load, LoadOutcome, LoadQueue, MakeRoomOutcome, Stage, StageEraseReport,
-    StageError, StageStats, load_list,
+    Address, BlockFacts, EraseOutcome, Load, LoadOutcome, LoadQueue, MakeRoomOutcome, Tier,
+    TierError, TierStats, load_list,
 };
 use cascade_tier::{StoreError, TierName};
 
@@ -49,7 +49,7 @@ const MARK_COPY: &str = "copy";
 /// Encrypts blocks when they are stored and decrypts them when they are loaded.
 #[derive(Debug)]
 pub struct EncryptedStage {
-    inner: Arc<dyn Stage>,
+    inner: Arc<dyn Tier>,
     keys: KeyRing,
     /// Whether the inner stage has the marks of encryption. Held while they are written.
     is_marked: Mutex<bool>,
@@ -73,9 +73,9 @@ struct EncryptionCounters {
 
 /// Wraps a stage if encryption is configured; otherwise refuses a stage with encrypted blocks.
 pub(crate) fn protect(
-    stage: Arc<dyn Stage>,
+    stage: Arc<dyn Tier>,
     context: &StageContext<'_>,
-) -> Result<Arc<dyn Stage>, StoreError> {
+) -> Result<Arc<dyn Tier>, StoreError> {
     if stage.keeps_names_only() {
         return Ok(stage);
     }
@@ -100,7 +100,7 @@ impl EncryptedStage {
     /// Other users can read the key file, the key file is in the directory that it encrypts, or the
     /// stage has unencrypted blocks.
     pub fn open(
-        inner: Arc<dyn Stage>,
+        inner: Arc<dyn Tier>,
         config: &EncryptionConfig,
         context: &StageContext<'_>,
     ) -> Result<Self, StoreError> {
@@ -159,7 +159,7 @@ impl EncryptedStage {
 
     /// Stores the identifier of the key in use, once. This happens before any block is stored:
     /// otherwise an opening without the key would accept ciphertext as blocks.
-    fn mark(&self, deadline: Deadline) -> Result<(), StageError> {
+    fn mark(&self, deadline: Deadline) -> Result<(), TierError> {
         let mut is_marked = self.is_marked.lock().unwrap_or_else(PoisonError::into_inner);
         if !*is_marked {
             // In two files: if the only mark were damaged, ciphertext would be accepted as blocks.
@@ -192,11 +192,11 @@ impl EncryptedStage {
         bytes: usize,
         may_wait: bool,
         deadline: Deadline,
-    ) -> Result<Option<SlabMut>, StageError> {
+    ) -> Result<Option<SlabMut>, TierError> {
         if bytes > self.bounce.region().bytes() / BATCH_SHARE {
             // A pool for this record alone. Its block is in DRAM meanwhile, so the size of DRAM
             // limits the number of such pools.
-            let pool = bounce_pool(bytes).map_err(|error| StageError::Failed(Arc::new(error)))?;
+            let pool = bounce_pool(bytes).map_err(|error| TierError::Failed(Arc::new(error)))?;
             return Ok(pool.allocate_direct(bytes));
         }
         loop {
@@ -208,7 +208,7 @@ impl EncryptedStage {
             }
             let now = self.clock.monotonic();
             if now >= deadline.time() {
-                return Err(StageError::Timeout);
+                return Err(TierError::Timeout);
             }
             let until = Deadline::at(deadline.time().min(now.saturating_add(RECHECK)));
             let guard = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
@@ -228,14 +228,14 @@ impl EncryptedStage {
         facts: &BlockFacts,
         slab: &Slab,
         mut buffer: SlabMut,
-    ) -> Result<(BlockFacts, Slab), StageError> {
+    ) -> Result<(BlockFacts, Slab), TierError> {
         if !slab.verify_checksum(checksum(slab)) {
-            return Err(StageError::ChangedInMemory);
+            return Err(TierError::ChangedInMemory);
         }
         // Not a non-temporal copy: sealing reads the bytes at once.
         buffer[..slab.len()].copy_from_slice(slab);
         record::seal(&self.keys, &mut buffer, facts.key, facts.digest.as_ref())
-            .map_err(|error| StageError::Failed(Arc::new(error)))?;
+            .map_err(|error| TierError::Failed(Arc::new(error)))?;
         Ok((sealed_facts(facts), buffer.seal()))
     }
 
@@ -286,9 +286,9 @@ impl EncryptedStage {
         facts: &BlockFacts,
         address: Address,
         deadline: Deadline,
-    ) -> Result<Option<BlockKey>, StageError> {
+    ) -> Result<Option<BlockKey>, TierError> {
         let bytes = Self::record_bytes(facts.bytes);
-        let bytes = bytes.ok_or(StageError::Declined { bytes: facts.bytes })?;
+        let bytes = bytes.ok_or(TierError::Declined { bytes: facts.bytes })?;
         let Some(slab) = self.buffer(bytes, true, deadline)? else { return Ok(None) };
         let load = Load { key: facts.key, address, slab };
         let Some(LoadOutcome::Hit(mut buffer)) = self.inner.load(vec![load], deadline).pop() else {
@@ -312,7 +312,7 @@ fn bounce_pool(bytes: usize) -> Result<Pool, cascade_memory::MemoryError> {
 }
 
 /// Identifiers of all keys that a stage was written with.
-fn marks(stage: &dyn Stage, context: &StageContext<'_>) -> Result<Vec<String>, StoreError> {
+fn marks(stage: &dyn Tier, context: &StageContext<'_>) -> Result<Vec<String>, StoreError> {
     let deadline = Deadline::after(&**context.clock, OPENING_TIMEOUT);
     let manifests = stage.manifests(deadline).map_err(|error| StoreError::Tier {
         tier: stage.name(),
@@ -359,7 +359,7 @@ fn refuse_key_beside_blocks(
     Err(StoreError::Config { setting: "encryption", reason })
 }
 
-impl Stage for EncryptedStage {
+impl Tier for EncryptedStage {
     fn name(&self) -> TierName {
         self.inner.name()
     }
@@ -372,7 +372,7 @@ impl Stage for EncryptedStage {
         &self,
         batch: Vec<(BlockFacts, Slab)>,
         deadline: Deadline,
-    ) -> Vec<Result<Address, StageError>> {
+    ) -> Vec<Result<Address, TierError>> {
         // An erase since the opening may have removed the marks.
         if let Err(error) = self.mark(deadline) {
             return vec![Err(error); batch.len()];
@@ -389,7 +389,7 @@ impl Stage for EncryptedStage {
             if !sealed.is_empty() {
                 let count = results.len() + sealed.len();
                 results.extend(self.inner.store(std::mem::take(sealed), deadline));
-                results.resize_with(count, || Err(StageError::NoResult));
+                results.resize_with(count, || Err(TierError::NoResult));
                 self.returned.notify_all();
             }
         };
@@ -397,7 +397,7 @@ impl Stage for EncryptedStage {
             let Some(bytes) = Self::record_bytes(facts.bytes) else {
                 // Results have the order of the batch: the records before this block come first.
                 send(&mut sealed, &mut results);
-                results.push(Err(StageError::Declined { bytes: facts.bytes }));
+                results.push(Err(TierError::Declined { bytes: facts.bytes }));
                 continue;
             };
             let mut buffer = self.buffer(bytes, sealed.is_empty(), deadline);
@@ -407,7 +407,7 @@ impl Stage for EncryptedStage {
                 held_bytes = 0;
                 buffer = self.buffer(bytes, true, deadline);
             }
-            let buffer = buffer.and_then(|buffer| buffer.ok_or(StageError::Timeout));
+            let buffer = buffer.and_then(|buffer| buffer.ok_or(TierError::Timeout));
             match buffer.and_then(|buffer| self.seal(&facts, &slab, buffer)) {
                 Ok(record) => sealed.push(record),
                 Err(error) => {
@@ -436,7 +436,7 @@ impl Stage for EncryptedStage {
         self.inner.load_each(&mut records, deadline);
         if let Some((number, _)) = records.next {
             // It found no buffer before the deadline.
-            queue.ended(number, LoadOutcome::Failed(StageError::Timeout));
+            queue.ended(number, LoadOutcome::Failed(TierError::Timeout));
         }
         self.returned.notify_all();
     }
@@ -445,7 +445,7 @@ impl Stage for EncryptedStage {
         &self,
         batch: Vec<(BlockFacts, Address)>,
         deadline: Deadline,
-    ) -> Result<(), StageError> {
+    ) -> Result<(), TierError> {
         // Before the inner stage has the name: a read in between would be a miss.
         for (facts, address) in &batch {
             if let Some(digest) = facts.digest {
@@ -463,7 +463,7 @@ impl Stage for EncryptedStage {
         result
     }
 
-    fn remove(&self, batch: &[(BlockKey, Address)], deadline: Deadline) -> Result<(), StageError> {
+    fn remove(&self, batch: &[(BlockKey, Address)], deadline: Deadline) -> Result<(), TierError> {
         {
             let mut aliases = self.aliases();
             for (key, address) in batch {
@@ -477,7 +477,7 @@ impl Stage for EncryptedStage {
         &self,
         keep: &mut dyn FnMut(&BlockKey, Address) -> bool,
         deadline: Deadline,
-    ) -> Result<MakeRoomOutcome, StageError> {
+    ) -> Result<MakeRoomOutcome, TierError> {
         let room = self.inner.make_room(keep, deadline)?;
         let mut aliases = self.aliases();
         for (key, old, new) in &room.moved {
@@ -500,15 +500,15 @@ impl Stage for EncryptedStage {
         std::mem::take(&mut *recovered).into_iter().filter_map(open).collect()
     }
 
-    fn flush(&self, deadline: Deadline) -> Result<(), StageError> {
+    fn flush(&self, deadline: Deadline) -> Result<(), TierError> {
         self.inner.flush(deadline)
     }
 
-    fn register(&self, namespace: &Namespace, deadline: Deadline) -> Result<(), StageError> {
+    fn register(&self, namespace: &Namespace, deadline: Deadline) -> Result<(), TierError> {
         self.inner.register(namespace, deadline)
     }
 
-    fn manifests(&self, deadline: Deadline) -> Result<Vec<(NamespaceId, Manifest)>, StageError> {
+    fn manifests(&self, deadline: Deadline) -> Result<Vec<(NamespaceId, Manifest)>, TierError> {
         let mut manifests = self.inner.manifests(deadline)?;
         manifests.retain(|(_, manifest)| manifest.get(MARK).is_none());
         Ok(manifests)
@@ -518,11 +518,11 @@ impl Stage for EncryptedStage {
         self.inner.keeps_deadlines()
     }
 
-    fn probe(&self, deadline: Deadline) -> Result<(), StageError> {
+    fn probe(&self, deadline: Deadline) -> Result<(), TierError> {
         self.inner.probe(deadline)
     }
 
-    fn probe_reads(&self, deadline: Deadline) -> Result<(), StageError> {
+    fn probe_reads(&self, deadline: Deadline) -> Result<(), TierError> {
         self.inner.probe_reads(deadline)
     }
 
@@ -530,7 +530,7 @@ impl Stage for EncryptedStage {
         self.inner.stuck_calls()
     }
 
-    fn erase(&self, deadline: Deadline) -> Result<StageEraseReport, StageError> {
+    fn erase(&self, deadline: Deadline) -> Result<EraseOutcome, TierError> {
         self.aliases().clear();
         // Even a partial erase may remove the marks; the next store writes them again.
         *self.is_marked.lock().unwrap_or_else(PoisonError::into_inner) = false;
@@ -545,7 +545,7 @@ impl Stage for EncryptedStage {
         self.inner.close();
     }
 
-    fn stats(&self) -> StageStats {
+    fn stats(&self) -> TierStats {
         let mut stats = self.inner.stats();
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         stats.damaged_blocks += load(&self.counters.damaged);

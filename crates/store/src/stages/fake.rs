@@ -8,13 +8,13 @@ use cascade_memory::Slab;
 use cascade_runtime::{Deadline, Mutex, MutexGuard};
 use cascade_tier::TierName;
 use cascade_tier::tier::{
-    Address, BlockFacts, Load, LoadOutcome, MakeRoomOutcome, Stage, StageEraseReport, StageError,
-    StageStats,
+    Address, BlockFacts, EraseOutcome, Load, LoadOutcome, MakeRoomOutcome, Tier, TierError,
+    TierStats,
 };
 
 /// Counts the blocks that it would have. A load finds nothing, because it stores no bytes.
 #[derive(Debug, Default)]
-pub struct FakeStage {
+pub struct FakeTier {
     state: Mutex<Names>,
 }
 
@@ -26,13 +26,13 @@ struct Names {
     lengths: HashMap<u64, (u32, u32)>,
 }
 
-impl FakeStage {
+impl FakeTier {
     fn state(&self) -> MutexGuard<'_, Names> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Stage for FakeStage {
+impl Tier for FakeTier {
     fn name(&self) -> TierName {
         "fake"
     }
@@ -49,7 +49,7 @@ impl Stage for FakeStage {
         &self,
         batch: Vec<(BlockFacts, Slab)>,
         _deadline: Deadline,
-    ) -> Vec<Result<Address, StageError>> {
+    ) -> Vec<Result<Address, TierError>> {
         let mut names = self.state();
         let mut keep = |facts: &BlockFacts| {
             names.next += 1;
@@ -69,7 +69,7 @@ impl Stage for FakeStage {
         &self,
         batch: Vec<(BlockFacts, Address)>,
         _deadline: Deadline,
-    ) -> Result<(), StageError> {
+    ) -> Result<(), TierError> {
         let mut names = self.state();
         for (_, address) in batch {
             if let Some((_, count)) = names.lengths.get_mut(&address.0) {
@@ -79,7 +79,7 @@ impl Stage for FakeStage {
         Ok(())
     }
 
-    fn remove(&self, batch: &[(BlockKey, Address)], _: Deadline) -> Result<(), StageError> {
+    fn remove(&self, batch: &[(BlockKey, Address)], _: Deadline) -> Result<(), TierError> {
         let mut names = self.state();
         for (_, address) in batch {
             let Some((bytes, count)) = names.lengths.get_mut(&address.0) else { continue };
@@ -97,7 +97,7 @@ impl Stage for FakeStage {
         &self,
         _keep: &mut dyn FnMut(&BlockKey, Address) -> bool,
         _deadline: Deadline,
-    ) -> Result<MakeRoomOutcome, StageError> {
+    ) -> Result<MakeRoomOutcome, TierError> {
         Ok(MakeRoomOutcome::default())
     }
 
@@ -105,20 +105,20 @@ impl Stage for FakeStage {
         Vec::new()
     }
 
-    fn flush(&self, _deadline: Deadline) -> Result<(), StageError> {
+    fn flush(&self, _deadline: Deadline) -> Result<(), TierError> {
         Ok(())
     }
 
-    fn erase(&self, _deadline: Deadline) -> Result<StageEraseReport, StageError> {
+    fn erase(&self, _deadline: Deadline) -> Result<EraseOutcome, TierError> {
         let mut names = self.state();
         names.lengths.clear();
         names.bytes = 0;
-        Ok(StageEraseReport::default())
+        Ok(EraseOutcome::default())
     }
 
-    fn stats(&self) -> StageStats {
+    fn stats(&self) -> TierStats {
         let used_bytes = self.state().bytes;
         let notes = vec!["keeps names only: every load is a miss".to_owned()];
-        StageStats { used_bytes, capacity_bytes: u64::MAX, notes, ..StageStats::default() }
+        TierStats { used_bytes, capacity_bytes: u64::MAX, notes, ..TierStats::default() }
     }
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use cascade_disk::io::FileIo;
 use cascade_disk::{DiskError, FilesTier};
 use cascade_runtime::Deadline;
-use cascade_tier::tier::Stage;
+use cascade_tier::tier::Tier;
 use cascade_tier::{StoreError, TierName};
 
 use super::StageContext;
@@ -21,7 +21,7 @@ const OPENING_TIMEOUT: Duration = Duration::from_secs(300);
 pub fn open_files(
     context: &StageContext<'_>,
     layout: Option<FileLayout>,
-) -> Result<Arc<dyn Stage>, StoreError> {
+) -> Result<Arc<dyn Tier>, StoreError> {
     let (config, deadline) = settings(context, layout)?;
     opened(FilesTier::open(config, NAME, Arc::clone(context.clock), context.pool, deadline))
 }
@@ -40,12 +40,12 @@ pub fn open_files_with(
     context: &StageContext<'_>,
     layout: Option<FileLayout>,
     io: FileIo,
-) -> Result<Arc<dyn Stage>, StoreError> {
+) -> Result<Arc<dyn Tier>, StoreError> {
     let (config, deadline) = settings(context, layout)?;
     opened(FilesTier::open_with(config, NAME, Arc::clone(context.clock), io, deadline))
 }
 
-fn opened(tier: Result<FilesTier, DiskError>) -> Result<Arc<dyn Stage>, StoreError> {
+fn opened(tier: Result<FilesTier, DiskError>) -> Result<Arc<dyn Tier>, StoreError> {
     match tier {
         Ok(tier) => Ok(Arc::new(tier)),
         Err(error) => Err(StoreError::Tier {

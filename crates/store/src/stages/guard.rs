@@ -13,8 +13,8 @@ use cascade_memory::Slab;
 use cascade_runtime::{CallError, CallLimit, Calls, Cancel, Clock, Deadline, LeafMutex};
 use cascade_tier::TierName;
 use cascade_tier::tier::{
-    Address, BlockFacts, Load, LoadOutcome, LoadQueue, MakeRoomOutcome, Stage, StageEraseReport,
-    StageError, StageStats, next_loads,
+    Address, BlockFacts, EraseOutcome, Load, LoadOutcome, LoadQueue, MakeRoomOutcome, Tier,
+    TierError, TierStats, next_loads,
 };
 
 use crate::core::circuit::Direction;
@@ -37,7 +37,7 @@ pub(crate) type Keep = Box<dyn FnMut(&BlockKey, Address) -> bool + Send>;
 /// A stage with its guard.
 #[derive(Debug)]
 pub(crate) struct Guarded {
-    stage: Arc<dyn Stage>,
+    stage: Arc<dyn Tier>,
     name: TierName,
     keeps_names_only: bool,
     keeps_deadlines: bool,
@@ -53,11 +53,11 @@ pub(crate) struct Guarded {
     open_read_circuit: Cancel,
     open_write_circuit: Cancel,
     closed: Cancel,
-    stats: LeafMutex<StageStats>,
+    stats: LeafMutex<TierStats>,
 }
 
 impl Guarded {
-    pub(crate) fn new(stage: Arc<dyn Stage>, clock: &Arc<dyn Clock>) -> Self {
+    pub(crate) fn new(stage: Arc<dyn Tier>, clock: &Arc<dyn Clock>) -> Self {
         let threads = |calls_max| Calls::new("cascade-stage", calls_max, Arc::clone(clock));
         Self {
             name: stage.name(),
@@ -103,35 +103,35 @@ impl Guarded {
         }
     }
 
-    /// See [`Stage::recover`].
+    /// See [`Tier::recover`].
     pub(crate) fn recover(&self) -> Vec<(BlockFacts, Address)> {
         self.stage.recover()
     }
 
-    /// [`Stage::store`] with exactly one result for each block. Addresses returned after the
+    /// [`Tier::store`] with exactly one result for each block. Addresses returned after the
     /// deadline go to `late`.
     pub(crate) fn store(
         &self,
         batch: Vec<(BlockFacts, Slab)>,
         deadline: Deadline,
         late: impl FnOnce(Vec<(BlockKey, Address)>) + Send + 'static,
-    ) -> Vec<Result<Address, StageError>> {
+    ) -> Vec<Result<Address, TierError>> {
         // For a late result: the batch itself goes to the stage.
         let keys: Vec<BlockKey> = batch.iter().map(|(facts, _)| facts.key).collect();
         let count = keys.len();
         let stage = Arc::clone(&self.stage);
-        let late = move |results: Vec<Result<Address, StageError>>| {
+        let late = move |results: Vec<Result<Address, TierError>>| {
             let stored = keys.into_iter().zip(results);
             late(stored.filter_map(|(key, result)| Some((key, result.ok()?))).collect());
         };
         let work = move || stage.store(batch, deadline);
         let stored = call(&self.changes, self.limit(WRITES, deadline, true), work, late);
         let mut results = stored.unwrap_or_else(|error| vec![Err(error); count]);
-        results.resize_with(count, || Err(StageError::NoResult));
+        results.resize_with(count, || Err(TierError::NoResult));
         results
     }
 
-    /// [`Stage::load_each`] with exactly one result for each block that was taken, each slab of the
+    /// [`Tier::load_each`] with exactly one result for each block that was taken, each slab of the
     /// right length.
     pub(crate) fn load_each(&self, queue: &mut dyn LoadQueue, deadline: Deadline) {
         let mut checked = CheckedLoads::new(queue);
@@ -156,7 +156,7 @@ impl Guarded {
             // A late load has only slabs to release.
             let loaded = call(&self.loads, self.limit(READS, deadline, true), work, drop);
             let (mut outcomes, error) = match loaded {
-                Ok(outcomes) => (outcomes.into_iter(), StageError::NoResult),
+                Ok(outcomes) => (outcomes.into_iter(), TierError::NoResult),
                 Err(error) => (Vec::new().into_iter(), error),
             };
             for number in numbers {
@@ -166,74 +166,74 @@ impl Guarded {
         }
     }
 
-    /// See [`Stage::alias`].
+    /// See [`Tier::alias`].
     pub(crate) fn alias(
         &self,
         batch: Vec<(BlockFacts, Address)>,
         deadline: Deadline,
-    ) -> Result<(), StageError> {
+    ) -> Result<(), TierError> {
         self.run(&self.changes, WRITES, deadline, true, move |stage| stage.alias(batch, deadline))
     }
 
-    /// See [`Stage::remove`].
+    /// See [`Tier::remove`].
     pub(crate) fn remove(
         &self,
         batch: Vec<(BlockKey, Address)>,
         deadline: Deadline,
-    ) -> Result<(), StageError> {
+    ) -> Result<(), TierError> {
         self.run(&self.changes, WRITES, deadline, true, move |stage| stage.remove(&batch, deadline))
     }
 
-    /// [`Stage::make_room`]; room made after the deadline goes to `late`.
+    /// [`Tier::make_room`]; room made after the deadline goes to `late`.
     pub(crate) fn make_room(
         &self,
         mut keep: Keep,
         deadline: Deadline,
         late: impl FnOnce(MakeRoomOutcome) + Send + 'static,
-    ) -> Result<MakeRoomOutcome, StageError> {
+    ) -> Result<MakeRoomOutcome, TierError> {
         let stage = Arc::clone(&self.stage);
-        let late = move |room: Result<MakeRoomOutcome, StageError>| room.map_or_else(drop, late);
+        let late = move |room: Result<MakeRoomOutcome, TierError>| room.map_or_else(drop, late);
         // Not watched for hanging: moving kept blocks may take longer than storing a batch.
         let limit = self.limit(WRITES, deadline, false);
         call(&self.changes, limit, move || stage.make_room(&mut keep, deadline), late)?
     }
 
-    /// See [`Stage::flush`].
-    pub(crate) fn flush(&self, deadline: Deadline) -> Result<(), StageError> {
+    /// See [`Tier::flush`].
+    pub(crate) fn flush(&self, deadline: Deadline) -> Result<(), TierError> {
         // Not in turn with the changes: blocks are stored while a long flush runs.
         self.run(&self.other_calls, WRITES, deadline, false, move |stage| stage.flush(deadline))
     }
 
-    /// [`Stage::erase`], even while a circuit is open. It runs in turn with the changes: a late
+    /// [`Tier::erase`], even while a circuit is open. It runs in turn with the changes: a late
     /// erase blocks later changes until it ends, so it never meets a block stored after it.
-    pub(crate) fn erase(&self, deadline: Deadline) -> Result<StageEraseReport, StageError> {
+    pub(crate) fn erase(&self, deadline: Deadline) -> Result<EraseOutcome, TierError> {
         let stage = Arc::clone(&self.stage);
         let limit = limit(deadline, Some(&self.closed), false);
         call(&self.changes, limit, move || stage.erase(deadline), drop)?
     }
 
-    /// See [`Stage::register`].
+    /// See [`Tier::register`].
     pub(crate) fn register(
         &self,
         namespace: &Namespace,
         deadline: Deadline,
-    ) -> Result<(), StageError> {
+    ) -> Result<(), TierError> {
         let namespace = namespace.clone();
-        let work = move |stage: &dyn Stage| stage.register(&namespace, deadline);
+        let work = move |stage: &dyn Tier| stage.register(&namespace, deadline);
         self.run(&self.other_calls, WRITES, deadline, false, work)
     }
 
-    /// See [`Stage::manifests`].
+    /// See [`Tier::manifests`].
     pub(crate) fn manifests(
         &self,
         deadline: Deadline,
-    ) -> Result<Vec<(NamespaceId, Manifest)>, StageError> {
+    ) -> Result<Vec<(NamespaceId, Manifest)>, TierError> {
         self.run(&self.other_calls, READS, deadline, false, move |stage| stage.manifests(deadline))
     }
 
-    /// [`Stage::probe`] or [`Stage::probe_reads`], even while the circuit is open. Each direction
+    /// [`Tier::probe`] or [`Tier::probe_reads`], even while the circuit is open. Each direction
     /// has its own thread: a hung write shows nothing about reads.
-    pub(crate) fn probe(&self, direction: Direction, deadline: Deadline) -> Result<(), StageError> {
+    pub(crate) fn probe(&self, direction: Direction, deadline: Deadline) -> Result<(), TierError> {
         let stage = Arc::clone(&self.stage);
         let limit = limit(deadline, Some(&self.closed), false);
         let probed = match direction {
@@ -242,12 +242,12 @@ impl Guarded {
         };
         match probed {
             // The previous probe is still stuck.
-            Err(StageError::CircuitOpen) => Err(StageError::Timeout),
+            Err(TierError::CircuitOpen) => Err(TierError::Timeout),
             result => result?,
         }
     }
 
-    /// See [`Stage::close`].
+    /// See [`Tier::close`].
     pub(crate) fn close(&self, deadline: Deadline) {
         let stage = Arc::clone(&self.stage);
         // A late close keeps running on its thread; the store does not wait for it.
@@ -262,8 +262,8 @@ impl Guarded {
         self.open_write_circuit.set();
     }
 
-    /// [`Stage::stats`], or the latest earlier ones while the stage does not respond.
-    pub(crate) fn stats(&self) -> StageStats {
+    /// [`Tier::stats`], or the latest earlier ones while the stage does not respond.
+    pub(crate) fn stats(&self) -> TierStats {
         let current = if self.keeps_deadlines {
             catch(|| self.stage.stats())
         } else {
@@ -309,8 +309,8 @@ impl Guarded {
         direction: Direction,
         deadline: Deadline,
         is_watched: bool,
-        work: impl FnOnce(&dyn Stage) -> Result<T, StageError> + Send + 'static,
-    ) -> Result<T, StageError> {
+        work: impl FnOnce(&dyn Tier) -> Result<T, TierError> + Send + 'static,
+    ) -> Result<T, TierError> {
         let stage = Arc::clone(&self.stage);
         call(calls, self.limit(direction, deadline, is_watched), move || work(&*stage), drop)?
     }
@@ -332,7 +332,7 @@ impl<'a> CheckedLoads<'a> {
 
     pub(super) fn fail_rest(&mut self) {
         for number in 0..self.taken.len() {
-            self.ended(number, LoadOutcome::Failed(StageError::NoResult));
+            self.ended(number, LoadOutcome::Failed(TierError::NoResult));
         }
     }
 }
@@ -386,18 +386,18 @@ pub(super) fn call<T: Send + 'static>(
     limit: CallLimit<'_>,
     work: impl FnOnce() -> T + Send + 'static,
     late: impl FnOnce(T) + Send + 'static,
-) -> Result<T, StageError> {
+) -> Result<T, TierError> {
     calls.call(limit, work, late).map_err(without_result)
 }
 
 /// The error of a call that has no result.
-pub(super) fn without_result(error: CallError) -> StageError {
+pub(super) fn without_result(error: CallError) -> TierError {
     match error {
-        CallError::TimedOut => StageError::Timeout,
-        CallError::Cancelled | CallError::AllStuck => StageError::CircuitOpen,
-        CallError::NoThread(error) => StageError::Failed(Arc::new(error)),
+        CallError::TimedOut => TierError::Timeout,
+        CallError::Cancelled | CallError::AllStuck => TierError::CircuitOpen,
+        CallError::NoThread(error) => TierError::Failed(Arc::new(error)),
         // It panicked: the store shares no state with the stage that could be left inconsistent.
-        _ => StageError::NoResult,
+        _ => TierError::NoResult,
     }
 }
 

@@ -80,7 +80,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::stages::FakeStage;
+    use crate::stages::FakeTier;
 
     fn parse(text: &str) -> Result<Pipeline, PipelineError> {
         Pipeline::parse(text, &StageRegistry::default())
@@ -141,7 +141,7 @@ mod tests {
         let mut registry = StageRegistry::default();
         let names: Vec<String> = (0..=LOWER_STAGES_MAX).map(|n| format!("tier{n}")).collect();
         for name in &names {
-            registry.register(name, Arc::new(|_| Ok(Arc::new(FakeStage::default()))));
+            registry.register(name, Arc::new(|_| Ok(Arc::new(FakeTier::default()))));
         }
         let parse = |count: usize| {
             Pipeline::parse(&format!("Dram|{}", names[..count].join("|")), &registry)

@@ -16,8 +16,8 @@ use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId};
 use cascade_memory::{Slab, SlabMut};
 use cascade_runtime::{Deadline, Mutex, MutexGuard};
 use cascade_tier::tier::{
-    Address, BlockFacts, Load, LoadOutcome, MakeRoomOutcome, Stage, StageEraseReport, StageError,
-    StageStats,
+    Address, BlockFacts, EraseOutcome, Load, LoadOutcome, MakeRoomOutcome, Tier, TierError,
+    TierStats,
 };
 use cascade_tier::{StoreError, TierName};
 
@@ -34,14 +34,14 @@ const SCAN_BLOCKS: usize = 64;
 /// A store of records: opaque bytes under names of 24 letters, digits and dashes.
 ///
 /// Calls come from several threads. Each finishes by its deadline, or fails with
-/// [`StageError::Timeout`] by then. A put that succeeds later is undone by a delete.
+/// [`TierError::Timeout`] by then. A put that succeeds later is undone by a delete.
 pub trait Records: Send + Sync + fmt::Debug {
     /// Performs the calls in any order; one result for each, in the order of the calls.
     fn perform(
         &self,
         calls: Vec<RecordCall>,
         deadline: Deadline,
-    ) -> Vec<Result<RecordAnswer, StageError>>;
+    ) -> Vec<Result<RecordAnswer, TierError>>;
 
     /// Releases all resources. Later calls fail.
     fn close(&self) {}
@@ -55,7 +55,7 @@ pub trait Records: Send + Sync + fmt::Debug {
 /// One call to [`Records`].
 #[derive(Debug)]
 pub enum RecordCall {
-    /// Store a record under a new name. [`RecordAnswer::Done`], or [`StageError::Full`].
+    /// Store a record under a new name. [`RecordAnswer::Done`], or [`TierError::Full`].
     Put {
         /// The name.
         name: String,
@@ -133,7 +133,7 @@ pub struct RecordBuffer {
 
 impl UnsealedRecord {
     /// The record's bytes: a copy of the block behind its header.
-    pub fn seal(self) -> Result<Slab, StageError> {
+    pub fn seal(self) -> Result<Slab, TierError> {
         let payload: &[u8] = match &self.payload {
             Payload::Block(slab) => slab,
             Payload::Bytes(bytes) => bytes,
@@ -147,7 +147,7 @@ impl UnsealedRecord {
 
 impl RecordBuffer {
     /// Allocates the buffer; its content is undefined.
-    pub fn take(self) -> Result<SlabMut, StageError> {
+    pub fn take(self) -> Result<SlabMut, TierError> {
         self.buffers.take(self.bytes)
     }
 }
@@ -176,7 +176,7 @@ impl RecordStage {
         records: Arc<dyn Records>,
         capacity_bytes: Option<u64>,
         context: &StageContext<'_>,
-    ) -> Result<Arc<dyn Stage>, StoreError> {
+    ) -> Result<Arc<dyn Tier>, StoreError> {
         let buffers = Arc::new(RecordBuffers::new(context.config.dram_bytes)?);
         let timeout = context.config.timeout;
         let found = opening::read_all(&*records, &buffers, &**context.clock, timeout);
@@ -228,16 +228,12 @@ impl RecordStage {
         RecordCall::Get { name: name_of(address), into }
     }
 
-    fn perform_one(
-        &self,
-        call: RecordCall,
-        deadline: Deadline,
-    ) -> Result<RecordAnswer, StageError> {
-        self.records.perform(vec![call], deadline).pop().unwrap_or(Err(StageError::NoResult))
+    fn perform_one(&self, call: RecordCall, deadline: Deadline) -> Result<RecordAnswer, TierError> {
+        self.records.perform(vec![call], deadline).pop().unwrap_or(Err(TierError::NoResult))
     }
 
     /// Deletes records; makes no call if there are none.
-    fn delete(&self, names: Vec<String>, deadline: Deadline) -> Result<(), StageError> {
+    fn delete(&self, names: Vec<String>, deadline: Deadline) -> Result<(), TierError> {
         if names.is_empty() {
             return Ok(());
         }
@@ -249,7 +245,7 @@ impl RecordStage {
         &self,
         load: Load,
         origin: &BlockKey,
-        answer: Result<RecordAnswer, StageError>,
+        answer: Result<RecordAnswer, TierError>,
     ) -> LoadOutcome {
         let Load { address: Address(address), mut slab, .. } = load;
         let (buffer, bytes) = match answer {
@@ -260,7 +256,7 @@ impl RecordStage {
                 return LoadOutcome::Gone;
             }
             Ok(RecordAnswer::Done | RecordAnswer::Names(_)) => {
-                return LoadOutcome::Failed(StageError::NoResult);
+                return LoadOutcome::Failed(TierError::NoResult);
             }
             Err(error) => return LoadOutcome::Failed(error),
         };
@@ -284,11 +280,11 @@ impl RecordStage {
     }
 
     /// Writes a small record, reads it and deletes it.
-    fn probe_with_record(&self, deadline: Deadline) -> Result<(), StageError> {
+    fn probe_with_record(&self, deadline: Deadline) -> Result<(), TierError> {
         let (address, put) = self.put(RecordKind::Probe, 0, no_facts(), Payload::Bytes(Vec::new()));
         match self.perform_one(put, deadline) {
             Ok(_) => {}
-            Err(StageError::Full) => return Ok(()),
+            Err(TierError::Full) => return Ok(()),
             Err(error) => return Err(error),
         }
         let read = self.perform_one(self.get(address, HEADER_BYTES), deadline);
@@ -303,7 +299,7 @@ impl RecordStage {
         if is_right {
             Ok(())
         } else {
-            Err(StageError::Failed(Arc::new(std::io::Error::other(reason))))
+            Err(TierError::Failed(Arc::new(std::io::Error::other(reason))))
         }
     }
 }
@@ -322,7 +318,7 @@ fn no_facts() -> BlockFacts {
     }
 }
 
-impl Stage for RecordStage {
+impl Tier for RecordStage {
     fn name(&self) -> TierName {
         self.name
     }
@@ -331,13 +327,13 @@ impl Stage for RecordStage {
         &self,
         batch: Vec<(BlockFacts, Slab)>,
         deadline: Deadline,
-    ) -> Vec<Result<Address, StageError>> {
+    ) -> Vec<Result<Address, TierError>> {
         let mut results = Vec::with_capacity(batch.len());
         let (mut calls, mut sent, mut wanted_bytes) = (Vec::new(), Vec::new(), 0);
         for (facts, slab) in batch {
             let room = (HEADER_BYTES + slab.len()) as u64;
             results.push(if room > self.capacity_bytes {
-                Err(StageError::Declined { bytes: facts.bytes })
+                Err(TierError::Declined { bytes: facts.bytes })
             } else if self.index().reserve(room, self.capacity_bytes) {
                 let (address, call) = self.put(RecordKind::Block, 0, facts, Payload::Block(slab));
                 calls.push(call);
@@ -346,19 +342,19 @@ impl Stage for RecordStage {
                 Ok(Address(address))
             } else {
                 wanted_bytes += room;
-                Err(StageError::Full)
+                Err(TierError::Full)
             });
         }
         let mut answers = self.records.perform(calls, deadline).into_iter();
         for (at, facts, room) in sent {
-            let answer = answers.next().unwrap_or(Err(StageError::NoResult));
+            let answer = answers.next().unwrap_or(Err(TierError::NoResult));
             match (answer, &results[at]) {
                 // A block enters the index only once its record is complete; its room was reserved
                 // before.
                 (Ok(_), Ok(address)) => self.index().insert(address.0, &facts),
                 (answer, _) => {
-                    let error = answer.err().unwrap_or(StageError::NoResult);
-                    wanted_bytes += if matches!(error, StageError::Full) { room } else { 0 };
+                    let error = answer.err().unwrap_or(TierError::NoResult);
+                    wanted_bytes += if matches!(error, TierError::Full) { room } else { 0 };
                     self.index().release(room);
                     results[at] = Err(error);
                 }
@@ -382,7 +378,7 @@ impl Stage for RecordStage {
         }
         let mut answers = self.records.perform(calls, deadline).into_iter();
         for (at, origin, load) in sent {
-            let answer = answers.next().unwrap_or(Err(StageError::NoResult));
+            let answer = answers.next().unwrap_or(Err(TierError::NoResult));
             results[at] = self.check_loaded(load, &origin, answer);
         }
         results
@@ -392,7 +388,7 @@ impl Stage for RecordStage {
         &self,
         batch: Vec<(BlockFacts, Address)>,
         deadline: Deadline,
-    ) -> Result<(), StageError> {
+    ) -> Result<(), TierError> {
         for (facts, Address(target)) in batch {
             let mut index = self.index();
             let Some(entry) = index.get(target).filter(|entry| !entry.has(&facts.key)) else {
@@ -416,7 +412,7 @@ impl Stage for RecordStage {
         Ok(())
     }
 
-    fn remove(&self, batch: &[(BlockKey, Address)], deadline: Deadline) -> Result<(), StageError> {
+    fn remove(&self, batch: &[(BlockKey, Address)], deadline: Deadline) -> Result<(), TierError> {
         let batch: Vec<_> = batch.iter().map(|(key, address)| (*key, address.0)).collect();
         let removal = self.index().plan_removal(&batch);
         for (target, key) in removal.revoked {
@@ -439,7 +435,7 @@ impl Stage for RecordStage {
         &self,
         keep: &mut dyn FnMut(&BlockKey, Address) -> bool,
         deadline: Deadline,
-    ) -> Result<MakeRoomOutcome, StageError> {
+    ) -> Result<MakeRoomOutcome, TierError> {
         let is_bounded = self.capacity_bytes < u64::MAX;
         let share = if is_bounded { self.capacity_bytes / ROOM_SHARE } else { 1 };
         // The capacity may have been reduced below what is stored.
@@ -479,11 +475,11 @@ impl Stage for RecordStage {
         std::mem::take(&mut self.recovered.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    fn flush(&self, deadline: Deadline) -> Result<(), StageError> {
+    fn flush(&self, deadline: Deadline) -> Result<(), TierError> {
         self.perform_one(RecordCall::Flush, deadline).map(drop)
     }
 
-    fn register(&self, namespace: &Namespace, deadline: Deadline) -> Result<(), StageError> {
+    fn register(&self, namespace: &Namespace, deadline: Deadline) -> Result<(), TierError> {
         let id = namespace.id();
         if self.manifests().iter().any(|(known, _)| *known == id) {
             return Ok(());
@@ -495,18 +491,18 @@ impl Stage for RecordStage {
         Ok(())
     }
 
-    fn manifests(&self, _deadline: Deadline) -> Result<Vec<(NamespaceId, Manifest)>, StageError> {
+    fn manifests(&self, _deadline: Deadline) -> Result<Vec<(NamespaceId, Manifest)>, TierError> {
         Ok(self.manifests().clone())
     }
 
-    fn probe(&self, deadline: Deadline) -> Result<(), StageError> {
+    fn probe(&self, deadline: Deadline) -> Result<(), TierError> {
         match self.perform_one(RecordCall::Probe, deadline)? {
             RecordAnswer::Missing => self.probe_with_record(deadline),
             _ => Ok(()),
         }
     }
 
-    fn probe_reads(&self, deadline: Deadline) -> Result<(), StageError> {
+    fn probe_reads(&self, deadline: Deadline) -> Result<(), TierError> {
         // No record has this name: a reply that it is missing shows that the store responds.
         self.perform_one(self.get(u64::MAX, HEADER_BYTES), deadline).map(drop)
     }
@@ -515,10 +511,10 @@ impl Stage for RecordStage {
         self.records.stuck_calls()
     }
 
-    fn erase(&self, deadline: Deadline) -> Result<StageEraseReport, StageError> {
+    fn erase(&self, deadline: Deadline) -> Result<EraseOutcome, TierError> {
         let names = match self.perform_one(RecordCall::Names, deadline)? {
             RecordAnswer::Names(names) => names.into_iter().map(|(name, _)| name),
-            _ => return Err(StageError::NoResult),
+            _ => return Err(TierError::NoResult),
         };
         let ours: Vec<_> = names.filter(|name| record::address_of(name).is_some()).collect();
         let files_removed = ours.len() as u64;
@@ -526,16 +522,16 @@ impl Stage for RecordStage {
         self.flush(deadline)?;
         *self.index() = RecordIndex::default();
         self.manifests().clear();
-        Ok(StageEraseReport { files_removed, ..StageEraseReport::default() })
+        Ok(EraseOutcome { files_removed, ..EraseOutcome::default() })
     }
 
     fn close(&self) {
         self.records.close();
     }
 
-    fn stats(&self) -> StageStats {
+    fn stats(&self) -> TierStats {
         let index = self.index();
-        StageStats {
+        TierStats {
             used_bytes: index.used_bytes(),
             capacity_bytes: self.capacity_bytes,
             files: index.len() as u64,
@@ -554,7 +550,7 @@ impl RecordStage {
         target: u64,
         facts: BlockFacts,
         deadline: Deadline,
-    ) -> Result<(), StageError> {
+    ) -> Result<(), TierError> {
         let (address, put) = self.put(kind, target, facts, Payload::Bytes(Vec::new()));
         if let Err(error) = self.perform_one(put, deadline) {
             self.index().release(HEADER_BYTES as u64);

@@ -5,14 +5,14 @@ use std::fmt;
 use std::sync::Arc;
 
 use cascade_tier::StoreError;
-use cascade_tier::tier::Stage;
+use cascade_tier::tier::Tier;
 
-use super::{FakeStage, StageContext, open_files};
+use super::{FakeTier, StageContext, open_files};
 use crate::FileLayout;
 
 /// Makes a stage for one store.
 pub type StageFactory =
-    Arc<dyn Fn(&StageContext<'_>) -> Result<Arc<dyn Stage>, StoreError> + Send + Sync>;
+    Arc<dyn Fn(&StageContext<'_>) -> Result<Arc<dyn Tier>, StoreError> + Send + Sync>;
 
 /// Stages by name. The default registry has `Files`, `Posix` and `Fake`.
 #[derive(Clone)]
@@ -41,7 +41,7 @@ impl StageRegistry {
         &self,
         name: &str,
         context: &StageContext<'_>,
-    ) -> Result<Arc<dyn Stage>, StoreError> {
+    ) -> Result<Arc<dyn Tier>, StoreError> {
         let factory = self.factories.get(name).expect("the pipeline was checked against this");
         factory(context)
     }
@@ -55,7 +55,7 @@ impl Default for StageRegistry {
             "posix",
             Arc::new(|context| open_files(context, Some(FileLayout::FilePerBlock))),
         );
-        registry.register("fake", Arc::new(|_| Ok(Arc::new(FakeStage::default()))));
+        registry.register("fake", Arc::new(|_| Ok(Arc::new(FakeTier::default()))));
         registry
     }
 }

@@ -10,7 +10,7 @@ use std::sync::{Arc, PoisonError};
 use cascade_block::BlockKey;
 use cascade_runtime::{Calls, Cancel, Clock, Deadline, LeafMutex, StartedCall};
 use cascade_tier::source::{LocatedBlock, Source, SourceLimit};
-use cascade_tier::tier::{LoadQueue, StageError};
+use cascade_tier::tier::{LoadQueue, TierError};
 use cascade_tier::{SourceStats, StageHealth, TierName};
 
 use super::guard::{CheckedLoads, call, catch, limit, without_result};
@@ -94,20 +94,20 @@ impl GuardedSource {
         &self,
         keys: Vec<BlockKey>,
         deadline: Deadline,
-        answer: impl FnOnce(Result<Vec<Option<LocatedBlock>>, StageError>) + Send + 'static,
-    ) -> Result<SourceCall, StageError> {
+        answer: impl FnOnce(Result<Vec<Option<LocatedBlock>>, TierError>) + Send + 'static,
+    ) -> Result<SourceCall, TierError> {
         let (source, cancel) = (Arc::clone(&self.source), Arc::new(Cancel::new()));
         let cancelled = Arc::clone(&cancel);
         self.start(&self.locates, cancel, move || {
             let limit = SourceLimit { deadline, cancel: &cancelled };
             let located = catch(|| source.locate(&keys, &limit));
-            answer(located.unwrap_or(Err(StageError::NoResult)).and_then(|located| {
+            answer(located.unwrap_or(Err(TierError::NoResult)).and_then(|located| {
                 let is_asked = |(key, block): (&BlockKey, &Option<LocatedBlock>)| {
                     block.is_none_or(|block| block.facts.key == *key)
                 };
                 let is_complete = located.len() == keys.len();
                 let is_right = is_complete && keys.iter().zip(&located).all(is_asked);
-                if is_right { Ok(located) } else { Err(StageError::NoResult) }
+                if is_right { Ok(located) } else { Err(TierError::NoResult) }
             }));
         })
     }
@@ -119,7 +119,7 @@ impl GuardedSource {
         mut queue: impl LoadQueue + Send + 'static,
         deadline: Deadline,
         end: impl FnOnce() + Send + 'static,
-    ) -> Result<SourceCall, StageError> {
+    ) -> Result<SourceCall, TierError> {
         let (source, cancel) = (Arc::clone(&self.source), Arc::new(Cancel::new()));
         let cancelled = Arc::clone(&cancel);
         self.start(&self.fetches, cancel, move || {
@@ -137,9 +137,9 @@ impl GuardedSource {
         calls: &Calls,
         cancel: Arc<Cancel>,
         work: impl FnOnce() + Send + 'static,
-    ) -> Result<SourceCall, StageError> {
+    ) -> Result<SourceCall, TierError> {
         if self.is_unusable() {
-            return Err(StageError::CircuitOpen);
+            return Err(TierError::CircuitOpen);
         }
         let started = calls.start(true, work).map_err(without_result)?;
         Ok(SourceCall { started, cancel })
@@ -187,7 +187,7 @@ impl GuardedSource {
         let probed = call(&self.other_calls, limit, move || source.probe(deadline), drop);
         let result = match probed {
             // The previous probe is still stuck.
-            Err(StageError::CircuitOpen) => Err(StageError::Timeout),
+            Err(TierError::CircuitOpen) => Err(TierError::Timeout),
             result => result.and_then(|probed| probed),
         };
         // The close has aborted the probe: its result says nothing about the source.

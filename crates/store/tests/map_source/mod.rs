@@ -13,7 +13,7 @@ use cascade_memory::SlabMut;
 use cascade_runtime::{Deadline, SystemClock};
 use cascade_store::{HealthState, SourceList, SourceStats, Store, StoreConfig, TierName};
 use cascade_tier::source::{LocatedBlock, Source, SourceLimit};
-use cascade_tier::tier::{Address, BlockFacts, Load, LoadOutcome, LoadQueue, StageError};
+use cascade_tier::tier::{Address, BlockFacts, Load, LoadOutcome, LoadQueue, TierError};
 
 use crate::blocks::bytes_of;
 
@@ -263,7 +263,7 @@ impl MapSource {
             if !self.fetches.pass(limit_now) {
                 let is_cancelled = limit.cancel.is_set();
                 self.cancelled.fetch_add(u64::from(is_cancelled), Ordering::Relaxed);
-                queue.ended(number, LoadOutcome::Failed(StageError::Timeout));
+                queue.ended(number, LoadOutcome::Failed(TierError::Timeout));
                 continue;
             }
             let fault = self.faults.lock().unwrap().get(&load.key).copied();
@@ -295,8 +295,8 @@ fn address_of(bytes: &[u8]) -> Address {
     Address(u64::from(checksum(bytes)))
 }
 
-fn eio() -> StageError {
-    StageError::Failed(Arc::new(std::io::Error::other("injected")))
+fn eio() -> TierError {
+    TierError::Failed(Arc::new(std::io::Error::other("injected")))
 }
 
 impl Source for MapSource {
@@ -308,11 +308,11 @@ impl Source for MapSource {
         &self,
         keys: &[BlockKey],
         limit: &SourceLimit<'_>,
-    ) -> Result<Vec<Option<LocatedBlock>>, StageError> {
+    ) -> Result<Vec<Option<LocatedBlock>>, TierError> {
         self.locate_calls.fetch_add(1, Ordering::Relaxed);
         let limit = (!self.ignores_limits.load(Ordering::Relaxed)).then_some(limit);
         if !self.locates.pass(limit) {
-            return Err(StageError::Timeout);
+            return Err(TierError::Timeout);
         }
         assert!(!self.locate_panics.load(Ordering::Relaxed), "injected");
         if self.fails.load(Ordering::Relaxed) {
@@ -340,7 +340,7 @@ impl Source for MapSource {
     fn fetch(&self, batch: Vec<Load>, limit: &SourceLimit<'_>) -> Vec<LoadOutcome> {
         let fetch_one = |load| {
             let is_open = self.fetches.pass(Some(limit));
-            let late = || LoadOutcome::Failed(StageError::Timeout);
+            let late = || LoadOutcome::Failed(TierError::Timeout);
             if is_open { self.fetch_one(load, None) } else { late() }
         };
         batch.into_iter().map(fetch_one).collect()
@@ -359,11 +359,11 @@ impl Source for MapSource {
         }
     }
 
-    fn probe(&self, deadline: Deadline) -> Result<(), StageError> {
+    fn probe(&self, deadline: Deadline) -> Result<(), TierError> {
         let cancel = cascade_runtime::Cancel::new();
         let limit = SourceLimit { deadline, cancel: &cancel };
         if !self.fetches.pass(Some(&limit)) {
-            return Err(StageError::Timeout);
+            return Err(TierError::Timeout);
         }
         if self.fails.load(Ordering::Relaxed) { Err(eio()) } else { Ok(()) }
     }

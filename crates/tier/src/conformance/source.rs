@@ -17,7 +17,7 @@ use cascade_runtime::{Cancel, Clock, Deadline, SystemClock, thread};
 
 use crate::conformance::block_store::bytes_of;
 use crate::source::{LocatedBlock, Source, SourceLimit};
-use crate::tier::{Address, Load, LoadOutcome, StageError};
+use crate::tier::{Address, Load, LoadOutcome, TierError};
 
 use queue::CheckedQueue;
 
@@ -326,7 +326,7 @@ fn a_call_ends_at_its_deadline_without_an_answer(
     let deadline = Deadline::after(&SystemClock, Duration::from_millis(50));
     let limit = SourceLimit { deadline, cancel: &cancel };
     let located_late = subject.source.locate(&keys, &limit);
-    assert!(matches!(located_late, Err(StageError::Timeout)), "{located_late:?}");
+    assert!(matches!(located_late, Err(TierError::Timeout)), "{located_late:?}");
     let deadline = Deadline::after(&SystemClock, Duration::from_millis(50));
     let mut queue = CheckedQueue::new(pool, &located);
     subject.fetch_all(&mut queue, deadline, &cancel);

@@ -10,13 +10,13 @@ use cascade_block::{BlockKey, NamespaceId};
 use cascade_memory::{HugePages, Pool, PoolConfig, Slab};
 use cascade_runtime::{Deadline, SystemClock};
 
-use crate::tier::{Address, BlockFacts, Load, LoadOutcome, Stage};
+use crate::tier::{Address, BlockFacts, Load, LoadOutcome, Tier};
 
 /// The stage and the pool of one check.
 #[derive(Debug)]
-pub struct StageFixture<'a> {
+pub struct TierFixture<'a> {
     /// A new stage.
-    pub stage: Arc<dyn Stage>,
+    pub stage: Arc<dyn Tier>,
     /// The pool for slabs, which the stage was made with.
     pub pool: &'a Pool,
 }
@@ -32,8 +32,8 @@ pub fn pool() -> Pool {
 }
 
 /// Runs every check, each on a new stage.
-pub fn all(pool: &Pool, make: &mut dyn FnMut() -> Arc<dyn Stage>) {
-    let checks: [fn(&StageFixture<'_>); 8] = [
+pub fn all(pool: &Pool, make: &mut dyn FnMut() -> Arc<dyn Tier>) {
+    let checks: [fn(&TierFixture<'_>); 8] = [
         a_new_stage_is_empty,
         a_stored_block_loads_back,
         blocks_of_any_size_load_back,
@@ -44,11 +44,11 @@ pub fn all(pool: &Pool, make: &mut dyn FnMut() -> Arc<dyn Stage>) {
         a_name_has_the_bytes_of_its_address,
     ];
     for check in checks {
-        check(&StageFixture { stage: make(), pool });
+        check(&TierFixture { stage: make(), pool });
     }
 }
 
-impl StageFixture<'_> {
+impl TierFixture<'_> {
     fn store(&self, blocks: &[(BlockKey, Vec<u8>)]) -> Vec<Address> {
         let batch: Vec<_> = blocks
             .iter()
@@ -111,12 +111,12 @@ fn block(n: u8, bytes: usize) -> (BlockKey, Vec<u8>) {
     (BlockKey::from_bytes([n; 32]), pattern)
 }
 
-fn a_new_stage_is_empty(fixture: &StageFixture<'_>) {
+fn a_new_stage_is_empty(fixture: &TierFixture<'_>) {
     assert_eq!(fixture.stage.recover(), []);
     assert_eq!(fixture.stage.stats().damaged_blocks, 0);
 }
 
-fn a_stored_block_loads_back(fixture: &StageFixture<'_>) {
+fn a_stored_block_loads_back(fixture: &TierFixture<'_>) {
     let blocks: Vec<_> = (0..40).map(|n| block(n, 64 << 10)).collect();
     let addresses = fixture.store(&blocks);
     for ((key, bytes), address) in blocks.iter().zip(&addresses).rev() {
@@ -128,7 +128,7 @@ fn a_stored_block_loads_back(fixture: &StageFixture<'_>) {
     }
 }
 
-fn blocks_of_any_size_load_back(fixture: &StageFixture<'_>) {
+fn blocks_of_any_size_load_back(fixture: &TierFixture<'_>) {
     let sizes = [1, 2, 511, 512, 513, 4095, 4096, 4097, 65_535, 65_537, 1_000_003];
     let blocks: Vec<_> = (0u8..).zip(sizes).map(|(n, size)| block(n, size)).collect();
     let addresses = fixture.store(&blocks);
@@ -137,14 +137,14 @@ fn blocks_of_any_size_load_back(fixture: &StageFixture<'_>) {
     }
 }
 
-fn an_empty_batch_succeeds(fixture: &StageFixture<'_>) {
+fn an_empty_batch_succeeds(fixture: &TierFixture<'_>) {
     assert!(fixture.stage.store(Vec::new(), deadline()).is_empty());
     assert!(fixture.stage.load(Vec::new(), deadline()).is_empty());
     fixture.stage.remove(&[], deadline()).expect("nothing to forget");
     fixture.stage.alias(Vec::new(), deadline()).expect("nothing to name");
 }
 
-fn a_removed_block_is_gone(fixture: &StageFixture<'_>) {
+fn a_removed_block_is_gone(fixture: &TierFixture<'_>) {
     let blocks = [block(1, 5000), block(2, 5000)];
     let addresses = fixture.store(&blocks);
     fixture.stage.remove(&[(blocks[0].0, addresses[0])], deadline()).expect("it is there");
@@ -152,7 +152,7 @@ fn a_removed_block_is_gone(fixture: &StageFixture<'_>) {
     fixture.assert_served(blocks[1].0, addresses[1], &blocks[1].1);
 }
 
-fn a_wrong_key_is_never_a_hit(fixture: &StageFixture<'_>) {
+fn a_wrong_key_is_never_a_hit(fixture: &TierFixture<'_>) {
     let blocks = [block(1, 5000)];
     let addresses = fixture.store(&blocks);
     let loaded = fixture.load(BlockKey::from_bytes([9; 32]), addresses[0], 5000);
@@ -162,7 +162,7 @@ fn a_wrong_key_is_never_a_hit(fixture: &StageFixture<'_>) {
     assert!(!matches!(loaded, LoadOutcome::Hit(_)), "an address that was never given out is a hit");
 }
 
-fn bytes_are_removed_with_their_last_name(fixture: &StageFixture<'_>) {
+fn bytes_are_removed_with_their_last_name(fixture: &TierFixture<'_>) {
     let blocks = [block(1, 5000)];
     let addresses = fixture.store(&blocks);
     let other = BlockKey::from_bytes([7; 32]);
@@ -176,7 +176,7 @@ fn bytes_are_removed_with_their_last_name(fixture: &StageFixture<'_>) {
 }
 
 /// A key that was deleted and added again has two addresses until the removal of the first arrives.
-fn a_name_has_the_bytes_of_its_address(fixture: &StageFixture<'_>) {
+fn a_name_has_the_bytes_of_its_address(fixture: &TierFixture<'_>) {
     let blocks = [block(1, 5000), block(2, 5000)];
     let addresses = fixture.store(&blocks);
     let (key, later) = (blocks[0].0, &blocks[1].1);

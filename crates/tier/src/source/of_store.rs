@@ -8,7 +8,7 @@ use cascade_memory::Slab;
 use cascade_runtime::{Clock, SystemClock};
 
 use crate::source::{LocatedBlock, Source, SourceLimit};
-use crate::tier::{Address, BlockFacts, Load, LoadOutcome, LoadQueue, StageError};
+use crate::tier::{Address, BlockFacts, Load, LoadOutcome, LoadQueue, TierError};
 use crate::{BlockStore, CallOptions, StoreError, TierName, ViewOutcome};
 
 /// Blocks that one call views at once. Views hold memory of the other store.
@@ -41,10 +41,10 @@ impl StoreSource {
         &self,
         keys: &[BlockKey],
         limit: &SourceLimit<'_>,
-    ) -> Result<Vec<Option<Slab>>, StageError> {
+    ) -> Result<Vec<Option<Slab>>, TierError> {
         let timeout = limit.deadline.remaining(&*self.clock);
         if timeout.is_zero() || limit.cancel.is_set() {
-            return Err(StageError::Timeout);
+            return Err(TierError::Timeout);
         }
         let options = CallOptions { timeout: Some(timeout), ..CallOptions::default() };
         let contained = self.store.contains(keys).into_iter();
@@ -84,7 +84,7 @@ impl Source for StoreSource {
         &self,
         keys: &[BlockKey],
         limit: &SourceLimit<'_>,
-    ) -> Result<Vec<Option<LocatedBlock>>, StageError> {
+    ) -> Result<Vec<Option<LocatedBlock>>, TierError> {
         let mut located = Vec::with_capacity(keys.len());
         for keys in keys.chunks(VIEWS_PER_CALL) {
             let views = self.view(keys, limit)?;
@@ -117,7 +117,7 @@ impl Source for StoreSource {
         }
     }
 
-    fn probe(&self, deadline: cascade_runtime::Deadline) -> Result<(), StageError> {
+    fn probe(&self, deadline: cascade_runtime::Deadline) -> Result<(), TierError> {
         let timeout = Some(deadline.remaining(&*self.clock));
         let options = CallOptions { timeout, ..CallOptions::default() };
         self.store.manifests(options).map(drop).map_err(stage_error)
@@ -165,9 +165,9 @@ fn copy_block(load: Load, view: Option<Slab>) -> LoadOutcome {
     }
 }
 
-fn stage_error(error: StoreError) -> StageError {
+fn stage_error(error: StoreError) -> TierError {
     match error {
-        StoreError::Timeout { .. } => StageError::Timeout,
-        error => StageError::Failed(Arc::new(error)),
+        StoreError::Timeout { .. } => TierError::Timeout,
+        error => TierError::Failed(Arc::new(error)),
     }
 }

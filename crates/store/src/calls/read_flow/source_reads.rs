@@ -9,7 +9,7 @@ use std::sync::Arc;
 use cascade_memory::Slab;
 use cascade_runtime::Deadline;
 use cascade_tier::ViewOutcome;
-use cascade_tier::tier::{BlockFacts, Load, LoadOutcome, StageError};
+use cascade_tier::tier::{BlockFacts, Load, LoadOutcome, TierError};
 use cascade_tier::{StoreError, TierName};
 
 use crate::calls::arrivals::{Arrivals, FetchQueue, FetchSide, FetchTask, end_call};
@@ -153,7 +153,7 @@ impl StoreCore {
         let arrived = reads.arrivals.abandon();
         self.settle_fetched(&mut reads, flow, arrived.ended);
         let numbers: Vec<usize> = reads.fetches.keys().copied().collect();
-        let late = |number| (number, LoadOutcome::Failed(StageError::Timeout));
+        let late = |number| (number, LoadOutcome::Failed(TierError::Timeout));
         reads.tasks.clear();
         for (_, queue) in reads.calls.drain(..).flatten() {
             drop(queue.end());
@@ -195,7 +195,7 @@ impl StoreCore {
             if reads.calls[source].as_ref().is_some_and(is_ended) {
                 let (_, queue) = reads.calls[source].take().expect("the guard has checked it");
                 drop(queue.end());
-                self.fail_fetches(reads, flow, source, &StageError::CircuitOpen);
+                self.fail_fetches(reads, flow, source, &TierError::CircuitOpen);
             }
         }
     }
@@ -206,7 +206,7 @@ impl StoreCore {
         reads: &mut SourceReads,
         flow: &mut ReadFlow<'_, '_>,
         source: usize,
-        error: &StageError,
+        error: &TierError,
     ) {
         let of_source = reads.fetches.iter().filter(|(_, it)| it.found.source == source);
         let failed = |(number, _): (&usize, _)| (*number, LoadOutcome::Failed(error.clone()));
@@ -316,7 +316,7 @@ impl StoreCore {
                     // It would take nothing of the next call, either.
                     Some((rest, false)) if !rest.is_empty() => {
                         drop((rest, tasks));
-                        self.fail_fetches(reads, flow, source, &StageError::NoResult);
+                        self.fail_fetches(reads, flow, source, &TierError::NoResult);
                         continue;
                     }
                     Some(_) => {}
@@ -416,7 +416,7 @@ impl StoreCore {
             }
             LoadOutcome::Failed(error) => {
                 source.count(|counts| counts.failed += 1);
-                if matches!(error, StageError::CircuitOpen) {
+                if matches!(error, TierError::CircuitOpen) {
                     pending.circuit_opened = true;
                 } else if flow.call.has_timed_out(&*self.clock) {
                     let late = flow.call.timeout_error("read a block from a source");

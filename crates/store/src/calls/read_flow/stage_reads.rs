@@ -1,6 +1,6 @@
 //! The side of a read call that a stage takes blocks from.
 
-use cascade_tier::tier::{Load, LoadOutcome, LoadQueue, StageError};
+use cascade_tier::tier::{Load, LoadOutcome, LoadQueue, TierError};
 
 use super::{Fetch, Loading, ReadFlow};
 use crate::core::circuit::Direction;
@@ -121,7 +121,7 @@ impl StageReads<'_, '_, '_, '_> {
         // The stage did not take these.
         for fetch in std::mem::take(&mut self.flow.planned[self.stage]) {
             let Fetch { pending, from, slab } = fetch;
-            let error = if is_late { StageError::Timeout } else { StageError::NoResult };
+            let error = if is_late { TierError::Timeout } else { TierError::NoResult };
             let loading = Loading { pending, from, bytes: slab.len() };
             self.flow.add_ended(loading, LoadOutcome::Failed(error));
         }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use cascade_tier::HealthState;
-use cascade_tier::tier::StageError;
+use cascade_tier::tier::TierError;
 
 use super::{Circuit, CircuitChange, HealthConfig};
 
@@ -16,7 +16,7 @@ fn circuit() -> Circuit {
 }
 
 fn fail(circuit: &mut Circuit, seconds: u64) -> CircuitChange {
-    circuit.fail(StageError::NoResult, at(seconds), seconds * 1000)
+    circuit.fail(TierError::NoResult, at(seconds), seconds * 1000)
 }
 
 #[test]
@@ -53,7 +53,7 @@ fn a_probe_closes_the_circuit_and_a_late_success_does_not() {
     assert!(circuit.begin_probe(at(6)));
     assert_eq!(circuit.health().state, HealthState::Probing);
     assert!(!circuit.begin_probe(at(60)), "only one probe at a time");
-    assert_eq!(circuit.end_probe(Err(StageError::Timeout), at(9), 9000), CircuitChange::None);
+    assert_eq!(circuit.end_probe(Err(TierError::Timeout), at(9), 9000), CircuitChange::None);
     assert_eq!(circuit.health().state, HealthState::Open);
     assert!(!circuit.begin_probe(at(10)));
     assert!(circuit.begin_probe(at(11)));
@@ -70,7 +70,7 @@ fn probes_detect_an_idle_failed_stage_within_fifteen_seconds() {
         now += 1;
         if circuit.begin_probe(at(now)) {
             now += 3;
-            circuit.end_probe(Err(StageError::Timeout), at(now), 0);
+            circuit.end_probe(Err(TierError::Timeout), at(now), 0);
         }
     }
     assert!(now <= 15, "{now} s");
@@ -103,7 +103,7 @@ fn successful_calls_do_not_hide_failing_probes() {
             circuit.begin_probe(at(1)),
             "a failure requests a probe even if later calls succeed"
         );
-        changes.push(circuit.end_probe(Err(StageError::NoResult), at(1), 1000));
+        changes.push(circuit.end_probe(Err(TierError::NoResult), at(1), 1000));
     }
     assert_eq!(changes, [CircuitChange::None, CircuitChange::Opened]);
 }

@@ -83,7 +83,7 @@ pub(crate) struct ChainRequest {
     generation: u64,
     /// Whether the last block is a partial tail that is not admitted.
     is_tail_cut: bool,
-    stage: Stage,
+    step: Step,
     walk: ChainWalk,
     /// Blocks before a contradiction to the known parents.
     length: usize,
@@ -95,7 +95,7 @@ pub(crate) struct ChainRequest {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Stage {
+enum Step {
     Leading,
     EndWalk,
     Protected,
@@ -149,7 +149,7 @@ impl Eviction {
         ChainRequest {
             generation: self.generation,
             is_tail_cut: partial_tail && !self.limits.admit_partial,
-            stage: Stage::Leading,
+            step: Step::Leading,
             walk: ChainWalk::default(),
             length: chain.len(),
             leading: 0,
@@ -170,28 +170,28 @@ impl Eviction {
             return true;
         }
         loop {
-            match request.stage {
-                Stage::Leading => {
+            match request.step {
+                Step::Leading => {
                     if !self.find_leading(request, chain, visits) {
                         self.blocks.suspend_walk(&mut request.walk);
                         return false;
                     }
                     request.left = request.leading;
-                    request.stage = Stage::EndWalk;
+                    request.step = Step::EndWalk;
                 }
-                Stage::EndWalk => {
+                Step::EndWalk => {
                     if !self.blocks.end_walk(chain, &mut request.walk, visits) {
                         return false;
                     }
-                    request.stage = Stage::Protected;
+                    request.step = Step::Protected;
                 }
-                Stage::Protected => {
+                Step::Protected => {
                     if !self.use_protected_chain(request, chain, visits) {
                         return false;
                     }
-                    request.stage = Stage::Policy;
+                    request.step = Step::Policy;
                 }
-                Stage::Policy => return self.report_request(request, chain, hints, visits),
+                Step::Policy => return self.report_request(request, chain, hints, visits),
             }
         }
     }

@@ -3,7 +3,7 @@
 use cascade_block::BlockKey;
 use cascade_memory::SlabMut;
 use cascade_runtime::Deadline;
-use cascade_tier::tier::{Load, LoadOutcome, LoadQueue, StageError};
+use cascade_tier::tier::{Load, LoadOutcome, LoadQueue, TierError};
 
 use super::EncryptedStage;
 use super::record::OVERHEAD;
@@ -52,7 +52,7 @@ impl LoadQueue for RecordLoads<'_> {
                     return None;
                 }
                 // Not even the first block got a buffer: its separate pool is exhausted.
-                Ok(None) => self.queue.ended(number, LoadOutcome::Failed(StageError::Timeout)),
+                Ok(None) => self.queue.ended(number, LoadOutcome::Failed(TierError::Timeout)),
                 Err(error) => self.queue.ended(number, LoadOutcome::Failed(error)),
             }
         }

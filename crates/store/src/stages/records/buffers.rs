@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use cascade_memory::{DIRECT_ALIGN, HugePages, MemoryError, Pool, PoolConfig, SlabMut};
 use cascade_tier::StoreError;
-use cascade_tier::tier::StageError;
+use cascade_tier::tier::TierError;
 
 /// A share of DRAM within these bounds; memory is committed as it is used.
 const SHARE: u64 = 8;
@@ -23,11 +23,11 @@ impl RecordBuffers {
     }
 
     /// A buffer; from a separate pool if it is too large or all buffers are in use.
-    pub(super) fn take(&self, bytes: usize) -> Result<SlabMut, StageError> {
+    pub(super) fn take(&self, bytes: usize) -> Result<SlabMut, TierError> {
         if let Some(buffer) = self.0.allocate(bytes) {
             return Ok(buffer);
         }
-        let own = pool(bytes).map_err(|error| StageError::Failed(Arc::new(error)))?;
+        let own = pool(bytes).map_err(|error| TierError::Failed(Arc::new(error)))?;
         Ok(own.allocate(bytes).expect("a pool that was made for one buffer has room for it"))
     }
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use cascade_block::{Manifest, NamespaceId};
 use cascade_runtime::{Clock, Deadline};
-use cascade_tier::tier::{Address, BlockFacts, StageError};
+use cascade_tier::tier::{Address, BlockFacts, TierError};
 
 use super::buffers::RecordBuffers;
 use super::index::RecordIndex;
@@ -43,10 +43,10 @@ pub(super) fn read_all(
     buffers: &Arc<RecordBuffers>,
     clock: &dyn Clock,
     timeout: Duration,
-) -> Result<OpenedRecords, StageError> {
+) -> Result<OpenedRecords, TierError> {
     let reader = RecordReader { records, buffers, clock, timeout };
     let answer = reader.perform(vec![RecordCall::Names])?.pop();
-    let Some(RecordAnswer::Names(names)) = answer else { return Err(StageError::NoResult) };
+    let Some(RecordAnswer::Names(names)) = answer else { return Err(TierError::NoResult) };
     let count = names.len();
     let mut ours: Vec<_> =
         names.into_iter().filter_map(|(name, bytes)| Some((address_of(&name)?, bytes))).collect();
@@ -89,7 +89,7 @@ struct RecordReader<'a> {
 }
 
 impl RecordReader<'_> {
-    fn perform(&self, calls: Vec<RecordCall>) -> Result<Vec<RecordAnswer>, StageError> {
+    fn perform(&self, calls: Vec<RecordCall>) -> Result<Vec<RecordAnswer>, TierError> {
         let deadline = Deadline::after(self.clock, self.timeout);
         self.records.perform(calls, deadline).into_iter().collect()
     }
@@ -99,7 +99,7 @@ impl RecordReader<'_> {
         RecordCall::Get { name: name_of(address), into }
     }
 
-    fn headers(&self, batch: &[(u64, u64)]) -> Result<Vec<HeaderRead>, StageError> {
+    fn headers(&self, batch: &[(u64, u64)]) -> Result<Vec<HeaderRead>, TierError> {
         let calls = batch.iter().map(|(address, _)| self.get(*address, HEADER_BYTES)).collect();
         let answers = self.perform(calls)?;
         let read = |((address, bytes), answer): (&(u64, u64), RecordAnswer)| {
@@ -112,7 +112,7 @@ impl RecordReader<'_> {
         Ok(batch.iter().zip(answers).map(read).collect())
     }
 
-    fn manifest(&self, header: &RecordHeader) -> Result<Option<Manifest>, StageError> {
+    fn manifest(&self, header: &RecordHeader) -> Result<Option<Manifest>, TierError> {
         let bytes = HEADER_BYTES + header.payload_bytes as usize;
         let answer = self.perform(vec![self.get(header.address, bytes)])?.pop();
         let Some(RecordAnswer::Got { buffer, bytes: got }) = answer else { return Ok(None) };
@@ -128,7 +128,7 @@ impl OpenedRecords {
         read: HeaderRead,
         obsolete: &mut Vec<String>,
         name_records: &mut Vec<RecordHeader>,
-    ) -> Result<(), StageError> {
+    ) -> Result<(), TierError> {
         let name = name_of(read.address);
         let header = read
             .header
