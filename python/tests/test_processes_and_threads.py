@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -118,12 +119,19 @@ def test_a_forked_child_gets_an_error_and_does_not_hang(store, keys_of):
     prepared.gather(memory, [0])
     child = os.fork()
     if child == 0:
-        held = (views, view, reservation, prepared)
-        code = _child_of_a_fork(store, keys, *held)
-        # Deleting the parent's objects must not affect the parent either.
-        del store, views, view, reservation, prepared, held
-        gc.collect()
-        os._exit(code)
+        code = 3
+        try:
+            held = (views, view, reservation, prepared)
+            code = _child_of_a_fork(store, keys, *held)
+            # Deleting the parent's objects must not affect the parent either.
+            del store, views, view, reservation, prepared, held
+            gc.collect()
+        except BaseException:  # noqa: BLE001 # any: the child must end here
+            code = 3
+            traceback.print_exc()
+        finally:
+            # In every case: an exception would run the rest of the tests in the child, too.
+            os._exit(code)
     watchdog = threading.Timer(60, os.kill, (child, signal.SIGKILL))
     watchdog.start()
     _, status = os.waitpid(child, 0)

@@ -1,9 +1,10 @@
-//! A condition variable: `parking_lot`'s, or one whose waits are scheduled and timed by the world.
+//! A condition variable: over a futex, or one whose waits are scheduled and timed by the world.
 
 use std::fmt;
 use std::sync::{LockResult, PoisonError};
 use std::time::Duration;
 
+use crate::futex::FutexCondvar;
 use crate::release::address_of;
 use crate::simulated::{self, World};
 use crate::{Clock, Deadline, MutexGuard};
@@ -11,7 +12,7 @@ use crate::{Clock, Deadline, MutexGuard};
 /// A condition variable with the names and results of [`std::sync::Condvar`].
 #[derive(Default)]
 #[repr(transparent)]
-pub struct Condvar(parking_lot::Condvar);
+pub struct Condvar(FutexCondvar);
 
 /// Whether a wait ended because its time was over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,7 +31,7 @@ impl Condvar {
     /// A condition variable without waiting threads.
     #[inline]
     pub const fn new() -> Self {
-        Self(parking_lot::Condvar::new())
+        Self(FutexCondvar::new())
     }
 
     /// Waits until notified. Spurious wake-ups happen.
@@ -42,7 +43,7 @@ impl Condvar {
             return waited.map(first).map_err(|it| PoisonError::new(first(it.into_inner())));
         }
         let mut guard = guard;
-        self.0.wait(&mut guard.inner);
+        self.0.wait(&mut guard.inner, None);
         guard.checked()
     }
 
@@ -58,7 +59,7 @@ impl Condvar {
             return self.wait_in(world, guard, Some(time));
         }
         let mut guard = guard;
-        let waited = WaitTimeoutResult(self.0.wait_for(&mut guard.inner, time).timed_out());
+        let waited = WaitTimeoutResult(self.0.wait(&mut guard.inner, Some(time)));
         match guard.checked() {
             Ok(guard) => Ok((guard, waited)),
             Err(poisoned) => Err(PoisonError::new((poisoned.into_inner(), waited))),

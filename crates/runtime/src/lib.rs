@@ -1,5 +1,5 @@
-//! Locks, threads, time and randomness: those of `parking_lot`, `std` and the system in production,
-//! those of a simulated world on a thread that runs one.
+//! Locks, threads, time and randomness: those of the system in production, those of a simulated
+//! world on a thread that runs one.
 //!
 //! The choice is made at run time, so the code that is simulated is the code that is shipped.
 //! Outside of a world each call costs one load of a flag and one branch more than these. With the
@@ -9,6 +9,7 @@ mod calls;
 mod clock;
 mod condvar;
 mod deadline_mutex;
+mod futex;
 mod mutex;
 mod plant;
 mod random;

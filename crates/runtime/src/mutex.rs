@@ -1,7 +1,7 @@
 //! A mutex with a scheduling point before each lock and after each unlock in a world.
 //!
-//! `parking_lot`'s, because `std`'s has no lock that waits until a deadline. As `std`'s it is
-//! poisoned by a panic of the thread that holds it.
+//! Over a futex (`futex.rs`), because `std`'s has no lock that waits until a deadline. As `std`'s it
+//! is poisoned by a panic of the thread that holds it.
 
 use std::fmt;
 use std::ops::{Deref, DerefMut};
@@ -9,6 +9,7 @@ use std::panic::{RefUnwindSafe, UnwindSafe};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{LockResult, PoisonError, TryLockError, TryLockResult};
 
+use crate::futex::{FutexGuard, FutexMutex, try_lock_for};
 use crate::release::{Release, address_of};
 use crate::simulated::{self, Attempt, LockKind, World};
 use crate::{Clock, Deadline};
@@ -19,7 +20,7 @@ use crate::{Clock, Deadline};
 pub struct Mutex<T: ?Sized> {
     /// Written only under the lock.
     is_poisoned: AtomicBool,
-    inner: parking_lot::Mutex<T>,
+    inner: FutexMutex<T>,
 }
 
 // Who reads the value after a panic is told by the poison.
@@ -33,7 +34,7 @@ impl<T: ?Sized> RefUnwindSafe for Mutex<T> {}
 pub struct MutexGuard<'a, T: ?Sized> {
     // Fields are dropped in this order: note a panic, unlock, then tell the world.
     pub(crate) poison: Poison<'a>,
-    pub(crate) inner: parking_lot::MutexGuard<'a, T>,
+    pub(crate) inner: FutexGuard<'a, T>,
     pub(crate) release: Release<'a, Mutex<T>>,
 }
 
@@ -57,7 +58,7 @@ impl<T> Mutex<T> {
     /// An unlocked mutex.
     #[inline]
     pub const fn new(value: T) -> Self {
-        Self { is_poisoned: AtomicBool::new(false), inner: parking_lot::Mutex::new(value) }
+        Self { is_poisoned: AtomicBool::new(false), inner: FutexMutex::new(value) }
     }
 
     /// The value.
@@ -132,7 +133,7 @@ impl<T: ?Sized> Mutex<T> {
             }
             let time = clock.wait_at_most(left);
             let Some(world) = simulated::current() else {
-                if let Some(inner) = self.inner.try_lock_for(time) {
+                if let Some(inner) = try_lock_for(&self.inner, time) {
                     return Some(self.guard(inner));
                 }
                 continue;
@@ -144,7 +145,7 @@ impl<T: ?Sized> Mutex<T> {
                 Err(TryLockError::WouldBlock) => {}
             }
             if let Attempt::HeldOutside = world.wait_for_lock(LockKind::Mutex, lock, Some(time))
-                && let Some(inner) = self.inner.try_lock_for(time)
+                && let Some(inner) = try_lock_for(&self.inner, time)
             {
                 let locked = self.guard(inner);
                 world.acquired(lock);
@@ -183,7 +184,7 @@ impl<T: ?Sized> Mutex<T> {
     }
 
     #[inline]
-    fn guard<'a>(&'a self, inner: parking_lot::MutexGuard<'a, T>) -> LockResult<MutexGuard<'a, T>> {
+    fn guard<'a>(&'a self, inner: FutexGuard<'a, T>) -> LockResult<MutexGuard<'a, T>> {
         let flag = &self.is_poisoned;
         let poison = Poison { flag, was_panicking: std::thread::panicking() };
         MutexGuard { poison, inner, release: Release(self) }.checked()
@@ -192,7 +193,7 @@ impl<T: ?Sized> Mutex<T> {
     #[inline]
     fn try_guard<'a>(
         &'a self,
-        tried: Option<parking_lot::MutexGuard<'a, T>>,
+        tried: Option<FutexGuard<'a, T>>,
     ) -> TryLockResult<MutexGuard<'a, T>> {
         let Some(inner) = tried else { return Err(TryLockError::WouldBlock) };
         Ok(self.guard(inner)?)
