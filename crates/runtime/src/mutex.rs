@@ -1,7 +1,7 @@
 //! A mutex with a scheduling point before each lock and after each unlock in a world.
 //!
-//! Over a futex (`futex.rs`), because `std`'s has no lock that waits until a deadline. As `std`'s it
-//! is poisoned by a panic of the thread that holds it.
+//! Over a futex (`futex.rs`), because `std`'s has no lock that waits until a deadline. As `std`'s
+//! it is poisoned by a panic of the thread that holds it.
 
 use std::fmt;
 use std::ops::{Deref, DerefMut};

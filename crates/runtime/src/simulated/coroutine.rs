@@ -1,4 +1,5 @@
-//! Coroutines: the stacks of simulated threads. With `futex.rs` the only file of this crate with unsafe code.
+//! Coroutines: the stacks of simulated threads. With `futex.rs` the only file of this crate with
+//! unsafe code.
 //!
 //! Invariants:
 //! - `ACTIVE` holds the yielder of the coroutine that runs on this OS thread, and null outside of
