@@ -96,8 +96,8 @@ pub trait BlockFiles: Send + Sync + fmt::Debug {
     /// Reads the blocks of a queue into their slabs and checks key, length and checksum, until the
     /// queue is empty or the deadline passes.
     ///
-    /// Each block that was taken from the queue is given back once, before this returns. Those that
-    /// are not taken by the deadline stay in the queue.
+    /// Gives each block that it takes from the queue back once, before it returns. Blocks that it
+    /// has not taken by the deadline stay in the queue.
     fn read_each(&self, queue: &mut dyn LoadQueue, deadline: Deadline);
 
     /// As [`Self::read_each`], for a list of blocks; one result for each, in order.

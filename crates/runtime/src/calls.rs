@@ -120,6 +120,26 @@ impl CallLimit<'_> {
     }
 }
 
+/// The work of a thread that makes a call and passes the result to `slot`, or to `late` if its
+/// caller has stopped waiting.
+fn job_of<T: Send + 'static>(
+    slot: Arc<Slot<T>>,
+    work: impl FnOnce() -> T + Send + 'static,
+    late: impl FnOnce(T) + Send + 'static,
+) -> Work {
+    Box::new(move |shared, number| {
+        if !slot.begin() {
+            return shared.end(number);
+        }
+        // The caller shares no state with the call that a panic could leave inconsistent.
+        // `None` after a panic: the caller gets `CallError::Panicked`, and the hook reports it.
+        let result = catch_unwind(AssertUnwindSafe(work)).ok();
+        // Before the caller continues: it may need the thread again.
+        shared.end(number);
+        slot.deliver(result, late);
+    })
+}
+
 impl Calls {
     /// At most `threads_max` threads with this name. None is started yet.
     pub fn new(thread_name: &'static str, threads_max: usize, clock: Arc<dyn Clock>) -> Self {
@@ -160,19 +180,8 @@ impl Calls {
             is_watched: limit.is_watched,
             refuse_if_stuck: limit.refuse_if_stuck,
         };
-        let filled = Arc::clone(&slot);
-        let job = move |shared: &Shared, number| {
-            if !filled.begin() {
-                return shared.end(number);
-            }
-            // The caller shares no state with the call that a panic could leave inconsistent.
-            // `None` after a panic: the caller gets `CallError::Panicked`, and the hook reports it.
-            let result = catch_unwind(AssertUnwindSafe(work)).ok();
-            // Before the caller continues: it may need the thread again.
-            shared.end(number);
-            filled.deliver(result, late);
-        };
-        let number = self.push(Box::new(job), Some(call)).map_err(CallError::NoThread)?;
+        let job = job_of(Arc::clone(&slot), work, late);
+        let number = self.push(job, Some(call)).map_err(CallError::NoThread)?;
         let until = Deadline::at(limit.deadline.time().saturating_add(limit.grace));
         slot.wait(until, limit.cancel, &*self.clock).map_err(|why| match why {
             Unanswered::TimedOut { has_begun } => {

@@ -114,7 +114,7 @@ pub struct StoreConfig {
     pub hash_seed: Option<u64>,
     /// Records each hold of the store's lock, for measurements and tests. Default: none.
     pub holds: Option<HoldRecorder>,
-    /// Who else may have blocks, such as peers: asked for blocks that no tier has. Default: none.
+    /// Sources, such as peers. The store asks them for blocks that no tier has. Default: none.
     pub sources: SourceList,
     /// Most time that a lookup, or a read without a lookup, waits for sources to say which blocks
     /// they have; what no source has named by then counts as absent. Default: 100 ms.

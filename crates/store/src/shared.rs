@@ -382,7 +382,7 @@ impl StoreCore {
     /// Frees slabs in flight without the lock.
     pub(crate) fn free_unpublished<T>(&self, slabs: &mut Vec<(T, Slab)>) {
         let count = slabs.len() as u64;
-        // First: whoever sees the number finds the memory free.
+        // First: the memory is free for each thread that reads the new number.
         slabs.clear();
         self.state.note_freed(count);
         self.notify_changed();

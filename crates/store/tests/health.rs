@@ -221,7 +221,7 @@ fn a_block_behind_an_open_circuit_can_be_put_again_if_its_digest_matches() {
         if digest == DigestMode::Off {
             assert!(matches!(outcome, PutOutcome::Failed(StoreError::Tier { .. })), "{outcome:?}");
         } else {
-            // Not stored: a lifetime that this put asked for would not be kept.
+            // `Present`, because the key keeps the lifetime of its first put.
             assert!(matches!(outcome, PutOutcome::Present), "{outcome:?}");
             assert_eq!(check(&store, &keys(0..1)), [Some("dram")]);
         }

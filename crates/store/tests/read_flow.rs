@@ -339,7 +339,7 @@ fn one_call_of_the_stage_reads_more_than_the_call_may_hold_at_once() {
 fn blocks_in_dram_are_copied_while_the_stage_loads_others_of_the_batch() {
     let keys = keys(0..192);
     let (store, stage) = open(&keys, 4);
-    // 1.5 MiB are now the last used ones, of which a call may hold 512 KiB at once.
+    // DRAM has these 1.5 MiB now. A call may hold 512 KiB of them at once.
     get(&store, &keys[..24]);
     stage.set(|behaviour| (behaviour.calls, behaviour.idle_work) = (0, 0));
     let outcomes = get(&store, &keys[..96]);
@@ -469,7 +469,7 @@ fn a_view_that_does_not_get_the_lock_in_time_fails_the_blocks_not_looked_up() {
 fn a_get_that_does_not_get_the_lock_in_time_copies_no_more_blocks_from_dram() {
     let stored = keys(0..192);
     let (store, stage) = open(&stored, 4);
-    // 1.5 MiB are now the last used ones, of which a call may hold 512 KiB at once.
+    // DRAM has these 1.5 MiB now. A call may hold 512 KiB of them at once.
     get(&store, &stored[..24]);
     let batch = stored[..40].to_vec();
     let call = move |store: &Store| get(store, &batch);

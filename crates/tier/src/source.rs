@@ -60,8 +60,8 @@ pub trait Source: Send + Sync + fmt::Debug {
     fn fetch(&self, batch: Vec<Load>, limit: &SourceLimit<'_>) -> Vec<LoadOutcome>;
 
     /// As [`Self::fetch`], for blocks of a queue, until it is empty, the deadline passes or the
-    /// call is cancelled. Each block that was taken is given back once, before this returns; the
-    /// others stay in the queue.
+    /// call is cancelled. Gives each block that it takes back once, before it returns; the others
+    /// stay in the queue.
     ///
     /// Worth implementing for a source that can give back a block while it fetches the next ones.
     /// Its calls share what they fetch through, such as a connection, so that a call for one block

@@ -238,8 +238,8 @@ pub trait Tier: Send + Sync + fmt::Debug {
     /// Loads blocks; one result for each, in order.
     fn load(&self, batch: Vec<Load>, deadline: Deadline) -> Vec<LoadOutcome>;
 
-    /// As [`Self::load`], for blocks of a queue, until it is empty or the deadline passes. Each
-    /// block that was taken is given back once, before this returns; the others stay in the queue.
+    /// As [`Self::load`], for blocks of a queue, until it is empty or the deadline passes. Gives
+    /// each block that it takes back once, before it returns; the others stay in the queue.
     ///
     /// Worth implementing for a tier that can give back a block while it reads the next ones.
     fn load_each(&self, queue: &mut dyn LoadQueue, deadline: Deadline) {

@@ -24,7 +24,7 @@ use cascade_tier::tier::LoadQueue;
 /// thread.
 const OPENS_PER_CALL: usize = 64;
 
-/// What a read in flight was asked for.
+/// The block that a read in flight loads.
 struct PendingRead {
     key: BlockKey,
     address: Address,

@@ -1,12 +1,11 @@
 //! Calls whose callers do other work meanwhile.
 
 use std::fmt;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use super::cancel::Waiting;
 use super::slot::Slot;
-use super::{CallError, Calls, QueuedCall, Shared};
+use super::{CallError, Calls, QueuedCall, Shared, job_of};
 
 /// A call that was started. Dropping it ends the interest in the call: one that has not begun is
 /// never made, and one that still runs counts as stuck until it ends.
@@ -31,17 +30,8 @@ impl Calls {
         let slot = Arc::new(Slot::new());
         let waiting = Arc::clone(&slot) as Arc<dyn Waiting>;
         let call = QueuedCall { slot: waiting, is_watched, refuse_if_stuck: true };
-        let filled = Arc::clone(&slot);
-        let job = move |shared: &Shared, number| {
-            if !filled.begin() {
-                return shared.end(number);
-            }
-            // As in a call that is waited for.
-            let result = catch_unwind(AssertUnwindSafe(work)).ok();
-            shared.end(number);
-            filled.deliver(result, drop);
-        };
-        let number = self.push(Box::new(job), Some(call)).map_err(CallError::NoThread)?;
+        let job = job_of(Arc::clone(&slot), work, drop);
+        let number = self.push(job, Some(call)).map_err(CallError::NoThread)?;
         let (shared, threads_max) = (Arc::clone(&self.shared), self.threads_max);
         Ok(StartedCall { shared, slot, number, threads_max })
     }

@@ -142,7 +142,7 @@ impl StateLock {
         until: Option<(Deadline, &dyn Clock)>,
     ) -> StateGuard<'a> {
         let mut guard = guard;
-        // Under the lock: whoever waits for memory must not wait for what it has discarded itself.
+        // Under the lock: a call that waits for memory must not wait for slabs that it discarded.
         drop(guard.catalog.take_discarded());
         let Held { hold, state } = guard.held.take().expect(HELD);
         drop(hold);
@@ -170,7 +170,7 @@ impl StateLock {
 
     /// Counts slabs in flight that were freed without the lock.
     pub(crate) fn note_freed(&self, slabs: u64) {
-        // Release: whoever sees the number finds the memory free.
+        // Release: the memory is free for each thread that reads the new number.
         self.freed_slabs.fetch_add(slabs, Ordering::Release);
     }
 

@@ -273,7 +273,7 @@ impl MapStage {
     }
 }
 
-/// The facts of a block of which only the key and the length are known.
+/// The facts of a block with a key and a length, and nothing else.
 pub(crate) fn facts_of(key: &BlockKey, length: usize) -> BlockFacts {
     BlockFacts {
         key: *key,

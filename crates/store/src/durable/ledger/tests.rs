@@ -110,8 +110,8 @@ fn expect(expected: &mut Expected, operation: Operation) {
     }
 }
 
-/// Applies all operations to a new pool, of which the process is killed after some stores. Returns
-/// the number of stores before each operation, and in all.
+/// Applies all operations to a new pool; stores after the first `stores` are lost, as if the
+/// process was killed. Returns the number of stores before each operation, and in all.
 fn run(path: &Path, stores: u64) -> Vec<u64> {
     let mut warm = reopen(path, &TIERS);
     let slab = || warm.pool.allocate(UNIT).expect("a pool of many blocks").seal();
