@@ -202,12 +202,13 @@ bench-node: build
 	mkdir -p reports
 	$(BIN)/cascade bench node --trace $(TRACE) --json reports/node.json
 
-.PHONY: bench-peers ## Measure the store against LMCache's CPU backend (installs 6 GB): reports/peers.json
+.PHONY: bench-peers ## Measure the store against LMCache, HDF5 and plain files (installs 6 GB): reports/peers*
 bench-peers: build $(STAMPS)/peers
 	mkdir -p reports
 	$(PEERS)/bin/python -m pip install --quiet --force-reinstall --no-deps --no-index \
 		$(CARGO_TARGET_DIR)/wheels/cascadekv-*.whl
 	$(PEERS)/bin/python python/bench/peers.py reports/peers.json
+	$(PEERS)/bin/python python/bench/peers_files --directory .cache --json reports/peers-files.json
 
 .PHONY: bench-vllm ## Measure vLLM with the connector and with others (half an hour): reports/vllm.json
 bench-vllm: build $(VLLM)/wheel
@@ -313,10 +314,11 @@ $(STAMPS)/dev: $(RUST_SOURCES) $(STAMPS)/python
 	install -m 0755 $(CARGO_TARGET_DIR)/debug/cascade python/cascadekv/cascade
 	touch $@
 
-$(STAMPS)/peers: requirements/peers.txt $(STAMPS)/python
+$(STAMPS)/peers: requirements/peers.lock $(STAMPS)/python
 	$(BIN)/python -m venv --clear $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet uv==$(UV_VERSION)
-	$(PEERS)/bin/uv pip install --quiet --python $(PEERS)/bin/python --requirement $<
+	$(PEERS)/bin/uv pip install --quiet --python $(PEERS)/bin/python --no-deps --require-hashes \
+		--requirement $<
 	touch $@
 
 # Installs exactly what the lock files list: hashes are required, nothing is resolved.

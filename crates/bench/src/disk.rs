@@ -194,7 +194,8 @@ fn view(store: &Store, keys: &[BlockKey], buffer: &mut [u8]) -> Result<Duration,
         let ViewOutcome::Hit { slab, tier } = outcome else {
             return Err(format!("a view returned {outcome:?}"));
         };
-        check(key, &slab, buffer.len() / keys.len(), tier, "files")?;
+        let bytes = slab.host().ok_or("the block is in device memory")?;
+        check(key, bytes, buffer.len() / keys.len(), tier, "files")?;
     }
     Ok(took)
 }

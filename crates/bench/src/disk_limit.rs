@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use crate::{gib_per_second, timed};
 
 const MIB: usize = 1 << 20;
+const HUGE_PAGE: usize = 2 * MIB;
 /// Queue depths that are tried.
 const DEPTHS: [usize; 7] = [1, 2, 4, 8, 16, 32, 64];
 /// Bytes of a trial, at least two blocks.
@@ -44,11 +45,34 @@ impl Best {
         let tool = match self.tool {
             Tool::Fio(engine) => format!("fio, {engine}, O_DIRECT, depth {}", self.depth),
             Tool::Threads => format!(
-                "pread and pwrite with O_DIRECT, {} threads (fio is not installed)",
+                "pread and pwrite with O_DIRECT, huge pages, {} threads (fio is not installed)",
                 self.depth
             ),
         };
         format!("{tool}: the best of all engines at depths {first} to {last}")
+    }
+}
+
+/// Memory of one request, in huge pages if the kernel has them, as the store's pool is: a request
+/// whose small pages are scattered is divided.
+struct Buffer {
+    memory: Vec<u8>,
+    start: usize,
+    bytes: usize,
+}
+
+impl Buffer {
+    fn new(bytes: usize) -> Self {
+        let mut memory = Vec::with_capacity(bytes.next_multiple_of(HUGE_PAGE) + HUGE_PAGE);
+        // Without them the requests are those of a program with ordinary memory.
+        let _has_huge_pages = cascade_memory::prefer_huge_pages(&memory);
+        memory.resize(memory.capacity(), 7_u8);
+        let start = memory.as_ptr().align_offset(HUGE_PAGE);
+        Self { memory, start, bytes }
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        &mut self.memory[self.start..self.start + self.bytes]
     }
 }
 
@@ -114,8 +138,10 @@ impl DiskLimit {
         bytes: usize,
     ) -> io::Result<f64> {
         let direction = if direction == Direction::Read { "read" } else { "write" };
-        // Synchronous requests are one at a time per thread.
-        let (depth, jobs) = if engine == "psync" { (1, depth) } else { (depth, 1) };
+        // Synchronous requests are one at a time per thread. With more threads than blocks, all
+        // threads would transfer the same block.
+        let threads = depth.min((bytes / self.block).max(1));
+        let (depth, jobs) = if engine == "psync" { (1, threads) } else { (depth, 1) };
         let output = Command::new("fio")
             .args(["--name=limit", "--direct=1", "--output-format=json", "--group_reporting"])
             .args(["--thread", &format!("--ioengine={engine}")])
@@ -143,11 +169,18 @@ impl DiskLimit {
         let mut options = OpenOptions::new();
         let file = options.read(true).write(is_write).custom_flags(direct).open(&self.path)?;
         let (next, blocks) = (AtomicUsize::new(0), bytes / self.block);
+        // Made before the time is taken.
+        let mut buffers: Vec<_> = (0..depth.min(blocks)).map(|_| Buffer::new(self.block)).collect();
         let mut outcome = Ok(());
         let took = timed(|| {
             outcome = std::thread::scope(|scope| {
-                let threads: Vec<_> = (0..depth.min(blocks))
-                    .map(|_| scope.spawn(|| self.plain_thread(&file, is_write, blocks, &next)))
+                let (file, next) = (&file, &next);
+                let threads: Vec<_> = buffers
+                    .iter_mut()
+                    .map(|buffer| {
+                        let bytes = buffer.bytes_mut();
+                        scope.spawn(move || self.plain_thread(file, is_write, bytes, blocks, next))
+                    })
                     .collect();
                 threads.into_iter().try_for_each(|thread| {
                     thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
@@ -161,12 +194,10 @@ impl DiskLimit {
         &self,
         file: &File,
         is_write: bool,
+        buffer: &mut [u8],
         blocks: usize,
         next: &AtomicUsize,
     ) -> io::Result<()> {
-        let mut memory = vec![7_u8; self.block + 4096];
-        let start = memory.as_ptr().align_offset(4096);
-        let buffer = &mut memory[start..start + self.block];
         loop {
             let at = next.fetch_add(1, Ordering::Relaxed);
             if at >= blocks {

@@ -25,6 +25,9 @@ pub struct Figure {
     pub target: Target,
     /// Whether the target was met; none without a target.
     pub is_reached: Option<bool>,
+    /// What is known of the worst sample.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub detail: String,
 }
 
 /// The target of a figure.
@@ -89,7 +92,13 @@ impl Figure {
             limit_is,
             target,
             is_reached,
+            detail: String::new(),
         }
+    }
+
+    /// The figure with what is known of its worst sample. A row says it if the target was missed.
+    pub fn with_detail(self, detail: String) -> Self {
+        Self { detail, ..self }
     }
 
     /// The figure as a row under [`table_header`].
@@ -102,8 +111,10 @@ impl Figure {
             Target::AtMost(most) => format!("<= {}", number(most)),
         };
         let (low, high) = spread(&self.samples);
+        let is_missed = self.is_reached == Some(false) && !self.detail.is_empty();
+        let detail = if is_missed { format!("\n  {}", self.detail) } else { String::new() };
         format!(
-            "{:<34}{:>9} {:<7}{:>9}{:>8}  {:<10}{:<9}{}..{}",
+            "{:<34}{:>9} {:<7}{:>9}{:>8}  {:<10}{:<9}{}..{}{detail}",
             self.name,
             number(self.value),
             self.unit,

@@ -5,7 +5,7 @@ use std::sync::{Arc, Barrier, Mutex, PoisonError};
 use std::time::Duration;
 
 use cascade_block::{BlockKey, DigestAlgorithm, DigestMode};
-use cascade_memory::{HugePages, Pool, PoolConfig, SlabMut, copy_in, copy_out};
+use cascade_memory::{HostSlabMut, HugePages, Pool, PoolConfig, copy_in, copy_out};
 use cascade_replay::payload;
 use cascade_runtime::{Clock, SystemClock};
 use cascade_store::{CallOptions, GetOutcome, Put, PutOutcome, Store, StoreConfig, ViewOutcome};
@@ -61,7 +61,7 @@ struct MemoryFixture {
     keys: Vec<BlockKey>,
     source: Vec<u8>,
     buffer: Vec<u8>,
-    slabs: Vec<SlabMut>,
+    slabs: Vec<HostSlabMut>,
     store: Store,
     threads: usize,
 }
@@ -124,7 +124,8 @@ impl MemoryFixture {
             populate: true,
         };
         let pool = Pool::new(&pool).map_err(|error| MeasureError::measure("memcpy", error))?;
-        let slabs: Option<Vec<SlabMut>> = keys.iter().map(|_| pool.allocate(size)).collect();
+        let slab = |_: &BlockKey| pool.allocate(size)?.into_host().ok();
+        let slabs: Option<Vec<HostSlabMut>> = keys.iter().map(slab).collect();
         let config = StoreConfig {
             dram_bytes: (source.len() + source.len() / 4 + 64 * MIB) as u64,
             digest,

@@ -18,7 +18,9 @@ mod worker_group;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use cascade_store::{CallOptions, Put, PutOutcome};
+use cascade_client::Client;
+use cascade_memory::HostSlabMut;
+use cascade_store::{BlockStore as _, CallOptions, Put, PutOutcome};
 
 use crate::{Bench, Figure, MeasureError};
 pub use worker::run as run_worker;
@@ -109,6 +111,13 @@ fn all_stored(outcomes: &[PutOutcome]) -> Result<(), String> {
         Some(bad) => Err(format!("a put returned {bad:?}")),
         None => Ok(()),
     }
+}
+
+/// A slab of the node's pool.
+fn reserve(client: &Client, size: usize) -> Result<HostSlabMut, MeasureError> {
+    let failed = |error| MeasureError::other("reserve a slab", error);
+    let slab = client.reserve(size, CALL_OPTIONS).map_err(failed)?;
+    slab.into_host().map_err(|_| MeasureError::other("map device memory", "nodes lend host memory"))
 }
 
 /// The puts of blocks of equal size that lie one after the other in `bytes`.

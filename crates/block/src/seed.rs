@@ -25,17 +25,20 @@ impl FingerprintSeed {
     }
 
     /// The fingerprint of a key.
+    #[inline]
     pub fn of_key(&self, key: &BlockKey) -> u64 {
         self.hash(key.as_bytes())
     }
 
     /// The fingerprint of a digest.
+    #[inline]
     pub fn of_digest(&self, digest: &Digest) -> u64 {
         self.hash(digest.as_bytes())
     }
 
     /// NH of UMAC (Black et al., 1999) in 64-bit words: the 128-bit sums of two different inputs
     /// collide with probability 2^-64 over the seeds. A final product folds the sum to 64 bits.
+    #[inline]
     fn hash(&self, bytes: &[u8; 32]) -> u64 {
         let (words, _) = bytes.as_chunks::<8>();
         let word = |at: usize| u64::from_le_bytes(words[at]).wrapping_add(self.0[at]);

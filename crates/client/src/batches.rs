@@ -1,10 +1,12 @@
 //! Puts and reads: batches of calls, and copies between the caller's memory and the pool.
 
+mod seals;
+
 use std::sync::Arc;
 use std::time::Duration;
 
 use cascade_block::BlockKey;
-use cascade_memory::{SlabMut, copy_in, copy_out};
+use cascade_memory::SlabMut;
 use cascade_runtime::{Deadline, SystemClock};
 use cascade_tier::{
     CallOptions, DeclineReason, GetOutcome, PrepareOutcome, Put, PutOutcome, PutSlab, StoreError,
@@ -16,6 +18,7 @@ use cascade_wire::{
 
 use crate::client::{ClientInner, node_timeout_ms};
 use crate::session::Link;
+use seals::{CopiedBlocks, settle};
 
 /// How often a put retries blocks that others put and delete concurrently.
 const PASSES_MAX: u32 = 3;
@@ -116,30 +119,39 @@ impl ClientInner {
         let blocks =
             round.iter().map(|at| prepare_request(&batch[*at], batch[*at].bytes.len())).collect();
         let prepared = self.prepare_round(on, blocks)?;
-        let (mut sealed, mut compare) = (Vec::with_capacity(round.len()), Vec::new());
-        let mut placed = Vec::with_capacity(round.len());
+        let bytes_of = |prepared: &PrepareOutcome| match prepared {
+            PrepareOutcome::Slab(slab) => slab.len(),
+            _ => 0,
+        };
+        let mut copied = CopiedBlocks::of_round(round.len(), prepared.iter().map(bytes_of).sum());
+        let (mut compare, mut early) = (Vec::new(), None);
         for (at, prepared) in round.iter().zip(prepared) {
             let put = &batch[*at];
             match prepared {
                 PrepareOutcome::Slab(mut slab) => {
                     // Copied before the hold leaves the slab: until then a drop releases it.
-                    copy_in(&mut slab, put.bytes);
+                    if let Err(error) = slab.fill_from(put.bytes) {
+                        outcomes[*at] = Some(PutOutcome::Failed(StoreError::Device(error)));
+                        continue;
+                    }
                     // From here on the slab releases nothing: the seal consumes the hold, or `seal`
                     // releases it.
                     let hold = slab.into_hold(&on.link.attachment);
-                    sealed.push(seal(put, hold.expect("this node lent it"), put.bytes.len()));
-                    placed.push(*at);
+                    let block = seal(put, hold.expect("this node lent it"), put.bytes.len());
+                    // A write-through node would wait for the tiers once for each seal.
+                    if copied.push(*at, block) && !on.link.welcome.writes_through {
+                        early = self.begin_early_seal(on, copied.take(), outcomes);
+                    }
                 }
                 PrepareOutcome::Settled(outcome) => outcomes[*at] = Some(outcome),
                 PrepareOutcome::Compare => compare.push(*at),
                 PrepareOutcome::Deferred => {}
             }
         }
-        if sealed.is_empty() {
-            return Ok(compare);
-        }
-        for (at, outcome) in placed.iter().zip(self.seal(on, sealed)) {
-            outcomes[*at] = Some(outcome);
+        self.end_early_seal(on, early, outcomes);
+        let (sealed, placed) = copied.take();
+        if !sealed.is_empty() {
+            settle(outcomes, &placed, self.seal(on, sealed));
         }
         Ok(compare)
     }
@@ -262,24 +274,6 @@ impl ClientInner {
         StoreError::Unavailable { socket: self.socket(), reason }
     }
 
-    fn seal(&self, on: &Batch, blocks: Vec<SealedBlock>) -> Vec<PutOutcome> {
-        let count = blocks.len();
-        let holds: Vec<u64> = blocks.iter().map(|block| block.hold).collect();
-        let call = Call::Seal { timeout_ms: on.node_timeout_ms(), blocks };
-        let answer = self.call_on(&on.link, "seal a put", &call, on.deadline, on.time);
-        let error = match answer {
-            Ok(Answer::Puts(outcomes)) if outcomes.len() == count => return outcomes,
-            Ok(other) => self.unexpected_answer(&other),
-            Err(error) => error,
-        };
-        // Release what the node did not seal. Releasing a sealed hold has no effect.
-        // Each by itself: the holds of one seal need not have consecutive numbers.
-        for hold in holds {
-            on.link.session.release_range(hold, 1);
-        }
-        (0..count).map(|_| PutOutcome::Failed(error.clone())).collect()
-    }
-
     /// Compares stored blocks with the bytes to be put. Blocks deleted meanwhile stay undecided.
     fn compare(
         &self,
@@ -299,21 +293,22 @@ impl ClientInner {
             let (step, later) = rest.split_at(views.len());
             rest = later;
             for (at, view) in step.iter().zip(views) {
-                outcomes[*at] = match view {
-                    ViewOutcome::Hit { slab, .. } if *slab == *batch[*at].bytes => {
-                        present += 1;
-                        Some(PutOutcome::Present)
-                    }
-                    ViewOutcome::Hit { .. } => {
-                        conflicts += 1;
-                        Some(PutOutcome::Conflict)
-                    }
-                    ViewOutcome::Miss => None,
-                    ViewOutcome::Failed(error) => {
-                        failures += 1;
-                        Some(PutOutcome::Failed(error))
-                    }
+                let is_equal = match view {
+                    ViewOutcome::Hit { slab, .. } => slab
+                        .bytes_or_copy()
+                        .map(|stored| Some(*stored == *batch[*at].bytes))
+                        .map_err(StoreError::Device),
+                    ViewOutcome::Miss => Ok(None),
+                    ViewOutcome::Failed(error) => Err(error),
                 };
+                let (outcome, count) = match is_equal {
+                    Ok(None) => continue,
+                    Ok(Some(true)) => (PutOutcome::Present, &mut present),
+                    Ok(Some(false)) => (PutOutcome::Conflict, &mut conflicts),
+                    Err(error) => (PutOutcome::Failed(error), &mut failures),
+                };
+                *count += 1;
+                outcomes[*at] = Some(outcome);
             }
             // One report for each step: the node accepts at most the blocks of one message.
             on.report_settled(present, conflicts, failures);
@@ -415,8 +410,10 @@ impl ClientInner {
                         GetOutcome::TooShort { needed_bytes: slab.len() }
                     }
                     ViewOutcome::Hit { slab, tier } => {
-                        copy_out(&mut buffer[..slab.len()], &slab, total);
-                        GetOutcome::Hit { bytes: slab.len(), tier }
+                        match slab.copy_to_in_batch(&mut buffer[..slab.len()], total) {
+                            Ok(()) => GetOutcome::Hit { bytes: slab.len(), tier },
+                            Err(error) => GetOutcome::Failed(StoreError::Device(error)),
+                        }
                     }
                     ViewOutcome::Miss => GetOutcome::Miss,
                     ViewOutcome::Failed(error) => GetOutcome::Failed(error),

@@ -1,5 +1,6 @@
 //! The client: implements a store's calls over a connection to a node.
 
+mod answers;
 mod background;
 
 use std::path::PathBuf;
@@ -341,57 +342,9 @@ impl ClientInner {
         self.call_on(&link, operation, &call(node_timeout_ms(time)), deadline, time)
     }
 
-    pub(crate) fn call_on(
-        &self,
-        link: &Arc<Link>,
-        operation: &'static str,
-        call: &Call,
-        deadline: Deadline,
-        time: Duration,
-    ) -> Result<Answer, StoreError> {
-        let timeout_ms = u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
-        // Earlier calls of the same batch may have used most of the time.
-        let left = deadline.remaining(&SystemClock);
-        match link.session.call(call, deadline) {
-            Ok(Answer::Failed(error)) => Err(error),
-            Ok(Answer::Refused { reason }) => {
-                let socket = self.socket();
-                Err(StoreError::Refused { socket, reason })
-            }
-            Ok(answer) => Ok(answer),
-            // A running node answers by the deadline whatever its tiers do, unless the deadline is
-            // very short.
-            Err(CallError::Timeout) => {
-                // So little time proves nothing; the probe of the background thread has enough.
-                if left < PROBE_TIMEOUT {
-                    self.tasks.mark_node_suspect();
-                } else {
-                    self.mark_unavailable(UNRESPONSIVE, link, false);
-                }
-                Err(StoreError::Timeout { operation, timeout_ms })
-            }
-            // This client is too busy, which says nothing about the node.
-            Err(CallError::NoFreeConnection) => Err(StoreError::Timeout { operation, timeout_ms }),
-            Err(CallError::TooLong(reason)) => {
-                Err(StoreError::Config { setting: "request", reason })
-            }
-            Err(CallError::Broken(reason)) => {
-                self.mark_unavailable(&reason, link, true);
-                let socket = self.socket();
-                Err(StoreError::Unavailable { socket, reason })
-            }
-        }
-    }
-
     /// Checks the answer to a call without a result.
     fn check_done(&self, answer: &Answer) -> Result<(), StoreError> {
         if matches!(answer, Answer::Done) { Ok(()) } else { Err(self.unexpected_answer(answer)) }
-    }
-
-    /// The error for an answer of the wrong kind.
-    pub(crate) fn unexpected_answer(&self, answer: &Answer) -> StoreError {
-        let reason = format!("the node sent an answer of the wrong kind: {answer:?}");
-        StoreError::Unavailable { socket: self.socket(), reason }
     }
 
     pub(crate) fn socket(&self) -> String {

@@ -7,13 +7,13 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
-use cascade_runtime::{Deadline, SystemClock};
+use cascade_runtime::{Clock as _, Deadline, SystemClock};
 use cascade_wire::{Answer, Call, Frame, TraceContext, UNREAD_CALL, frame_length};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SocketAddrUnix,
-    SocketFlags, SocketType, connect, recvmsg, socket_with,
+    SocketFlags, SocketType, connect, recv, recvmsg, socket_with,
 };
 
 use crate::trace;
@@ -27,6 +27,19 @@ const WRITE_BYTES: usize = 32 << 10;
 /// to a shorter call is already there by then.
 const LONG_CALL_BYTES: usize = 4 << 10;
 
+/// How long a call looks for its answer before it waits in the kernel. To be woken up there takes
+/// the client 20 to 60 us, and the node as long to do that.
+const LOOK_TIME: Duration = Duration::from_micros(50);
+/// How much longer, for each byte of the call: a block takes at least 32 bytes, and the node up to
+/// half a microsecond.
+const LOOK_TIME_PER_BYTE: Duration = Duration::from_nanos(16);
+/// Most bytes that count. Longer calls wait in the kernel all the same.
+const LOOK_BYTES_MAX: usize = 16 << 10;
+/// Pauses between two looks.
+const PAUSES_PER_LOOK: u32 = 20;
+/// After a call that looked in vain, so many calls do not look; twice as many after the next one.
+const SKIPPED_MAX: u32 = 64;
+
 /// A connection.
 #[derive(Debug)]
 pub(crate) struct Connection {
@@ -38,6 +51,31 @@ pub(crate) struct Connection {
     output: Vec<u8>,
     timeout: Duration,
     calls: u32,
+    looks: Looks,
+}
+
+/// Whether calls look for their answers: only while these come soon. On a machine without an idle
+/// processor, looking for an answer delays it.
+#[derive(Debug, Default)]
+struct Looks {
+    /// Calls that do not look from now on.
+    skipped: u32,
+    /// Calls that did not look since the last answer that was found.
+    penalty: u32,
+}
+
+impl Looks {
+    /// Whether the next call looks.
+    fn begin(&mut self) -> bool {
+        let looks = self.skipped == 0;
+        self.skipped = self.skipped.saturating_sub(1);
+        looks
+    }
+
+    fn end(&mut self, has_found: bool) {
+        self.penalty = if has_found { 0 } else { (2 * self.penalty).clamp(1, SKIPPED_MAX) };
+        self.skipped = self.penalty;
+    }
 }
 
 /// Why a call has no answer, by what that means for the connection.
@@ -93,7 +131,8 @@ impl Connection {
     /// A connection without a call.
     pub(crate) fn over(stream: UnixStream) -> Self {
         let (input, output) = (Vec::new(), Vec::new());
-        Self { stream, input, read: 0, output, timeout: Duration::ZERO, calls: 0 }
+        let (timeout, looks) = (Duration::ZERO, Looks::default());
+        Self { stream, input, read: 0, output, timeout, calls: 0, looks }
     }
 
     /// Sends a call and waits for its answer. The calls in `ahead` are sent before it and have no
@@ -104,11 +143,33 @@ impl Connection {
         call: &Call,
         deadline: Deadline,
     ) -> Result<Answer, ConnectionError> {
+        let sent_bytes = self.begin_call(ahead, call, deadline)?;
+        self.end_call(sent_bytes, deadline)
+    }
+
+    /// Sends a call as [`Self::call`] does, and returns its length. [`Self::end_call`] waits for
+    /// the answer.
+    pub(crate) fn begin_call(
+        &mut self,
+        ahead: &[Call],
+        call: &Call,
+        deadline: Deadline,
+    ) -> Result<usize, ConnectionError> {
         let sent_bytes = self.send_call(ahead, call, deadline)?;
         // One call is in flight at a time, and a connection with a late answer is not used again.
         // So no input is left from an earlier call.
         self.read = 0;
-        if sent_bytes >= LONG_CALL_BYTES {
+        Ok(sent_bytes)
+    }
+
+    /// Waits for the answer to the call of this length that is in flight.
+    pub(crate) fn end_call(
+        &mut self,
+        sent_bytes: usize,
+        deadline: Deadline,
+    ) -> Result<Answer, ConnectionError> {
+        let is_there = self.looks.begin() && self.look_for_answer(sent_bytes, deadline)?;
+        if !is_there && sent_bytes >= LONG_CALL_BYTES {
             self.poll_for_answer(deadline)?;
         }
         loop {
@@ -243,6 +304,41 @@ impl Connection {
         Ok(rest)
     }
 
+    /// Reads the beginning of the answer if it comes soon. Returns whether it has.
+    fn look_for_answer(
+        &mut self,
+        sent_bytes: usize,
+        deadline: Deadline,
+    ) -> Result<bool, ConnectionError> {
+        let counted = u32::try_from(sent_bytes.min(LOOK_BYTES_MAX)).unwrap_or(0);
+        let time = LOOK_TIME + LOOK_TIME_PER_BYTE * counted;
+        let time = time.min(deadline.remaining(&SystemClock));
+        if self.input.len() < READ_BYTES {
+            self.input.resize(READ_BYTES, 0);
+        }
+        let began = SystemClock.monotonic();
+        loop {
+            match recv(&self.stream, &mut self.input[..], RecvFlags::DONTWAIT) {
+                // The end of the connection is left to the caller, who reads it again.
+                Ok((0, _)) => return Ok(false),
+                Ok((count, _)) => {
+                    self.read = count;
+                    self.looks.end(true);
+                    return Ok(true);
+                }
+                Err(Errno::AGAIN | Errno::INTR) => {}
+                Err(error) => return Err(io::Error::from(error).into()),
+            }
+            if SystemClock.monotonic().saturating_sub(began) >= time {
+                self.looks.end(false);
+                return Ok(false);
+            }
+            for _ in 0..PAUSES_PER_LOOK {
+                std::hint::spin_loop();
+            }
+        }
+    }
+
     /// Waits until an answer can be read. A blocking read is also woken when the node reads the
     /// call, because that frees socket memory; a poll for input is not.
     fn poll_for_answer(&self, deadline: Deadline) -> Result<(), ConnectionError> {
@@ -350,6 +446,41 @@ mod tests {
         connection.shutdown();
         let read = reader.join().expect("the reader ends").expect("the socket is readable");
         assert!(read > 60_000 * 32, "{read}");
+    }
+
+    #[test]
+    fn fewer_and_fewer_calls_look_for_answers_in_vain() {
+        let mut looks = Looks::default();
+        let mut skipped = Vec::new();
+        for _ in 0..8 {
+            skipped.push((0..=SKIPPED_MAX).take_while(|_| !looks.begin()).count());
+            looks.end(false);
+        }
+        assert_eq!(skipped, [0, 1, 2, 4, 8, 16, 32, 64]);
+        while !looks.begin() {}
+        looks.end(true);
+        assert!(looks.begin(), "each call looks again after an answer that was found");
+    }
+
+    #[test]
+    fn an_answer_is_read_after_other_work() {
+        let (here, there) = UnixStream::pair().expect("descriptors are left");
+        let mut connection = Connection::over(here);
+        let soon = Deadline::after(&SystemClock, Duration::from_secs(30));
+        for number in 1..3 {
+            let sent = connection.begin_call(&[], &Call::Ping, soon).expect("there is room");
+            let mut message = Vec::new();
+            Answer::Done.write(&mut message, number);
+            // In two pieces, as a long answer may arrive.
+            let (head, tail) = message.split_at(5);
+            (&there).write_all(head).expect("there is room");
+            std::thread::scope(|scope| {
+                let ended = scope.spawn(|| connection.end_call(sent, soon));
+                (&there).write_all(tail).expect("there is room");
+                let answer = ended.join().expect("no panic");
+                assert!(matches!(answer, Ok(Answer::Done)), "{answer:?}");
+            });
+        }
     }
 
     #[test]

@@ -232,6 +232,27 @@ impl Session {
         self.finish_call(connection, answer)
     }
 
+    /// Sends a call as [`Self::call`] does. The caller does other work before
+    /// [`CallInFlight::end`].
+    pub(crate) fn begin_call(
+        self: &Arc<Self>,
+        call: &Call,
+        deadline: Deadline,
+    ) -> Result<CallInFlight, CallError> {
+        let mut connection = self.acquire_connection(deadline)?;
+        let ahead = self.take_releases();
+        match connection.begin_call(ahead.as_slice(), call, deadline) {
+            Ok(sent_bytes) => {
+                let (session, connection) = (Arc::clone(self), Some(connection));
+                Ok(CallInFlight { session, connection, ahead, sent_bytes })
+            }
+            Err(error) => {
+                self.requeue_unsent(ahead, true);
+                self.finish_call(connection, Err(error))
+            }
+        }
+    }
+
     /// Sends pending releases, unless a call has carried them along.
     pub(crate) fn send_releases(&self, deadline: Deadline) -> Result<(), CallError> {
         if self.releases().is_empty() { Ok(()) } else { self.send(Vec::new(), deadline) }
@@ -442,6 +463,38 @@ impl Session {
                 drop(releases);
                 self.tasks.schedule_release();
             }
+        }
+    }
+}
+
+/// A call that was sent, and whose answer is not read yet.
+#[derive(Debug)]
+pub(crate) struct CallInFlight {
+    session: Arc<Session>,
+    /// `None` only once the call has ended.
+    connection: Option<Connection>,
+    ahead: Option<Call>,
+    sent_bytes: usize,
+}
+
+impl CallInFlight {
+    /// Waits for the answer.
+    pub(crate) fn end(mut self, deadline: Deadline) -> Result<Answer, CallError> {
+        let mut connection = self.connection.take().expect("only this ends the call");
+        let answer = connection.end_call(self.sent_bytes, deadline);
+        self.session.requeue_unsent(self.ahead.take(), answer.is_err());
+        self.session.finish_call(connection, answer)
+    }
+}
+
+impl Drop for CallInFlight {
+    /// After a panic of the caller: the answer may still arrive, so that the connection cannot be
+    /// used again.
+    fn drop(&mut self) {
+        if let Some(connection) = self.connection.take() {
+            self.session.requeue_unsent(self.ahead.take(), true);
+            // The error is that of the call, which has no caller any more.
+            drop(self.session.finish_call::<()>(connection, Err(ConnectionError::Timeout)));
         }
     }
 }

@@ -87,7 +87,7 @@ fn prepare_and_seal(store: &dyn BlockStore, keys: &[BlockKey]) {
     let prepared = store.prepare(&puts, &vec![BYTES; keys.len()], NOW);
     let put_slab = |(key, prepared): (&BlockKey, PrepareOutcome)| match prepared {
         PrepareOutcome::Slab(mut slab) => {
-            slab.fill(7);
+            slab.host_mut().unwrap().fill(7);
             PutSlab::new(*key, slab)
         }
         other => panic!("the key is new: {other:?}"),

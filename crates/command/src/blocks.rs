@@ -7,7 +7,9 @@ use std::sync::Arc;
 use cascade_block::{BlockKey, ByteSize, Digest, DigestAlgorithm};
 use cascade_client::Access;
 use cascade_node::admin::{DeleteResult, FoundKeys};
-use cascade_store::{BlockStore as _, CallOptions, DeclineReason, Put, PutOutcome, ViewOutcome};
+use cascade_store::{
+    BlockStore as _, CallOptions, DeclineReason, Put, PutOutcome, StoreError, ViewOutcome,
+};
 use clap::Args;
 use serde_json::json;
 
@@ -61,14 +63,17 @@ pub(super) fn get(args: &GetArgs, screen: &mut Screen) -> Result<i32, Failure> {
         }
         Some(ViewOutcome::Miss) | None => return missing(&key, args.json, screen),
     };
+    let failed =
+        |error| Failure::Store { doing: "reading the block", source: StoreError::Device(error) };
+    let block = slab.bytes_or_copy().map_err(failed)?;
     if to_screen {
-        screen.bytes(&slab)?;
+        screen.bytes(&block)?;
         return Ok(EXIT_OK);
     }
     if let Some(path) = &args.output {
-        write_file(path, &slab)?;
+        write_file(path, &block)?;
     }
-    let sha256 = Digest::of(DigestAlgorithm::Sha256, &slab).to_string();
+    let sha256 = Digest::of(DigestAlgorithm::Sha256, &block).to_string();
     let bytes = slab.len() as u64;
     if args.json {
         let answer = json!({

@@ -239,6 +239,10 @@ fn summarize(result: &SimResult, screen: &mut Screen) -> Result<(), Failure> {
         result.reopenings,
         result.crashes
     ))?;
+    if result.recovered_blocks > 0 {
+        let blocks = result.recovered_blocks;
+        screen.line(format!("  {blocks} blocks in memory were found by the next process"))?;
+    }
     if let Some(plant) = &result.plant {
         screen.line(format!("  planted bug: {plant}"))?;
     }

@@ -55,7 +55,7 @@ fn gib_per_second(bytes: usize, seconds: f64) -> f64 {
 fn write_all(files: &dyn BlockFiles, pool: &Pool, length: usize) -> f64 {
     let count = TOTAL_BYTES / length;
     let mut slab = pool.allocate(length).unwrap();
-    slab.fill(0x5a);
+    slab.host_mut().unwrap().fill(0x5a);
     let slab = slab.seal();
     let numbers: Vec<u64> = (0..count as u64).collect();
     let ((), taken) = seconds(|| {
@@ -191,7 +191,7 @@ fn touched_pool(length: usize) -> Pool {
     let pool = Pool::new(&config).unwrap();
     let slabs: Vec<_> = std::iter::from_fn(|| pool.allocate(length)).collect();
     for mut slab in slabs {
-        slab.fill(1);
+        slab.host_mut().unwrap().fill(1);
     }
     pool
 }

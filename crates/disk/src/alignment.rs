@@ -4,7 +4,7 @@
 //! starts on a page boundary are transferred directly. The rest, and all of an unaligned slab, is
 //! copied.
 
-use cascade_memory::{Slab, SlabMut};
+use cascade_memory::{HostSlab, HostSlabMut};
 
 use crate::format::PAGE_BYTES;
 use crate::io::{Buffer, PageBuffer, Transfer};
@@ -16,7 +16,7 @@ fn direct_bytes(block: &[u8]) -> usize {
 }
 
 /// The buffers to write a block from, padded with zeroes to whole pages.
-pub(crate) fn write_buffers(slab: Slab) -> Vec<Buffer> {
+pub(crate) fn write_buffers(slab: HostSlab) -> Vec<Buffer> {
     let direct = direct_bytes(&slab);
     let rest = (direct < slab.len()).then(|| PageBuffer::copied(&slab[direct..]));
     let aligned = (direct > 0).then(|| Buffer::Sealed(slab, 0..direct));
@@ -24,7 +24,7 @@ pub(crate) fn write_buffers(slab: Slab) -> Vec<Buffer> {
 }
 
 /// The buffers to read a block of exactly the slab's length into, padded to whole pages.
-pub(crate) fn read_buffers(slab: SlabMut) -> Vec<Buffer> {
+pub(crate) fn read_buffers(slab: HostSlabMut) -> Vec<Buffer> {
     let (direct, length) = (direct_bytes(&slab), slab.len());
     // Also with an empty range: the transfer owns the slab until it ends.
     let mut buffers = vec![Buffer::Open(slab, 0..direct)];
@@ -35,7 +35,7 @@ pub(crate) fn read_buffers(slab: SlabMut) -> Vec<Buffer> {
 }
 
 /// The slab of a completed read, with the copied part filled in.
-pub(crate) fn slab_from_read(transfer: Transfer, payload_bytes: usize) -> SlabMut {
+pub(crate) fn slab_from_read(transfer: Transfer, payload_bytes: usize) -> HostSlabMut {
     let mut slab = None;
     let mut rest = None;
     for buffer in transfer.buffers {

@@ -95,6 +95,9 @@ pub enum DiskError {
         /// Length of the slab.
         slab_bytes: u64,
     },
+    /// The slab is in device memory, which no file can be read into or written from.
+    #[error("the block is in device memory; copy it to host memory before it is written")]
+    NotHostMemory,
     /// The bytes of a slab do not match the checksum that was recorded for it. Nothing was stored.
     #[error("the bytes of the block changed in memory since they were put")]
     ChangedInMemory,
@@ -126,6 +129,7 @@ impl From<DiskError> for TierError {
             // Space freed by reclaim is also free on the device.
             DiskError::Full { .. } | DiskError::NoSpace { .. } => Self::Full,
             DiskError::Timeout { .. } => Self::Timeout,
+            DiskError::NotHostMemory => Self::NotHostMemory,
             DiskError::ChangedInMemory => Self::ChangedInMemory,
             DiskError::BadLength { payload_bytes, .. } => {
                 Self::Declined { bytes: u32::try_from(payload_bytes).unwrap_or(u32::MAX) }

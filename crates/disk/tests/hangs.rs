@@ -122,7 +122,7 @@ fn a_hung_ring_keeps_its_buffers_until_the_kernel_is_done() {
     };
     let mut ends = both_ends(&path);
     let file = Arc::new(FileHandle::from(ends.try_clone().unwrap()));
-    let slab = pool.allocate(4096).unwrap();
+    let slab = pool.allocate(4096).unwrap().into_host().unwrap();
     let buffers = vec![Buffer::Open(slab, 0..4096)];
     let transfer = Transfer::new(TransferKind::Read, file, 0, buffers);
     let mut queue = SingleTransfer { waiting: Some(transfer), outcome: None };

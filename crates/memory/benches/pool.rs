@@ -6,7 +6,7 @@ use std::hint::black_box;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-use cascade_memory::{HugePages, Pool, PoolConfig, SlabMut, copy_in, copy_out};
+use cascade_memory::{HostSlabMut, HugePages, Pool, PoolConfig, copy_in, copy_out};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 
 fn pool(capacity_bytes: usize) -> Pool {
@@ -43,7 +43,8 @@ fn copies(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("copy");
     for block_bytes in [16 << 10, 128 << 10, 512 << 10, 2 << 20, 16 << 20, 64 << 20] {
         group.throughput(Throughput::Bytes(block_bytes as u64));
-        let mut slabs: Vec<SlabMut> = std::iter::from_fn(|| pool.allocate(block_bytes)).collect();
+        let allocate = || pool.allocate(block_bytes)?.into_host().ok();
+        let mut slabs: Vec<HostSlabMut> = std::iter::from_fn(allocate).collect();
         let mut memory = vec![1; block_bytes];
         let mut next = (0..slabs.len()).cycle();
         let mut next_index = || next.next().expect("a cycle has no end");

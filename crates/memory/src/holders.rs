@@ -25,12 +25,14 @@ impl Holders {
         self.count.load(Ordering::Acquire) & !WATCHED
     }
 
+    #[inline]
     pub(crate) fn add(&self) {
         // Relaxed: the caller holds the slab already, as with an `Arc`.
         self.count.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Counts one holder less. Returns the token if this drop has to be reported.
+    #[inline]
     pub(crate) fn remove(&self) -> Option<usize> {
         let mut count = self.count.load(Ordering::Relaxed);
         loop {

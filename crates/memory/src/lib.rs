@@ -1,13 +1,16 @@
-//! The shared-memory pool: one mapping, the slabs allocated from it, and their access rules.
+//! The memory pool: one region of the host or of a device, the slabs allocated from it, and their
+//! access rules.
 #![warn(clippy::disallowed_types)]
 
 mod advice;
 mod config;
 mod copy;
+mod device;
 mod error;
 mod fault;
 mod heap;
 mod holders;
+mod host_region;
 mod magazine;
 mod mapping;
 mod named;
@@ -22,11 +25,16 @@ mod words;
 pub use advice::{prefer_huge_pages, prefetch};
 pub use config::PoolConfig;
 pub use copy::{copy_in, copy_out};
+pub use device::{DeviceError, DeviceMemory, FakeDevice};
 pub use error::MemoryError;
+pub use host_region::HostRegion;
 pub use named::{IdlePoolFiles, PoolFiles};
 pub use pages::{HugePages, PageReport, PageSource};
-pub use pool::{Attachment, DIRECT_ALIGN, Lender, Pool, PoolStats, Slab, SlabMut, WipeReport};
+pub use pool::{
+    Attachment, DIRECT_ALIGN, HostSlab, HostSlabMut, Lender, Pool, PoolStats, Slab, SlabMut,
+    WipeReport,
+};
 pub use process_mark::process_mark;
-pub use region::Region;
+pub use region::{Region, RegionKind};
 pub use strided::StridedPages;
 pub use words::SharedWords;

@@ -12,9 +12,9 @@ use cascade_runtime::LeafMutex;
 
 use crate::heap::{Extent, Heap};
 use crate::magazine::Magazines;
-use crate::{MemoryError, PoolConfig, PoolFiles, Region};
+use crate::{DeviceMemory, HostRegion, MemoryError, PoolConfig, PoolFiles, Region, RegionKind};
 
-pub use slab::{Attachment, Lender, Slab, SlabMut};
+pub use slab::{Attachment, HostSlab, HostSlabMut, Lender, Slab, SlabMut};
 
 /// Alignment of offset and length of slabs for direct I/O.
 pub const DIRECT_ALIGN: usize = 4096;
@@ -60,6 +60,9 @@ pub(crate) struct PoolInner {
     counters: PoolCounters,
     /// Incremented by every wipe: slabs of an earlier epoch are zeroed when they are freed.
     epoch: AtomicUsize,
+    /// Pieces that a device did not zero when they were freed after a wipe. They still count as
+    /// reserved, and the next wipe takes them.
+    unzeroed: LeafMutex<Vec<Extent>>,
     /// Tokens of watched slabs that lost their other holders.
     released: LeafMutex<VecDeque<usize>>,
     /// Length of `released`, to be read without the lock.
@@ -89,9 +92,17 @@ struct PoolCounters {
 }
 
 impl Pool {
-    /// Maps a region and populates it as configured.
+    /// Maps host memory and populates it as configured.
     pub fn new(config: &PoolConfig) -> Result<Self, MemoryError> {
-        Region::map(config).map(Self::of_region)
+        HostRegion::map(config).map(|host| Self::of_region(Region::of_host(host)))
+    }
+
+    /// A pool of all of a device's memory.
+    ///
+    /// # Errors
+    /// If it has no memory.
+    pub fn of_device(device: Arc<dyn DeviceMemory>) -> Result<Self, MemoryError> {
+        Region::of_device(device).map(Self::of_region)
     }
 
     /// Maps a named pool. Its size is that of the file.
@@ -101,7 +112,8 @@ impl Pool {
     pub fn of_files(config: &PoolConfig, files: &PoolFiles) -> Result<Self, MemoryError> {
         let bytes = files.pool_bytes();
         let refused = |source| MemoryError::Map { bytes, source };
-        Region::of_files(config, files).map(Self::of_region).map_err(refused)
+        let host = HostRegion::of_files(config, files).map_err(refused)?;
+        Ok(Self::of_region(Region::of_host(host)))
     }
 
     fn of_region(region: Region) -> Self {
@@ -112,6 +124,7 @@ impl Pool {
             heap: LeafMutex::new(Heap::new(capacity)),
             counters: PoolCounters::default(),
             epoch: AtomicUsize::new(0),
+            unzeroed: LeafMutex::default(),
             released: LeafMutex::default(),
             released_count: AtomicUsize::new(0),
         }))
@@ -141,12 +154,17 @@ impl Pool {
         self.allocate_rounded(bytes, granule(bytes))
     }
 
-    /// Allocates a slab for `O_DIRECT`: its offset and its rounded length ([`SlabMut::padded_mut`])
-    /// are multiples of [`DIRECT_ALIGN`].
+    /// Allocates a slab for `O_DIRECT`: its offset and its reserved length are multiples of
+    /// [`DIRECT_ALIGN`]. See [`SlabMut::padded_host_mut`].
     ///
     /// The same as [`Pool::allocate`] for 64 KiB and more.
     pub fn allocate_direct(&self, bytes: usize) -> Option<SlabMut> {
         self.allocate_rounded(bytes, DIRECT_ALIGN)
+    }
+
+    /// Whether its slabs are in host memory.
+    pub fn kind(&self) -> RegionKind {
+        self.0.region.kind()
     }
 
     /// The region of all slabs, for registration with the kernel.
@@ -167,7 +185,7 @@ impl Pool {
             magazine_bytes: (capacity_bytes - heap.free_bytes()).saturating_sub(reserved_bytes),
             free_bytes: heap.free_bytes(),
             largest_free_bytes: heap.largest_free_bytes(),
-            huge_bytes: self.0.region.pages().huge_bytes,
+            huge_bytes: self.0.region.host().map_or(0, |host| host.pages().huge_bytes),
         }
     }
 
@@ -202,20 +220,22 @@ impl Pool {
     ///
     /// Memory that is being zeroed is not free meanwhile, so [`Pool::allocate`] finds less. After a
     /// [`Pool::begin_wipe`], the pool has no bytes of earlier blocks if the result has neither
-    /// remaining nor held bytes.
+    /// remaining nor held bytes. Ends early if a device cannot zero its memory.
     pub fn wipe(&self, may_continue: &mut dyn FnMut() -> bool) -> WipeReport {
         // Read before the free pieces are taken: a slab freed in between is counted twice rather
         // than not at all.
         let held_bytes = self.0.counters.reserved.load(Ordering::Acquire);
         let mut wiped = WipeReport { held_bytes, ..WipeReport::default() };
         for mut piece in self.take_all_free() {
-            for step in piece.padded_mut().chunks_mut(WIPE_STEP_BYTES) {
-                if wiped.unwiped_bytes > 0 || !may_continue() {
-                    wiped.unwiped_bytes += step.len();
-                } else {
-                    step.fill(0);
-                    wiped.zeroed_bytes += step.len();
-                }
+            let reserved_bytes = piece.reserved_bytes();
+            for start in (0..reserved_bytes).step_by(WIPE_STEP_BYTES) {
+                let bytes = WIPE_STEP_BYTES.min(reserved_bytes - start);
+                let is_zeroed = wiped.unwiped_bytes == 0
+                    && may_continue()
+                    && piece.zero(start..start + bytes).is_ok();
+                let count =
+                    if is_zeroed { &mut wiped.zeroed_bytes } else { &mut wiped.unwiped_bytes };
+                *count += bytes;
             }
         }
         wiped
@@ -225,6 +245,12 @@ impl Pool {
         let mut heap = self.0.lock_heap();
         self.0.drain_magazines(&mut heap);
         let mut pieces = Vec::new();
+        for extent in self.0.take_unzeroed() {
+            // Counted as reserved until now, and again as a slab.
+            self.0.counters.reserved.fetch_sub(extent.bytes, Ordering::Relaxed);
+            let (bytes, epoch) = (extent.bytes, self.0.epoch.load(Ordering::SeqCst));
+            pieces.push(self.slab(extent, bytes, epoch));
+        }
         while heap.largest_free_bytes() > 0 {
             let bytes = heap.largest_free_bytes();
             let Some(extent) = heap.take(bytes, granule(0)) else { break };
@@ -274,6 +300,17 @@ impl PoolInner {
         // Last, and Release (paired with the Acquire in `wipe`): a wipe that sees zero held bytes
         // finds every piece free.
         self.counters.reserved.fetch_sub(bytes, Ordering::Release);
+    }
+
+    /// Keeps a piece that a device did not zero, so that no other block gets it; `requested` is as
+    /// for `release`.
+    pub(crate) fn keep_unzeroed(&self, extent: Extent, requested: usize) {
+        self.unzeroed.lock().unwrap_or_else(PoisonError::into_inner).push(extent);
+        self.counters.requested.fetch_sub(requested, Ordering::Relaxed);
+    }
+
+    fn take_unzeroed(&self) -> Vec<Extent> {
+        std::mem::take(&mut *self.unzeroed.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Whether a wipe began after a slab of this epoch was allocated.
@@ -344,8 +381,12 @@ impl PoolInner {
 
 impl Drop for PoolInner {
     fn drop(&mut self) {
+        let unzeroed = self.take_unzeroed();
         let heap = self.heap.get_mut().unwrap_or_else(PoisonError::into_inner);
         self.magazines.drain(|extent| heap.free(extent));
+        for extent in unzeroed {
+            heap.free(extent);
+        }
         let whole = heap.largest_free_bytes() == self.region.bytes();
         debug_assert!(whole || std::thread::panicking(), "slabs hold the pool, so all are freed");
     }

@@ -1,204 +1,81 @@
-//! One shared mapping of anonymous memory or of an in-memory file, addressed by offset.
-#![expect(unsafe_code, reason = "maps memory and hands out pointers into it")]
+//! A region: the memory that a pool divides into slabs, of the host or of a device.
 
-use std::fs::File;
-use std::io;
-use std::os::fd::OwnedFd;
-use std::ptr::NonNull;
+use std::fmt;
 use std::sync::Arc;
 
-use rustix::fs::{
-    FallocateFlags, MemfdFlags, Mode, SealFlags, fallocate, fchmod, fcntl_add_seals, ftruncate,
-    memfd_create,
-};
+use crate::{DeviceMemory, HostRegion, MemoryError};
 
-use crate::fault::Watch;
-use crate::mapping::{Mapping, READ_WRITE};
-use crate::named::LockedFile;
-use crate::pages::{self, HUGE_PAGE};
-use crate::{HugePages, MemoryError, PageReport, PageSource, PoolConfig, PoolFiles};
+/// Where the memory of a region is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RegionKind {
+    /// Memory that the processors of this host read and write.
+    Host,
+    /// Memory of a device, such as a GPU. No instruction of a processor may access its addresses;
+    /// only [`DeviceMemory`] copies from and to it.
+    Device,
+}
 
-const PAGE: usize = 4096;
+impl fmt::Display for RegionKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Host => "host",
+            Self::Device => "device",
+        })
+    }
+}
 
-/// A shared mapping that lives as long as this value.
+/// Memory of the host or of a device.
 #[derive(Debug)]
 pub struct Region {
-    mapping: Mapping,
-    file: File,
-    pages: PageReport,
-    /// Only for a named pool: other processes may truncate its file.
-    _watch: Option<Watch>,
-    /// Keeps a named pool locked for as long as a slab of it is held.
-    _lock: Option<Arc<LockedFile>>,
+    memory: Memory,
+    bytes: usize,
+}
+
+#[derive(Debug)]
+enum Memory {
+    Host(HostRegion),
+    Device(Arc<dyn DeviceMemory>),
 }
 
 impl Region {
-    pub(crate) fn map(config: &PoolConfig) -> Result<Self, MemoryError> {
-        let bytes = config.capacity_bytes;
+    pub(crate) fn of_host(host: HostRegion) -> Self {
+        Self { bytes: host.bytes(), memory: Memory::Host(host) }
+    }
+
+    pub(crate) fn of_device(device: Arc<dyn DeviceMemory>) -> Result<Self, MemoryError> {
+        let bytes = device.bytes();
         if bytes == 0 {
             return Err(MemoryError::Empty);
         }
-        let refused = |source| MemoryError::Map { bytes, source };
-        let huge = config.huge_pages == HugePages::Auto;
-        if huge && pages::reserved_huge_bytes() >= bytes {
-            // Another process may take the reserved pages first; fall back to ordinary memory.
-            if let Ok(region) = Self::map_reserved(bytes) {
-                return Ok(region);
-            }
-        }
-        let available = pages::available_bytes().filter(|available| *available < bytes);
-        if let Some(available_bytes) = available.filter(|_| config.populate) {
-            return Err(MemoryError::NotEnough { bytes, available_bytes });
-        }
-        let rounded = bytes.checked_next_multiple_of(PAGE);
-        let rounded = rounded.ok_or_else(|| refused(io::ErrorKind::OutOfMemory.into()))?;
-        Self::map_ordinary(rounded, huge && config.populate, config.populate).map_err(refused)
+        Ok(Self { bytes, memory: Memory::Device(device) })
     }
 
-    fn map_reserved(bytes: usize) -> io::Result<Self> {
-        let huge = MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
-        let rounded = bytes.checked_next_multiple_of(HUGE_PAGE);
-        let bytes = rounded.ok_or(io::ErrorKind::OutOfMemory)?;
-        let file = create_file(bytes, huge)?;
-        let mapping = Mapping::of_file(&file, bytes, READ_WRITE)?;
-        // SAFETY: the mapping was just made.
-        unsafe { pages::populate(mapping.base(), bytes) }?;
-        // SAFETY: as above.
-        unsafe { pages::exclude_from_core_dumps(mapping.base(), bytes) }?;
-        let huge_bytes = pages::huge_bytes(mapping.base(), bytes)?;
-        let pages = PageReport { source: PageSource::Reserved, huge_bytes, refusal: None };
-        Ok(Self { mapping, file: file.into(), pages, _watch: None, _lock: None })
+    /// Where the memory is.
+    pub fn kind(&self) -> RegionKind {
+        match self.memory {
+            Memory::Host(_) => RegionKind::Host,
+            Memory::Device(_) => RegionKind::Device,
+        }
     }
 
-    /// Maps a named pool. The contents of an existing file are kept.
-    pub(crate) fn of_files(config: &PoolConfig, files: &PoolFiles) -> io::Result<Self> {
-        let file = files.pool().try_clone()?;
-        let lock = files.lock();
-        let bytes = files.pool_bytes();
-        let mut mapping = Mapping::of_file(&file, bytes, READ_WRITE)?;
-        let watch = Some(Watch::over(mapping.base().as_ptr().addr(), bytes)?);
-        // SAFETY: the mapping was just made.
-        unsafe { pages::exclude_from_core_dumps(mapping.base(), bytes) }?;
-        let mut pages = PageReport { source: PageSource::Ordinary, huge_bytes: 0, refusal: None };
-        // An existing pool has data, so it is populated and then collapsed. A new one is collapsed
-        // first and reserved afterwards: collapsing populated pages is several times slower.
-        if files.is_reused() {
-            // SAFETY: the mapping was just made.
-            unsafe { pages::populate(mapping.base(), bytes) }?;
-        }
-        if config.huge_pages == HugePages::Auto {
-            pages.refusal = mapping.collapse(!files.is_reused()).err();
-            pages.huge_bytes = pages::huge_bytes(mapping.base(), bytes)?;
-            if pages.huge_bytes > 0 {
-                pages.source = PageSource::Collapsed;
-            }
-        }
-        if !files.is_reused() {
-            // Reserves the memory, so that a file system that fills up later causes no SIGBUS.
-            fallocate(&file, FallocateFlags::empty(), 0, bytes as u64)?;
-        }
-        if !files.is_reused() && pages.huge_bytes < bytes {
-            // SAFETY: the mapping was just made.
-            unsafe { pages::populate(mapping.base(), bytes) }?;
-        }
-        Ok(Self { mapping, file, pages, _watch: watch, _lock: Some(lock) })
-    }
-
-    fn map_ordinary(bytes: usize, collapse: bool, populate: bool) -> io::Result<Self> {
-        let file = create_file(bytes, MemfdFlags::empty())?;
-        let mut mapping = Mapping::of_file(&file, bytes, READ_WRITE)?;
-        // SAFETY: the mapping was just made.
-        unsafe { pages::exclude_from_core_dumps(mapping.base(), bytes) }?;
-        let mut pages = PageReport { source: PageSource::Ordinary, huge_bytes: 0, refusal: None };
-        if collapse {
-            pages.refusal = mapping.collapse(true).err();
-            pages.huge_bytes = pages::huge_bytes(mapping.base(), bytes)?;
-            if pages.huge_bytes > 0 {
-                pages.source = PageSource::Collapsed;
-            }
-        }
-        if populate && pages.huge_bytes < bytes {
-            // SAFETY: the mapping was just made.
-            unsafe { pages::populate(mapping.base(), bytes) }?;
-        }
-        Ok(Self { mapping, file: file.into(), pages, _watch: None, _lock: None })
-    }
-
-    /// Start of the mapping in this process: a multiple of 2 MiB.
-    pub fn base(&self) -> NonNull<u8> {
-        self.mapping.base()
-    }
-
-    /// Length of the mapping.
+    /// Its length.
     pub fn bytes(&self) -> usize {
-        self.mapping.bytes()
+        self.bytes
     }
 
-    /// The memory as a file, to map it in another process. The length of anonymous memory is
-    /// sealed. A named file cannot be sealed: a process that may write it can truncate it, which
-    /// ends all processes that use it.
-    pub fn file(&self) -> &File {
-        &self.file
+    /// The mapping, if it is host memory.
+    pub fn host(&self) -> Option<&HostRegion> {
+        match &self.memory {
+            Memory::Host(host) => Some(host),
+            Memory::Device(_) => None,
+        }
     }
 
-    /// The pages that the kernel provided.
-    pub fn pages(&self) -> &PageReport {
-        &self.pages
-    }
-}
-
-fn create_file(bytes: usize, extra: MemfdFlags) -> io::Result<OwnedFd> {
-    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | extra;
-    let file = memfd_create("cascade-pool", flags)?;
-    // Created with mode 0777: a process with a read-only descriptor could reopen it for writing
-    // through /proc.
-    fchmod(&file, Mode::RUSR | Mode::WUSR)?;
-    ftruncate(&file, bytes as u64)?;
-    // A process that gets the descriptor cannot shrink the file, which would cause SIGBUS here.
-    fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
-    Ok(file)
-}
-
-#[cfg(all(test, not(loom)))]
-mod tests {
-    use super::*;
-    use std::os::unix::fs::FileExt;
-
-    fn region(bytes: usize, huge_pages: HugePages) -> Region {
-        let config = PoolConfig { capacity_bytes: bytes, huge_pages, populate: true };
-        Region::map(&config).expect("a few MiB are there")
-    }
-
-    #[test]
-    fn the_file_has_the_bytes_of_the_mapping_and_cannot_shrink() {
-        let region = region(3 << 20, HugePages::Auto);
-        // SAFETY: inside the mapping.
-        let at = unsafe { region.base().add(4097) };
-        // SAFETY: inside the mapping, which no other code accesses.
-        unsafe { at.write(42) };
-        let mut byte = [0];
-        region.file().read_exact_at(&mut byte, 4097).expect("inside the file");
-        assert_eq!(byte, [42]);
-        region.file().set_len(0).expect_err("sealed against shrinking");
-    }
-
-    #[test]
-    fn the_page_report_matches_the_mapping() {
-        let ordinary = region(8 << 20, HugePages::Never);
-        assert_eq!(ordinary.pages().source, PageSource::Ordinary);
-        assert_eq!(ordinary.pages().huge_bytes, 0);
-        let requested = region(8 << 20, HugePages::Auto);
-        let huge = requested.pages().huge_bytes;
-        assert!(huge <= requested.bytes() && huge.is_multiple_of(HUGE_PAGE), "{huge}");
-        assert_eq!(huge == 0, requested.pages().source == PageSource::Ordinary);
-        assert!(requested.base().as_ptr().addr().is_multiple_of(HUGE_PAGE));
-    }
-
-    #[test]
-    fn a_region_larger_than_available_memory_is_refused_before_it_is_populated() {
-        let config =
-            PoolConfig { capacity_bytes: 1 << 60, huge_pages: HugePages::Auto, populate: true };
-        let error = Region::map(&config).expect_err("no machine has an exbibyte");
-        assert!(matches!(error, MemoryError::NotEnough { .. }), "{error}");
+    /// The device's memory, if it is that of a device.
+    pub fn device(&self) -> Option<&Arc<dyn DeviceMemory>> {
+        match &self.memory {
+            Memory::Host(_) => None,
+            Memory::Device(device) => Some(device),
+        }
     }
 }

@@ -30,6 +30,7 @@ impl SharedWords {
 
     /// All words.
     #[expect(clippy::missing_panics_doc, reason = "a mapping starts at a page")]
+    #[inline]
     pub fn words(&self) -> &[AtomicU64] {
         let count = self.0.bytes() / size_of::<AtomicU64>();
         let first: NonNull<AtomicU64> = self.0.base().cast();

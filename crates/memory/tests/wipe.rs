@@ -17,7 +17,7 @@ fn pool() -> Pool {
 /// Bytes of the whole mapping that are not zero, read as another process would.
 fn bytes_left(pool: &Pool) -> usize {
     let mut all = vec![0; pool.region().bytes()];
-    pool.region().file().read_exact_at(&mut all, 0).unwrap();
+    pool.region().host().expect("host memory").file().read_exact_at(&mut all, 0).unwrap();
     all.iter().filter(|byte| **byte != 0).count()
 }
 
@@ -26,7 +26,7 @@ fn fill(pool: &Pool) {
     let mut slabs = Vec::new();
     for size in sizes.into_iter().cycle() {
         let Some(mut slab) = pool.allocate(size) else { break };
-        slab.padded_mut().fill(0xa5);
+        slab.padded_host_mut().unwrap().fill(0xa5);
         slabs.push(slab);
     }
     assert!(bytes_left(pool) > BYTES * 9 / 10, "the test has to fill the pool");
@@ -47,13 +47,16 @@ fn all_free_memory_is_zeroed() {
 fn a_held_slab_keeps_its_bytes_and_is_zeroed_when_it_is_freed() {
     let pool = pool();
     let mut slab = pool.allocate(70_000).unwrap();
-    slab.padded_mut().fill(0x5a);
+    slab.padded_host_mut().unwrap().fill(0x5a);
     let held = slab.seal();
     pool.begin_wipe();
     let wiped = pool.wipe(&mut || true);
     assert_eq!(wiped.held_bytes, held.reserved_bytes());
     assert_eq!(wiped.zeroed_bytes + wiped.held_bytes, BYTES);
-    assert!(held.iter().all(|byte| *byte == 0x5a), "a held slab stays as it is");
+    assert!(
+        held.host().expect("host memory").iter().all(|byte| *byte == 0x5a),
+        "a held slab stays as it is"
+    );
     drop(held);
     assert_eq!(bytes_left(&pool), 0);
 }
@@ -63,7 +66,7 @@ fn slabs_allocated_after_a_wipe_are_not_zeroed() {
     let pool = pool();
     pool.begin_wipe();
     let mut slab = pool.allocate(70_000).unwrap();
-    slab.fill(0x5a);
+    slab.host_mut().unwrap().fill(0x5a);
     drop(slab);
     assert_eq!(bytes_left(&pool), 70_000);
 }

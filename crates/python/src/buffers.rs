@@ -206,7 +206,7 @@ impl PyView {
     /// The address of the block in this process.
     #[getter]
     fn address(&self) -> PyResult<usize> {
-        Ok(self.slab.get("view")?.pointer().addr().get())
+        Ok(host_bytes(self.slab.get("view")?)?.as_ptr().addr())
     }
 
     fn __len__(&self) -> PyResult<usize> {
@@ -250,7 +250,8 @@ impl PyView {
             return Err(PyBufferError::new_err("a view makes no copies; copy it with bytes(view)"));
         }
         let slab = slf.get().slab.get("view")?;
-        let (start, bytes) = (slab.pointer(), slab.len());
+        let bytes = host_bytes(slab)?;
+        let (start, bytes) = (NonNull::from(bytes).cast(), bytes.len());
         // SAFETY: a sealed slab stays mapped and unchanged while the view, its owner, lives.
         unsafe { dlpack(slf.into_any(), start, bytes) }
     }
@@ -262,8 +263,8 @@ impl PyView {
         view: *mut ffi::Py_buffer,
         flags: c_int,
     ) -> PyResult<()> {
-        let slab = slf.get().slab.get("view")?;
-        let memory = (slab.pointer(), slab.len());
+        let bytes = host_bytes(slf.get().slab.get("view")?)?;
+        let memory = (NonNull::from(bytes).cast(), bytes.len());
         // SAFETY: Python's request; a sealed slab stays mapped and unchanged while its view lives.
         unsafe { export(slf.as_any(), view, flags, memory, BufferAccess::Read) }
     }
@@ -305,6 +306,20 @@ impl PyReservation {
     fn slab(&self) -> PyResult<&SlabMut> {
         self.slab.as_ref().ok_or_else(used_up)?.get("reservation")
     }
+
+    fn slab_mut(&mut self) -> PyResult<&mut SlabMut> {
+        self.slab.as_mut().ok_or_else(used_up)?.get_mut("reservation")
+    }
+}
+
+/// The bytes of a block in host memory, to share with Python.
+fn host_bytes(slab: &Slab) -> PyResult<&[u8]> {
+    slab.host().ok_or_else(in_device_memory)
+}
+
+/// A buffer and a DLPack tensor on the CPU are addresses of host memory.
+pub(crate) fn in_device_memory() -> PyErr {
+    PyBufferError::new_err("the block is in device memory; copy it with get, or put it with put")
 }
 
 fn used_up() -> PyErr {
@@ -334,8 +349,8 @@ impl PyReservation {
         flags: c_int,
     ) -> PyResult<()> {
         let mut this = slf.try_borrow_mut()?;
-        let slab = this.slab()?;
-        let memory = (slab.pointer(), slab.len());
+        let bytes = this.slab_mut()?.host_mut().ok_or_else(in_device_memory)?;
+        let memory = (NonNull::from(&mut *bytes).cast(), bytes.len());
         // SAFETY: Python's request; the slab stays mapped and belongs to this object while buffers
         // are exported: `take` refuses until `__releasebuffer__` was called for every export.
         unsafe { export(slf.as_any(), view, flags, memory, BufferAccess::Write) }?;

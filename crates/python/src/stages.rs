@@ -6,7 +6,7 @@ use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, OnceLock, Weak};
 
-use cascade_memory::SlabMut;
+use cascade_memory::HostSlabMut;
 use cascade_runtime::SystemClock;
 use cascade_store::stages::{RecordAnswer, RecordStage, Records, StageContext, StageRegistry};
 use cascade_store::{BlockStore, Pipeline, StoreConfig, intern};
@@ -18,7 +18,7 @@ use pyo3::types::{PyBool, PyDict, PyMemoryView, PyTuple};
 
 use self::calls::{CallInProgress, CallQueue, Invocation, OptionalMethods};
 use crate::arguments::{shown, text, type_error};
-use crate::buffers::{PyReservation, PyView};
+use crate::buffers::{PyReservation, PyView, in_device_memory};
 use crate::errors::{ConfigError, to_python};
 use crate::process_bound::ProcessBound;
 
@@ -278,14 +278,15 @@ impl PyStageCall {
         let arguments = match invocation {
             Invocation::Put(name, slab) => {
                 this.method = "put";
-                let view =
-                    PyMemoryView::from(Bound::new(py, PyView::new(slab, "a record"))?.as_any())?;
+                let view = PyMemoryView::from(
+                    Bound::new(py, PyView::new(slab.into_slab(), "a record"))?.as_any(),
+                )?;
                 this.view = Some(view.clone().unbind());
                 (name, view).into_pyobject(py)?
             }
             Invocation::Get(name, slab) => {
                 this.method = "get";
-                let buffer = Bound::new(py, PyReservation::new(slab))?;
+                let buffer = Bound::new(py, PyReservation::new(slab.into_slab()))?;
                 let view = PyMemoryView::from(buffer.as_any())?;
                 this.view = Some(view.clone().unbind());
                 this.buffer = Some(buffer.unbind());
@@ -312,10 +313,11 @@ impl PyStageCall {
     }
 
     /// The memory that a `get` filled. Fails while the method keeps a buffer of it.
-    fn take_buffer(&mut self, py: Python<'_>) -> PyResult<SlabMut> {
+    fn take_buffer(&mut self, py: Python<'_>) -> PyResult<HostSlabMut> {
         let buffer = self.buffer.take();
         let buffer = buffer.ok_or_else(|| PyBufferError::new_err("the call has no buffer"))?;
-        buffer.bind(py).borrow_mut().take()
+        let slab = buffer.bind(py).borrow_mut().take()?;
+        slab.into_host().map_err(|_| in_device_memory())
     }
 
     fn complete(&mut self, answer: Result<RecordAnswer, TierError>) -> PyResult<()> {

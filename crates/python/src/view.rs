@@ -1,13 +1,12 @@
 //! The views of one batch: a sequence that creates each `View` only when it is accessed.
 
-use cascade_memory::Slab;
 use cascade_store::ViewOutcome;
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyIterator, PyList, PySlice};
 
 use crate::arguments::{of, position, selected_by};
-use crate::buffers::PyView;
+use crate::buffers::{PyView, in_device_memory};
 use crate::errors;
 use crate::paged::{PyPagedMemory, memory};
 use crate::process_bound::ProcessBound;
@@ -104,15 +103,15 @@ impl PyViews {
             let message = format!("pages: {twice} occurs twice; a page takes one block");
             return Err(PyValueError::new_err(message));
         }
-        Ok(py.detach(|| {
-            let blocks: Vec<_> =
-                outcomes.iter().map(|outcome| block_of(outcome, memory.block_bytes())).collect();
+        py.detach(|| {
+            let blocks = outcomes.iter().map(|outcome| block_of(outcome, memory.block_bytes()));
+            let blocks = blocks.collect::<PyResult<Vec<_>>>()?;
             let batch_bytes = blocks.iter().flatten().count() * memory.in_block(&regions).len();
-            let copy = |(block, page): (Option<&Slab>, usize)| {
+            let copy = |(block, page): (Option<&[u8]>, usize)| {
                 block.map(|block| memory.scatter(block, page, regions.clone(), batch_bytes))
             };
-            blocks.into_iter().zip(pages).map(|one| copy(one).is_some()).collect()
-        }))
+            Ok(blocks.into_iter().zip(pages).map(|one| copy(one).is_some()).collect())
+        })
     }
 
     /// Releases all blocks. The sequence is empty afterwards.
@@ -140,9 +139,11 @@ impl PyViews {
 }
 
 /// The block of a view, if its size is `bytes`.
-fn block_of(outcome: &ViewOutcome, bytes: usize) -> Option<&Slab> {
+fn block_of(outcome: &ViewOutcome, bytes: usize) -> PyResult<Option<&[u8]>> {
     match outcome {
-        ViewOutcome::Hit { slab, .. } => Some(slab).filter(|slab| slab.len() == bytes),
-        ViewOutcome::Miss | ViewOutcome::Failed(_) => None,
+        ViewOutcome::Hit { slab, .. } if slab.len() == bytes => {
+            slab.host().map(Some).ok_or_else(in_device_memory)
+        }
+        ViewOutcome::Hit { .. } | ViewOutcome::Miss | ViewOutcome::Failed(_) => Ok(None),
     }
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use cascade_block::BlockKey;
 use cascade_runtime::Clock;
-use cascade_store::{CallOptions, Put, Request, Store, TierName, ViewOutcome};
+use cascade_store::{CallOptions, Put, Request, Store, StoreError, TierName, ViewOutcome};
 
 use crate::counts::{ReplayCounts, RequestRecord, WrongBlock};
 use crate::pace::Pace;
@@ -223,8 +223,13 @@ impl<'a> ReplayWorker<'a> {
                 }
             };
             self.counts.bytes_read += slab.len() as u64;
-            if let Err(first) = payload::check(key, &slab, self.workload.block_bytes) {
-                self.counts.count_wrong(WrongBlock { key: *key, tier, first });
+            match slab.bytes_or_copy() {
+                Ok(bytes) => {
+                    if let Err(first) = payload::check(key, &bytes, self.workload.block_bytes) {
+                        self.counts.count_wrong(WrongBlock { key: *key, tier, first });
+                    }
+                }
+                Err(error) => self.counts.count_failure(&StoreError::Device(error)),
             }
             match found.iter_mut().find(|(known, _)| *known == tier) {
                 Some((_, count)) => *count += 1,

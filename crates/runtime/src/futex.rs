@@ -19,8 +19,13 @@ const LOCKED: u32 = 1;
 /// Locked, and a thread may wait.
 const CONTENDED: u32 = 2;
 
-/// Reads of a lock that is held before a thread waits in the kernel.
-const SPINS_MAX: u32 = 100;
+/// How long a thread reads a lock that is held before it waits in the kernel: about as long as it
+/// takes to be woken up there, on another processor of a virtual machine.
+const SPIN_TIME: Duration = Duration::from_micros(20);
+/// Reads between two looks at the time.
+const READS_PER_LOOK: u32 = 64;
+/// Most looks at the time, which stands still in a simulated world.
+const LOOKS_MAX: u32 = 64;
 
 /// The state of a lock.
 #[derive(Debug)]
@@ -68,14 +73,13 @@ impl RawLock {
     /// the thread has it.
     #[cold]
     fn lock_contended(&self, until: Option<Duration>) -> bool {
-        let mut state = self.spin();
-        if state == UNLOCKED && self.try_lock() {
+        if self.spin(LOCKED) {
             return true;
         }
         loop {
             // Before the look at the time: a thread that was woken up and leaves without the lock
             // must let the next unlock wake another one.
-            if state != CONTENDED && self.0.swap(CONTENDED, Acquire) == UNLOCKED {
+            if self.0.swap(CONTENDED, Acquire) == UNLOCKED {
                 return true;
             }
             let left = until.map(|until| until.saturating_sub(crate::now()));
@@ -83,22 +87,32 @@ impl RawLock {
                 return false;
             }
             wait_while(&self.0, CONTENDED, left);
-            state = self.spin();
+            // Other threads may wait still, so that the next unlock has to wake one.
+            if self.spin(CONTENDED) {
+                return true;
+            }
         }
     }
 
-    /// Reads the word until it is not `LOCKED`, some times at most: locks are held for a short
-    /// time.
-    fn spin(&self) -> u32 {
-        let mut left = SPINS_MAX;
-        loop {
-            let state = self.0.load(Relaxed);
-            if state != LOCKED || left == 0 {
-                return state;
+    /// Tries to set the word from `UNLOCKED` to `locked` for a short time, as locks are held for a
+    /// short time. Also while other threads wait in the kernel: if each thread that finds such a
+    /// lock waited there too, threads that take turns would pay for a wake-up each time.
+    fn spin(&self, locked: u32) -> bool {
+        let began = crate::now();
+        for _ in 0..LOOKS_MAX {
+            for _ in 0..READS_PER_LOOK {
+                let is_free = self.0.load(Relaxed) == UNLOCKED;
+                let take = || self.0.compare_exchange(UNLOCKED, locked, Acquire, Relaxed);
+                if is_free && take().is_ok() {
+                    return true;
+                }
+                std::hint::spin_loop();
             }
-            std::hint::spin_loop();
-            left -= 1;
+            if crate::now().saturating_sub(began) >= SPIN_TIME {
+                break;
+            }
         }
+        false
     }
 }
 

@@ -16,11 +16,11 @@ use cascade_store::{
     BlockState, CallOptions, GetOutcome, Hints, Loss, Request, Store, StoreError, ViewOutcome,
 };
 
-use crate::content::Content;
+use crate::content::{Content, IN_HOST_MEMORY};
 use crate::finding::Context;
 use crate::lease::Leases;
 use crate::model::{Model, Scope, Tick};
-use crate::profile::{Profile, Trouble};
+use crate::profile::{Profile, TIMEOUT, Trouble};
 use crate::workload::{Operation, Workload};
 
 use changes::Follower;
@@ -49,6 +49,8 @@ pub(crate) struct Shared {
     pub(crate) is_calm: AtomicBool,
     /// The number of the operation at which the clients stop: for ever, or to reopen the store.
     pub(crate) operations_end: AtomicU64,
+    /// Blocks that a process found in the memory of the one before it.
+    pub(crate) recovered: AtomicU64,
 }
 
 impl Shared {
@@ -56,7 +58,7 @@ impl Shared {
         let root = BlockKey::from_bytes([7; 32]);
         Self {
             keys: (0..profile.key_count).map(|key| key_of_id(root, &key.to_le_bytes())).collect(),
-            timeout: profile.store_config().timeout,
+            timeout: TIMEOUT,
             profile,
             world_seed,
             model: LeafMutex::new(model),
@@ -64,6 +66,7 @@ impl Shared {
             suspended_ns: AtomicU64::new(0),
             is_calm: AtomicBool::new(false),
             operations_end: AtomicU64::new(0),
+            recovered: AtomicU64::new(0),
         }
     }
 
@@ -329,7 +332,9 @@ impl Client {
         drop(views);
         yield_now();
         for (at, lease) in leased {
-            let content = self.checked(call).hit(call.begin, keys[at], &lease.bytes());
+            let slab = lease.bytes();
+            let bytes = slab.host().expect(IN_HOST_MEMORY);
+            let content = self.checked(call).hit(call.begin, keys[at], bytes);
             match content {
                 Some(content) => self.leases.keep(lease, keys[at], content),
                 None => self.leases.end(&lease),
@@ -343,7 +348,9 @@ impl Client {
     /// Ends the oldest leases, up to some. Their bytes must be as they were.
     fn end_leases(&mut self, most: usize) {
         while let Some((key, content, lease)) = self.leases.oldest(most, HELD_BYTES_MAX) {
-            self.check_unchanged("a lease", key, content, &lease.bytes());
+            let slab = lease.bytes();
+            let bytes = slab.host().expect(IN_HOST_MEMORY);
+            self.check_unchanged("a lease", key, content, bytes);
             self.leases.end(&lease);
             yield_now();
         }
@@ -368,7 +375,9 @@ impl Client {
             match view {
                 ViewOutcome::Hit { slab, .. } => {
                     codes.push(16 + slab.len() as u64);
-                    if let Some(content) = model.hit(call.begin, *key, &slab) {
+                    if let Some(content) =
+                        model.hit(call.begin, *key, slab.host().expect(IN_HOST_MEMORY))
+                    {
                         held.push(HeldView { key: *key, content, slab });
                     }
                 }
@@ -429,7 +438,8 @@ impl Client {
         while self.held.len() > most || bytes > HELD_BYTES_MAX {
             let Some(HeldView { key, content, slab }) = self.held.pop_front() else { return };
             bytes -= slab.len();
-            self.check_unchanged("a view", key, content, &slab);
+            let bytes = slab.host().expect(IN_HOST_MEMORY);
+            self.check_unchanged("a view", key, content, bytes);
             yield_now();
         }
     }

@@ -2,6 +2,9 @@
 
 use std::fmt;
 
+/// The memory of every store that is simulated.
+pub(crate) const IN_HOST_MEMORY: &str = "simulated stores have host memory";
+
 /// Separates the words of one content.
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 /// Bytes at the start of a block that name its content.

@@ -10,7 +10,7 @@ use cascade_runtime::now;
 use cascade_store::Store;
 use cascade_store::holds::{HeldMemory, Hold, HoldGuard, Holds};
 
-use crate::content::Content;
+use crate::content::{Content, IN_HOST_MEMORY};
 
 /// The leases of one client, on both sides: what the node holds for it, and its own mapping.
 pub(crate) struct Leases {
@@ -52,7 +52,8 @@ impl Lender for NoLender {
 impl Leases {
     pub(crate) fn new(store: &Store) -> Self {
         let region = store.region();
-        let file = region.file().try_clone().expect("the process may open one more file");
+        let host = region.host().expect(IN_HOST_MEMORY);
+        let file = host.file().try_clone().expect("the process may open one more file");
         let mapping = Attachment::map(file.into(), region.bytes(), false, Arc::new(NoLender));
         Self {
             holds: Holds::default(),

@@ -8,6 +8,7 @@ mod content;
 pub mod disk;
 mod disturber;
 mod finding;
+mod kept_pool;
 mod key_file;
 mod lease;
 mod model;

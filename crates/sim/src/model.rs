@@ -429,7 +429,7 @@ impl Model {
             self.flushed(now);
         }
         self.end(now);
-        self.reopened();
+        self.reopened(self.profile.keeps_pool);
     }
 
     /// The process was killed, perhaps because of a power loss. Calls in flight may have had an
@@ -445,23 +445,29 @@ impl Model {
                 version.doom(now);
             }
         }
-        if has_lost_power && !self.promises.survives_power_loss {
+        let Promises { has_files, survives_power_loss, .. } = self.promises;
+        if has_lost_power && has_files && !survives_power_loss {
             self.forget();
         } else {
-            self.reopened();
+            self.reopened(self.profile.keeps_pool && !has_lost_power);
         }
     }
 
-    /// What was only in memory is gone; what files have may come back.
-    fn reopened(&mut self) {
+    /// What was only in memory is gone, unless it `is_warm`; what files have may come back.
+    fn reopened(&mut self, is_warm: bool) {
         let now = self.tick();
-        let Promises { has_files, files_keep_all, has_faults, .. } = self.promises;
+        let Promises { has_files, files_keep_all, has_faults, keeps_all, .. } = self.promises;
         if has_faults {
             return self.forget();
         }
         for version in self.keys.iter_mut().flatten() {
             if !has_files {
-                version.end_at(now);
+                // No removal from memory comes to nothing.
+                match is_warm {
+                    true if keeps_all && version.content.length > 0 => {}
+                    true => version.doom(now),
+                    false => version.end_at(now),
+                }
                 continue;
             }
             let is_kept = files_keep_all && version.content.length > 0;

@@ -9,7 +9,8 @@ use std::time::Duration;
 use cascade_block::{DigestAlgorithm, DigestMode};
 use cascade_runtime::simulated::Random;
 use cascade_store::{
-    EncryptionConfig, FileLayout, FilesConfig, HealthConfig, PolicyKind, StoreConfig, WritePolicy,
+    EncryptionConfig, FileLayout, FilesConfig, HealthConfig, KeepPool, PolicyKind, StoreConfig,
+    WritePolicy,
 };
 
 use crate::content::Content;
@@ -19,6 +20,8 @@ const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 /// The directory of the file tier, on the simulated disk.
 pub(crate) const DIRECTORY: &str = "/simulated/files";
+/// Time-out of each call.
+pub(crate) const TIMEOUT: Duration = Duration::from_millis(500);
 /// Keys that share their contents in worlds with shared contents.
 const SHARING_KEYS: u32 = 4;
 
@@ -78,6 +81,8 @@ pub(crate) struct Profile {
     pub(crate) is_encrypted: bool,
     /// Whether the file system commits all changes of names in their order.
     pub(crate) has_journal: bool,
+    /// Whether the memory of DRAM is named, so that the next process finds its blocks.
+    pub(crate) keeps_pool: bool,
     hash_seed: u64,
     scrubs: bool,
 }
@@ -123,7 +128,7 @@ impl Profile {
         let has_digest = random.one_in(2);
         let digest =
             if has_digest { DigestMode::On(DigestAlgorithm::Blake3) } else { DigestMode::Off };
-        Self {
+        let profile = Self {
             tiers,
             is_dram_roomy,
             are_files_roomy,
@@ -153,7 +158,19 @@ impl Profile {
             fails_threads: trouble == Trouble::Faults && random.one_in(3),
             is_encrypted: tiers != Tiers::Dram && random.one_in(5),
             has_journal: random.one_in(2),
+            keeps_pool: false,
+        };
+        profile.with_kept_pool(random)
+    }
+
+    /// Drawn last, so that the other worlds of a seed stay as they are.
+    fn with_kept_pool(mut self, random: &mut Random) -> Self {
+        self.keeps_pool = self.tiers != Tiers::Files && random.one_in(3);
+        if self.keeps_pool && self.tiers == Tiers::Dram {
+            self.trouble =
+                [Trouble::None, Trouble::Kills, Trouble::PowerLoss][random.index_below(3)];
         }
+        self
     }
 
     /// Whether the store has a file tier.
@@ -191,8 +208,8 @@ impl Profile {
         Content { owner, number, length: self.lengths[random.index_below(self.lengths.len())] }
     }
 
-    /// The configuration of the store.
-    pub(crate) fn store_config(&self) -> StoreConfig {
+    /// The configuration of the store, with the file of its pool if that is named.
+    pub(crate) fn store_config(&self, pool_file: Option<PathBuf>) -> StoreConfig {
         let pipeline = match self.tiers {
             Tiers::Dram => "Dram",
             Tiers::DramAndFiles => "Dram|Files",
@@ -214,12 +231,14 @@ impl Profile {
             dram_bytes: 4 * MIB,
             // The pages of a memory file: their number is not the machine's choice.
             huge_pages: false,
+            pool_file,
+            keep_pool: KeepPool::Always,
             files: self.has_files().then_some(files),
             policy: self.policy,
             digest: self.digest,
             write: self.write,
             changes_max: 1024,
-            timeout: Duration::from_millis(500),
+            timeout: TIMEOUT,
             health: HealthConfig {
                 probe_interval: Duration::from_millis(50),
                 probe_timeout: Duration::from_millis(20),
@@ -261,7 +280,8 @@ impl fmt::Display for Profile {
         let expiry = if self.has_expiry { ", expiry" } else { "" };
         let clock = if self.sets_clock { ", clock set" } else { "" };
         let threads = if self.fails_threads { ", threads fail" } else { "" };
-        write!(f, "{is_encrypted}{expiry}{clock}{threads}")?;
+        let warm = if self.keeps_pool { ", warm restarts" } else { "" };
+        write!(f, "{is_encrypted}{expiry}{clock}{threads}{warm}")?;
         let (policy, keys, clients) = (self.policy, self.key_count, self.clients);
         write!(f, ", {policy:?}, {digest}, {keys} keys, {clients} clients")?;
         f.write_str(match self.trouble {

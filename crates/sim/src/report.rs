@@ -25,6 +25,7 @@ pub(crate) struct WorldReport {
     pub(crate) is_different: bool,
     pub(crate) reopenings: u64,
     pub(crate) crashes: u64,
+    pub(crate) recovered_blocks: u64,
     pub(crate) points: u64,
     pub(crate) switches: u64,
     /// What the world was like.
@@ -68,6 +69,8 @@ pub struct SimResult {
     pub reopenings: u64,
     /// Times that the process of a store was killed.
     pub crashes: u64,
+    /// Blocks in memory that the next process has found.
+    pub recovered_blocks: u64,
     /// Scheduling points.
     pub points: u64,
     /// Switches between threads.
@@ -128,6 +131,7 @@ impl WorldReport {
             is_different,
             reopenings: result.reopenings,
             crashes: result.crashes,
+            recovered_blocks: result.recovered_blocks,
             points: report.points,
             switches: report.switches,
             profile: result.profile.to_string(),
@@ -148,6 +152,7 @@ impl WorldReport {
             is_different: false,
             reopenings: 0,
             crashes: 0,
+            recovered_blocks: 0,
             points: 0,
             switches: 0,
             profile: "not known".to_owned(),
@@ -174,6 +179,7 @@ impl SimResult {
             repeat_differences: Vec::new(),
             reopenings: 0,
             crashes: 0,
+            recovered_blocks: 0,
             points: 0,
             switches: 0,
         }

@@ -142,6 +142,7 @@ fn fold(options: &SimOptions, done: &BTreeMap<u64, WorldReport>, took: Duration)
         result.differences += u64::from(world.is_different);
         result.reopenings += world.reopenings;
         result.crashes += world.crashes;
+        result.recovered_blocks += world.recovered_blocks;
         result.points += world.points;
         result.switches += world.switches;
         let repeat = options.repeat(*number, world.is_different);

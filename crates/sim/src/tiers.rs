@@ -1,6 +1,6 @@
 //! The simulated devices of a world, how a store gets them, and what happens to them.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,6 +10,7 @@ use cascade_store::stages::{StageContext, StageRegistry, open_files_with};
 use cascade_store::{FileLayout, StoreError};
 
 use crate::disk::{CallKind, ContractViolation, DiskFault, DiskSettings, Episode, SimDisk};
+use crate::kept_pool::KeptPool;
 use crate::profile::{DIRECTORY, Profile, Trouble};
 
 /// Faults of one opening of a store at most.
@@ -25,6 +26,8 @@ const RECOVERY: Duration = Duration::from_secs(2);
 #[derive(Debug, Clone)]
 pub(crate) struct Devices {
     disk: SimDisk,
+    /// The memory of the store's pool, if it outlives a process.
+    pool: Option<Arc<KeptPool>>,
 }
 
 impl Devices {
@@ -37,7 +40,21 @@ impl Devices {
         });
         let made = disk.make_durable_directory(Path::new(DIRECTORY));
         made.expect("an empty disk has no file with its name");
-        Self { disk }
+        let keep = || KeptPool::new().expect("the machine has memory for one more pool");
+        let pool = profile.keeps_pool.then(|| Arc::new(keep()));
+        Self { disk, pool }
+    }
+
+    /// Removes the memory of the store's pool.
+    pub(crate) fn remove_pool(&self) {
+        if let Some(pool) = &self.pool {
+            pool.remove();
+        }
+    }
+
+    /// The file of the store's pool, if it has one.
+    pub(crate) fn pool_file(&self) -> Option<PathBuf> {
+        self.pool.as_ref().map(|pool| pool.path())
     }
 
     /// The stages that a store can have.
@@ -86,6 +103,9 @@ impl Devices {
             self.disk.kill();
         }
         self.disk.clear_faults();
+        if let Some(pool) = &self.pool {
+            pool.crashed(has_lost_power).expect("the files of a pool can be renamed");
+        }
     }
 
     /// What callers did that a device answers with arbitrary bytes.

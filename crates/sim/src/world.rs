@@ -11,6 +11,7 @@ use cascade_runtime::{Plant, SystemClock, sleep};
 use cascade_store::{CallOptions, HealthState, Store, StoreError, StoreStats, ViewOutcome};
 
 use crate::client::{Client, Shared};
+use crate::content::IN_HOST_MEMORY;
 use crate::disturber::Disturber;
 use crate::finding::Findings;
 use crate::model::Model;
@@ -54,6 +55,8 @@ pub(crate) struct WorldResult {
     pub(crate) operations: u64,
     pub(crate) reopenings: u64,
     pub(crate) crashes: u64,
+    /// Blocks that processes found in the memory of those before them.
+    pub(crate) recovered_blocks: u64,
     /// Uses of transfers that had not ended at the deadline of their call.
     pub(crate) late_transfers: u64,
     /// What the world was like.
@@ -104,6 +107,7 @@ pub(crate) fn run(plan: WorldPlan) -> WorldResult {
         operations: shared.operations(),
         reopenings: counts.closed + counts.crashed,
         crashes: counts.crashed,
+        recovered_blocks: shared.recovered.load(Ordering::Relaxed),
         late_transfers: counts.late_transfers,
         profile: shared.profile.clone(),
         report,
@@ -136,6 +140,8 @@ fn live(shared: &Arc<Shared>, plan: WorldPlan) -> Counts {
         shared.model().findings.add(format_args!("the store misused its disk: {what}"));
     }
     harness.counts.late_transfers = harness.devices.count_late_transfers();
+    // Killed threads still own the devices: nothing drops them.
+    harness.devices.remove_pool();
     harness.counts
 }
 
@@ -222,6 +228,9 @@ impl Process {
                 return shared.operations_end.store(0, Ordering::Relaxed);
             }
         };
+        if shared.profile.keeps_pool {
+            self.check_recovery(&store);
+        }
         let world = Self::world();
         let clients: Vec<JoinHandle<()>> = (0..shared.profile.clients)
             .map(|number| {
@@ -244,13 +253,24 @@ impl Process {
         shared.model().closed(closed.is_ok());
     }
 
+    /// Counts the blocks that were found in memory. A kill tears no record, because threads run
+    /// one at a time; but memory that a read may still change is no block's.
+    fn check_recovery(&self, store: &Store) {
+        let Some(warm) = store.stats().warm else { return };
+        self.shared.recovered.fetch_add(warm.recovered_blocks, Ordering::Relaxed);
+        if warm.rejected_records > 0 && warm.held_by_earlier == 0 {
+            let what = format!("{} records of memory were rejected", warm.rejected_records);
+            self.shared.model().findings.add(what);
+        }
+    }
+
     fn world() -> &'static World {
         World::current().expect("the process runs in the world")
     }
 
     /// Opens the store. It may fail while devices do.
     fn open(&self) -> Result<Store, StoreError> {
-        let config = self.shared.profile.store_config();
+        let config = self.shared.profile.store_config(self.devices.pool_file());
         let registry = self.devices.registry();
         let open = || Store::open_with(config.clone(), &registry, Arc::new(SystemClock));
         let mut opened = open();
@@ -302,7 +322,7 @@ impl Process {
             for (key, view) in keys.iter().zip(views) {
                 match view {
                     ViewOutcome::Hit { slab, .. } => {
-                        model.hit(begin, *key, &slab);
+                        model.hit(begin, *key, slab.host().expect(IN_HOST_MEMORY));
                     }
                     ViewOutcome::Miss => {
                         model.miss(begin, *key, "the last read");
@@ -355,9 +375,12 @@ fn contradictions(stats: &StoreStats, trouble: Trouble) -> Vec<String> {
             pool.reserved_bytes, pool.magazine_bytes, pool.free_bytes, pool.capacity_bytes
         ),
     );
+    // Memory into which the kernel may still read for an earlier process is no block's.
+    let held = stats.warm.as_ref().map_or(0, |warm| warm.held_by_earlier);
+    let slabs = pool.requested_bytes as u64;
     check(
-        pool.requested_bytes as u64 == stats.dram_bytes,
-        format!("slabs have {} bytes, resident blocks {}", pool.requested_bytes, stats.dram_bytes),
+        slabs == stats.dram_bytes || (held > 0 && slabs > stats.dram_bytes),
+        format!("slabs have {slabs} bytes, resident blocks {}, {held} held", stats.dram_bytes),
     );
     check(stats.pending_bytes == 0, format!("{} bytes are pending", stats.pending_bytes));
     for (tier, health) in &stats.health {

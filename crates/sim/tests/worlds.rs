@@ -36,6 +36,7 @@ fn nothing_goes_wrong_and_a_second_run_is_the_same() {
     let result = simulate(&SimOptions { twice: true, ..options(OPERATIONS) });
     assert!(result.is_clean(), "{:#?}", result.listed);
     assert_eq!((result.operations, result.worlds), (OPERATIONS, 5));
+    assert!(result.recovered_blocks > 0, "a world has warm restarts");
 }
 
 #[test]

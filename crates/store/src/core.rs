@@ -13,6 +13,7 @@ pub(crate) mod health_signal;
 pub(crate) mod history;
 pub(crate) mod located;
 pub(crate) mod lower_tier;
+pub(crate) mod memory_tier;
 pub(crate) mod pending;
 pub(crate) mod queue;
 pub(crate) mod state;

@@ -1,10 +1,11 @@
 //! Records of how long calls hold the lock of a store.
 
+use std::panic::Location;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use cascade_runtime::{LeafMutex, thread_cpu_time};
+use cascade_runtime::{LeafMutex, now, thread_cpu_time};
 use cascade_tier::HoldTimes;
 
 /// Most holds that are kept until the next [`HoldRecorder::take`]; later ones are dropped.
@@ -15,8 +16,22 @@ const HOLDS_MAX: usize = 1 << 21;
 pub struct Hold {
     /// CPU time of the thread while it held the lock.
     pub cpu: Duration,
+    /// Time on the clock. Where it is much more than `cpu`, the thread was preempted.
+    pub time: Duration,
     /// Keys that were looked up, changed, evicted or removed in it.
     pub keys: u64,
+    /// The line of the store that took the lock.
+    pub at: &'static Location<'static>,
+}
+
+/// A hold that has not ended.
+#[derive(Debug)]
+pub(crate) struct BegunHold {
+    at: &'static Location<'static>,
+    /// On the clock.
+    time: Duration,
+    /// CPU time of the thread.
+    cpu: Duration,
 }
 
 /// Records every hold of a store's lock, for measurements and tests. Clones share the records.
@@ -47,9 +62,9 @@ impl HoldRecorder {
     }
 
     /// Begins a hold.
-    pub(crate) fn begin(&self) -> Duration {
+    pub(crate) fn begin(&self, at: &'static Location<'static>) -> BegunHold {
         self.0.keys.store(0, Ordering::Relaxed);
-        thread_cpu_time()
+        BegunHold { at, time: now(), cpu: thread_cpu_time() }
     }
 
     /// Counts keys of the current hold.
@@ -57,13 +72,14 @@ impl HoldRecorder {
         self.0.keys.fetch_add(u64::from(keys), Ordering::Relaxed);
     }
 
-    /// Ends the hold that began at this CPU time of the thread.
-    pub(crate) fn end(&self, began: Duration) {
-        let cpu = thread_cpu_time().saturating_sub(began);
+    /// Ends a hold.
+    pub(crate) fn end(&self, began: &BegunHold) {
+        let cpu = thread_cpu_time().saturating_sub(began.cpu);
+        let time = now().saturating_sub(began.time);
         let keys = self.0.keys.load(Ordering::Relaxed);
         let mut holds = self.0.holds.lock().unwrap_or_else(PoisonError::into_inner);
         if holds.len() < HOLDS_MAX {
-            holds.push(Hold { cpu, keys });
+            holds.push(Hold { cpu, time, keys, at: began.at });
         }
     }
 }
@@ -118,12 +134,13 @@ mod tests {
     #[test]
     fn holds_are_returned_once() {
         let recorder = HoldRecorder::new();
-        let began = recorder.begin();
+        let at = Location::caller();
+        let began = recorder.begin(at);
         recorder.count(3);
         recorder.count(4);
-        recorder.end(began);
+        recorder.end(&began);
         let holds = recorder.take();
-        assert_eq!(holds.iter().map(|hold| hold.keys).collect::<Vec<_>>(), [7]);
+        assert_eq!(holds.iter().map(|hold| (hold.keys, hold.at)).collect::<Vec<_>>(), [(7, at)]);
         assert_eq!(recorder.take(), []);
     }
 }

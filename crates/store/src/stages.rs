@@ -5,12 +5,14 @@ pub(crate) mod encryption;
 mod fake;
 mod files;
 pub(crate) mod guard;
+mod host_buffers;
 mod pipeline;
 mod records;
 mod registry;
 pub(crate) mod source_guard;
 mod source_list;
 pub(crate) mod sources;
+pub(crate) mod staging;
 
 pub use context::StageContext;
 pub use encryption::EncryptedStage;

@@ -1,24 +1,35 @@
 //! The store's public API: batches in, an outcome for each block out, a deadline on every call.
 
 mod block_store;
+mod statistics;
 
 use std::sync::{Arc, PoisonError};
 
 use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId};
-use cascade_memory::SlabMut;
+use cascade_memory::{DeviceMemory, SlabMut};
 use cascade_runtime::thread::{Builder, JoinHandle};
 use cascade_runtime::{Clock, Deadline, Mutex, SystemClock};
 use cascade_tier::tier::TierError;
 use cascade_tier::{
-    CallOptions, GetOutcome, Put, PutOutcome, PutSlab, Request, StoreError, StoreStats, TierHits,
-    TierName, ViewOutcome,
+    CallOptions, GetOutcome, Put, PutOutcome, PutSlab, Request, StoreError, StoreStats, TierName,
+    ViewOutcome,
 };
 
+use crate::calls::clear::{clear, remove_cleared};
+use crate::calls::erase::Erase;
+use crate::calls::flush::Flush;
+use crate::calls::lookup::Lookup;
 use crate::calls::prefetch::{PrefetchQueue, run_prefetch};
+use crate::calls::put::{put, reserve};
+use crate::calls::read::Reads;
+use crate::calls::resident_views::failed_views;
 use crate::core::catalog::Content;
+use crate::core::flush_mark::FlushMark;
 use crate::core::history::Loss;
 use crate::core::state::StoreState;
 use crate::drive::{mover, prober, scrub, settle, source_prober};
+use crate::durable::ledger::Recovered;
+use crate::durable::recovery::recover;
 use crate::shared::hold::KEYS_PER_HOLD;
 use crate::shared::{StoreCore, tier_error};
 use crate::stages::StageRegistry;
@@ -44,7 +55,8 @@ const PREFETCH_THREADS: usize = 2;
 /// let outcomes = store.put(&[Put::new(key, b"keys and values")], CallOptions::default());
 /// assert!(matches!(outcomes[0], PutOutcome::Stored));
 /// let views = store.view(&[key], CallOptions::default());
-/// assert!(matches!(&views[0], ViewOutcome::Hit { slab, .. } if **slab == *b"keys and values"));
+/// let ViewOutcome::Hit { slab, .. } = &views[0] else { panic!("it was put") };
+/// assert_eq!(slab.host(), Some(&b"keys and values"[..]));
 /// # Ok::<(), cascade_store::StoreError>(())
 /// ```
 #[derive(Debug, Clone)]
@@ -70,7 +82,27 @@ impl Store {
         registry: &StageRegistry,
         clock: Arc<dyn Clock>,
     ) -> Result<Self, StoreError> {
-        let core = Arc::new(StoreCore::new(config, registry, clock)?);
+        Self::start(StoreCore::new(config, None, registry, clock)?)
+    }
+
+    /// Opens a store in the memory of a device. Its pipeline has `Hbm` in place of `Dram`, and
+    /// `StoreConfig::dram_bytes` is the length of that memory. Blocks are put and read by copies:
+    /// calls that give access to blocks in place fail with [`StoreError::NotHostMemory`].
+    ///
+    /// # Errors
+    /// As [`Store::open_with`]; or if a named pool or sources are configured.
+    pub fn open_on_device(
+        config: StoreConfig,
+        device: Arc<dyn DeviceMemory>,
+        registry: &StageRegistry,
+        clock: Arc<dyn Clock>,
+    ) -> Result<Self, StoreError> {
+        Self::start(StoreCore::new(config, Some(device), registry, clock)?)
+    }
+
+    fn start((mut core, recovered): (StoreCore, Vec<Recovered>)) -> Result<Self, StoreError> {
+        recover(&mut core, recovered);
+        let core = Arc::new(core);
         let prefetch = Arc::new(PrefetchQueue::default());
         // Before the threads: if one of them cannot be started, dropping this ends the others.
         let inner = StoreInner {
@@ -96,14 +128,14 @@ impl Store {
     /// Stores blocks: copies their bytes into the first tier. Waits while the write backlog is at
     /// its limit.
     pub fn put(&self, batch: &[Put<'_>], options: CallOptions) -> Vec<PutOutcome> {
-        self.core().put(batch, options)
+        put(self.core(), batch, options)
     }
 
     /// Allocates a slab, to write a block in place. The caller fills the slab and passes it to
     /// [`Store::put_slabs`]. As a put, this call waits while the write backlog is at its limit;
     /// the later put of the slab does not wait for it.
     pub fn reserve(&self, bytes: usize, options: CallOptions) -> Result<SlabMut, StoreError> {
-        self.core().reserve(bytes, options)
+        reserve(self.core(), bytes, options)
     }
 
     /// Stores blocks that the caller wrote in place, without a copy.
@@ -121,19 +153,24 @@ impl Store {
         buffers: &mut [&mut [u8]],
         options: CallOptions,
     ) -> Vec<GetOutcome> {
-        self.core().get(keys, buffers, options)
+        let core = self.core();
+        Reads::new(core, core.call(options)).get(keys, buffers)
     }
 
     /// Views of blocks, without a copy. The bytes of a view never change while it is held, even if
     /// the block is evicted or deleted; dropping the last view of a block frees its memory.
     pub fn view(&self, keys: &[BlockKey], options: CallOptions) -> Vec<ViewOutcome> {
-        self.core().view(keys, options)
+        let core = self.core();
+        if let Err(error) = core.check_host_memory("view blocks") {
+            return failed_views(keys, &error);
+        }
+        Reads::new(core, core.call(options)).view(keys)
     }
 
     /// Passes hints about a chain to the eviction policy outside a request, such as the end of its
     /// session or a queued request for it. Does not count as an access.
     pub fn hint(&self, request: &Request<'_>) {
-        self.core().hint(request);
+        Lookup { core: self.core(), request }.hint();
     }
 
     /// Whether each block can be read from any tier. Does not count as an access. False for blocks
@@ -149,11 +186,11 @@ impl Store {
         let core = self.core();
         self.map_contents(keys, |state, content| {
             let Some(content) = content else { return Vec::new() };
-            let dram = content.slab.is_some().then(|| core.tier_name(0));
+            let memory = content.slab.is_some().then_some(state.memory.name);
             let lower = (0..core.stages.len())
                 .filter(|at| content.has_address(*at) && !state.is_read_circuit_open(*at))
                 .map(|stage| core.tier_name(1 + stage));
-            dram.into_iter().chain(lower).collect()
+            memory.into_iter().chain(lower).collect()
         })
     }
 
@@ -170,7 +207,7 @@ impl Store {
             content.map(|content| content.slab.is_none() && is_readable(content))
         });
         let is_wanted = |(key, is_below): &(&BlockKey, Option<bool>)| {
-            is_below.unwrap_or_else(|| core.is_located(key))
+            is_below.unwrap_or_else(|| core.sources.is_located(key, &*core.clock))
         };
         let below = keys.iter().zip(is_below).filter(is_wanted);
         below.map(|(key, _)| *key).collect()
@@ -267,15 +304,18 @@ impl Store {
     }
 
     /// Removes blocks from every tier, also pinned ones. Views that are held keep their bytes.
-    /// Returns for each block whether the store had it. Takes effect at once; a persistent stage
-    /// has recorded the removal after the next flush.
+    /// Returns for each block whether the store had it; false for one that has expired. Takes
+    /// effect at once; a persistent stage has recorded the removal after the next flush.
     pub fn delete(&self, keys: &[BlockKey]) -> Vec<bool> {
         let core = self.core();
         let mut deleted = Vec::with_capacity(keys.len());
+        let mut now_unix_ms = None;
         core.in_holds(None, keys, |state, key| {
             state.fetching.cancel(key);
             // A removal that is queued after the close began might not reach the stages.
-            let found = state.catalog.find(key).filter(|_| !state.is_closing);
+            let now_unix_ms = *now_unix_ms.get_or_insert_with(|| core.clock.unix_ms());
+            let is_open = !state.is_closing;
+            let found = if is_open { state.find_live(key, now_unix_ms) } else { None };
             deleted.push(found.inspect(|found| state.forget(*found, Loss::Deleted)).is_some());
         });
         core.notify_changed();
@@ -287,7 +327,31 @@ impl Store {
 
     /// Removes every block from every tier. All are absent at once; returns when they are removed.
     pub fn clear(&self) {
-        self.core().clear();
+        clear(self.core());
+    }
+
+    /// Returns once every block put so far is written to all lower stages and would survive a
+    /// restart. Fails if a stage failed to store blocks since the last flush; those blocks stay in
+    /// DRAM until they are evicted.
+    pub fn flush(&self, options: CallOptions) -> Result<(), StoreError> {
+        Flush::new(self.core(), options).flush()
+    }
+
+    /// As [`Store::flush`], for one of several callers: fails if a stage failed to store blocks
+    /// since `reported`. Updates `reported` to include the failures that this call reports.
+    pub fn flush_since(
+        &self,
+        reported: &mut FlushMark,
+        options: CallOptions,
+    ) -> Result<(), StoreError> {
+        Flush::new(self.core(), options).since(reported)
+    }
+
+    /// The mark for a new caller: it includes only failures that some flush has reported. The
+    /// first flush of the caller therefore reports all others, which may be its own from before a
+    /// reconnect.
+    pub fn flush_mark(&self) -> FlushMark {
+        self.core().lock().reported_failures
     }
 
     /// Promotes blocks to DRAM in the background, because they will be read soon. Returns the
@@ -295,7 +359,7 @@ impl Store {
     /// latest lookup; or zero while the queue is full.
     pub fn prefetch(&self, keys: &[BlockKey]) -> usize {
         let core = self.core();
-        if !core.pipeline.has_dram || !core.has_places_below_dram() {
+        if !core.pipeline.keeps_in_memory || !core.has_places_below_dram() {
             return 0;
         }
         let below = self.only_below_dram(keys);
@@ -349,12 +413,12 @@ impl Store {
     /// reads are misses; afterwards the store is empty and usable. Continues after a failure; the
     /// result lists what was not erased.
     pub fn erase(&self, options: CallOptions) -> Result<EraseReport, StoreError> {
-        self.core().erase(options)
+        Erase::new(self.core(), options).run()
     }
 
     /// The current statistics.
     pub fn stats(&self) -> StoreStats {
-        self.core().stats()
+        statistics::statistics(self.core())
     }
 
     /// Flushes and stops. Later calls fail with [`StoreError::Closed`]; views that are held stay
@@ -377,9 +441,9 @@ impl StoreInner {
         // Ends the prefetch threads.
         self.prefetch.close();
         // Before the flush: a clear that is under way queues removals for the stages.
-        self.core.remove_cleared(Loss::Cleared, |_, _| {}, |_| {});
+        remove_cleared(&self.core, Loss::Cleared, |_, _| {}, |_| {});
         // Before `is_closed`, while the movers still write.
-        let flushed = self.core.flush(CallOptions::default());
+        let flushed = Flush::new(&self.core, CallOptions::default()).flush();
         // In short holds, because the queues may be long.
         for stage in 0..self.core.stages.len() {
             let mut state = self.core.lock();
@@ -414,7 +478,8 @@ impl StoreInner {
         let deadline = Deadline::after(&*self.core.clock, time);
         self.core.stages.iter().for_each(|stage| stage.close(deadline));
         self.core.sources.list.iter().for_each(|source| source.close(deadline));
-        flushed.and(self.core.remove_pool_files())
+        let warm = self.core.warm.as_ref();
+        flushed.and(warm.map_or(Ok(()), |warm| warm.close(config.keep_pool)))
     }
 }
 
@@ -426,69 +491,6 @@ impl Drop for StoreInner {
         }
         // A caller that needs the result of the flush calls close() itself.
         drop(self.close());
-    }
-}
-
-impl StoreCore {
-    fn stats(&self) -> StoreStats {
-        // Before the lock: each stage may take up to a second to respond.
-        let stages = self.stages.iter().map(|stage| (stage.name(), stage.stats()));
-        let stages: Vec<_> = stages.collect();
-        let stuck = self.stages.iter().map(|stage| (stage.name(), stage.stuck_calls()));
-        let stuck: Vec<_> = stuck.collect();
-        let sources = self.sources.list.iter().map(|it| (it.name(), it.stats())).collect();
-        let pool = self.pool.stats();
-        // Lets the probers check for hanging calls now, so that the next statistics are current.
-        self.wake_probers();
-        let (shadows, shadow_bytes) = self.insight().figures();
-        let mut state = self.lock();
-        self.add_call_counts(&mut state);
-        let eviction = state.eviction.stats();
-        StoreStats {
-            counters: state.counters,
-            hits_by_tier: self.hits_by_tier(&state),
-            keys: state.catalog.key_count() as u64,
-            contents: state.catalog.content_count() as u64,
-            content_bytes: state.content_bytes,
-            dram_blocks: state.eviction.blocks().len() as u64,
-            dram_bytes: state.dram_bytes,
-            protected_blocks: eviction.protected_blocks,
-            protection_refused: eviction.protection_refused,
-            catalog_bytes: state.metadata_bytes() as u64,
-            pending_bytes: state.pending_total(),
-            lock_holds: self.lock_holds(),
-            pool,
-            stage_blocks: (0..stages.len()).map(|at| state.catalog.stage_blocks(at)).collect(),
-            stages,
-            health: stuck
-                .into_iter()
-                .zip(&state.lower)
-                .map(|((name, stuck_calls), tier)| (name, tier.breaker.health(stuck_calls)))
-                .collect(),
-            sources,
-            shadows,
-            insight_bytes: (shadow_bytes + state.history.memory_bytes()) as u64,
-            warm: self.warm.as_ref().map(|warm| warm.stats(&state)),
-            notes: self.pipeline.notes.iter().chain(self.warm_notes()).cloned().collect(),
-        }
-    }
-
-    /// Hits of DRAM, of the stages and of the sources.
-    fn hits_by_tier(&self, state: &StoreState) -> Vec<TierHits> {
-        let sources = (0..self.sources.list.len()).map(|at| {
-            let hits = state.source_hits.get(at).copied().unwrap_or_default();
-            (hits, state.source_matches.get(at).copied().unwrap_or_default())
-        });
-        let tiers = state.tier_hits.iter().copied().zip(state.tier_matches);
-        let all = tiers.take(1 + self.stages.len()).chain(sources);
-        let named = self.tier_names().iter().zip(all);
-        let hits = |(tier, ((blocks, bytes), matched_blocks)): (&TierName, _)| TierHits {
-            tier,
-            blocks,
-            bytes,
-            matched_blocks,
-        };
-        named.map(hits).collect()
     }
 }
 

@@ -5,6 +5,7 @@
 #![expect(clippy::print_stdout, reason = "prints which hangs are injected")]
 
 mod blocks;
+mod named_pool;
 mod third_party;
 
 use std::sync::Arc;
@@ -15,12 +16,12 @@ use cascade_block::{DigestAlgorithm, DigestMode};
 use cascade_runtime::{Clock, Deadline, ManualClock, SystemClock};
 use cascade_store::stages::StageRegistry;
 use cascade_store::{
-    CallOptions, HealthState, Put, PutOutcome, Request, Store, StoreConfig, StoreError,
-    ViewOutcome, WritePolicy,
+    BlockExplanation, BlockState, CallOptions, HealthState, Put, PutOutcome, Request, Store,
+    StoreConfig, StoreError, ViewOutcome, WritePolicy,
 };
 use third_party::{MapStage, flush, frequent_probes, wait_for};
 
-use blocks::{check, dram, key, keys, put, wait_until};
+use blocks::{bytes_of, check, dram, key, keys, put, wait_until};
 
 const BLOCK: usize = 64 << 10;
 const SECOND: Duration = Duration::from_secs(1);
@@ -233,6 +234,54 @@ fn a_block_behind_an_open_circuit_can_be_put_again_if_its_digest_matches() {
         flush(&store);
         assert_eq!(check(&store, &keys(0..2)), [Some("map"); 2], "{digest:?}");
     }
+}
+
+/// What a stage or the ledger of a pool learns of the second put of a block: it must not expire
+/// later after a restart than before.
+#[test]
+fn a_block_that_is_put_again_keeps_its_lifetime_after_a_restart() {
+    let directory = named_pool::directory();
+    let digest = DigestMode::On(DigestAlgorithm::Blake3);
+    let config = StoreConfig {
+        health: frequent_probes(),
+        digest,
+        ..named_pool::config(directory.path(), 4)
+    };
+    let (store, stage) = third_party::open(config.clone());
+    let named = keys(0..3);
+    let bytes: Vec<_> = named.iter().map(|key| bytes_of(key, BLOCK)).collect();
+    // The lifetimes of the first puts and of the second ones. The one key never expires.
+    let day = Some(24 * 3600 * 1000);
+    let (first, second) = ([day, day, None], [None, Some(1), Some(1)]);
+    let put_with = |lifetimes: [Option<u64>; 3]| {
+        let put = |at: usize| Put { ttl_ms: lifetimes[at], ..Put::new(named[at], &bytes[at]) };
+        let puts: Vec<Put<'_>> = (0..3).map(put).collect();
+        store.put(&puts, long_timeout())
+    };
+    let expiry = |store: &Store| {
+        let explained = store.explain(&named, None, CallOptions::default()).unwrap();
+        let expiry_of = |block: &BlockExplanation| match &block.state {
+            BlockState::Present(present) => present.expires_unix_ms,
+            other => panic!("{other:?}"),
+        };
+        explained.blocks.iter().map(expiry_of).collect::<Vec<_>>()
+    };
+    put_with(first);
+    flush(&store);
+    let before = expiry(&store);
+    assert!(before[0].is_some() && before[1].is_some() && before[2].is_none(), "{before:?}");
+    put(&store, &keys(100..300), BLOCK);
+    flush(&store);
+    stage.fails.store(true, Relaxed);
+    wait_for(&store, 0, false);
+    let outcomes = put_with(second);
+    assert!(outcomes.iter().all(|it| matches!(it, PutOutcome::Present)), "{outcomes:?}");
+    assert_eq!(check(&store, &named), [Some("dram"); 3]);
+    assert_eq!(expiry(&store), before);
+    store.close().unwrap_err();
+    drop(store);
+    let (store, _) = third_party::open(config);
+    assert_eq!(expiry(&store), before, "after a restart");
 }
 
 #[test]

@@ -4,11 +4,11 @@
 
 mod blocks;
 
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Barrier, mpsc};
 use std::thread::ThreadId;
 use std::time::Duration;
 
+use cascade_block::BlockKey;
 use cascade_runtime::{Clock, LeafMutex, SystemClock};
 use cascade_store::stages::StageRegistry;
 use cascade_store::{
@@ -97,13 +97,59 @@ fn call_all(store: &Store, slabs: Vec<PutSlab>) {
     assert!(store.peek_resident(&many, options).is_empty());
 }
 
+impl StoppingClock {
+    fn new() -> Arc<Self> {
+        let (is_stopped, goes_on) = (Barrier::new(2), Barrier::new(2));
+        Arc::new(Self { stops: LeafMutex::new(None), is_stopped, goes_on })
+    }
+
+    /// Makes a call in another thread, while a deletion of this block has the lock. Returns whether
+    /// it ended meanwhile.
+    fn ends_beside_a_hold(
+        &self,
+        store: &Store,
+        key: &BlockKey,
+        call: impl FnOnce() + Send,
+    ) -> bool {
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                *self.stops.lock().unwrap() = Some(std::thread::current().id());
+                assert_eq!(store.delete(&[*key]), [true]);
+            });
+            self.is_stopped.wait();
+            let (ended, is_ended) = mpsc::channel();
+            let caller = scope.spawn(move || {
+                call();
+                ended.send(()).unwrap();
+            });
+            let was_in_time = is_ended.recv_timeout(LONG).is_ok();
+            // Without this, a call without a deadline would keep the test for ever.
+            self.goes_on.wait();
+            caller.join().unwrap();
+            was_in_time
+        })
+    }
+}
+
+/// It waited until the timeout of the store, and read the blocks then with its own.
+#[test]
+fn an_acquire_waits_for_the_lock_until_its_own_deadline() {
+    let clock = StoppingClock::new();
+    let config = StoreConfig { timeout: 2 * LONG, ..dram(16) };
+    let store = Store::open_with(config, &StageRegistry::default(), clock.clone()).unwrap();
+    let many = keys(0..BLOCKS);
+    blocks::put(&store, &many, 8);
+    let options =
+        CallOptions { timeout: Some(Duration::from_millis(20)), ..CallOptions::default() };
+    let acquire = || assert!(store.acquire(&Request::new(&many), options).is_empty());
+    assert!(clock.ends_beside_a_hold(&store, &many[0], acquire));
+    let views = store.acquire(&Request::new(&many[1..]), options);
+    assert_eq!(views.len(), many.len() - 1);
+}
+
 #[test]
 fn a_call_that_waits_for_the_lock_ends_at_its_deadline() {
-    let clock = Arc::new(StoppingClock {
-        stops: LeafMutex::new(None),
-        is_stopped: Barrier::new(2),
-        goes_on: Barrier::new(2),
-    });
+    let clock = StoppingClock::new();
     // That of calls that take none.
     let config = StoreConfig { timeout: Duration::from_millis(20), ..dram(16) };
     let unhurried = CallOptions { timeout: Some(LONG), ..CallOptions::default() };
@@ -117,32 +163,19 @@ fn a_call_that_waits_for_the_lock_ends_at_its_deadline() {
     let slabs: Vec<PutSlab> = keys(1000..1000 + BLOCKS).iter().map(slab).collect();
     let before = store.stats().counters;
 
-    let was_in_time = AtomicBool::new(false);
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            *clock.stops.lock().unwrap() = Some(std::thread::current().id());
-            assert_eq!(store.delete(&many[..1]), [true]);
-        });
-        clock.is_stopped.wait();
-        let (ended, is_ended) = mpsc::channel();
-        let called = &store;
-        let caller = scope.spawn(move || {
-            call_all(called, slabs);
-            ended.send(()).unwrap();
-        });
-        was_in_time.store(is_ended.recv_timeout(LONG).is_ok(), Ordering::SeqCst);
-        // Without this, a call without a deadline would keep this test for ever.
-        clock.goes_on.wait();
-        caller.join().unwrap();
-    });
-    assert!(was_in_time.load(Ordering::SeqCst), "a call waited for the lock beyond its deadline");
+    let call = || call_all(&store, slabs);
+    let was_in_time = clock.ends_beside_a_hold(&store, &many[0], call);
+    assert!(was_in_time, "a call waited for the lock beyond its deadline");
 
     let after = store.stats().counters;
     assert_eq!(after.put_failures - before.put_failures, 3 * BLOCKS);
     assert_eq!(after.get_failures - before.get_failures, 2 * BLOCKS);
     assert_eq!(after.gets - before.gets, 2 * BLOCKS);
     for (view, bytes) in store.view(&many[1..], unhurried).iter().zip(&bytes[1..]) {
-        assert!(matches!(view, ViewOutcome::Hit { slab, .. } if **slab == **bytes), "{view:?}");
+        assert!(
+            matches!(view, ViewOutcome::Hit { slab, .. } if slab.host() == Some(&bytes[..])),
+            "{view:?}"
+        );
     }
     assert!(store.contains(&keys(1000..1000 + BLOCKS)).iter().all(|is_here| !is_here));
 }

@@ -102,7 +102,7 @@ impl Fixture {
 
     fn store(&self, stage: &dyn Tier, n: u8, bytes: usize) -> Result<Address, TierError> {
         let mut slab = self.pool.allocate(bytes).unwrap();
-        slab.fill(n);
+        slab.host_mut().unwrap().fill(n);
         stage.store(vec![(facts(n, bytes), slab.seal())], deadline()).pop().unwrap()
     }
 
@@ -113,7 +113,8 @@ impl Fixture {
 
     fn assert_hit(&self, stage: &dyn Tier, n: u8, address: Address, byte: u8, bytes: usize) {
         let loaded = self.load(stage, n, address, bytes);
-        let is_right = matches!(&loaded, LoadOutcome::Hit(slab) if slab[..] == vec![byte; bytes]);
+        let right = vec![byte; bytes];
+        let is_right = matches!(&loaded, LoadOutcome::Hit(slab) if slab.host() == Some(&right[..]));
         assert!(is_right, "{n}: {loaded:?}");
     }
 }

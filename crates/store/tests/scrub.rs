@@ -31,8 +31,8 @@ fn flip(store: &Store, key: &BlockKey, at: u64) -> u64 {
     let [ViewOutcome::Hit { slab, .. }] = &views[..] else { panic!("{views:?}") };
     let at = slab.offset() as u64 + at;
     let mut byte = [0];
-    store.region().file().read_exact_at(&mut byte, at).unwrap();
-    store.region().file().write_all_at(&[byte[0] ^ 4], at).unwrap();
+    store.region().host().expect("host memory").file().read_exact_at(&mut byte, at).unwrap();
+    store.region().host().expect("host memory").file().write_all_at(&[byte[0] ^ 4], at).unwrap();
     at
 }
 

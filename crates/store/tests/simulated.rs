@@ -144,9 +144,15 @@ impl Caller {
         for (key, view) in some.iter().zip(views) {
             match view {
                 ViewOutcome::Hit { slab, tier } => {
-                    assert!(*slab == *expected_bytes(key), "wrong bytes from {tier}");
+                    assert!(
+                        slab.host().expect("host memory") == expected_bytes(key),
+                        "wrong bytes from {tier}"
+                    );
                     yield_now();
-                    assert!(*slab == *expected_bytes(key), "bytes changed under a view of {tier}");
+                    assert!(
+                        slab.host().expect("host memory") == expected_bytes(key),
+                        "bytes changed under a view of {tier}"
+                    );
                     self.seen.hits.fetch_add(1, Relaxed);
                 }
                 ViewOutcome::Miss => drop(self.seen.misses.fetch_add(1, Relaxed)),

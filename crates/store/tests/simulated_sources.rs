@@ -96,11 +96,11 @@ impl RandomSource {
         let bytes = &blocks_by_key()[&load.key];
         assert_eq!(load.address, Address(u64::from(checksum(bytes))), "the address of the block");
         assert_eq!(load.slab.len(), bytes.len(), "the length of the block");
-        load.slab.copy_from_slice(bytes);
+        load.slab.fill_from(bytes).unwrap();
         match below(20) {
             0 => LoadOutcome::Gone,
             1 => {
-                load.slab[0] ^= 1;
+                load.slab.host_mut().unwrap()[0] ^= 1;
                 LoadOutcome::Hit(load.slab)
             }
             2 => LoadOutcome::Failed(eio()),
@@ -245,7 +245,10 @@ impl Caller {
         for (key, view) in some.iter().zip(views) {
             match view {
                 ViewOutcome::Hit { slab, tier } => {
-                    assert!(*slab == *blocks_by_key()[key], "wrong bytes from {tier}");
+                    assert!(
+                        slab.host() == Some(&blocks_by_key()[key][..]),
+                        "wrong bytes from {tier}"
+                    );
                 }
                 ViewOutcome::Miss => drop(self.seen.misses.fetch_add(1, Relaxed)),
                 ViewOutcome::Failed(error) => self.accept(&error),

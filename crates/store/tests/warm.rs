@@ -121,7 +121,7 @@ fn hold_and_wait(directory: &Path) {
     });
     let mut pieces: Vec<_> = slabs.map(HeldPiece::lease).collect();
     let mut reserved = store.reserve(BLOCK, CallOptions::default()).unwrap();
-    reserved.fill(0xA5);
+    reserved.host_mut().unwrap().fill(0xA5);
     pieces.push(HeldPiece::reservation(&reserved));
     let mut ids = Vec::new();
     store.record_held(&pieces, holder, &mut ids).unwrap();
@@ -204,7 +204,10 @@ fn check_all(store: &Store) -> usize {
     for (first, second) in keys(0..KEYS).iter().zip(keys(KEYS..2 * KEYS)) {
         let view = store.view(&[second], CallOptions::default()).remove(0);
         if let ViewOutcome::Hit { slab, .. } = view {
-            assert!(*slab == *bytes_of(first, slab.len()), "wrong bytes for a second name");
+            assert!(
+                slab.host() == Some(&bytes_of(first, slab.len())[..]),
+                "wrong bytes for a second name"
+            );
         }
     }
     found

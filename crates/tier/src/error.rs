@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use cascade_memory::MemoryError;
+use cascade_memory::{DeviceError, MemoryError};
 use thiserror::Error;
 
 use crate::TierName;
@@ -59,6 +59,21 @@ pub enum StoreError {
         /// The cause.
         #[source]
         source: Arc<dyn std::error::Error + Send + Sync>,
+    },
+    /// A block could not be copied from or to device memory. Compute.
+    #[error("cannot copy a block from or to device memory")]
+    Device(#[source] DeviceError),
+    /// The call gives access to the bytes of blocks in place, and they are in device memory. Copy
+    /// them with a get, or put them with a put.
+    #[error(
+        "cannot {operation}: the blocks of tier {tier} are in device memory, which no processor \
+         can access; copy blocks with get and put"
+    )]
+    NotHostMemory {
+        /// The operation.
+        operation: &'static str,
+        /// The tier.
+        tier: TierName,
     },
     /// The pipeline is not valid.
     #[error(transparent)]

@@ -52,7 +52,7 @@ pub struct StoreCounters {
     pub evicted_blocks: u64,
     /// Bytes of the evicted blocks.
     pub evicted_bytes: u64,
-    /// Evicted blocks that no other tier had.
+    /// Evicted blocks that no other tier had, and that no source has given.
     pub lost_blocks: u64,
     /// Blocks written to a lower stage.
     pub demoted_blocks: u64,

@@ -9,7 +9,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use cascade_block::{BlockKey, Digest, Manifest, Namespace, NamespaceId};
-use cascade_memory::{Slab, SlabMut};
+use cascade_memory::{DeviceError, Slab, SlabMut};
 use cascade_runtime::Deadline;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -138,6 +138,16 @@ pub enum TierError {
     /// The block's bytes in memory do not match their recorded checksum, so it was not stored.
     #[error("the bytes of the block changed in memory since they were put")]
     ChangedInMemory,
+    /// The tier needs the block's bytes, and its slab is in device memory. The store copies such
+    /// blocks to host memory before it calls the tier, so only other callers get this.
+    #[error(
+        "the block is in device memory, which the stage cannot read or write; copy it to host \
+         memory first"
+    )]
+    NotHostMemory,
+    /// The block could not be copied from or to device memory.
+    #[error("the block could not be copied from or to device memory")]
+    Device(#[source] DeviceError),
     /// The tier panicked, or returned no result for the block.
     #[error("the stage returned no result")]
     NoResult,

@@ -2,14 +2,14 @@
 
 use cascade_block::BlockKey;
 use cascade_client::Client;
-use cascade_memory::{SlabMut, copy_in};
+use cascade_memory::{HostSlabMut, copy_in};
 use cascade_replay::payload;
-use cascade_store::{BlockStore as _, StoreError, ViewOutcome};
+use cascade_store::{BlockStore as _, ViewOutcome};
 
 use super::echo_process::{EchoProcess, LIMIT_IS};
 use super::process::Placement;
 use super::served::ServedNode;
-use super::{CALL_OPTIONS, KIB, MIB, NodeBench, all_stored, puts};
+use super::{CALL_OPTIONS, KIB, MIB, NodeBench, all_stored, puts, reserve};
 use crate::{Figure, MeasureError, Target, keys, size_name, timed};
 
 /// Blocks of a batch.
@@ -96,7 +96,7 @@ struct BatchFixture {
     size: usize,
     keys: Vec<BlockKey>,
     source: Vec<u8>,
-    slabs: Vec<SlabMut>,
+    slabs: Vec<HostSlabMut>,
 }
 
 impl BatchFixture {
@@ -105,10 +105,9 @@ impl BatchFixture {
         let mut source = vec![0; BLOCKS * size];
         let pieces = source.chunks_exact_mut(size);
         keys.iter().zip(pieces).for_each(|(key, block)| payload::fill(key, block));
-        let slabs: Result<Vec<SlabMut>, StoreError> =
-            keys.iter().map(|_| client.reserve(size, CALL_OPTIONS)).collect();
-        let slabs = slabs.map_err(|error| MeasureError::measure("batches", error))?;
-        Ok(Self { size, keys, source, slabs })
+        let slabs: Result<Vec<HostSlabMut>, MeasureError> =
+            keys.iter().map(|_| reserve(client, size)).collect();
+        Ok(Self { size, keys, source, slabs: slabs? })
     }
 
     /// Copies into slabs in the same state as those of a put: the bytes of the last round were read
@@ -140,7 +139,7 @@ impl BatchFixture {
             seconds += timed(|| views = client.view(&self.keys, CALL_OPTIONS)).as_secs_f64();
             for (view, key) in views.iter().zip(&self.keys) {
                 let is_right = matches!(view, ViewOutcome::Hit { slab, .. }
-                    if payload::check(key, slab, self.size).is_ok());
+                    if slab.host().is_some_and(|at| payload::check(key, at, self.size).is_ok()));
                 if !is_right {
                     let what = format!("a view of {key} returned {view:?} or wrong bytes");
                     return Err(MeasureError::measure("batches", what));

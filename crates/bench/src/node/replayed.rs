@@ -3,15 +3,15 @@
 use std::time::Duration;
 
 use cascade_client::Client;
-use cascade_memory::{SlabMut, copy_in, copy_out};
+use cascade_memory::{HostSlabMut, copy_in};
 use cascade_replay::payload;
 use cascade_replay::trace::Trace;
 use cascade_replay::workload::{PlannedRequest, Workload};
-use cascade_store::{BlockStore as _, PutOutcome, Request, StoreError, ViewOutcome};
+use cascade_store::{BlockStore as _, PutOutcome, Request, ViewOutcome};
 
 use super::echo_process::{EchoProcess, LIMIT_IS};
 use super::served::ServedNode;
-use super::{CALL_OPTIONS, KIB, MIB, NodeBench, puts};
+use super::{CALL_OPTIONS, KIB, MIB, NodeBench, puts, reserve};
 use crate::{Figure, MeasureError, Target, timed};
 
 /// Size of a block. Those of real models are larger, so their round trips have a smaller share.
@@ -123,15 +123,13 @@ struct ClientReplay {
     times: ReplayTimes,
     source: Vec<u8>,
     buffer: Vec<u8>,
-    slabs: Vec<SlabMut>,
+    slabs: Vec<HostSlabMut>,
     next_slab: usize,
 }
 
 impl ClientReplay {
     fn new(client: &Client) -> Result<Self, MeasureError> {
-        let slabs: Result<Vec<SlabMut>, StoreError> =
-            (0..SLABS).map(|_| client.reserve(SIZE, CALL_OPTIONS)).collect();
-        let slabs = slabs.map_err(|error| MeasureError::measure("a replay", error))?;
+        let slabs = (0..SLABS).map(|_| reserve(client, SIZE)).collect::<Result<_, _>>()?;
         let (source, buffer) = (vec![0; BATCH * SIZE], vec![1; BATCH * SIZE]);
         Ok(Self { times: ReplayTimes::default(), source, buffer, slabs, next_slab: 0 })
     }
@@ -165,7 +163,10 @@ impl ClientReplay {
         self.times.round_trips += 1;
         for ((view, key), buffer) in views.iter().zip(keys).zip(self.buffer.chunks_mut(SIZE)) {
             let ViewOutcome::Hit { slab, .. } = view else { continue };
-            self.times.copies_out += timed(|| copy_out(buffer, slab, keys.len() * SIZE));
+            let mut copied = Ok(());
+            let copy = || copied = slab.copy_to_in_batch(buffer, keys.len() * SIZE);
+            self.times.copies_out += timed(copy);
+            copied.map_err(|error| MeasureError::measure("a replay", error))?;
             self.times.hits += 1;
             payload::check(key, buffer, SIZE).map_err(|wrong| {
                 MeasureError::measure("a replay", format!("WRONG BYTE of {key}: {wrong:?}"))

@@ -6,14 +6,14 @@ use std::path::Path;
 
 use cascade_block::BlockKey;
 use cascade_client::{Client, ConnectOptions};
-use cascade_memory::{Slab, SlabMut, copy_in, copy_out};
+use cascade_memory::{HostSlab, HostSlabMut, copy_in, copy_out};
 use cascade_replay::payload;
 use cascade_replay::random::SplitMix64;
 use cascade_store::{BlockStore as _, GetOutcome, Put, ViewOutcome};
 
 use super::echo_process::FRAME_BYTES;
 use super::protocol::{Work, WorkerBlocks, WorkerCommand, WorkerReport};
-use super::{CALL_OPTIONS, all_stored, machine_ns, puts, sleep_until};
+use super::{CALL_OPTIONS, all_stored, machine_ns, puts, reserve, sleep_until};
 use crate::keys;
 
 /// Unique blocks of a churn.
@@ -67,8 +67,8 @@ struct WorkerState {
     keys: Vec<BlockKey>,
     source: Vec<u8>,
     buffer: Vec<u8>,
-    reserved: Vec<SlabMut>,
-    held: Vec<Slab>,
+    reserved: Vec<HostSlabMut>,
+    held: Vec<HostSlab>,
 }
 
 /// The blocks and hits of one pass over all blocks.
@@ -124,7 +124,7 @@ impl WorkerState {
 
     fn reserve(&mut self) -> Result<(), String> {
         let client = self.client()?;
-        let one = |_: &BlockKey| client.reserve(self.size, CALL_OPTIONS).map_err(|e| e.to_string());
+        let one = |_: &BlockKey| reserve(client, self.size).map_err(|error| error.to_string());
         self.reserved = self.keys.iter().map(one).collect::<Result<_, _>>()?;
         Ok(())
     }
@@ -132,7 +132,9 @@ impl WorkerState {
     fn hold(&mut self) -> Result<(), String> {
         let views =
             self.client()?.view(&self.keys, CALL_OPTIONS).into_iter().map(|view| match view {
-                ViewOutcome::Hit { slab, .. } => Ok(slab),
+                ViewOutcome::Hit { slab, .. } => {
+                    slab.into_host().map_err(|_| "the node maps device memory".to_owned())
+                }
                 other => Err(format!("a view of a block that was put returned {other:?}")),
             });
         self.held = views.collect::<Result<_, _>>()?;

@@ -165,8 +165,9 @@ fn busy_client() {
         if let Ok(slab) = &mut slab {
             // In two parts, so that a kill can leave a block half written.
             let bytes = bytes_of(&some[3], 16 << 10);
-            slab[..8 << 10].copy_from_slice(&bytes[..8 << 10]);
-            slab[8 << 10..].copy_from_slice(&bytes[8 << 10..]);
+            let memory = slab.host_mut().unwrap();
+            memory[..8 << 10].copy_from_slice(&bytes[..8 << 10]);
+            memory[8 << 10..].copy_from_slice(&bytes[8 << 10..]);
         }
         if let (Ok(slab), true) = (slab, at % 3 == 0) {
             client.put_slabs(vec![PutSlab::new(some[3], slab)], within(5000));
@@ -192,7 +193,7 @@ fn holder() {
     await_resume();
     assert_eq!(hits(&some, &views), 16, "held views are unchanged");
     let key = keys(900..901)[0];
-    slab.copy_from_slice(&bytes_of(&key, 8192));
+    slab.fill_from(&bytes_of(&key, 8192)).unwrap();
     let outcomes = client.put_slabs(vec![PutSlab::new(key, slab)], within(5000));
     assert!(matches!(outcomes[..], [cascade_tier::PutOutcome::Stored]), "{outcomes:?}");
     report_ready();

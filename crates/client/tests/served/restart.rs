@@ -38,7 +38,7 @@ fn calls_miss_at_once_after_a_kill_and_the_client_reconnects_to_the_successor() 
     let fresh = client.view(&some, NOW);
     assert_eq!((hits(&some, &views), hits(&some, &fresh)), (8, 8));
     // The new node refuses a slab of the dead node's pool.
-    slab.copy_from_slice(&bytes_of(&some[0], 4096));
+    slab.fill_from(&bytes_of(&some[0], 4096)).unwrap();
     let key = keys(50..51)[0];
     let outcomes = client.put_slabs(vec![PutSlab::new(key, slab)], NOW);
     assert!(matches!(outcomes[0], PutOutcome::Failed(_)), "{outcomes:?}");
@@ -100,7 +100,7 @@ fn slabs_prepared_before_a_restart_cannot_be_sealed_after_it() {
     assert!(put(&client, &others, 4096, NOW).iter().all(|o| matches!(o, PutOutcome::Stored)));
     let sealed = some.iter().zip(prepared).map(|(key, one)| {
         let PrepareOutcome::Slab(mut slab) = one else { panic!("{one:?}") };
-        slab.fill(0xDB);
+        slab.host_mut().unwrap().fill(0xDB);
         PutSlab::new(*key, slab)
     });
     let outcomes = client.put_slabs(sealed.collect(), NOW);

@@ -120,6 +120,20 @@ impl ServedNode {
         fs::read_to_string(self.path("log")).unwrap()
     }
 
+    /// Stops all threads of the node: one that has not received the signal yet would still answer.
+    fn suspend(&self) {
+        kill_process(self.process(), Signal::STOP).unwrap();
+        let is_stopped = |thread: fs::DirEntry| {
+            let stat = fs::read_to_string(thread.path().join("stat"));
+            // A thread that has ended meanwhile counts as stopped.
+            stat.map_or(true, |stat| stat.rsplit(") ").next().unwrap().starts_with('T'))
+        };
+        let threads = format!("/proc/{}/task", self.process().as_raw_nonzero());
+        while !fs::read_dir(&threads).unwrap().all(|thread| is_stopped(thread.unwrap())) {
+            std::thread::yield_now();
+        }
+    }
+
     pub(crate) fn process(&self) -> Pid {
         Pid::from_child(&self.child)
     }
@@ -416,7 +430,7 @@ fn every_command_fails_if_no_node_answers() {
 #[test]
 fn every_command_fails_if_the_node_is_stopped() {
     let node = ServedNode::start("");
-    kill_process(node.process(), Signal::STOP).unwrap();
+    node.suspend();
     for args in NODE_COMMANDS {
         let output = node.run(&[*args, &["--timeout", "0.3"]].concat());
         let message = stderr(&output);

@@ -29,9 +29,9 @@ impl FixedBuffers {
     /// Registers the pool's region if all of it is in huge pages and the kernel allows it.
     ///
     /// Ordinary pages are not registered: they are pinned one by one, which takes seconds, and
-    /// pages that were never touched would be allocated.
+    /// pages that were never touched would be allocated. Memory of a device is never registered.
     pub(super) fn register(pool: &Pool) -> Option<Self> {
-        let region = pool.region();
+        let region = pool.region().host()?;
         let huge_bytes = region.bytes() / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
         if region.pages().huge_bytes < huge_bytes {
             return None;
@@ -63,7 +63,7 @@ impl FixedBuffers {
 
     /// The index of the buffer that contains a piece of memory, if one does.
     pub(super) fn index_of(&self, io_vec: &IoVec) -> Option<u16> {
-        let region = self.pool.region();
+        let region = self.pool.region().host()?;
         let start = io_vec.base.addr().checked_sub(region.base().as_ptr().addr())?;
         let last = start.checked_add(io_vec.bytes.checked_sub(1)?)?;
         // A piece that extends over two fixed buffers belongs to neither.

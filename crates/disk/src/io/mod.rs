@@ -10,6 +10,7 @@ mod files;
 mod fixed;
 mod io_vec;
 mod psync;
+mod read_window;
 mod transfer;
 mod uring;
 

@@ -4,7 +4,7 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::ops::Range;
 use std::sync::Arc;
 
-use cascade_memory::{Slab, SlabMut};
+use cascade_memory::{HostSlab, HostSlabMut};
 
 use super::FileHandle;
 use crate::format::PAGE_BYTES;
@@ -50,9 +50,9 @@ impl PageBuffer {
 #[derive(Debug)]
 pub enum Buffer {
     /// Part of a sealed slab, for writes.
-    Sealed(Slab, Range<usize>),
+    Sealed(HostSlab, Range<usize>),
     /// Part of an open slab, for reads.
-    Open(SlabMut, Range<usize>),
+    Open(HostSlabMut, Range<usize>),
     /// Memory outside the pool.
     Pages(PageBuffer),
 }

@@ -20,6 +20,7 @@ use rustix::io::Errno;
 
 use super::fixed::FixedBuffers;
 use super::io_vec::IoVec;
+use super::read_window::ReadWindow;
 use super::{Transfer, TransferEngine, TransferKind, TransferOutcome, TransferQueue};
 
 /// While fewer transfers than this are in the kernel, each is submitted at once: this many keep the
@@ -41,6 +42,7 @@ pub struct UringEngine {
     depth: u32,
     clock: Arc<dyn Clock>,
     fixed: Option<Arc<FixedBuffers>>,
+    read_window: ReadWindow,
     idle: Arc<Mutex<Vec<Ring>>>,
     /// Rings that wait for the kernel after the deadline of their call.
     stuck: Arc<AtomicU64>,
@@ -66,6 +68,8 @@ struct Ring {
     /// Indices of `transfers` that are not in use.
     free_slots: Vec<usize>,
     in_flight_bytes: usize,
+    /// Those of reads.
+    in_flight_read_bytes: usize,
     /// The registered pool memory, if this ring shares it.
     fixed: Option<Arc<FixedBuffers>>,
 }
@@ -85,7 +89,8 @@ impl UringEngine {
         // `None` if this ring cannot share the registration (before Linux 6.12). Then no other can.
         let fixed = first.fixed.clone();
         let idle = Arc::new(Mutex::new(vec![first]));
-        Ok(Self { depth, clock, fixed, idle, stuck: Arc::default() })
+        let read_window = ReadWindow::new();
+        Ok(Self { depth, clock, fixed, read_window, idle, stuck: Arc::default() })
     }
 
     fn take_ring(&self) -> io::Result<Ring> {
@@ -126,7 +131,9 @@ impl UringEngine {
         deadline: Deadline,
     ) -> io::Result<()> {
         loop {
-            while ring.in_flight_count() < self.depth as usize {
+            while ring.in_flight_count() < self.depth as usize
+                && self.read_window.has_room(ring.in_flight_read_bytes)
+            {
                 let Some((number, transfer)) = queue.next_transfer() else { break };
                 let file = match transfer.file.system() {
                     Ok(file) => Fd(file.as_raw_fd()),
@@ -169,10 +176,14 @@ impl UringEngine {
             }
             // Submitted first, so that the disk works meanwhile.
             ring.wait(0, Duration::ZERO)?;
-            if !queue.idle() {
-                ring.wait(ring.wake_up_count(), left)?;
+            if queue.idle() {
+                ring.reap(|number, outcome| ended.push_back((number, outcome)));
+                continue;
             }
+            ring.wait(ring.wake_up_count(), left)?;
+            let (before, read_bytes) = (ring.in_flight_count(), ring.in_flight_read_bytes);
             ring.reap(|number, outcome| ended.push_back((number, outcome)));
+            self.read_window.note(before, read_bytes, ring.in_flight_count());
         }
     }
 }
@@ -241,7 +252,14 @@ impl Ring {
         let transfers = ManuallyDrop::new((0..depth).map(|_| None).collect());
         let free_slots = (0..depth as usize).collect();
         let fixed = fixed.filter(|fixed| fixed.share_with(&queue).is_ok()).cloned();
-        Ok(Self { queue, transfers, free_slots, in_flight_bytes: 0, fixed })
+        Ok(Self {
+            queue,
+            transfers,
+            free_slots,
+            in_flight_bytes: 0,
+            in_flight_read_bytes: 0,
+            fixed,
+        })
     }
 
     fn in_flight_count(&self) -> usize {
@@ -269,8 +287,9 @@ impl Ring {
         let io_vecs = Vec::new();
         let mut in_flight = InFlightTransfer { number, transfer, bytes, io_vecs };
         let entry = in_flight.submission(file, self.fixed.as_deref()).user_data(slot as u64);
-        self.transfers[slot] = Some(in_flight);
         self.in_flight_bytes += bytes;
+        self.in_flight_read_bytes += in_flight.read_bytes();
+        self.transfers[slot] = Some(in_flight);
         // SAFETY: the entry's addresses point into buffers and a list that the `InFlightTransfer`
         // owns. `transfers` keeps it until its completion is reaped, and leaks it if the ring is
         // dropped before.
@@ -310,6 +329,7 @@ impl Ring {
             let in_flight = self.transfers[slot].take().expect("a transfer completes once");
             self.free_slots.push(slot);
             self.in_flight_bytes -= in_flight.bytes;
+            self.in_flight_read_bytes -= in_flight.read_bytes();
             let result = usize::try_from(completion.result())
                 .map_err(|_| io::Error::from_raw_os_error(-completion.result()));
             finish(
@@ -341,6 +361,10 @@ impl Drop for Ring {
 }
 
 impl InFlightTransfer {
+    fn read_bytes(&self) -> usize {
+        if self.transfer.kind == TransferKind::Read { self.bytes } else { 0 }
+    }
+
     /// The entry of a transfer with one contiguous piece, which needs no address list. Only such a
     /// piece can use a fixed buffer.
     fn contiguous(

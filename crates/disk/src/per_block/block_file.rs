@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use cascade_block::{BlockKey, Checksum, checksum};
-use cascade_memory::Slab;
+use cascade_memory::HostSlab;
 use cascade_runtime::Deadline;
 
 use super::PerBlockFiles;
@@ -40,7 +40,7 @@ impl BlockImage {
         meta: BlockFacts,
         address: Address,
         checksum: Checksum,
-        slab: Slab,
+        slab: HostSlab,
     ) -> Self {
         Self { meta, address, checksum, buffers: write_buffers(slab) }
     }

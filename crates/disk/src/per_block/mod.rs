@@ -20,7 +20,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 
 use cascade_block::{BlockKey, Namespace, checksum};
-use cascade_memory::Slab;
+use cascade_memory::{HostSlab, Slab};
 use cascade_runtime::{Deadline, DeadlineMutex, Mutex, MutexGuard};
 
 use self::block_file::{BlockImage, file_bytes, remove_file};
@@ -113,15 +113,17 @@ impl PerBlockFiles {
         })
     }
 
-    fn check_block(&self, meta: &BlockFacts, slab: &Slab) -> Option<DiskError> {
+    fn check_block(&self, meta: &BlockFacts, slab: Slab) -> Result<HostSlab, DiskError> {
         let payload_bytes = u64::from(meta.bytes);
         if slab.len() as u64 != payload_bytes {
             let slab_bytes = slab.len() as u64;
-            return Some(DiskError::LengthMismatch { payload_bytes, slab_bytes });
+            return Err(DiskError::LengthMismatch { payload_bytes, slab_bytes });
         }
         let limit_bytes = self.config.segment_bytes;
-        (payload_bytes == 0 || payload_bytes > limit_bytes)
-            .then_some(DiskError::BadLength { payload_bytes, limit_bytes })
+        if payload_bytes == 0 || payload_bytes > limit_bytes {
+            return Err(DiskError::BadLength { payload_bytes, limit_bytes });
+        }
+        slab.into_host().map_err(|_| DiskError::NotHostMemory)
     }
 
     /// Checks that the file of a block fits into the capacity beside `in_flight_bytes`. Returns its
@@ -323,13 +325,12 @@ impl BlockFiles for PerBlockFiles {
         let mut images = Vec::with_capacity(batch.len());
         let mut results = Vec::with_capacity(batch.len());
         for (meta, slab) in batch {
-            let admitted = match self.check_block(&meta, &slab) {
-                Some(error) => Err(error),
-                None => self.check_capacity(&meta, in_flight_bytes),
-            };
-            results.push(admitted.and_then(|bytes| {
+            let admitted = self.check_block(&meta, slab).and_then(|slab| {
+                self.check_capacity(&meta, in_flight_bytes).map(|bytes| (slab, bytes))
+            });
+            results.push(admitted.and_then(|(slab, bytes)| {
                 let sum = checksum(&slab);
-                if !slab.verify_checksum(sum) {
+                if !slab.slab().verify_checksum(sum) {
                     return Err(DiskError::ChangedInMemory);
                 }
                 in_flight_bytes += bytes;

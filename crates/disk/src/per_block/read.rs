@@ -18,7 +18,7 @@ use crate::io::{
     TransferQueue,
 };
 use crate::{Address, DiskError, Load, LoadOutcome};
-use cascade_tier::tier::LoadQueue;
+use cascade_tier::tier::{LoadQueue, TierError};
 
 /// Maximum number of files that are opened in one call, because each call is handed to a worker
 /// thread.
@@ -121,6 +121,7 @@ impl FileReads<'_> {
             self.pending.resize_with(number + 1, || None);
         }
         self.pending[number] = Some(PendingRead { key, address, slab_bytes: slab.len() });
+        let slab = slab.into_host().map_err(|_| LoadOutcome::Failed(TierError::NotHostMemory))?;
         let mut buffers = vec![Buffer::Pages(PageBuffer::zeroed(PAGE_BYTES))];
         buffers.extend(read_buffers(slab));
         // One transfer for header and payload: the header tells whether the payload is that of the
@@ -188,6 +189,6 @@ impl PerBlockFiles {
             return self.damaged();
         }
         self.count_read(slab_bytes as u64);
-        LoadOutcome::Hit(slab)
+        LoadOutcome::Hit(slab.into_slab())
     }
 }

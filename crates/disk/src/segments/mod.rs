@@ -15,6 +15,7 @@ mod repair;
 mod replay;
 mod seal;
 mod segment;
+mod shared_sync;
 mod write;
 mod write_run;
 
@@ -30,6 +31,7 @@ use cascade_runtime::{Deadline, DeadlineMutex, DeadlineMutexGuard, Mutex, MutexG
 pub(crate) use self::recovery::checkpoint_bytes_max;
 pub(crate) use self::replay::replay;
 use self::segment::Segment;
+use self::shared_sync::SharedSync;
 use self::write::WriterState;
 use crate::io::FileIo;
 use crate::lock::DirectoryLock;
@@ -58,6 +60,9 @@ pub struct SegmentFiles {
     /// Locked before `writer` where both are locked. Only its holder moves blocks or removes
     /// segments.
     reclaim_lock: DeadlineMutex<UnreportedMoves>,
+    /// Syncs and checkpoints for all callers that wait for one.
+    syncs: SharedSync,
+    checkpoints: SharedSync,
     counters: SegmentCounters,
     problems: ProblemLog,
     directory_lock: Arc<DirectoryLock>,
@@ -145,10 +150,13 @@ impl SegmentFiles {
         mutex: &'a DeadlineMutex<T>,
         deadline: Deadline,
     ) -> Result<DeadlineMutexGuard<'a, T>, DiskError> {
-        mutex.lock(deadline, self.io.clock.as_ref()).ok_or_else(|| DiskError::Timeout {
-            operation: "waiting for earlier writes",
-            path: self.config.directory.clone(),
-        })
+        mutex.lock(deadline, self.io.clock.as_ref()).ok_or_else(|| self.too_late())
+    }
+
+    /// The error of a call whose deadline passes before it begins.
+    fn too_late(&self) -> DiskError {
+        let operation = "waiting for earlier writes";
+        DiskError::Timeout { operation, path: self.config.directory.clone() }
     }
 
     fn segment_path(&self, number: u32) -> PathBuf {
@@ -200,12 +208,24 @@ impl BlockFiles for SegmentFiles {
     }
 
     fn sync(&self, deadline: Deadline) -> Result<(), DiskError> {
-        let mut writer = self.lock(&self.writer, deadline)?;
-        self.sync_active(&mut writer, deadline)
+        self.syncs.run(
+            deadline,
+            self.io.clock.as_ref(),
+            || self.too_late(),
+            || {
+                let mut writer = self.lock(&self.writer, deadline)?;
+                self.sync_active(&mut writer, deadline)
+            },
+        )
     }
 
     fn checkpoint(&self, deadline: Deadline) -> Result<(), DiskError> {
-        self.write_checkpoint(deadline)
+        self.checkpoints.run(
+            deadline,
+            self.io.clock.as_ref(),
+            || self.too_late(),
+            || self.write_checkpoint(deadline),
+        )
     }
 
     fn register_manifest(

@@ -12,7 +12,7 @@ use crate::alignment::{read_buffers, slab_from_read};
 use crate::io::{Transfer, TransferKind, TransferOutcome, TransferQueue};
 use crate::place::Place as _;
 use crate::{Address, DiskError, Load, LoadOutcome};
-use cascade_tier::tier::LoadQueue;
+use cascade_tier::tier::{LoadQueue, TierError};
 
 /// A block whose read is in flight.
 #[derive(Debug)]
@@ -83,6 +83,7 @@ impl SegmentFiles {
             ));
         }
         let file = Arc::clone(&segment.file);
+        let slab = slab.into_host().map_err(|_| LoadOutcome::Failed(TierError::NotHostMemory))?;
         let buffers = read_buffers(slab);
         let transfer = Transfer::new(TransferKind::Read, file, address.byte_offset(), buffers);
         Ok((PendingRead { segment, payload_bytes, checksum: slot.checksum }, transfer))
@@ -129,6 +130,6 @@ impl SegmentFiles {
         }
         count(&self.counters.records_read, 1);
         count(&self.counters.bytes_read, pending.payload_bytes as u64);
-        LoadOutcome::Hit(slab)
+        LoadOutcome::Hit(slab.into_slab())
     }
 }

@@ -11,6 +11,7 @@ use cascade_runtime::{Deadline, DeadlineMutex, Mutex, RwLock, fill_random};
 use super::replay::{ReplayResult, replay};
 use super::seal::seal_segment;
 use super::segment::{BlockSlot, EntryLocation, Segment, SegmentState};
+use super::shared_sync::SharedSync;
 use super::write::{SpaceClass, WriterState};
 use super::write_run::tombstone;
 use super::{Alias, Aliases, SegmentCounters, SegmentFiles};
@@ -82,6 +83,8 @@ impl SegmentFiles {
             moved_addresses: RwLock::default(),
             writer: DeadlineMutex::new(state),
             reclaim_lock: DeadlineMutex::default(),
+            syncs: SharedSync::default(),
+            checkpoints: SharedSync::default(),
             counters: SegmentCounters::default(),
             problems,
             directory_lock: lock,
@@ -102,7 +105,7 @@ impl SegmentFiles {
             // The footer would overwrite frames that the device may be able to read later.
             if is_open && !unreadable.contains(&segment.number) {
                 // If sealing fails, the segment stays readable and the next opening scans it.
-                drop(seal_segment(&self.io, &segment, deadline));
+                drop(seal_segment(&self.io, &segment, true, deadline));
             }
         }
         // The older block of a key would be live again once the segment of the newer one is

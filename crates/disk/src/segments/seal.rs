@@ -1,4 +1,4 @@
-//! Seals segments: writes the footer, truncates the file to it and syncs both.
+//! Seals segments: writes the footer, truncates the file to it and syncs both if need be.
 
 use std::sync::Arc;
 
@@ -20,7 +20,8 @@ impl SegmentFiles {
         self.finish_seal(writer, deadline);
         let Some(segment) = writer.active.take() else { return };
         let (io, full) = (self.io.clone(), Arc::clone(&segment));
-        let work = move || seal_segment(&io, &full, deadline);
+        let needs_sync = self.needs_sync_of_seal();
+        let work = move || seal_segment(&io, &full, needs_sync, deadline);
         if let Some(sealed) = Background::start(&self.io, work) {
             writer.sealing = Some(Sealing { segment, sealed });
         } else {
@@ -40,10 +41,16 @@ impl SegmentFiles {
         }
     }
 
+    /// Whether the seal has to sync a segment. In a durable tier every entry was synced when it was
+    /// written, and an opening that does not find the footer has the same entries from the frames.
+    fn needs_sync_of_seal(&self) -> bool {
+        !self.config.durable
+    }
+
     /// Seals the active segment.
     pub(super) fn seal(&self, writer: &mut WriterState, deadline: Deadline) {
         let Some(segment) = writer.active.take() else { return };
-        if seal_segment(&self.io, &segment, deadline).is_err() {
+        if seal_segment(&self.io, &segment, self.needs_sync_of_seal(), deadline).is_err() {
             // Its entries stay in memory. The next opening scans it.
             self.close_failed(writer, &segment);
         }
@@ -55,6 +62,7 @@ impl SegmentFiles {
 pub(super) fn seal_segment(
     io: &FileIo,
     segment: &Segment,
+    needs_sync: bool,
     deadline: Deadline,
 ) -> Result<(), DiskError> {
     let (end_page, count, footer) = {
@@ -71,14 +79,16 @@ pub(super) fn seal_segment(
     let write = Transfer::new(TransferKind::Write, Arc::clone(&file), offset, buffers);
     let failed = |source| DiskError::from_io("seal", &segment.path, source);
     // The order matters: `file_bytes` in memory changes only after the footer is written, the file
-    // is truncated to it and both are synced. After a failure before that the entries in memory
-    // stay valid.
+    // is truncated to it and both are synced if they have to be. After a failure before that the
+    // entries in memory stay valid.
     io.transfer_one(write, deadline).map_err(failed)?;
     let truncated = Arc::clone(&file);
     io.call("truncate", &segment.path, deadline, move |files| {
         files.truncate(&truncated, file_bytes)
     })?;
-    io.transfer_one(Transfer::sync(file), deadline).map_err(failed)?;
+    if needs_sync {
+        io.transfer_one(Transfer::sync(file), deadline).map_err(failed)?;
+    }
     let mut state = segment.state_mut();
     state.file_bytes = file_bytes;
     state.entry_location = EntryLocation::Footer {

@@ -4,7 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use cascade_block::{BlockKey, checksum};
-use cascade_memory::Slab;
+use cascade_memory::{HostSlab, Slab};
 use cascade_runtime::Deadline;
 
 use super::background::Sealing;
@@ -99,7 +99,7 @@ impl WriteQueue<'_> {
             if let Some(PendingPayload::Slab(slab)) = &next.payload {
                 // Here, because earlier runs are in flight.
                 next.checksum = checksum(slab);
-                if !slab.verify_checksum(next.checksum) {
+                if !slab.slab().verify_checksum(next.checksum) {
                     self.changed.push(self.taken - 1);
                     continue;
                 }
@@ -155,8 +155,7 @@ impl SegmentFiles {
         let mut results = Vec::with_capacity(batch.len());
         for (meta, slab) in batch {
             // An invalid block must not fail the others of its batch.
-            results.push(self.check_block(&meta, &slab).map_or(Ok(()), Err));
-            if matches!(results.last(), Some(Ok(()))) {
+            results.push(self.check_block(&meta, slab).map(|slab| {
                 pending.push(PendingEntry {
                     kind: EntryKind::Block,
                     meta,
@@ -166,7 +165,7 @@ impl SegmentFiles {
                     sequence: None,
                     payload: Some(PendingPayload::Slab(slab)),
                 });
-            }
+            }));
         }
         let written = match self.lock(&self.writer, deadline) {
             Ok(mut writer) => self.write(&mut writer, pending, SpaceClass::Ordinary, deadline),
@@ -181,15 +180,17 @@ impl SegmentFiles {
             .collect()
     }
 
-    fn check_block(&self, meta: &BlockFacts, slab: &Slab) -> Option<DiskError> {
+    fn check_block(&self, meta: &BlockFacts, slab: Slab) -> Result<HostSlab, DiskError> {
         let payload_bytes = u64::from(meta.bytes);
         let limit_bytes = self.config.segment_bytes - u64::from(OVERHEAD_PAGES) * PAGE_BYTES as u64;
         if payload_bytes == 0 || payload_bytes > limit_bytes {
-            return Some(DiskError::BadLength { payload_bytes, limit_bytes });
+            return Err(DiskError::BadLength { payload_bytes, limit_bytes });
         }
         let slab_bytes = slab.len() as u64;
-        (slab_bytes != payload_bytes)
-            .then_some(DiskError::LengthMismatch { payload_bytes, slab_bytes })
+        if slab_bytes != payload_bytes {
+            return Err(DiskError::LengthMismatch { payload_bytes, slab_bytes });
+        }
+        slab.into_host().map_err(|_| DiskError::NotHostMemory)
     }
 
     pub(super) fn remove_keys(
@@ -513,7 +514,8 @@ impl SegmentFiles {
         writer.unsynced.push(Arc::clone(segment));
     }
 
-    /// Syncs everything written so far. Sealed segments were synced when they were sealed.
+    /// Syncs everything written so far. Sealed segments were synced when they were sealed, in a
+    /// durable tier when they were written.
     pub(super) fn sync_active(
         &self,
         writer: &mut WriterState,
@@ -534,6 +536,9 @@ impl SegmentFiles {
                     count(&self.counters.segments_failed, 1);
                     writer.active = None;
                 }
+                // Until a sync of it succeeds, no caller may be told that all is synced: its blocks
+                // may be those of another caller than this one.
+                writer.unsynced.push(segment);
             }
         }
         outcome?;

@@ -1,7 +1,7 @@
 //! A write run: entries placed in frames, with the buffers of one write to a segment.
 
 use cascade_block::{BlockKey, Checksum, NamespaceId};
-use cascade_memory::Slab;
+use cascade_memory::HostSlab;
 
 use super::segment::Segment;
 use crate::alignment::write_buffers;
@@ -21,7 +21,7 @@ const WRITE_BUFFERS_MAX: usize = 1000;
 /// The bytes of a block to write.
 #[derive(Debug)]
 pub(super) enum PendingPayload {
-    Slab(Slab),
+    Slab(HostSlab),
     /// Padded to whole pages.
     Pages(PageBuffer),
 }

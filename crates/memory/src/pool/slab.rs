@@ -3,11 +3,13 @@
 #![expect(unsafe_code, reason = "turns offsets of the region into slices")]
 
 mod header;
+mod host;
 mod lent;
 
 use std::any::Any;
+use std::borrow::Cow;
 use std::fmt;
-use std::ops::{Deref, DerefMut};
+use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,10 +17,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::copy::{copy_in, copy_out};
 use crate::heap::Extent;
 use crate::holders::Holders;
+use crate::{DeviceError, DeviceMemory, RegionKind};
 
 use super::{Pool, PoolInner};
 use header::{HEADER_BYTES, HeaderRef};
 
+pub use host::{HostSlab, HostSlabMut};
 pub use lent::{Attachment, Lender};
 
 /// A writable piece of the pool with one owner. Freed when dropped.
@@ -59,6 +63,7 @@ enum SlabOwner {
 pub struct Slab(HeaderRef<SlabState>);
 
 const ONE_OWNER: &str = "a slab that can be written has one owner";
+const ONE_KIND: &str = "a slab is in host or in device memory";
 
 impl SlabMut {
     pub(crate) fn new(pool: Arc<PoolInner>, extent: Extent, len: usize, epoch: usize) -> Self {
@@ -104,6 +109,7 @@ impl SlabMut {
     }
 
     /// Ends writing: from now on the bytes are immutable.
+    #[inline]
     pub fn seal(mut self) -> Slab {
         self.state_mut().guard = None;
         Slab(self.0)
@@ -126,17 +132,78 @@ impl SlabMut {
         self.state_mut().len -= cut;
     }
 
-    /// Copies a block in.
+    /// Copies a block in. Never fails in host memory.
+    ///
+    /// # Errors
+    /// If the device fails: the slab's bytes are arbitrary then.
     ///
     /// # Panics
     /// If the lengths differ.
-    pub fn fill_from(&mut self, bytes: &[u8]) {
-        copy_in(self, bytes);
+    pub fn fill_from(&mut self, bytes: &[u8]) -> Result<(), DeviceError> {
+        if let Some(host) = self.host_mut() {
+            copy_in(host, bytes);
+            return Ok(());
+        }
+        self.0.write_device(bytes)
     }
 
-    /// The slab including its padding, for reads of whole sectors.
-    pub fn padded_mut(&mut self) -> &mut [u8] {
-        self.state_mut().padded_mut()
+    /// The bytes, if the slab is in host memory.
+    pub fn host(&self) -> Option<&[u8]> {
+        self.0.host()
+    }
+
+    /// The bytes, for writing, if the slab is in host memory.
+    pub fn host_mut(&mut self) -> Option<&mut [u8]> {
+        let len = self.0.len;
+        self.padded_host_mut().map(|padded| &mut padded[..len])
+    }
+
+    /// As [`Self::host_mut`] including the slab's padding, for reads of whole sectors.
+    pub fn padded_host_mut(&mut self) -> Option<&mut [u8]> {
+        self.state_mut().padded_host_mut()
+    }
+
+    /// The bytes: those of the slab in host memory, a copy of them in device memory.
+    ///
+    /// # Errors
+    /// If the device fails.
+    pub fn bytes_or_copy(&self) -> Result<Cow<'_, [u8]>, DeviceError> {
+        self.0.bytes_or_copy()
+    }
+
+    /// As [`Slab::copy_to_in_batch`], before the slab is sealed.
+    ///
+    /// # Errors
+    /// As [`Slab::copy_to`].
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    pub fn copy_to_in_batch(
+        &self,
+        target: &mut [u8],
+        batch_bytes: usize,
+    ) -> Result<(), DeviceError> {
+        self.0.copy_out(target, batch_bytes)
+    }
+
+    /// Where its memory is.
+    pub fn kind(&self) -> RegionKind {
+        self.0.kind()
+    }
+
+    /// Length in bytes, without padding.
+    pub fn len(&self) -> usize {
+        self.0.len
+    }
+
+    /// Whether the length is zero.
+    pub fn is_empty(&self) -> bool {
+        self.0.len == 0
+    }
+
+    /// Overwrites a part of the reserved bytes with zeroes.
+    pub(super) fn zero(&mut self, part: Range<usize>) -> Result<(), DeviceError> {
+        self.state_mut().zero(part)
     }
 
     /// Offset in the pool's region, in bytes.
@@ -148,64 +215,99 @@ impl SlabMut {
     pub fn reserved_bytes(&self) -> usize {
         self.0.extent.bytes
     }
-
-    /// The first byte, for I/O by the kernel; valid as long as the slab is held.
-    pub fn pointer(&self) -> NonNull<u8> {
-        self.0.pointer()
-    }
 }
 
 impl SlabState {
-    fn padded_mut(&mut self) -> &mut [u8] {
+    fn padded_host_mut(&mut self) -> Option<&mut [u8]> {
+        let (start, bytes) = (self.host_pointer()?, self.extent.bytes);
         // SAFETY: the extent is this slab's alone until it is dropped (in a pool of ours by the
         // heap, in a node's because the node lends it only once), mapped writable and
         // initialised (the kernel zeroes it). `&mut self` exists only while the slab has one
         // owner, and excludes every other slice of it.
-        unsafe { std::slice::from_raw_parts_mut(self.pointer().as_ptr(), self.extent.bytes) }
+        Some(unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), bytes) })
     }
 
-    fn bytes(&self) -> &[u8] {
+    fn host(&self) -> Option<&[u8]> {
+        let start = self.host_pointer()?;
         // SAFETY: the extent is this slab's alone until it is dropped, or sealed and then written
         // by no process (a node guarantees it for what it lent); it is mapped and initialised (the
         // kernel zeroes it), and `len` lies in it; writers need `&mut self`.
-        unsafe { std::slice::from_raw_parts(self.pointer().as_ptr(), self.len) }
+        Some(unsafe { std::slice::from_raw_parts(start.as_ptr(), self.len) })
     }
 
-    fn pointer(&self) -> NonNull<u8> {
+    fn host_pointer(&self) -> Option<NonNull<u8>> {
         let base = match &self.owner {
-            SlabOwner::Pool(pool, _) => pool.region.base(),
+            SlabOwner::Pool(pool, _) => pool.region.host()?.base(),
             SlabOwner::Node(from, _) => from.base(),
         };
         // SAFETY: `new` and `lent` checked that the extent lies inside the mapping, which the pool
         // or the attachment that this slab holds keeps until it is dropped.
-        unsafe { base.add(self.extent.offset) }
+        Some(unsafe { base.add(self.extent.offset) })
     }
-}
 
-impl Deref for SlabMut {
-    type Target = [u8];
-
-    fn deref(&self) -> &[u8] {
-        self.0.bytes()
+    fn device(&self) -> Option<&dyn DeviceMemory> {
+        match &self.owner {
+            SlabOwner::Pool(pool, _) => pool.region.device().map(|device| &**device),
+            SlabOwner::Node(..) => None,
+        }
     }
-}
 
-impl DerefMut for SlabMut {
-    fn deref_mut(&mut self) -> &mut [u8] {
-        let len = self.0.len;
-        &mut self.state_mut().padded_mut()[..len]
+    fn kind(&self) -> RegionKind {
+        if self.device().is_some() { RegionKind::Device } else { RegionKind::Host }
+    }
+
+    fn device_address(&self) -> Option<u64> {
+        self.device().map(|device| device.base() + self.extent.offset as u64)
+    }
+
+    fn write_device(&self, bytes: &[u8]) -> Result<(), DeviceError> {
+        assert_eq!(self.len, bytes.len(), "a block is copied whole");
+        self.device().expect(ONE_KIND).copy_in(self.extent.offset, bytes)
+    }
+
+    fn read_device(&self, bytes: &mut [u8]) -> Result<(), DeviceError> {
+        assert_eq!(self.len, bytes.len(), "a block is copied whole");
+        self.device().expect(ONE_KIND).copy_out(self.extent.offset, bytes)
+    }
+
+    fn copy_out(&self, target: &mut [u8], batch_bytes: usize) -> Result<(), DeviceError> {
+        if let Some(host) = self.host() {
+            copy_out(target, host, batch_bytes);
+            return Ok(());
+        }
+        self.read_device(target)
+    }
+
+    fn bytes_or_copy(&self) -> Result<Cow<'_, [u8]>, DeviceError> {
+        if let Some(host) = self.host() {
+            return Ok(Cow::Borrowed(host));
+        }
+        let mut copy = vec![0; self.len];
+        self.read_device(&mut copy)?;
+        Ok(Cow::Owned(copy))
+    }
+
+    fn zero(&mut self, part: Range<usize>) -> Result<(), DeviceError> {
+        if let Some(padded) = self.padded_host_mut() {
+            padded[part].fill(0);
+            return Ok(());
+        }
+        assert!(part.end <= self.extent.bytes, "a part of the slab");
+        self.device().expect(ONE_KIND).zero(self.extent.offset + part.start, part.len())
     }
 }
 
 impl Drop for SlabState {
     fn drop(&mut self) {
-        if matches!(&self.owner, SlabOwner::Pool(pool, epoch) if pool.is_wiped_since(*epoch)) {
-            // Before the release: afterwards another thread may own the piece.
-            self.padded_mut().fill(0);
-        }
+        let is_wiped =
+            matches!(&self.owner, SlabOwner::Pool(pool, epoch) if pool.is_wiped_since(*epoch));
+        // Before the release: afterwards another thread may own the piece.
+        let is_reusable = !is_wiped || self.zero(0..self.extent.bytes).is_ok();
         let Extent { offset, bytes } = self.extent;
+        let extent = Extent { offset, bytes };
         match &mut self.owner {
-            SlabOwner::Pool(pool, _) => pool.release(Extent { offset, bytes }, self.len),
+            SlabOwner::Pool(pool, _) if is_reusable => pool.release(extent, self.len),
+            SlabOwner::Pool(pool, _) => pool.keep_unzeroed(extent, self.len),
             SlabOwner::Node(from, hold) => {
                 // `None` after `into_hold`: the caller releases it.
                 if let Some(hold) = hold.take() {
@@ -231,9 +333,38 @@ impl Slab {
         self.0.extent.offset
     }
 
-    /// The first byte, for I/O by the kernel; valid as long as the slab is held.
-    pub fn pointer(&self) -> NonNull<u8> {
-        self.0.pointer()
+    /// The bytes, if the slab is in host memory.
+    pub fn host(&self) -> Option<&[u8]> {
+        self.0.host()
+    }
+
+    /// The bytes: those of the slab in host memory, a copy of them in device memory.
+    ///
+    /// # Errors
+    /// If the device fails.
+    pub fn bytes_or_copy(&self) -> Result<Cow<'_, [u8]>, DeviceError> {
+        self.0.bytes_or_copy()
+    }
+
+    /// Where its memory is.
+    pub fn kind(&self) -> RegionKind {
+        self.0.kind()
+    }
+
+    /// The address of the first byte on the device, if the slab is in device memory. No instruction
+    /// of a processor may access it.
+    pub fn device_address(&self) -> Option<u64> {
+        self.0.device_address()
+    }
+
+    /// Length in bytes, without padding.
+    pub fn len(&self) -> usize {
+        self.0.len
+    }
+
+    /// Whether the length is zero.
+    pub fn is_empty(&self) -> bool {
+        self.0.len == 0
     }
 
     /// Compares a checksum of the bytes with the recorded one. The first call records its checksum.
@@ -277,16 +408,36 @@ impl Slab {
         self.0.extent.bytes
     }
 
-    /// Copies the block out; for one block of a batch see [`copy_out`].
+    /// Copies the block out; for one block of a batch see [`Self::copy_to_in_batch`]. Never fails
+    /// in host memory.
+    ///
+    /// # Errors
+    /// If the device fails: the bytes of the target are arbitrary then.
     ///
     /// # Panics
     /// If the lengths differ.
-    pub fn copy_to(&self, target: &mut [u8]) {
-        copy_out(target, self, self.len());
+    pub fn copy_to(&self, target: &mut [u8]) -> Result<(), DeviceError> {
+        self.copy_to_in_batch(target, self.len())
+    }
+
+    /// As [`Self::copy_to`] in a call that copies `batch_bytes` in total: see [`copy_out`].
+    ///
+    /// # Errors
+    /// As [`Self::copy_to`].
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    pub fn copy_to_in_batch(
+        &self,
+        target: &mut [u8],
+        batch_bytes: usize,
+    ) -> Result<(), DeviceError> {
+        self.0.copy_out(target, batch_bytes)
     }
 }
 
 impl Clone for Slab {
+    #[inline]
     fn clone(&self) -> Self {
         self.0.holders.add();
         Self(self.0.clone())
@@ -294,6 +445,7 @@ impl Clone for Slab {
 }
 
 impl Drop for Slab {
+    #[inline]
     fn drop(&mut self) {
         // Before the reference is dropped, so that slab and pool still live. The only holder has
         // nothing to report.
@@ -303,20 +455,6 @@ impl Drop for Slab {
         {
             pool.report_release(token);
         }
-    }
-}
-
-impl Deref for Slab {
-    type Target = [u8];
-
-    fn deref(&self) -> &[u8] {
-        self.0.bytes()
-    }
-}
-
-impl AsRef<[u8]> for Slab {
-    fn as_ref(&self) -> &[u8] {
-        self
     }
 }
 

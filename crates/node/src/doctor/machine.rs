@@ -133,7 +133,7 @@ impl Machine for ThisMachine {
 
     fn try_huge_pages(&self) -> Result<PageReport, MemoryError> {
         let pool = trial_pool()?;
-        let report = pool.region().pages();
+        let report = pool.region().host().expect("`Pool::new` maps host memory").pages();
         let refusal =
             report.refusal.as_ref().map(|error| io::Error::new(error.kind(), error.to_string()));
         Ok(PageReport { source: report.source, huge_bytes: report.huge_bytes, refusal })

@@ -379,7 +379,7 @@ pub(super) const FAMILIES: &[MetricFamily] = &[
     MetricFamily {
         name: "cascade_lost_blocks",
         kind: MetricKind::Counter,
-        help: "Evicted blocks that were in no other tier",
+        help: "Evicted blocks that were in no other tier and did not come from a source",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.evictions.lost_blocks));

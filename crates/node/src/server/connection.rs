@@ -394,12 +394,13 @@ impl Connection {
                 Self::welcome(shared, &session).write(&mut message, number);
                 // The socket is non-blocking, but the send buffer of a new connection has room for
                 // the whole message.
-                let file = store.region().file();
                 // An administrator gets no pool; a further connection of a session already has it.
                 if session.access == Access::Administer {
                     (&self.stream).write_all(&message)?;
                 } else if is_new {
-                    let pool = descriptors::pool_for_client(file, session.access)?;
+                    // `open_session` refuses clients of a store in device memory.
+                    let host = store.region().host().ok_or(CloseReason::Disconnected)?;
+                    let pool = descriptors::pool_for_client(host.file(), session.access)?;
                     descriptors::send(self.fd(), &message, pool.as_fd())?;
                     shared.watch_process(self, &session);
                 } else {
@@ -469,6 +470,11 @@ impl Connection {
             tenants.identify(self.peer.user, token)
         };
         let tenant = tenant.map_err(|refusal| refusal.to_string())?;
+        if !is_administrator && tenant.store().region().host().is_none() {
+            return Err("the blocks of this node are in device memory, which clients cannot map; \
+                        serve a pipeline that begins with Dram"
+                .to_owned());
+        }
         let share = u64::from(shared.node.live_settings().client_share_percent);
         // An administrator gets no pool, so its share is empty.
         let share = if is_administrator { 0 } else { share };

@@ -444,7 +444,7 @@ impl Dispatch<'_> {
         };
         let read_below =
             |keys: &[BlockKey]| self.read_with_permit(options, LeasePurpose::Use, keys);
-        let views = self.store().acquire_with(&at_node_time(request), read_below);
+        let views = self.store().acquire_with(&at_node_time(request), options, read_below);
         self.lease_views(&grants, views)
     }
 

@@ -37,7 +37,13 @@ mod tests {
             PoolConfig { capacity_bytes: 1 << 20, huge_pages: HugePages::Never, populate: false };
         let pool = Pool::new(&config).expect("a MiB is there");
         let me = i32::try_from(std::process::id()).expect("process numbers are small");
-        let file = pool.region().file().try_clone().expect("descriptors are left");
+        let file = pool
+            .region()
+            .host()
+            .expect("host memory")
+            .file()
+            .try_clone()
+            .expect("descriptors are left");
         assert!(may_access(me, &file));
         let mut child = std::process::Command::new("sleep").arg("60").spawn().expect("sleep");
         let other = i32::try_from(child.id()).expect("process numbers are small");

@@ -122,7 +122,7 @@ fn no_ledger_record_outlives_its_slab() {
     for (hold, number, bytes) in [(1, 1, whole), (2, 2, too_long), (3, 3, whole)] {
         let recorded = Arc::new(AtomicUsize::new(usize::MAX));
         let mut slab = store.reserve(BLOCK_BYTES, NOW).unwrap();
-        slab.fill_from(&[number; BLOCK_BYTES]);
+        slab.fill_from(&[number; BLOCK_BYTES]).unwrap();
         let probe = RecordProbe { ledger: server.ledger.clone(), recorded: Arc::clone(&recorded) };
         slab.attach_guard(Box::new(probe));
         let grants = client.session.begin_grants(hold, 1).unwrap();

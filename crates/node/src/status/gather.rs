@@ -11,7 +11,7 @@ use crate::status::{
     ShadowStatus, TenantStatus, TierStatus, WarmRestartStatus,
 };
 
-/// The name of the tier in the pool.
+/// The name of the tier in the pool, in statistics without names.
 const DRAM: &str = "dram";
 
 impl TenantStatus {
@@ -162,11 +162,11 @@ fn health_state(state: StoreHealth) -> HealthState {
     }
 }
 
-/// DRAM, the stages below it, the sources and all else with hits, so that hits by tier add up to
-/// hits.
+/// The store's own memory, the stages below it, the sources and all else with hits, so that hits by
+/// tier add up to hits.
 fn tiers(stats: &StoreStats, now_unix_ms: u64) -> Vec<TierStatus> {
     let mut tiers = vec![TierStatus {
-        name: DRAM.to_owned(),
+        name: stats.hits_by_tier.first().map_or(DRAM, |hits| hits.tier).to_owned(),
         capacity_bytes: stats.pool.capacity_bytes as u64,
         used_bytes: stats.dram_bytes,
         blocks: Some(stats.dram_blocks),

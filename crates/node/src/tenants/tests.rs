@@ -83,7 +83,11 @@ fn hits(tenant: &Tenant, range: std::ops::Range<u64>) -> usize {
     let hit = |key: &BlockKey| match tenant.store().view(&[*key], CallOptions::default()).remove(0)
     {
         ViewOutcome::Hit { slab, .. } => {
-            assert!(*slab == *bytes_of(tenant.name(), key), "{} got wrong bytes", tenant.name());
+            assert!(
+                slab.host().expect("host memory") == &bytes_of(tenant.name(), key)[..],
+                "{} got wrong bytes",
+                tenant.name()
+            );
             true
         }
         _ => false,
@@ -105,7 +109,7 @@ fn files_below(directory: &Path) -> Vec<PathBuf> {
 fn places_with(tenant: &Tenant, pattern: &[u8]) -> Vec<String> {
     let region = tenant.store().region();
     let mut memory = vec![0; region.bytes()];
-    region.file().read_exact_at(&mut memory, 0).unwrap();
+    region.host().expect("host memory").file().read_exact_at(&mut memory, 0).unwrap();
     let in_memory = contains(&memory, pattern).then(|| "memory".to_owned());
     let directory = &tenant.store().config().files.as_ref().unwrap().directory;
     let has_pattern = |path: &PathBuf| contains(&fs::read(path).unwrap(), pattern);
@@ -124,7 +128,13 @@ fn only_the_default_tenant_has_a_pool_that_can_be_truncated() {
     let tenants = Tenants::open_for(&config, OWN).unwrap();
     let foreign = tenants.by_name("a").unwrap().store();
     assert_eq!(foreign.config().pool_file, None);
-    foreign.region().file().set_len(0).expect_err("the pool is sealed");
+    foreign
+        .region()
+        .host()
+        .expect("host memory")
+        .file()
+        .set_len(0)
+        .expect_err("the pool is sealed");
 }
 
 #[test]

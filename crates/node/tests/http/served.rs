@@ -118,7 +118,7 @@ impl Served {
         let mut hits = 0;
         for (number, view) in range.zip(views) {
             if let ViewOutcome::Hit { slab, .. } = view {
-                assert_eq!(&slab[..], bytes_of(number), "block {number}");
+                assert_eq!(slab.host().expect("host memory"), bytes_of(number), "block {number}");
                 hits += 1;
             }
         }

@@ -9,7 +9,7 @@ use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use cascade_memory::{Slab, SlabMut};
+use cascade_memory::{HostSlab, HostSlabMut};
 use cascade_runtime::{Deadline, SystemClock};
 use cascade_store::stages::{RecordAnswer, RecordCall, Records};
 use cascade_tier::tier::TierError;
@@ -79,8 +79,8 @@ pub(crate) struct CallInProgress {
 
 /// The method to call and its arguments.
 pub(crate) enum Invocation {
-    Put(String, Slab),
-    Get(String, SlabMut),
+    Put(String, HostSlab),
+    Get(String, HostSlabMut),
     Delete(Vec<String>),
     WithoutArguments(&'static str),
 }

@@ -11,6 +11,7 @@ use pyo3::prelude::*;
 
 use super::{PyStore, options};
 use crate::arguments::of;
+use crate::buffers::in_device_memory;
 use crate::paged::{PyPagedMemory, memory};
 use crate::process_bound::ProcessBound;
 use crate::results::PyPutResult;
@@ -155,7 +156,8 @@ impl PyPreparedPut {
             let Unsealed { blocks, gathered } = unsealed.as_mut().ok_or_else(used_up)?;
             for (block, page) in blocks.iter_mut().zip(pages) {
                 if let PreparedBlock::Needed(put) = block {
-                    memory.gather(&mut put.slab, page, regions.clone());
+                    let block = put.slab.host_mut().ok_or_else(in_device_memory)?;
+                    memory.gather(block, page, regions.clone());
                 }
             }
             gathered.add(memory.in_block(&regions));

@@ -6,7 +6,7 @@ use cascade_store::{
 };
 
 use super::{Call, Client, LATENESS_MAX, note_all};
-use crate::content::Content;
+use crate::content::{Content, IN_HOST_MEMORY};
 use crate::model::PutResult;
 use crate::workload::PutBatch;
 
@@ -56,7 +56,7 @@ impl Client {
             outcomes.push(match one {
                 PrepareOutcome::Settled(outcome) => Some(outcome),
                 PrepareOutcome::Slab(mut slab) => {
-                    content.fill(&mut slab);
+                    content.fill(slab.host_mut().expect(IN_HOST_MEMORY));
                     slabs.push(PutSlab {
                         parent: put.parent,
                         is_prefix: put.is_prefix,

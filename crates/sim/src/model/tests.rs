@@ -13,6 +13,7 @@ fn model(has_files: bool) -> Model {
     profile.key_count = 4;
     profile.shares_contents = false;
     profile.lengths = vec![100];
+    profile.keeps_pool = false;
     let mut model = Model::new(&profile);
     model.promises = Promises {
         keeps_all: true,
@@ -130,6 +131,24 @@ fn nothing_is_left_of_memory() {
     put(&mut model, 0, content(0, 0), PutResult::Stored);
     model.closed(true);
     assert_eq!(violations(&mut model, 0, content(0, 0)), (true, false));
+}
+
+#[test]
+fn a_named_pool_keeps_what_was_put_and_not_what_was_removed() {
+    for has_lost_power in [false, true] {
+        let mut model = model(false);
+        model.profile.keeps_pool = true;
+        put(&mut model, 0, content(0, 0), PutResult::Stored);
+        put(&mut model, 1, content(1, 0), PutResult::Stored);
+        delete(&mut model, 1);
+        let in_flight = model.begin_put(&[(2, content(2, 0))]);
+        model.crashed(has_lost_power);
+        assert!(!model.open.contains_key(&in_flight));
+        let kept = (has_lost_power, !has_lost_power);
+        assert_eq!(violations(&mut model, 0, content(0, 0)), kept);
+        assert_eq!(violations(&mut model, 1, content(1, 0)), (true, false));
+        assert_eq!(violations(&mut model, 2, content(2, 0)), (has_lost_power, false));
+    }
 }
 
 #[test]

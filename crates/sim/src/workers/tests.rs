@@ -14,7 +14,8 @@ const WORLDS: u64 = 5;
 const ANSWER: &str = r#"answer() {
     printf '{"world":%d,"operations":1,"event_hash":7,"time_us":0,"wrong_bytes":0' "$1"
     printf ',"violations":0,"listed":[],"late_transfers":0,"is_different":false,"reopenings":0'
-    printf ',"crashes":0,"points":0,"switches":0,"profile":"the process %d"}\n' "$$"
+    printf ',"crashes":0,"recovered_blocks":0,"points":0,"switches":0'
+    printf ',"profile":"the process %d"}\n' "$$"
 }"#;
 
 fn simulate(script: &str, worlds_max: u64, world_time: Duration) -> SimResult {

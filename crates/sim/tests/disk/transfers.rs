@@ -77,7 +77,8 @@ fn a_late_read_keeps_its_buffers_until_it_ends() {
         fixture.disk.inject(Episode::new(DiskFault::Hang(CallKind::Read), now(), until));
         let pool = pool();
         let before = pool.stats().requested_bytes;
-        let buffers = vec![Buffer::Open(pool.allocate(PAGE_BYTES).unwrap(), 0..PAGE_BYTES)];
+        let slab = pool.allocate(PAGE_BYTES).unwrap().into_host().unwrap();
+        let buffers = vec![Buffer::Open(slab, 0..PAGE_BYTES)];
         let transfer = Transfer::new(TransferKind::Read, Arc::clone(&file), 0, buffers);
         let (began, timeout) = (now(), Duration::from_millis(50));
         let (_, outcome) = fixture.run(vec![transfer], timeout).pop().unwrap();

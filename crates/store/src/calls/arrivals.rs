@@ -179,7 +179,11 @@ impl LoadQueue for FetchSide {
         let stated = self.checksums.remove(&number);
         let outcome = match outcome {
             // Here, on the thread of the source: the caller reads other blocks meanwhile.
-            LoadOutcome::Hit(slab) if stated != Some(checksum(&slab)) => LoadOutcome::Damaged,
+            LoadOutcome::Hit(slab) => match slab.bytes_or_copy().map(|bytes| checksum(&bytes)) {
+                Ok(sum) if stated == Some(sum) => LoadOutcome::Hit(slab),
+                Ok(_) => LoadOutcome::Damaged,
+                Err(error) => LoadOutcome::Failed(TierError::Device(error)),
+            },
             outcome => outcome,
         };
         self.arrivals.add_ended(number, outcome);
@@ -196,8 +200,8 @@ mod tests {
 
     fn task(pool: &Pool, number: usize, bytes: usize) -> FetchTask {
         let mut slab = pool.allocate(bytes).unwrap();
-        slab.fill(1);
-        let checksum = checksum(&slab);
+        slab.host_mut().unwrap().fill(1);
+        let checksum = checksum(slab.host().expect("host memory"));
         let key = BlockKey::from_bytes([0; 32]);
         FetchTask { number, load: Load { key, address: Address(0), slab }, checksum }
     }

@@ -13,7 +13,7 @@
 use cascade_tier::{Change, ChangeCursor, Changes, StoreError};
 
 use crate::Store;
-use crate::core::catalog::{ContentIndex, KeyIndex};
+use crate::core::catalog::KeyIndex;
 use crate::core::change_log::ChangeLog;
 use crate::core::history::Loss;
 use crate::core::state::StoreState;
@@ -54,7 +54,7 @@ impl Store {
             state.history.set_time(now_unix_ms);
             let count = answer.as_ref().map_or(0, |answer| answer.changes.len());
             let most = (max - count).min(PIECE_KEYS as usize);
-            let piece = state.read_changes(cursor, most, entries_max, now_unix_ms);
+            let piece = read_changes(&mut state, cursor, most, entries_max, now_unix_ms);
             core.unlock(state);
             cursor = Some(piece.next);
             // If the log lost this cursor between two pieces, the pieces before it are obsolete.
@@ -73,128 +73,90 @@ impl Store {
     }
 }
 
-impl StoreState {
-    /// One piece of the result of [`Store::changes`], of at most `most` changes.
-    ///
-    /// The order matters: the changes since the cursor come before the entries of the scan, because
-    /// a scanned entry is newer than these changes. Expired keys are removed before the scan, so
-    /// that their removals are in the log.
-    fn read_changes(
-        &mut self,
-        since: Option<ChangeCursor>,
-        most: usize,
-        entries_max: usize,
-        now_unix_ms: u64,
-    ) -> Changes {
-        let next_epoch = &mut self.next_epoch;
-        let log = self.catalog.changes_mut().get_or_insert_with(|| {
-            let epoch = std::mem::replace(next_epoch, next_epoch.wrapping_add(1));
-            Box::new(ChangeLog::new(entries_max, epoch))
-        });
-        let valid = since.filter(|cursor| log.is_valid(cursor));
-        let mut next = valid.unwrap_or_else(|| log.start_cursor());
-        let mut changes = Vec::new();
-        // Before `expire` appends: `push` takes a log for unread after `entries_max` changes, and
-        // `expire` appends at most that many.
+/// One piece of the result of [`Store::changes`], of at most `most` changes.
+///
+/// The order matters: the changes since the cursor come before the entries of the scan, because
+/// a scanned entry is newer than these changes. Expired keys are removed before the scan, so
+/// that their removals are in the log.
+fn read_changes(
+    state: &mut StoreState,
+    since: Option<ChangeCursor>,
+    most: usize,
+    entries_max: usize,
+    now_unix_ms: u64,
+) -> Changes {
+    let next_epoch = &mut state.next_epoch;
+    let log = state.catalog.changes_mut().get_or_insert_with(|| {
+        let epoch = std::mem::replace(next_epoch, next_epoch.wrapping_add(1));
+        Box::new(ChangeLog::new(entries_max, epoch))
+    });
+    let valid = since.filter(|cursor| log.is_valid(cursor));
+    let mut next = valid.unwrap_or_else(|| log.start_cursor());
+    let mut changes = Vec::new();
+    // Before `expire` appends: `push` takes a log for unread after `entries_max` changes, and
+    // `expire` appends at most that many.
+    log.last_read = log.end();
+    log.read(&mut next, &mut changes, most);
+    if next.sequence == log.end() && changes.len() < most {
+        // At most as many as the log holds: more would drop entries that this call must return.
+        expire(state, most.min(entries_max) - changes.len().min(entries_max), now_unix_ms);
+    }
+    let log = state.catalog.changes_mut().as_mut().expect("entries_max changes do not end it");
+    log.read(&mut next, &mut changes, most);
+    // An expired key that is left would be in the set of the follower, while `Store::contains`
+    // is false for it.
+    let is_log_read = next.sequence == log.end() && log.first_expired(now_unix_ms).is_none();
+    if is_log_read && changes.len() < most {
+        scan(state, &mut next, &mut changes, most, now_unix_ms);
+    }
+    if let Some(log) = state.catalog.changes_mut() {
         log.last_read = log.end();
-        log.read(&mut next, &mut changes, most);
-        if next.sequence == log.end() && changes.len() < most {
-            // At most as many as the log holds: more would drop entries that this call must return.
-            self.expire(most.min(entries_max) - changes.len().min(entries_max), now_unix_ms);
-        }
-        let log = self.catalog.changes_mut().as_mut().expect("entries_max changes do not end it");
-        log.read(&mut next, &mut changes, most);
-        // An expired key that is left would be in the set of the follower, while `Store::contains`
-        // is false for it.
-        let is_log_read = next.sequence == log.end() && log.first_expired(now_unix_ms).is_none();
-        if is_log_read && changes.len() < most {
-            self.scan(&mut next, &mut changes, most, now_unix_ms);
-        }
-        if let Some(log) = self.catalog.changes_mut() {
-            log.last_read = log.end();
-        }
-        let is_lost = since.is_some() && valid.is_none();
-        Changes { is_lost, is_current: is_log_read && next.scan.is_none(), next, changes }
     }
+    let is_lost = since.is_some() && valid.is_none();
+    Changes { is_lost, is_current: is_log_read && next.scan.is_none(), next, changes }
+}
 
-    /// Forgets at most `most` expired keys.
-    fn expire(&mut self, most: usize, now_unix_ms: u64) {
-        for _ in 0..most {
-            let log = self.catalog.changes_mut().as_ref();
-            let Some(index) = log.and_then(|log| log.first_expired(now_unix_ms)) else { return };
-            self.forget(KeyIndex(index), Loss::Expired);
-        }
+/// Forgets at most `most` expired keys.
+fn expire(state: &mut StoreState, most: usize, now_unix_ms: u64) {
+    for _ in 0..most {
+        let log = state.catalog.changes_mut().as_ref();
+        let Some(index) = log.and_then(|log| log.first_expired(now_unix_ms)) else { return };
+        state.forget(KeyIndex(index), Loss::Expired);
     }
+}
 
-    /// Scans one piece of the catalog from the cursor on, and adds the keys that can be read.
-    fn scan(
-        &mut self,
-        cursor: &mut ChangeCursor,
-        changes: &mut Vec<Change>,
-        most: usize,
-        now_unix_ms: u64,
-    ) {
-        let Some(from) = cursor.scan else { return };
-        let end = self.catalog.key_indices_end();
-        let mut to = from.saturating_add(PIECE_KEYS).min(end);
-        let mut expirations = Vec::new();
-        for key in self.catalog.keys_at(from..to) {
-            if changes.len() == most {
-                // The next piece begins with this entry.
-                to = key.0;
-                break;
-            }
-            let entry = self.catalog.entry(key);
-            if entry.expires_unix_ms != 0 {
-                expirations.push((entry.expires_unix_ms, key.0));
-            }
-            // A block that only an open circuit hides is reported once it is readable again: by
-            // `note_readability`, or by a new scan when the circuit closes.
-            let content = self.catalog.content(entry.content);
-            if !entry.has_expired(now_unix_ms) && !self.is_unreadable(content) {
-                changes.push(Change::Stored(entry.key));
-            }
+/// Scans one piece of the catalog from the cursor on, and adds the keys that can be read.
+fn scan(
+    state: &mut StoreState,
+    cursor: &mut ChangeCursor,
+    changes: &mut Vec<Change>,
+    most: usize,
+    now_unix_ms: u64,
+) {
+    let Some(from) = cursor.scan else { return };
+    let end = state.catalog.key_indices_end();
+    let mut to = from.saturating_add(PIECE_KEYS).min(end);
+    let mut expirations = Vec::new();
+    for key in state.catalog.keys_at(from..to) {
+        if changes.len() == most {
+            // The next piece begins with this entry.
+            to = key.0;
+            break;
         }
-        if let Some(log) = self.catalog.changes_mut() {
-            // Keys from before the start of the log have no expiration in it yet.
-            log.expirations.extend(expirations);
+        let entry = state.catalog.entry(key);
+        if entry.expires_unix_ms != 0 {
+            expirations.push((entry.expires_unix_ms, key.0));
         }
-        cursor.scan = (to < end).then_some(to);
-    }
-
-    /// Logs that all keys were removed, in place of their single removals.
-    pub(crate) fn note_cleared(&mut self) {
-        // The removals of the single keys are not reported, and leave the expirations alone.
-        self.catalog.clear_expirations();
-        self.catalog.report(Change::Cleared);
-    }
-
-    /// Makes all followers start again, after too many changes for single entries.
-    pub(crate) fn invalidate_change_cursors(&mut self) {
-        if let Some(log) = self.catalog.changes_mut() {
-            log.invalidate_cursors();
+        // A block that only an open circuit hides is reported once it is readable again: by
+        // `note_readability`, or by a new scan when the circuit closes.
+        let content = state.catalog.content(entry.content);
+        if !entry.has_expired(now_unix_ms) && !state.is_unreadable(content) {
+            changes.push(Change::Stored(entry.key));
         }
     }
-
-    /// Whether a content can be read now. True for every content while all read circuits are
-    /// closed, and for cleared ones, whose followers have been told.
-    pub(crate) fn is_readable(&self, content: ContentIndex) -> bool {
-        self.open_read_circuits == 0
-            || self.catalog.is_cleared(content)
-            || !self.is_unreadable(self.catalog.content(content))
+    if let Some(log) = state.catalog.changes_mut() {
+        // Keys from before the start of the log have no expiration in it yet.
+        log.expirations.extend(expirations);
     }
-
-    /// Logs the keys of a content if its readability changed: a tier gained or lost the content
-    /// while a read circuit is open.
-    pub(crate) fn note_readability(&mut self, content: ContentIndex, was_readable: bool) {
-        let is_readable = self.is_readable(content);
-        if is_readable == was_readable {
-            return;
-        }
-        for key in self.catalog.keys_of(content) {
-            let name = self.catalog.entry(key).key;
-            let change = if is_readable { Change::Stored } else { Change::Removed };
-            self.catalog.report(change(name));
-        }
-    }
+    cursor.scan = (to < end).then_some(to);
 }

@@ -3,51 +3,35 @@
 use cascade_tier::tier::TierError;
 use cascade_tier::{CallOptions, StoreError};
 
-use crate::Store;
 use crate::core::circuit::Direction;
 use crate::core::flush_mark::FlushMark;
 use crate::core::health_signal::HealthSignal;
 use crate::core::lower_tier::LowerTier;
+use crate::drive::breaker::record_health;
 use crate::shared::call::CallContext;
 use crate::shared::{StoreCore, tier_error};
 
-impl Store {
-    /// Returns once every block put so far is written to all lower stages and would survive a
-    /// restart. Fails if a stage failed to store blocks since the last flush; those blocks stay in
-    /// DRAM until they are evicted.
-    pub fn flush(&self, options: CallOptions) -> Result<(), StoreError> {
-        self.core().flush(options)
-    }
-
-    /// As [`Store::flush`], for one of several callers: fails if a stage failed to store blocks
-    /// since `reported`. Updates `reported` to include the failures that this call reports.
-    pub fn flush_since(
-        &self,
-        reported: &mut FlushMark,
-        options: CallOptions,
-    ) -> Result<(), StoreError> {
-        self.core().flush_since(reported, self.core().call(options))
-    }
-
-    /// The mark for a new caller: it includes only failures that some flush has reported. The
-    /// first flush of the caller therefore reports all others, which may be its own from before a
-    /// reconnect.
-    pub fn flush_mark(&self) -> FlushMark {
-        self.core().lock().reported_failures
-    }
+/// A flush of one caller.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Flush<'a> {
+    core: &'a StoreCore,
+    call: CallContext,
 }
 
-impl StoreCore {
+impl<'a> Flush<'a> {
+    pub(crate) fn new(core: &'a StoreCore, options: CallOptions) -> Self {
+        Self { core, call: core.call(options) }
+    }
+
     /// For callers without a mark: reports the failures that no flush has reported so far.
-    pub(crate) fn flush(&self, options: CallOptions) -> Result<(), StoreError> {
-        let call = self.call(options);
-        let mut reported = self.lock_or_time_out("flush", call)?.reported_failures;
-        self.flush_since(&mut reported, call)
+    pub(crate) fn flush(self) -> Result<(), StoreError> {
+        let mut reported = self.core.lock_or_time_out("flush", self.call)?.reported_failures;
+        self.since(&mut reported)
     }
 
     /// Waits until the stages have everything that is queued now.
-    fn wait_for_queues(&self, call: CallContext) -> Result<(), StoreError> {
-        let mut state = self.lock_or_time_out("flush", call)?;
+    fn wait_for_queues(self) -> Result<(), StoreError> {
+        let mut state = self.core.lock_or_time_out("flush", self.call)?;
         loop {
             if state.is_closed {
                 return Err(StoreError::Closed);
@@ -55,7 +39,7 @@ impl StoreCore {
             // An erase cancels the removals of deleted blocks, until it has erased the stages, or
             // has queued the removals again.
             if state.are_removals_cancelled {
-                state = self.wait_or_time_out(state, "flush", call)?;
+                state = self.core.wait_or_time_out(state, "flush", self.call)?;
                 continue;
             }
             let erases = state.erases;
@@ -66,38 +50,38 @@ impl StoreCore {
             let is_awaited =
                 |(tier, ticket): (&LowerTier, &u64)| tier.block_tickets.settled < *ticket;
             while state.lower.iter().zip(&tickets).any(is_awaited) {
-                state = self.wait_or_time_out(state, "flush", call)?;
+                state = self.core.wait_or_time_out(state, "flush", self.call)?;
             }
             // A written block can queue key changes for its stage: draw these tickets only now.
             let tickets = state.key_changes_pushed();
-            state = self.wait_for_key_changes(state, tickets, "flush", call)?;
+            state = self.core.wait_for_key_changes(state, tickets, "flush", self.call)?;
             if state.erases == erases {
                 return Ok(());
             }
         }
     }
 
-    fn flush_since(&self, reported: &mut FlushMark, call: CallContext) -> Result<(), StoreError> {
-        self.wait_for_queues(call)?;
+    pub(crate) fn since(self, reported: &mut FlushMark) -> Result<(), StoreError> {
+        self.wait_for_queues()?;
         // Read once: exactly the stages that are skipped or cut short below are reported at the
         // end, even if a circuit closes meanwhile.
-        let mut open_circuits = self.lock_or_time_out("flush", call)?.open_write_circuits;
+        let mut open_circuits = self.core.lock_or_time_out("flush", self.call)?.open_write_circuits;
         let mut flushed = Ok(());
         // Try every stage and report the first error.
-        for (at, stage) in self.stages.iter().enumerate() {
+        for (at, stage) in self.core.stages.iter().enumerate() {
             if open_circuits & (1 << at) != 0 {
                 continue;
             }
             // Without the lock: the stage may use the whole time of the call.
-            let result = stage.flush(call.deadline);
+            let result = stage.flush(self.call.deadline);
             let signal = match &result {
                 // A flush can have much to write: a time-out says nothing about the health, and an
                 // open circuit says nothing new.
                 Ok(()) | Err(TierError::Timeout | TierError::CircuitOpen) => HealthSignal::None,
                 Err(error) => HealthSignal::Failure(error.clone()),
             };
-            let mut state = self.lock();
-            self.record_health(&mut state, at, Direction::Writes, signal);
+            let mut state = self.core.lock();
+            record_health(self.core, &mut state, at, Direction::Writes, signal);
             let is_open = state.is_write_circuit_open(at);
             drop(state);
             if is_open && matches!(result, Err(TierError::CircuitOpen)) {
@@ -108,7 +92,7 @@ impl StoreCore {
             }
             flushed = flushed.and(result.map_err(|error| tier_error(stage, "flush", error)));
         }
-        let mut state = self.lock_or_time_out("flush", call)?;
+        let mut state = self.core.lock_or_time_out("flush", self.call)?;
         let failures = state.write_failures;
         let failed = failures.stage_with_failures_since(reported.max(state.failures_before_erase));
         if state.is_closed && (flushed.is_err() || failed.is_some()) {
@@ -121,10 +105,10 @@ impl StoreCore {
         *reported = failures;
         state.reported_failures = failures;
         if let Some(stage) = failed {
-            return Err(self.stage_error(&state, stage, "store some blocks"));
+            return Err(self.core.stage_error(&state, stage, "store some blocks"));
         }
-        match (0..self.stages.len()).find(|stage| open_circuits & (1 << stage) != 0) {
-            Some(stage) => Err(self.stage_error(&state, stage, "flush")),
+        match (0..self.core.stages.len()).find(|stage| open_circuits & (1 << stage) != 0) {
+            Some(stage) => Err(self.core.stage_error(&state, stage, "flush")),
             None => Ok(()),
         }
     }

@@ -54,6 +54,7 @@ impl<G: HoldGuard> Hold<G> {
     }
 
     /// The bytes that it counts towards the client's share.
+    #[inline]
     pub fn bytes(&self) -> u64 {
         self.memory.bytes()
     }
@@ -67,6 +68,7 @@ impl<G: HoldGuard> Hold<G> {
 
 impl HeldMemory {
     /// Its description for the ledger.
+    #[inline]
     pub fn piece(&self) -> HeldPiece {
         match self {
             Self::Slab(slab) => HeldPiece::reservation(slab),
@@ -75,6 +77,7 @@ impl HeldMemory {
     }
 
     /// The bytes that it counts towards the client's share.
+    #[inline]
     pub fn bytes(&self) -> u64 {
         counted_bytes(match self {
             Self::Slab(slab) => slab.len(),
@@ -85,6 +88,7 @@ impl HeldMemory {
 
 /// The bytes that a hold of this length counts towards the client's share. The minimum bounds the
 /// number of small holds: each takes more of the pool and of the node's memory than its length.
+#[inline]
 pub fn counted_bytes(bytes: usize) -> u64 {
     bytes.max(COUNTED_BYTES_MIN) as u64
 }

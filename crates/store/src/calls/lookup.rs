@@ -3,8 +3,9 @@
 use std::time::Duration;
 
 use cascade_block::BlockKey;
-use cascade_tier::{PrefixMatch, Request};
+use cascade_tier::{CallOptions, PrefixMatch, Request};
 
+use crate::calls::sources::match_in_sources;
 use crate::core::catalog::KeyIndex;
 use crate::core::eviction::{RequestedBlock, Visits};
 use crate::core::state::StoreState;
@@ -31,28 +32,42 @@ struct ChainMatch {
     is_unbroken: bool,
 }
 
-impl StoreCore {
+/// A chain to look up.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Lookup<'a> {
+    pub(crate) core: &'a StoreCore,
+    pub(crate) request: &'a Request<'a>,
+}
+
+impl<'a> Lookup<'a> {
     /// See [`crate::Store::lookup_prefix`].
-    pub(crate) fn lookup_prefix(&self, request: &Request<'_>) -> PrefixMatch {
+    pub(crate) fn lookup_prefix(self) -> PrefixMatch {
+        let Self { core, request } = self;
         let mut tiers = Vec::with_capacity(request.keys.len());
-        let counts = self.match_chain(request, |_, blocks| {
-            tiers.extend(blocks.iter().map(|(_, tier)| self.tier_name(*tier)));
+        let mut call = None;
+        let counts = self.match_chain(&mut call, |_, blocks| {
+            tiers.extend(blocks.iter().map(|(_, tier)| core.tier_name(*tier)));
         });
-        self.count_call(&counts);
-        let later = self.match_in_sources(request.keys, tiers.len());
-        tiers.extend(later.into_iter().map(|tier| self.tier_name(tier)));
+        core.count_call(&counts);
+        if !core.sources.is_empty() {
+            let call = call.unwrap_or_else(|| core.call(CallOptions::default()));
+            let later = match_in_sources(core, request.keys, tiers.len(), call);
+            tiers.extend(later.into_iter().map(|tier| core.tier_name(tier)));
+        }
         PrefixMatch { tiers }
     }
 
     /// Looks up a chain and reports the request to the eviction policy. `use_blocks` gets the
     /// matched blocks in the hold that has found them: after the report if that is in the same
-    /// hold. Returns the counts of the lookup.
+    /// hold. Returns the counts of the lookup. Without a `call`, the deadline is that of the store,
+    /// as in [`StoreCore::lock_in_time`].
     pub(super) fn match_chain(
-        &self,
-        request: &Request<'_>,
+        self,
+        call: &mut Option<CallContext>,
         mut use_blocks: impl FnMut(&mut StoreState, &[MatchedBlock]),
     ) -> CallCounts {
-        let now_unix_ms = self.clock.unix_ms();
+        let Self { core, request } = self;
+        let now_unix_ms = core.clock.unix_ms();
         let count = request.keys.len();
         let mut matched = ChainMatch {
             chain: Vec::with_capacity(count),
@@ -61,7 +76,7 @@ impl StoreCore {
             in_dram: 0,
             is_unbroken: true,
         };
-        let state = self.chain_in_holds(request, true, |state, keys, found| {
+        let state = self.chain_in_holds((true, call), |state, keys, found| {
             state.history.set_time(now_unix_ms);
             matched.blocks.clear();
             match_blocks(state, keys, found, now_unix_ms, &mut matched);
@@ -75,17 +90,17 @@ impl StoreCore {
         counts.counters.blocks_requested = count as u64;
         counts.counters.blocks_matched = matched.matched as u64;
         let Some(mut state) = state else { return counts };
-        let now = self.policy_now(&state);
-        if state.has_dram {
-            state = self.report_request(state, now, &mut matched.chain, request);
+        let now = core.policy_now(&state);
+        if state.memory.keeps_blocks {
+            state = self.report_request(state, now, &mut matched.chain);
         }
         if count <= KEYS_PER_HOLD {
             use_blocks(&mut state, &matched.blocks);
         }
         let block_bytes = state.mean_block_bytes();
         // The lock of the insight is never taken under the lock of the state.
-        self.unlock(state);
-        self.insight().request(&ChainLookup {
+        core.unlock(state);
+        core.insight.request(&ChainLookup {
             at: now,
             keys: request.keys,
             partial_tail: request.partial_tail,
@@ -99,44 +114,44 @@ impl StoreCore {
 
     /// Does the work of the eviction policy that is due before a request, in as many holds of the
     /// lock as needed. Returns the guard of a hold that has done nothing else, or `None` if the
-    /// timeout of the store passed before; the next request then goes on with the work.
-    fn prepare_request<'a>(
-        &'a self,
+    /// deadline passed before; the next request then goes on with the work.
+    fn prepare_request(
+        self,
         mut state: StateGuard<'a>,
         call: &mut Option<CallContext>,
     ) -> Option<StateGuard<'a>> {
+        let core = self.core;
         loop {
-            let now = self.policy_now(&state);
+            let now = core.policy_now(&state);
             let mut visits = Visits::default();
-            let is_done = state.eviction.prepare_request(now, &mut visits);
+            let is_done = state.memory.eviction.prepare_request(now, &mut visits);
             if is_done && visits.total() == 0 {
                 return Some(state);
             }
             state.charge(u32::try_from(visits.total()).unwrap_or(u32::MAX));
-            self.unlock(state);
-            state = self.lock_in_time(KEYS_PER_HOLD, call)?;
+            core.unlock(state);
+            state = core.lock_in_time(KEYS_PER_HOLD, call)?;
         }
     }
 
     /// Reports a request to the eviction policy, in as many holds of the lock as needed.
-    fn report_request<'a>(
-        &'a self,
+    fn report_request(
+        self,
         mut state: StateGuard<'a>,
         now: Duration,
         chain: &mut [RequestedBlock],
-        request: &Request<'_>,
     ) -> StateGuard<'a> {
-        let mut report = state.eviction.begin_request(now, chain, request.partial_tail);
+        let mut report = state.memory.eviction.begin_request(now, chain, self.request.partial_tail);
         self.in_visits(state, chain.len(), |state, visits| {
-            state.eviction.continue_request(&mut report, chain, &request.hints, visits)
+            state.memory.eviction.continue_request(&mut report, chain, &self.request.hints, visits)
         })
     }
 
     /// Calls `visit` until it returns true, each time in a hold of the lock that has few enough
     /// visits: at once for a chain that one hold may handle. Without a deadline, because a report
     /// that has begun must end; it waits for no other than short holds.
-    fn in_visits<'a>(
-        &'a self,
+    fn in_visits(
+        self,
         mut state: StateGuard<'a>,
         blocks: usize,
         mut visit: impl FnMut(&mut StoreState, &mut Visits) -> bool,
@@ -148,7 +163,7 @@ impl StoreCore {
             return state;
         }
         loop {
-            state = self.end_full_hold(state);
+            state = self.core.end_full_hold(state);
             let mut visits = Visits::limited(state.cost_left());
             let is_done = visit(&mut state, &mut visits);
             state.charge(u32::try_from(visits.total()).unwrap_or(u32::MAX));
@@ -159,9 +174,10 @@ impl StoreCore {
     }
 
     /// See [`crate::Store::hint`].
-    pub(crate) fn hint(&self, request: &Request<'_>) {
+    pub(crate) fn hint(self) {
+        let Self { core, request } = self;
         let mut chain = Vec::with_capacity(request.keys.len());
-        let state = self.chain_in_holds(request, false, |state, keys, found| {
+        let state = self.chain_in_holds((false, &mut None), |state, keys, found| {
             let asked = |(key, found): (&BlockKey, &Option<KeyIndex>)| RequestedBlock {
                 fingerprint: state.catalog.fingerprint(key),
                 resident: found.and_then(|found| state.catalog.entry(found).slot()),
@@ -170,32 +186,31 @@ impl StoreCore {
         });
         // Without the time to look all of it up, the hint is dropped.
         let Some(mut state) = state else { return };
-        let now = self.policy_now(&state);
-        let mut hint = state.eviction.begin_hint(now);
+        let now = core.policy_now(&state);
+        let mut hint = state.memory.eviction.begin_hint(now);
         let state = self.in_visits(state, chain.len(), |state, visits| {
-            state.eviction.continue_hint(&mut hint, &mut chain, &request.hints, visits)
+            state.memory.eviction.continue_hint(&mut hint, &mut chain, &request.hints, visits)
         });
-        self.unlock(state);
-        self.insight().shadows.hint(now, request.keys, &request.hints);
+        core.unlock(state);
+        core.insight.hint(now, request.keys, &request.hints);
     }
 
     /// Finds the keys of a chain in as many holds of the lock as needed, for a request that the
-    /// policy counts or for hints. Returns the last one, or `None` if the timeout of the store
-    /// passed before.
+    /// policy counts or for hints. Returns the last one, or `None` if the deadline passed before.
     fn chain_in_holds(
-        &self,
-        request: &Request<'_>,
-        is_counted: bool,
+        self,
+        (is_counted, call): (bool, &mut Option<CallContext>),
         mut handle: impl FnMut(&mut StoreState, &[BlockKey], &[Option<KeyIndex>]),
-    ) -> Option<StateGuard<'_>> {
-        let (mut call, mut rest) = (None, request.keys);
+    ) -> Option<StateGuard<'a>> {
+        let Self { core, request } = self;
+        let mut rest = request.keys;
         let mut found = Vec::with_capacity(rest.len().min(KEYS_PER_HOLD));
         loop {
             let (keys, later) = rest.split_at(rest.len().min(KEYS_PER_HOLD));
-            let mut state = self.lock_in_time(keys.len(), &mut call)?;
+            let mut state = core.lock_in_time(keys.len(), call)?;
             state.policy_time = state.policy_time.max(request.at);
-            if is_counted && state.has_dram && rest.len() == request.keys.len() {
-                state = self.prepare_request(state, &mut call)?;
+            if is_counted && state.memory.keeps_blocks && rest.len() == request.keys.len() {
+                state = self.prepare_request(state, call)?;
             }
             state.charge_keys(keys);
             found.clear();
@@ -204,8 +219,8 @@ impl StoreCore {
             if later.is_empty() {
                 return Some(state);
             }
-            self.unlock(state);
-            if call.is_some_and(|call| call.has_timed_out(&*self.clock)) {
+            core.unlock(state);
+            if call.is_some_and(|call| call.has_timed_out(&*core.clock)) {
                 return None;
             }
             rest = later;
@@ -244,7 +259,7 @@ fn match_blocks(
         chain.push(RequestedBlock { fingerprint: state.catalog.fingerprint(key), resident });
         *is_unbroken &= !state.is_unreadable(state.catalog.content(content));
         if *is_unbroken {
-            if state.has_dram {
+            if state.memory.keeps_blocks {
                 state.expect_read(found);
             }
             state.catalog.entry_mut(found).note_matched();

@@ -7,6 +7,7 @@ use cascade_block::BlockKey;
 use cascade_runtime::{Condvar, Mutex, MutexGuard};
 use cascade_tier::{CallOptions, ViewOutcome};
 
+use crate::calls::read::Reads;
 use crate::calls::read_flow::ReadPurpose;
 use crate::drive::mover::RateLimiter;
 use crate::shared::StoreCore;
@@ -70,27 +71,25 @@ impl PrefetchQueue {
 pub(crate) fn run_prefetch(core: &StoreCore, hints: &PrefetchQueue) {
     let mut rate_limiter = RateLimiter::new(core);
     while let Some(keys) = hints.pop() {
-        core.prefetch_now(&keys, &mut |bytes| rate_limiter.wait_for(core, bytes));
+        prefetch_now(core, &keys, &mut |bytes| rate_limiter.wait_for(core, bytes));
     }
 }
 
-impl StoreCore {
-    /// Promotes blocks in steps. Calls `pace` with the bytes of each step, to limit the rate.
-    fn prefetch_now(&self, keys: &[BlockKey], pace: &mut dyn FnMut(u64)) {
-        let mut rest = keys;
-        while !rest.is_empty() {
-            let call = self.call(CallOptions::default());
-            let (step, later) = rest.split_at(self.step_keys(rest, call));
-            let views = self.read(step, call, ReadPurpose::Prefetch);
-            let bytes = views.iter().map(|view| match view {
-                ViewOutcome::Hit { slab, .. } => slab.len() as u64,
-                ViewOutcome::Miss | ViewOutcome::Failed(_) => 0,
-            });
-            let bytes = bytes.sum();
-            // The views would prevent the eviction of these blocks while `pace` waits.
-            drop(views);
-            pace(bytes);
-            rest = later;
-        }
+/// Promotes blocks in steps. Calls `pace` with the bytes of each step, to limit the rate.
+fn prefetch_now(core: &StoreCore, keys: &[BlockKey], pace: &mut dyn FnMut(u64)) {
+    let mut rest = keys;
+    while !rest.is_empty() {
+        let reads = Reads::new(core, core.call(CallOptions::default()));
+        let (step, later) = rest.split_at(reads.step_keys(rest));
+        let views = reads.read(step, ReadPurpose::Prefetch);
+        let bytes = views.iter().map(|view| match view {
+            ViewOutcome::Hit { slab, .. } => slab.len() as u64,
+            ViewOutcome::Miss | ViewOutcome::Failed(_) => 0,
+        });
+        let bytes = bytes.sum();
+        // The views would prevent the eviction of these blocks while `pace` waits.
+        drop(views);
+        pace(bytes);
+        rest = later;
     }
 }

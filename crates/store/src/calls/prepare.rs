@@ -10,13 +10,17 @@ use cascade_tier::{
 };
 
 use crate::Store;
-use crate::calls::put::{PutCandidate, resident_ancestor};
-use crate::calls::put_check::PutCheck;
+use crate::calls::put_check::{Admission, PutCheck};
+use crate::calls::put_room::{PutCandidate, resident_ancestor};
+use crate::calls::read::Reads;
+use crate::calls::read_flow::ReadPurpose;
+use crate::calls::resident_views::failed_views;
 use crate::core::eviction::Slot;
 use crate::shared::StoreCore;
 use crate::shared::call::CallContext;
 use crate::shared::call_counts::CallCounts;
 use crate::shared::hold::{KEYS_PER_HOLD, StateGuard};
+use crate::shared::room::Room;
 
 /// Maximum bytes of slabs in one step. A batch of large blocks takes several steps, so that the
 /// copies of one step overlap with the evictions of the next.
@@ -43,12 +47,15 @@ impl Store {
         options: CallOptions,
     ) -> Vec<PrepareOutcome> {
         assert_eq!(batch.len(), lengths.len(), "one length for each block");
+        if let Some(refused) = self.refused_preparation(batch) {
+            return refused;
+        }
         let limits = StepLimits {
             bytes_max,
             call: self.core().call(options),
             may_wait: options.timeout != Some(Duration::ZERO),
         };
-        self.core().prepare(batch, lengths, limits, &mut ChainProgress::default())
+        Preparation::new(self.core(), limits).step(batch, lengths)
     }
 
     /// As [`Store::prepare`], for a caller that fills all slabs before it seals any: every block
@@ -65,19 +72,34 @@ impl Store {
         options: CallOptions,
     ) -> Vec<PrepareOutcome> {
         assert_eq!(batch.len(), lengths.len(), "one length for each block");
-        self.core().prepare_all(batch, lengths, options)
+        if let Some(refused) = self.refused_preparation(batch) {
+            return refused;
+        }
+        let call = self.core().call(options);
+        let limits = StepLimits { bytes_max: usize::MAX, call, may_wait: true };
+        Preparation::new(self.core(), limits).all(batch, lengths)
+    }
+
+    /// The outcomes if no caller can fill slabs in place.
+    fn refused_preparation(&self, batch: &[Put<'_>]) -> Option<Vec<PrepareOutcome>> {
+        let error = self.core().check_host_memory("prepare blocks").err()?;
+        let refused = |_| PrepareOutcome::Settled(PutOutcome::Failed(error.clone()));
+        Some(batch.iter().map(refused).collect())
     }
 
     /// Counts puts that the caller of [`Store::prepare`] completed itself: by a comparison, or by
     /// giving them up.
     pub fn count_completed_puts(&self, present: u64, conflicts: u64, failures: u64) {
-        self.core().count_completed_puts(present, conflicts, failures);
+        count_completed_puts(self.core(), present, conflicts, failures);
     }
 
     /// Views of blocks for a comparison. Does not count as an access, and promotes nothing.
     pub fn peek(&self, keys: &[BlockKey], options: CallOptions) -> Vec<ViewOutcome> {
         let core = self.core();
-        core.read_to_compare(keys, core.call(options))
+        if let Err(error) = core.check_host_memory("view blocks") {
+            return failed_views(keys, &error);
+        }
+        Reads::new(core, core.call(options)).read(keys, ReadPurpose::Compare)
     }
 
     /// Whether a thread panicked while it held the lock of the store. Every further call panics
@@ -116,29 +138,34 @@ struct ChainProgress {
     previous: Option<(BlockKey, Option<Slot>)>,
 }
 
-impl StoreCore {
+/// A preparation of a batch, in one or several steps.
+struct Preparation<'a> {
+    core: &'a StoreCore,
+    limits: StepLimits,
+    chain: ChainProgress,
+}
+
+impl<'a> Preparation<'a> {
+    fn new(core: &'a StoreCore, limits: StepLimits) -> Self {
+        Self { core, limits, chain: ChainProgress::default() }
+    }
+
     /// See [`crate::Store::prepare_all`].
-    fn prepare_all(
-        &self,
-        batch: &[Put<'_>],
-        lengths: &[usize],
-        options: CallOptions,
-    ) -> Vec<PrepareOutcome> {
-        let limits = StepLimits { bytes_max: usize::MAX, call: self.call(options), may_wait: true };
-        let mut chain = ChainProgress::default();
+    fn all(mut self, batch: &[Put<'_>], lengths: &[usize]) -> Vec<PrepareOutcome> {
+        let (core, call) = (self.core, self.limits.call);
         let mut all = Vec::with_capacity(batch.len());
         while all.len() < batch.len() {
             // A step always decides its first block, so that this loop ends: slabs of earlier
             // steps do not count against the limits of a step.
             let (rest, lengths) = (&batch[all.len()..], &lengths[all.len()..]);
-            if limits.call.has_timed_out(&*self.clock) {
-                let late = || limits.call.timeout_error("prepare all blocks of a batch");
+            if call.has_timed_out(&*core.clock) {
+                let late = || call.timeout_error("prepare all blocks of a batch");
                 let late = rest.iter().map(|_| PrepareOutcome::Settled(PutOutcome::Failed(late())));
                 all.extend(late);
-                self.count_completed_puts(0, 0, rest.len() as u64);
+                count_completed_puts(core, 0, 0, rest.len() as u64);
                 break;
             }
-            let step = self.prepare(rest, lengths, limits, &mut chain);
+            let step = self.step(rest, lengths);
             all.extend(step.into_iter().take_while(|one| !matches!(one, PrepareOutcome::Deferred)));
         }
         let mut present = 0;
@@ -149,55 +176,40 @@ impl StoreCore {
             }
         }
         if present > 0 {
-            self.count_completed_puts(present, 0, 0);
+            count_completed_puts(core, present, 0, 0);
         }
         all
     }
 
-    fn count_completed_puts(&self, present: u64, conflicts: u64, failures: u64) {
-        let mut counts = CallCounts::default();
-        counts.counters.puts = present + conflicts + failures;
-        counts.counters.present = present;
-        counts.counters.conflicts = conflicts;
-        counts.counters.put_failures = failures;
-        self.count_call(&counts);
-    }
-
     /// One step of a preparation: see [`crate::Store::prepare`].
-    fn prepare(
-        &self,
-        batch: &[Put<'_>],
-        lengths: &[usize],
-        limits: StepLimits,
-        chain: &mut ChainProgress,
-    ) -> Vec<PrepareOutcome> {
-        let call = limits.call;
-        if let Some(state) = self.lock_within(batch.len(), call) {
-            return self.prepare_locked(state, batch, lengths, limits, chain);
+    fn step(&mut self, batch: &[Put<'_>], lengths: &[usize]) -> Vec<PrepareOutcome> {
+        let (core, call) = (self.core, self.limits.call);
+        if let Some(state) = core.lock_within(batch.len(), call) {
+            return self.step_locked(state, batch, lengths);
         }
-        self.count_completed_puts(0, 0, batch.len() as u64);
+        count_completed_puts(core, 0, 0, batch.len() as u64);
         let late = || PutOutcome::Failed(call.timeout_error("prepare all blocks of a batch"));
         batch.iter().map(|_| PrepareOutcome::Settled(late())).collect()
     }
 
-    fn prepare_locked<'a>(
-        &'a self,
+    fn step_locked(
+        &mut self,
         mut state: StateGuard<'a>,
         batch: &[Put<'_>],
         lengths: &[usize],
-        StepLimits { bytes_max, call, may_wait }: StepLimits,
-        ChainProgress { declined, previous }: &mut ChainProgress,
     ) -> Vec<PrepareOutcome> {
+        let (core, StepLimits { bytes_max, call, may_wait }) = (self.core, self.limits);
+        let ChainProgress { declined, previous } = &mut self.chain;
         let mut prepared = Vec::with_capacity(batch.len());
         let mut allocated_bytes = 0;
-        let now = self.timestamps(&mut state);
+        let admission = Admission::new(core, &mut state);
         for (put, bytes) in batch.iter().zip(lengths).take(KEYS_PER_HOLD) {
             if allocated_bytes > 0 && allocated_bytes + bytes > bytes_max.min(BATCH_BYTES) {
                 break;
             }
-            state = self.end_full_hold(state);
+            state = core.end_full_hold(state);
             state.charge(1);
-            let next = match self.check_put_by_length(&mut state, put, *bytes, None, now) {
+            let next = match admission.check_by_length(&mut state, put, *bytes, None) {
                 PutCheck::Settled(outcome) => PrepareOutcome::Settled(outcome),
                 PutCheck::Compare => PrepareOutcome::Compare,
                 // A lookup stops at a missing parent, so that this block could never be matched.
@@ -206,19 +218,19 @@ impl StoreCore {
                     PrepareOutcome::Settled(PutOutcome::Declined(reason))
                 }
                 // A block larger than the pool is declined as `TooLarge` by the allocation below.
-                PutCheck::New(_) if *bytes > bytes_max && *bytes <= self.pool.region().bytes() => {
+                PutCheck::New(_) if *bytes > bytes_max && *bytes <= core.pool.region().bytes() => {
                     PrepareOutcome::Settled(PutOutcome::Declined(DeclineReason::Full))
                 }
                 PutCheck::New(_) => {
                     let ancestor = resident_ancestor(&state, put, *previous);
                     let candidate = PutCandidate { put, bytes: *bytes, ancestor };
-                    let holds_some = allocated_bytes > 0;
-                    let (again, slab) = self.allocate_for_put(state, candidate, holds_some, call);
+                    let (room, holds_some) = (Room::new(core, call), allocated_bytes > 0);
+                    let (again, slab) = candidate.allocate(room, state, holds_some);
                     state = again;
                     match slab {
                         Ok(slab) => {
                             // The caller owns the slab now: no allocation waits for it.
-                            state.slabs_in_flight -= 1;
+                            state.memory.slabs_in_flight -= 1;
                             allocated_bytes += slab.len().max(1);
                             *previous = Some((put.key, ancestor));
                             PrepareOutcome::Slab(slab)
@@ -226,7 +238,7 @@ impl StoreCore {
                         // The slabs of this step may be the reason: let the caller seal them first.
                         Err(_) if holds_some => break,
                         Err(failure) => {
-                            let outcome = self.outcome_without_slab(&state, failure, *bytes, call);
+                            let outcome = candidate.outcome_without_slab(room, &state, failure);
                             PrepareOutcome::Settled(outcome)
                         }
                     }
@@ -245,11 +257,20 @@ impl StoreCore {
             }
             prepared.push(next);
         }
-        self.unlock(state);
-        self.insight().shadows.declined(now.policy, batch, lengths, &prepared);
+        core.unlock(state);
+        core.insight().shadows.declined(admission.now.policy, batch, lengths, &prepared);
         prepared.resize_with(batch.len(), || PrepareOutcome::Deferred);
         prepared
     }
+}
+
+fn count_completed_puts(core: &StoreCore, present: u64, conflicts: u64, failures: u64) {
+    let mut counts = CallCounts::default();
+    counts.counters.puts = present + conflicts + failures;
+    counts.counters.present = present;
+    counts.counters.conflicts = conflicts;
+    counts.counters.put_failures = failures;
+    core.count_call(&counts);
 }
 
 /// Whether a put failed only because it would have had to wait beyond its deadline.

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use cascade_tier::{Put, PutOutcome};
 
+use crate::calls::write_through::{WriteThrough, waits_for_writes};
 use crate::core::awaited::Place;
 use crate::shared::StoreCore;
 use crate::shared::call::CallContext;
@@ -13,51 +14,54 @@ use crate::shared::hold::KEYS_PER_HOLD;
 /// A block that was stored by a put, and its place if the put has begun to wait for its writes.
 type Written = (usize, Option<Place>);
 
-impl StoreCore {
+/// A put whose blocks have outcomes, as far as they are known without the stages.
+pub(super) struct DecidedPut<'a> {
+    pub(super) core: &'a StoreCore,
+    pub(super) batch: &'a [Put<'a>],
+    pub(super) call: CallContext,
+    pub(super) outcomes: Vec<PutOutcome>,
+}
+
+impl DecidedPut<'_> {
     /// Waits for the stages if the write policy requires it, then counts the outcomes.
-    pub(super) fn end_put(
-        &self,
-        batch: &[Put<'_>],
-        mut outcomes: Vec<PutOutcome>,
-        (awaited, noted): (&[(usize, Place)], (usize, Duration)),
-        call: CallContext,
+    pub(super) fn end(
+        mut self,
+        awaited: &[(usize, Place)],
+        noted: (usize, Duration),
     ) -> Vec<PutOutcome> {
-        if self.waits_for_writes() {
+        if waits_for_writes(self.core) {
             let mut awaited = awaited.iter().peekable();
             let place_of = |at| awaited.next_if(|(index, _)| *index == at).map(|(_, place)| *place);
-            let written: Vec<Written> = (0..batch.len()).map(place_of).enumerate().collect();
-            self.wait_until_written(batch, &mut outcomes, &written, call);
+            let written: Vec<Written> = (0..self.batch.len()).map(place_of).enumerate().collect();
+            self.wait_until_written(&written);
         }
         let mut counts = CallCounts::default();
-        for outcome in &outcomes {
+        for outcome in &self.outcomes {
             counts.counters.count_put(outcome);
         }
-        self.count_call(&counts);
-        self.note_put(batch, &outcomes, noted, call);
-        outcomes
+        self.core.count_call(&counts);
+        self.note(noted);
+        self.outcomes
     }
 
     /// Waits for the writes of each block until the deadline, then asks only which are written.
-    fn wait_until_written(
-        &self,
-        batch: &[Put<'_>],
-        outcomes: &mut [PutOutcome],
-        written: &[Written],
-        call: CallContext,
-    ) {
+    fn wait_until_written(&mut self, written: &[Written]) {
+        let Self { core, batch, call, outcomes } = self;
+        let (core, call) = (*core, *call);
+        let writes = WriteThrough { core, call };
         let mut waited = 0;
         for (at, place) in written {
-            if waited > 0 && call.has_timed_out(&*self.clock) {
+            if waited > 0 && call.has_timed_out(&*core.clock) {
                 break;
             }
-            if let Err(error) = self.wait_written(&batch[*at], &outcomes[*at], *place, call) {
+            if let Err(error) = writes.wait_written(&batch[*at], &outcomes[*at], *place) {
                 outcomes[*at] = PutOutcome::Failed(error);
             }
             waited += 1;
         }
         // A hold for each block would be too many, when other calls wait for the lock, too.
-        self.in_holds(None, &written[waited..], |state, (at, place)| {
-            let result = self.result_now(state, &batch[*at], &outcomes[*at], *place);
+        core.in_holds(None, &written[waited..], |state, (at, place)| {
+            let result = writes.result_now(state, &batch[*at], &outcomes[*at], *place);
             place.inspect(|place| state.awaited.end(*place));
             let late = || Err(call.timeout_error("put"));
             if let Err(error) = result.unwrap_or_else(late) {
@@ -69,30 +73,25 @@ impl StoreCore {
     /// Tells the history and the shadow tiers of the outcomes, until the deadline: they need not
     /// know of each block. The history knows the first `noted` blocks already: a piece of only
     /// these needs no lock.
-    fn note_put(
-        &self,
-        batch: &[Put<'_>],
-        outcomes: &[PutOutcome],
-        (noted, mut now): (usize, Duration),
-        call: CallContext,
-    ) {
-        let pieces = batch.chunks(KEYS_PER_HOLD).zip(outcomes.chunks(KEYS_PER_HOLD));
+    fn note(&self, (noted, mut now): (usize, Duration)) {
+        let (core, call) = (self.core, self.call);
+        let pieces = self.batch.chunks(KEYS_PER_HOLD).zip(self.outcomes.chunks(KEYS_PER_HOLD));
         for (piece, (batch, outcomes)) in pieces.enumerate() {
-            if piece > 0 && call.has_timed_out(&*self.clock) {
+            if piece > 0 && call.has_timed_out(&*core.clock) {
                 return;
             }
             let noted = noted.saturating_sub(piece * KEYS_PER_HOLD).min(batch.len());
             let rest = &batch[noted..];
             if !rest.is_empty() {
-                let Some(mut state) = self.lock_within(rest.len(), call) else { return };
+                let Some(mut state) = core.lock_within(rest.len(), call) else { return };
                 state.charge_keys(rest);
-                now = self.policy_now(&state);
+                now = core.policy_now(&state);
                 for (put, outcome) in rest.iter().zip(&outcomes[noted..]) {
                     state.note_unstored_put(&put.key, outcome);
                 }
             }
             // The lock of the insight is never taken under the lock of the state.
-            self.insight().shadows.put(now, batch, outcomes);
+            core.insight().shadows.put(now, batch, outcomes);
         }
     }
 }

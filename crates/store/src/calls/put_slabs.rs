@@ -7,6 +7,9 @@ use cascade_tier::{CallOptions, Put, PutOutcome, PutSlab};
 
 use crate::Store;
 use crate::calls::put::PutBatch;
+use crate::calls::put_check::Admission;
+use crate::calls::resident_views::needs_no_wait;
+use crate::calls::write_through::waits_for_writes;
 use crate::shared::StoreCore;
 use crate::shared::call::CallContext;
 use crate::shared::hold::KEYS_PER_HOLD;
@@ -21,84 +24,87 @@ impl Store {
         options: CallOptions,
         mut may_wait: impl FnMut() -> bool,
     ) -> Vec<PutOutcome> {
-        self.core().put_slabs(batch, options, &mut may_wait)
+        put_slabs(self.core(), batch, options, &mut may_wait)
     }
 }
 
-impl StoreCore {
-    /// Publishes blocks that the caller wrote in place, without a copy. See
-    /// [`crate::Store::put_slabs_with`].
-    pub(crate) fn put_slabs(
-        &self,
-        batch: Vec<PutSlab>,
-        options: CallOptions,
-        may_wait: &mut dyn FnMut() -> bool,
-    ) -> Vec<PutOutcome> {
-        let mut slabs = Vec::with_capacity(batch.len());
-        let mut puts = Vec::with_capacity(batch.len());
-        for put in batch {
-            puts.push(put_of_slab(&put));
-            slabs.push(put.slab.seal());
-        }
-        // The slabs move no more, so that their bytes can be borrowed.
-        for (put, slab) in puts.iter_mut().zip(&slabs) {
-            put.bytes = slab;
-        }
-        let at_once = CallOptions { timeout: Some(Duration::ZERO), ..options };
-        let waits = self.waits_for_writes()
-            || !self.pipeline.has_dram
-            || self.config.digest != DigestMode::Off;
-        let mut has_permission = waits && may_wait();
-        let first = if waits && !has_permission { at_once } else { options };
-        self.put_all(&puts, first, |puts, undecided| {
-            for (at, round) in undecided.chunks(KEYS_PER_HOLD).enumerate() {
-                if puts.fail_if_late(&undecided[at * KEYS_PER_HOLD..], &*self.clock) {
-                    break;
-                }
-                // No back-pressure here: the slabs are allocated already, so waiting would free no
-                // memory. `reserve` and `prepare` have waited for the backlog.
-                let Some(mut state) = self.lock_within(round.len(), puts.call) else {
-                    puts.fail_if_late(&undecided[at * KEYS_PER_HOLD..], &*self.clock);
-                    break;
-                };
-                state.charge_keys(round);
-                let now = self.timestamps(&mut state);
-                for at in round {
-                    self.publish_new(&mut state, puts, *at, &slabs[*at], now);
-                }
-                self.note_decided(&mut state, puts, now);
+/// Publishes blocks that the caller wrote in place, without a copy. See
+/// [`crate::Store::put_slabs_with`].
+pub(crate) fn put_slabs(
+    core: &StoreCore,
+    batch: Vec<PutSlab>,
+    options: CallOptions,
+    may_wait: &mut dyn FnMut() -> bool,
+) -> Vec<PutOutcome> {
+    let mut slabs = Vec::with_capacity(batch.len());
+    let mut puts = Vec::with_capacity(batch.len());
+    for put in batch {
+        puts.push(put_of_slab(&put));
+        slabs.push(put.slab.seal());
+    }
+    // The slabs move no more, so that their bytes can be borrowed.
+    for (put, slab) in puts.iter_mut().zip(&slabs) {
+        let Some(bytes) = slab.host() else {
+            // `reserve` and `prepare` give none of these.
+            let refused = || PutOutcome::Failed(core.not_host_memory("put a slab"));
+            return slabs.iter().map(|_| refused()).collect();
+        };
+        put.bytes = bytes;
+    }
+    let at_once = CallOptions { timeout: Some(Duration::ZERO), ..options };
+    let waits = waits_for_writes(core)
+        || !core.pipeline.keeps_in_memory
+        || core.config.digest != DigestMode::Off;
+    let mut has_permission = waits && may_wait();
+    let first = if waits && !has_permission { at_once } else { options };
+    PutBatch::new(core, &puts, first).run(|puts, undecided| {
+        for (at, round) in undecided.chunks(KEYS_PER_HOLD).enumerate() {
+            if puts.fail_if_late(&undecided[at * KEYS_PER_HOLD..]) {
+                break;
             }
-            self.notify_movers();
-            if !waits && !has_permission && self.has_to_read(puts) {
-                has_permission = may_wait();
-                puts.call = self.call(if has_permission { options } else { at_once });
+            // No back-pressure here: the slabs are allocated already, so waiting would free no
+            // memory. `reserve` and `prepare` have waited for the backlog.
+            let Some(mut state) = core.lock_within(round.len(), puts.call) else {
+                puts.fail_if_late(&undecided[at * KEYS_PER_HOLD..]);
+                break;
+            };
+            state.charge_keys(round);
+            let admission = Admission::new(core, &mut state);
+            for at in round {
+                puts.publish_new(&mut state, *at, &slabs[*at], admission);
             }
-        })
-    }
-
-    /// Whether blocks without an outcome have to be compared with bytes that are only in a lower
-    /// tier.
-    fn has_to_read(&self, puts: &PutBatch<'_>) -> bool {
-        let undecided = puts.undecided();
-        let keys: Vec<BlockKey> = undecided.iter().map(|at| puts.batch[*at].key).collect();
-        !keys.is_empty() && !self.can_read_without_waiting(&keys, puts.call)
-    }
-
-    /// Whether a read of these blocks can be served from memory alone. False if the deadline passes
-    /// before it is known.
-    fn can_read_without_waiting(&self, keys: &[BlockKey], call: CallContext) -> bool {
-        if self.stages.is_empty() {
-            return true;
+            puts.note_decided(&mut state, admission.now);
         }
-        let now_unix_ms = self.clock.unix_ms();
-        keys.chunks(KEYS_PER_HOLD).all(|keys| {
-            let mut found = Vec::with_capacity(keys.len());
-            let Some(mut state) = self.lock_within(keys.len(), call) else { return false };
-            state.charge_keys(keys);
-            state.catalog.find_batch(keys, &mut found);
-            self.needs_no_wait(&state, &found, now_unix_ms)
-        })
+        core.notify_movers();
+        if !waits && !has_permission && has_to_read(core, puts) {
+            has_permission = may_wait();
+            puts.call = core.call(if has_permission { options } else { at_once });
+        }
+    })
+}
+
+/// Whether blocks without an outcome have to be compared with bytes that are only in a lower
+/// tier.
+fn has_to_read(core: &StoreCore, puts: &PutBatch<'_>) -> bool {
+    let undecided = puts.undecided();
+    let keys: Vec<BlockKey> = undecided.iter().map(|at| puts.batch[*at].key).collect();
+    !keys.is_empty() && !can_read_without_waiting(core, &keys, puts.call)
+}
+
+/// Whether a read of these blocks can be served from memory alone. False if the deadline passes
+/// before it is known.
+fn can_read_without_waiting(core: &StoreCore, keys: &[BlockKey], call: CallContext) -> bool {
+    if core.stages.is_empty() {
+        return true;
     }
+    let now_unix_ms = core.clock.unix_ms();
+    keys.chunks(KEYS_PER_HOLD).all(|keys| {
+        let mut found = Vec::with_capacity(keys.len());
+        let Some(mut state) = core.lock_within(keys.len(), call) else { return false };
+        state.charge_keys(keys);
+        state.catalog.find_batch(keys, &mut found);
+        needs_no_wait(core, &state, &found, now_unix_ms)
+    })
 }
 
 /// A put with the properties of a slab and without its bytes.

@@ -6,7 +6,9 @@ use cascade_block::BlockKey;
 use cascade_tier::{CallOptions, ViewOutcome};
 
 use crate::Store;
+use crate::calls::read_counters::count_gets;
 use crate::calls::read_flow::{EachView, ReadFlow, ReadPurpose};
+use crate::calls::resident_views::{ResidentViews, failed_views};
 
 impl Store {
     /// As [`Store::view`], but gives each view with the place of its key as soon as it is there,
@@ -20,8 +22,12 @@ impl Store {
         give: &mut dyn FnMut(usize, ViewOutcome),
     ) {
         let core = self.core();
+        if let Err(error) = core.check_host_memory("view blocks") {
+            let failed = failed_views(keys, &error).into_iter().enumerate();
+            return failed.for_each(|(index, view)| give(index, view));
+        }
         let call = core.call(options);
-        let resident = core.view_resident(keys, ReadPurpose::Use, call);
+        let resident = ResidentViews(core).view(keys, ReadPurpose::Use, call);
         let first = resident.len();
         for (index, view) in resident.into_iter().enumerate() {
             give(index, view);
@@ -34,7 +40,7 @@ impl Store {
         let (ready, results) = (Vec::new(), Vec::with_capacity(rest.len()));
         let is_given = vec![false; rest.len()];
         flow.each = Some(Box::new(EachView { give, first, ready, is_given, panic: None, results }));
-        core.run_read(&mut flow);
+        flow.run(core);
         flow.give_views();
         let Some(mut each) = flow.each.take() else { return };
         for (index, outcome) in flow.outcomes.into_iter().enumerate() {
@@ -42,7 +48,7 @@ impl Store {
                 each.give(index, outcome.unwrap_or(ViewOutcome::Miss));
             }
         }
-        core.count_gets(rest.len(), each.results.into_iter());
+        count_gets(core, rest.len(), each.results.into_iter());
         if let Some(panic) = each.panic {
             resume_unwind(panic);
         }

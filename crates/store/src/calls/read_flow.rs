@@ -8,6 +8,8 @@
 mod buffers;
 mod copies;
 mod each_view;
+mod plan;
+mod promotion;
 mod source_reads;
 mod stage_reads;
 
@@ -27,8 +29,9 @@ use crate::shared::call::CallContext;
 use crate::shared::hold::KEYS_PER_HOLD;
 
 use buffers::CallerBuffers;
-use copies::Copies;
+use copies::{Copies, SecondThread};
 pub(super) use each_view::EachView;
+pub(super) use plan::resident;
 use source_reads::SourceReads;
 use stage_reads::StageReads;
 
@@ -38,6 +41,8 @@ const HELD_SHARE: usize = 8;
 /// Maximum bytes of these slabs. Enough for a disk to work without a pause, and for other calls to
 /// wait only some milliseconds behind these reads.
 const HELD_BYTES_MAX: usize = 32 << 20;
+/// Keys of one piece: each costs more than in a lookup, because the policy learns of each.
+const KEYS_PER_PIECE: usize = KEYS_PER_HOLD / 2;
 /// Keys that are looked up again in one piece, because the first lookup found more blocks than the
 /// call may hold.
 const KEYS_AGAIN_MAX: usize = 64;
@@ -149,13 +154,18 @@ impl<'a, 'b> ReadFlow<'a, 'b> {
             is_blocked: false,
             postponed: None,
             has_progress: false,
-            is_load: core.is_load_of_sources(keys),
+            is_load: core.sources.has_matched(keys, &*core.clock),
             sources: None,
             each: None,
         }
     }
 
-    fn copying(self, buffers: &'a mut [&'b mut [u8]]) -> Self {
+    /// Reads the blocks; see [`ReadCall::run`].
+    pub(super) fn run(&mut self, core: &StoreCore) {
+        ReadCall { core, flow: self }.run();
+    }
+
+    pub(super) fn copying(self, buffers: &'a mut [&'b mut [u8]]) -> Self {
         let target = CallerBuffers::new(buffers);
         Self { target: Some(target), ..self }
     }
@@ -282,6 +292,16 @@ impl<'a, 'b> ReadFlow<'a, 'b> {
         bytes > 0
     }
 
+    /// Makes room for this many blocks, so that no list grows under the lock: the pages of a list
+    /// of 32,768 blocks took longer than their lookup.
+    fn reserve(&mut self, count: usize) {
+        self.waiting.reserve(count);
+        if let Some(target) = &mut self.target {
+            target.hits.reserve(count);
+            target.deferred.reserve(count);
+        }
+    }
+
     fn deferred_count(&self) -> usize {
         self.target.as_ref().map_or(0, |target| target.deferred.len())
     }
@@ -294,7 +314,7 @@ impl<'a, 'b> ReadFlow<'a, 'b> {
     fn take_deferred(&mut self) -> Vec<PendingRead> {
         let Some(target) = &mut self.target else { return Vec::new() };
         let (mut taken, mut bytes) = (Vec::new(), target.held_bytes());
-        while taken.len() < KEYS_PER_HOLD
+        while taken.len() < KEYS_PER_PIECE
             && (bytes < self.held_bytes_max || taken.is_empty())
             && let Some((pending, block_bytes)) = target.deferred.pop_front()
         {
@@ -320,11 +340,11 @@ impl<'a, 'b> ReadFlow<'a, 'b> {
         self.ended.push((loading, outcome));
     }
 
-    fn into_views(self) -> Vec<ViewOutcome> {
+    pub(super) fn into_views(self) -> Vec<ViewOutcome> {
         self.outcomes.into_iter().map(|outcome| outcome.unwrap_or(ViewOutcome::Miss)).collect()
     }
 
-    fn into_gets(self) -> Vec<GetOutcome> {
+    pub(super) fn into_gets(self) -> Vec<GetOutcome> {
         let copied = self.target.map(|target| target.copied).unwrap_or_default();
         let outcomes = copied.into_iter().zip(self.outcomes);
         outcomes
@@ -337,166 +357,112 @@ impl<'a, 'b> ReadFlow<'a, 'b> {
     }
 }
 
-impl StoreCore {
-    /// Reads blocks and returns their slabs.
-    pub(crate) fn read(
-        &self,
-        keys: &[BlockKey],
-        call: CallContext,
-        purpose: ReadPurpose,
-    ) -> Vec<ViewOutcome> {
-        let mut flow = ReadFlow::new(self, keys, call, purpose);
-        self.run_read(&mut flow);
-        flow.into_views()
-    }
+/// A read call of a store, with its state.
+struct ReadCall<'f, 'a, 'b> {
+    core: &'f StoreCore,
+    flow: &'f mut ReadFlow<'a, 'b>,
+}
 
-    /// Reads blocks and copies them to the caller's buffers.
-    pub(super) fn read_into(
-        &self,
-        keys: &[BlockKey],
-        buffers: &mut [&mut [u8]],
-        call: CallContext,
-    ) -> Vec<GetOutcome> {
-        let mut flow = ReadFlow::new(self, keys, call, ReadPurpose::Use).copying(buffers);
-        self.run_read(&mut flow);
-        flow.into_gets()
-    }
-
+impl ReadCall<'_, '_, '_> {
     /// Reads until each block has an outcome or the deadline passes: new blocks first, then those
     /// that have to be looked up again. Waits for other callers only while the call holds no slab
     /// that it loads, because they may wait for these.
-    pub(super) fn run_read(&self, flow: &mut ReadFlow<'_, '_>) {
-        self.read_all(flow);
-        self.end_sources(flow);
+    fn run(&mut self) {
+        self.read_all();
+        self.end_sources();
     }
 
-    fn read_all(&self, flow: &mut ReadFlow<'_, '_>) {
+    fn read_all(&mut self) {
         loop {
-            if flow.has_source_work() && self.read_from_sources(flow) {
+            if self.flow.has_source_work() && self.read_from_sources() {
                 continue;
             }
-            if flow.queued.is_empty() {
-                if flow.waiting.is_empty() {
+            if self.flow.queued.is_empty() {
+                if self.flow.waiting.is_empty() {
                     return;
                 }
-                if !std::mem::take(&mut flow.has_progress) && !self.wait_for_other_fetches(flow) {
+                if !std::mem::take(&mut self.flow.has_progress) && !self.wait_for_other_fetches() {
                     return;
                 }
-                flow.queued.extend(std::mem::take(&mut flow.waiting));
+                self.flow.queued.extend(std::mem::take(&mut self.flow.waiting));
             }
-            if flow.target.is_some() && flow.fail_if_late(&*self.clock) {
+            if self.flow.target.is_some() && self.flow.fail_if_late(&*self.core.clock) {
                 return;
             }
-            self.plan_some(flow);
-            self.run_sources(flow, false);
+            self.plan_some();
+            self.run_sources(false);
             loop {
                 // While one stage loads, blocks for another one may be planned.
-                while let Some(stage) = flow.planned.iter().position(|loads| !loads.is_empty()) {
-                    self.load_beside_copies(flow, stage);
+                while let Some(stage) = self.flow.planned.iter().position(|loads| !loads.is_empty())
+                {
+                    self.load_beside_copies(stage);
                 }
-                flow.copy_resident(usize::MAX);
-                if flow.fail_if_late(&*self.clock) {
+                self.flow.copy_resident(usize::MAX);
+                if self.flow.fail_if_late(&*self.core.clock) {
                     return;
                 }
-                if !flow.has_deferred() {
+                if !self.flow.has_deferred() {
                     break;
                 }
-                self.plan_deferred(flow);
+                self.plan_deferred();
             }
-            flow.give_views();
+            self.flow.give_views();
         }
-    }
-
-    /// Looks up blocks until there is one to load, or none is left to look up: blocks in DRAM are
-    /// copied while a stage loads.
-    fn plan_some(&self, flow: &mut ReadFlow<'_, '_>) {
-        flow.is_blocked = false;
-        loop {
-            if !self.plan_piece(flow, true) {
-                return;
-            }
-            let has_planned = flow.planned.iter().any(|loads| !loads.is_empty());
-            if flow.target.is_none()
-                || flow.queued.is_empty()
-                || has_planned
-                || flow.is_blocked
-                || flow.call.has_timed_out(&*self.clock)
-            {
-                return;
-            }
-        }
-    }
-
-    /// Looks up blocks again that were in DRAM. Returns false if the deadline passed before the
-    /// call got the lock: the blocks stay deferred.
-    fn plan_deferred(&self, flow: &mut ReadFlow<'_, '_>) -> bool {
-        let count = flow.deferred_count().min(KEYS_PER_HOLD);
-        let Some(state) = self.lock_within(count, flow.call) else { return false };
-        let pending = flow.take_deferred();
-        let state = self.plan(state, pending, false, flow);
-        self.unlock(state);
-        true
-    }
-
-    /// Looks up the next blocks and plans their loads, under one hold of the lock. Returns false if
-    /// the deadline passed before the call got the lock: the blocks stay queued.
-    fn plan_piece(&self, flow: &mut ReadFlow<'_, '_>, may_wait: bool) -> bool {
-        let is_again = flow.queued.front().is_some_and(|pending| pending.is_counted);
-        let keys_max = if is_again { KEYS_AGAIN_MAX } else { KEYS_PER_HOLD };
-        let count = flow.queued.len().min(keys_max);
-        let Some(state) = self.lock_within(count, flow.call) else { return false };
-        let pending: Vec<PendingRead> = flow.queued.drain(..count).collect();
-        let state = self.plan(state, pending, may_wait, flow);
-        self.unlock(state);
-        true
     }
 
     /// As [`Self::load_planned`]. If the call has much to copy from DRAM, a second thread helps.
     #[expect(clippy::disallowed_types, reason = "a thread that only copies; no world has it")]
-    fn load_beside_copies(&self, flow: &mut ReadFlow<'_, '_>, stage: usize) {
-        let wants_thread = flow.target.as_ref().is_some_and(CallerBuffers::wants_second_thread);
+    fn load_beside_copies(&mut self, stage: usize) {
+        let wants_thread =
+            self.flow.target.as_ref().is_some_and(CallerBuffers::wants_second_thread);
         // A simulated world has no second processor.
-        if !wants_thread || cascade_runtime::is_simulated() {
-            return self.load_planned(flow, stage);
-        }
-        let batch_bytes = flow.target.as_ref().map_or(0, |target| target.batch_bytes);
+        let may_start = wants_thread && !cascade_runtime::is_simulated();
+        let Some(_permission) = may_start.then(SecondThread::begin).flatten() else {
+            return self.load_planned(stage);
+        };
+        let batch_bytes = self.flow.target.as_ref().map_or(0, |target| target.batch_bytes);
         let copies = Arc::new(Copies::new(batch_bytes));
         std::thread::scope(|scope| {
             let _ends = copies.ends_on_drop();
             let builder = std::thread::Builder::new().name("cascade-copy".to_owned());
             // Without the thread the call makes all copies itself.
             let has_thread = builder.spawn_scoped(scope, || copies.run()).is_ok();
-            if let Some(target) = flow.target.as_mut().filter(|_| has_thread) {
+            if let Some(target) = self.flow.target.as_mut().filter(|_| has_thread) {
                 target.copies = Some(Arc::clone(&copies));
             }
-            self.load_planned(flow, stage);
+            self.load_planned(stage);
             while copies.copy_one() {}
         });
-        if let Some(target) = &mut flow.target {
+        if let Some(target) = &mut self.flow.target {
             target.end_copies(&copies);
         }
     }
 
     /// Loads the planned blocks of a stage, and those that become possible meanwhile.
-    fn load_planned(&self, flow: &mut ReadFlow<'_, '_>, stage: usize) {
-        let deadline = flow.call.deadline;
+    fn load_planned(&mut self, stage: usize) {
+        let deadline = self.flow.call.deadline;
         // Measured before the load.
-        let is_long_enough = self.is_long_enough(flow.call);
+        let is_long_enough = is_long_enough(self.core, self.flow.call);
         let signal = HealthSignal::None;
-        let mut reads =
-            StageReads { core: self, flow, stage, is_long_enough, signal, reported_bytes: 0 };
-        self.stages[stage].load_each(&mut reads, deadline);
+        let read = ReadCall { core: self.core, flow: &mut *self.flow };
+        let mut reads = StageReads { read, stage, is_long_enough, signal, reported_bytes: 0 };
+        self.core.stages[stage].load_each(&mut reads, deadline);
         reads.finish();
     }
 
     /// Waits for the fetches of other callers. If the deadline has passed, fails the blocks that
     /// wait for them, and returns false.
-    fn wait_for_other_fetches(&self, flow: &mut ReadFlow<'_, '_>) -> bool {
-        let state = self.lock_within(0, flow.call);
-        let in_time = state.is_some_and(|state| self.wait_for_change(state, flow.call).1);
+    fn wait_for_other_fetches(&mut self) -> bool {
+        let state = self.core.lock_within(0, self.flow.call);
+        let in_time = state.is_some_and(|state| self.core.wait_for_change(state, self.flow.call).1);
         if !in_time {
-            flow.fail_rest("wait for another reader's fetch");
+            self.flow.fail_rest("wait for another reader's fetch");
         }
         in_time
     }
+}
+
+/// Whether a time-out is a failure of a tier: the call has at least the time of a probe.
+fn is_long_enough(core: &StoreCore, call: CallContext) -> bool {
+    call.deadline.remaining(&*core.clock) >= core.config.health.probe_timeout
 }

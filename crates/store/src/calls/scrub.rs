@@ -3,7 +3,7 @@
 use cascade_tier::CallOptions;
 
 use crate::Store;
-use crate::drive::scrub::ScrubReport;
+use crate::drive::scrub::{ScrubReport, scrub_step};
 
 impl Store {
     /// Compares every block in DRAM with its checksum now, and computes missing checksums. Damaged
@@ -17,7 +17,7 @@ impl Store {
             if call.deadline.has_passed(&*core.clock) {
                 return all;
             }
-            let (step, next) = core.scrub_step(from);
+            let (step, next) = scrub_step(core, from);
             all.blocks += step.blocks;
             all.bytes += step.bytes;
             all.damaged += step.damaged;

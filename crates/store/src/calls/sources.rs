@@ -4,13 +4,12 @@ use std::sync::Arc;
 
 use cascade_block::BlockKey;
 use cascade_runtime::Deadline;
-use cascade_tier::CallOptions;
 use cascade_tier::source::LocatedBlock;
 use cascade_tier::tier::TierError;
 
 use crate::calls::arrivals::{Arrivals, LocateAnswer};
 use crate::core::health_signal::HealthSignal;
-use crate::core::located::{FoundBlock, LocatedBlocks};
+use crate::core::located::FoundBlock;
 use crate::shared::StoreCore;
 use crate::shared::call::CallContext;
 use crate::shared::call_counts::CallCounts;
@@ -62,7 +61,7 @@ impl LocateRound {
             let Some((_, places)) = self.calls[at].take() else { continue };
             let source = &core.sources.list[at];
             let error = answer.as_ref().err();
-            core.note_source(at, HealthSignal::of([error].into_iter(), self.is_long_enough));
+            note_source(core, at, HealthSignal::of([error].into_iter(), self.is_long_enough));
             let blocks = answer.into_iter().flatten().zip(places);
             let located = |(block, place): (Option<LocatedBlock>, usize)| {
                 Some((place, FoundBlock { source: at, block: block?, is_matched: false }))
@@ -76,7 +75,7 @@ impl LocateRound {
             let Some((call, _)) = asked else { continue };
             if is_late {
                 let timeout = Some(&TierError::Timeout);
-                core.note_source(at, HealthSignal::of([timeout].into_iter(), self.is_long_enough));
+                note_source(core, at, HealthSignal::of([timeout].into_iter(), self.is_long_enough));
             }
             if is_late || call.is_refused() || core.sources.list[at].is_unusable() {
                 *asked = None;
@@ -86,19 +85,26 @@ impl LocateRound {
     }
 }
 
-impl StoreCore {
+/// Asks the sources for a call.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Locate<'a> {
+    pub(super) core: &'a StoreCore,
+    pub(super) call: CallContext,
+}
+
+impl Locate<'_> {
     /// Asks all sources which of these blocks they have, but not those whose bits are set beside
     /// the key.
-    pub(super) fn start_locating(
-        &self,
+    pub(super) fn start(
+        self,
         wanted: &[(BlockKey, u8)],
         (number, arrivals): (u64, &Arc<Arrivals>),
-        call: CallContext,
     ) -> LocateRound {
-        let most = Deadline::after(&*self.clock, self.config.locate_timeout);
+        let Self { core, call } = self;
+        let most = Deadline::after(&*core.clock, core.config.locate_timeout);
         let until = Deadline::at(call.deadline.time().min(most.time()));
-        let probe_timeout = self.config.health.probe_timeout;
-        let is_long_enough = until.remaining(&*self.clock) >= probe_timeout;
+        let probe_timeout = core.config.health.probe_timeout;
+        let is_long_enough = until.remaining(&*core.clock) >= probe_timeout;
         let ask = |(at, source): (usize, &GuardedSource)| {
             let is_wanted = |place: &usize| wanted[*place].1 & (1 << at) == 0;
             let places: Vec<usize> = (0..wanted.len()).filter(is_wanted).collect();
@@ -111,67 +117,15 @@ impl StoreCore {
             // None while its circuit is open: the source counts as empty.
             Some((source.start_locating(keys, until, answer).ok()?, places))
         };
-        let calls = self.sources.list.iter().enumerate().map(ask).collect();
+        let calls = core.sources.list.iter().enumerate().map(ask).collect();
         LocateRound { number, calls, until, is_long_enough }
     }
 
-    /// Records what a call says about the health of a source.
-    pub(super) fn note_source(&self, at: usize, signal: HealthSignal) {
-        if self.sources.list[at].note(signal) {
-            self.wake_probers();
-        }
-    }
-
-    /// Matches the blocks of a chain behind the first `matched` ones, which the own catalog has: as
-    /// long as a tier or a source has the next one. Returns their tiers.
-    pub(super) fn match_in_sources(&self, keys: &[BlockKey], matched: usize) -> Vec<usize> {
-        let rest = &keys[matched..];
-        if self.sources.is_empty() || rest.is_empty() {
-            return Vec::new();
-        }
-        let call = self.call(CallOptions::default());
-        // After a gap, blocks may be in the own catalog again.
-        let known = self.known_blocks(rest, call);
-        let is_absent = |at: &usize| known[*at] == KnownBlock::Absent;
-        let absent: Vec<usize> = (0..rest.len()).filter(is_absent).collect();
-        let wanted: Vec<_> = absent.iter().map(|at| (rest[*at], 0)).collect();
-        let mut found: Vec<Option<FoundBlock>> = vec![None; rest.len()];
-        for (at, block) in absent.iter().zip(self.locate_now(&wanted, call)) {
-            found[*at] = block;
-        }
-        let tier = |(known, found): (&KnownBlock, &Option<FoundBlock>)| match known {
-            KnownBlock::In(tier) => Some(*tier),
-            KnownBlock::Absent => found.map(|found| 1 + self.stages.len() + found.source),
-            KnownBlock::Unreadable => None,
-        };
-        let tiers: Vec<usize> = known.iter().zip(&found).map_while(tier).collect();
-        found.truncate(tiers.len());
-        let now = self.clock.monotonic();
-        for part in found.chunks(KEYS_PER_HOLD) {
-            self.sources.with_hints(|hints| {
-                for block in part.iter().flatten() {
-                    hints.add(FoundBlock { is_matched: true, ..*block }, now);
-                }
-            });
-        }
-        self.count_later_matches(&tiers);
-        tiers
-    }
-
-    fn count_later_matches(&self, tiers: &[usize]) {
-        let mut counts = CallCounts::default();
-        counts.counters.blocks_matched = tiers.len() as u64;
-        for tier in tiers {
-            counts.count_match(*tier, self.stages.len());
-        }
-        self.count_call(&counts);
-    }
-
     /// What the own catalog knows of blocks. Notes those that can be read as matched.
-    fn known_blocks(&self, keys: &[BlockKey], call: CallContext) -> Vec<KnownBlock> {
-        let now_unix_ms = self.clock.unix_ms();
+    fn known_blocks(self, keys: &[BlockKey]) -> Vec<KnownBlock> {
+        let now_unix_ms = self.core.clock.unix_ms();
         let mut known = Vec::with_capacity(keys.len());
-        self.in_holds(Some(call), keys, |state, key| {
+        self.core.in_holds(Some(self.call), keys, |state, key| {
             let found = state.catalog.find(key).filter(|_| !state.is_closed);
             let live = found.filter(|key| !state.catalog.entry(*key).has_expired(now_unix_ms));
             let Some(key) = live else { return known.push(KnownBlock::Absent) };
@@ -190,53 +144,75 @@ impl StoreCore {
     }
 
     /// Asks the sources, and waits until each block is found or each source has answered.
-    fn locate_now(&self, wanted: &[(BlockKey, u8)], call: CallContext) -> Vec<Option<FoundBlock>> {
+    fn wait_for(self, wanted: &[(BlockKey, u8)]) -> Vec<Option<FoundBlock>> {
         let mut found = vec![None; wanted.len()];
         let arrivals = Arc::default();
-        let mut round = self.start_locating(wanted, (0, &arrivals), call);
+        let mut round = self.start(wanted, (0, &arrivals));
         loop {
-            for (at, block) in round.apply(self, arrivals.take().answers) {
+            for (at, block) in round.apply(self.core, arrivals.take().answers) {
                 found[at].get_or_insert(block);
             }
             if round.is_over() || found.iter().all(Option::is_some) {
                 return found;
             }
-            arrivals.wait(round.until, &*self.clock);
+            arrivals.wait(round.until, &*self.core.clock);
         }
     }
+}
 
-    /// Whether a block that is not in DRAM may be read from somewhere else.
-    pub(crate) fn has_places_below_dram(&self) -> bool {
-        !self.stages.is_empty() || !self.sources.is_empty()
+/// Records what a call says about the health of a source.
+pub(super) fn note_source(core: &StoreCore, at: usize, signal: HealthSignal) {
+    if core.sources.list[at].note(signal) {
+        core.wake_probers();
     }
+}
 
-    /// Whether a source has said lately that it has this block.
-    pub(crate) fn is_located(&self, key: &BlockKey) -> bool {
-        self.located_bytes(key).is_some()
+/// Matches the blocks of a chain behind the first `matched` ones, which the own catalog has: as
+/// long as a tier or a source has the next one. Returns their tiers.
+pub(super) fn match_in_sources(
+    core: &StoreCore,
+    keys: &[BlockKey],
+    matched: usize,
+    call: CallContext,
+) -> Vec<usize> {
+    let rest = &keys[matched..];
+    if core.sources.is_empty() || rest.is_empty() {
+        return Vec::new();
     }
+    let locate = Locate { core, call };
+    // After a gap, blocks may be in the own catalog again.
+    let known = locate.known_blocks(rest);
+    let is_absent = |at: &usize| known[*at] == KnownBlock::Absent;
+    let absent: Vec<usize> = (0..rest.len()).filter(is_absent).collect();
+    let wanted: Vec<_> = absent.iter().map(|at| (rest[*at], 0)).collect();
+    let mut found: Vec<Option<FoundBlock>> = vec![None; rest.len()];
+    for (at, block) in absent.iter().zip(locate.wait_for(&wanted)) {
+        found[*at] = block;
+    }
+    let tier = |(known, found): (&KnownBlock, &Option<FoundBlock>)| match known {
+        KnownBlock::In(tier) => Some(*tier),
+        KnownBlock::Absent => found.map(|found| 1 + core.stages.len() + found.source),
+        KnownBlock::Unreadable => None,
+    };
+    let tiers: Vec<usize> = known.iter().zip(&found).map_while(tier).collect();
+    found.truncate(tiers.len());
+    let now = core.clock.monotonic();
+    for part in found.chunks(KEYS_PER_HOLD) {
+        core.sources.with_hints(|hints| {
+            for block in part.iter().flatten() {
+                hints.add(FoundBlock { is_matched: true, ..*block }, now);
+            }
+        });
+    }
+    count_later_matches(core, &tiers);
+    tiers
+}
 
-    /// The length of a block that a source has, according to what it said lately.
-    pub(super) fn located_bytes(&self, key: &BlockKey) -> Option<usize> {
-        if self.sources.is_empty() {
-            return None;
-        }
-        let now = self.clock.monotonic();
-        let hint = self.sources.with_hints(|hints| hints.get(key, now));
-        hint.map(|found| found.block.facts.bytes as usize)
+fn count_later_matches(core: &StoreCore, tiers: &[usize]) {
+    let mut counts = CallCounts::default();
+    counts.counters.blocks_matched = tiers.len() as u64;
+    for tier in tiers {
+        counts.count_match(*tier, core.stages.len());
     }
-
-    /// Whether a lookup has matched one of these blocks in a source: then the read of the batch is
-    /// the load of that lookup.
-    pub(super) fn is_load_of_sources(&self, keys: &[BlockKey]) -> bool {
-        if self.sources.is_empty() {
-            return false;
-        }
-        let now = self.clock.monotonic();
-        let is_matched = |hints: &mut LocatedBlocks, keys: &[BlockKey]| {
-            let mut found = keys.iter().filter_map(|key| hints.get(key, now));
-            !hints.is_empty() && found.any(|found| found.is_matched)
-        };
-        let mut parts = keys.chunks(KEYS_PER_HOLD);
-        parts.any(|keys| self.sources.with_hints(|hints| is_matched(hints, keys)))
-    }
+    core.count_call(&counts);
 }

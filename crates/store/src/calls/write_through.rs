@@ -4,6 +4,7 @@ use cascade_tier::tier::TierError;
 use cascade_tier::{Put, PutOutcome, StoreError};
 
 use crate::WritePolicy;
+use crate::calls::put_facts::facts;
 use crate::core::awaited::Place;
 use crate::core::history::Loss;
 use crate::core::state::StoreState;
@@ -11,29 +12,38 @@ use crate::shared::call::CallContext;
 use crate::shared::hold::StateGuard;
 use crate::shared::{StoreCore, tier_error};
 
-impl StoreCore {
-    /// Whether a put waits for the stages. Without DRAM no tier keeps the block until a stage has
-    /// written it, so that the put waits as with write-through.
-    pub(super) fn waits_for_writes(&self) -> bool {
-        self.config.write == WritePolicy::Through || !self.pipeline.has_dram
-    }
+/// Whether a put waits for the stages. Without DRAM no tier keeps the block until a stage has
+/// written it, so that the put waits as with write-through.
+pub(super) fn waits_for_writes(core: &StoreCore) -> bool {
+    core.config.write == WritePolicy::Through || !core.pipeline.keeps_in_memory
+}
 
+/// Waits for the writes of the blocks of a put.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct WriteThrough<'a> {
+    pub(super) core: &'a StoreCore,
+    pub(super) call: CallContext,
+}
+
+impl<'a> WriteThrough<'a> {
     /// Waits until every stage has written the block, or until another caller has removed it. A
     /// block that is only in DRAM, because an earlier write failed, is queued once more. `place` is
     /// the block of a put that stored it; the writes of this block are awaited already.
     pub(super) fn wait_written(
-        &self,
+        self,
         put: &Put<'_>,
         outcome: &PutOutcome,
         place: Option<Place>,
-        call: CallContext,
     ) -> Result<(), StoreError> {
         use PutOutcome::{Deduplicated, Present, Stored};
         if !matches!(outcome, Stored | Deduplicated | Present) {
             return Ok(());
         }
-        let mut state =
-            if place.is_some() { self.lock() } else { self.lock_or_time_out("put", call)? };
+        let mut state = if place.is_some() {
+            self.core.lock()
+        } else {
+            self.core.lock_or_time_out("put", self.call)?
+        };
         let place = if let Some(place) = place {
             place
         } else {
@@ -43,17 +53,17 @@ impl StoreCore {
             state.awaited.begin(place);
             place
         };
-        let (mut state, written) = self.wait_for_stages(state, put, place, call);
+        let (mut state, written) = self.wait_for_stages(state, put, place);
         state.awaited.end(place);
         written?;
         if matches!(outcome, Deduplicated) {
             if let Some(stage) =
-                (0..self.stages.len()).find(|stage| state.is_write_circuit_open(*stage))
+                (0..self.core.stages.len()).find(|stage| state.is_write_circuit_open(*stage))
             {
-                return Err(self.stage_error(&state, stage, "record a key"));
+                return Err(self.core.stage_error(&state, stage, "record a key"));
             }
             let tickets = state.key_changes_pushed();
-            drop(self.wait_for_key_changes(state, tickets, "put", call)?);
+            drop(self.core.wait_for_key_changes(state, tickets, "put", self.call)?);
         }
         Ok(())
     }
@@ -61,7 +71,7 @@ impl StoreCore {
     /// The result of a put that does not wait any longer; `None` if a stage has yet to write the
     /// block.
     pub(super) fn result_now(
-        &self,
+        self,
         state: &mut StoreState,
         put: &Put<'_>,
         outcome: &PutOutcome,
@@ -74,7 +84,7 @@ impl StoreCore {
         let Some(place) = place.or_else(|| place_of(state, put)) else {
             return Some(self.result_without_block(state, put, 0));
         };
-        for stage in 0..self.stages.len() {
+        for stage in 0..self.core.stages.len() {
             let result = self.result_so_far(state, stage, put, place)?;
             let is_recorded = !matches!(outcome, Deduplicated)
                 || !state.lower[stage].additions.is_pending(&put.key);
@@ -85,14 +95,13 @@ impl StoreCore {
         Some(Ok(()))
     }
 
-    fn wait_for_stages<'a>(
-        &'a self,
+    fn wait_for_stages(
+        self,
         mut state: StateGuard<'a>,
         put: &Put<'_>,
         place: Place,
-        call: CallContext,
     ) -> (StateGuard<'a>, Result<(), StoreError>) {
-        for stage in 0..self.stages.len() {
+        for stage in 0..self.core.stages.len() {
             let mut was_queued = false;
             loop {
                 if let Some(result) = self.result_so_far(&mut state, stage, put, place) {
@@ -104,18 +113,18 @@ impl StoreCore {
                 let content = state.catalog.content(place.0);
                 if content.dirty & (1 << stage) == 0 {
                     if was_queued || content.slab.is_none() || state.is_write_circuit_open(stage) {
-                        let error = self.stage_error(&state, stage, "write a block");
+                        let error = self.core.stage_error(&state, stage, "write a block");
                         return (state, Err(error));
                     }
                     was_queued = true;
                     let digest = state.catalog.digest_of(place.0).copied();
-                    state.push_block(stage, self.facts(put, digest), place.0);
-                    self.notify_movers();
+                    state.push_block(stage, facts(&*self.core.clock, put, digest), place.0);
+                    self.core.notify_movers();
                 }
-                let (again, in_time) = self.wait_for_change(state, call);
+                let (again, in_time) = self.core.wait_for_change(state, self.call);
                 state = again;
                 if !in_time {
-                    return (state, Err(call.timeout_error("put")));
+                    return (state, Err(self.call.timeout_error("put")));
                 }
             }
         }
@@ -124,7 +133,7 @@ impl StoreCore {
 
     /// The result of a stage for a block; `None` as long as the stage has yet to write it.
     fn result_so_far(
-        &self,
+        self,
         state: &mut StoreState,
         stage: usize,
         put: &Put<'_>,
@@ -134,10 +143,14 @@ impl StoreCore {
             Some(Ok(())) => return Some(Ok(())),
             // The error that opened the circuit says more.
             Some(Err(TierError::CircuitOpen)) if !state.is_closed => {
-                return Some(Err(self.stage_error(state, stage, "write a block")));
+                return Some(Err(self.core.stage_error(state, stage, "write a block")));
             }
             Some(Err(error)) if !state.is_closed => {
-                return Some(Err(tier_error(&self.stages[stage], "write a block", error.clone())));
+                return Some(Err(tier_error(
+                    &self.core.stages[stage],
+                    "write a block",
+                    error.clone(),
+                )));
             }
             // The close has ended all writes, which says nothing about the stage.
             _ if state.is_closed => return Some(Err(StoreError::Closed)),
@@ -152,7 +165,7 @@ impl StoreCore {
     /// The result for a block that is no longer in the store. Success if a caller removed it, or if
     /// a tier dropped it after its write: neither says anything about the put.
     fn result_without_block(
-        &self,
+        self,
         state: &StoreState,
         put: &Put<'_>,
         stage: usize,
@@ -164,7 +177,7 @@ impl StoreCore {
             Some((
                 Loss::EvictedUnwritten | Loss::Unwritten | Loss::Damaged | Loss::PutFailed,
                 _,
-            )) => Err(self.stage_error(state, stage, "write a block")),
+            )) => Err(self.core.stage_error(state, stage, "write a block")),
             _ => Ok(()),
         }
     }

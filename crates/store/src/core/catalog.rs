@@ -102,6 +102,8 @@ pub(crate) struct Content {
     stages: u8,
     /// Whether a lower tier has reclaimed its copy to make room, or may do so at any moment.
     pub(crate) was_reclaimed: bool,
+    /// Whether a source gave it, which may still have it.
+    pub(crate) was_fetched: bool,
     /// Reads since it was put or recovered; saturates.
     pub(crate) uses: u16,
     /// When it was put, as a stamp of the history; zero if it was recovered.
@@ -403,6 +405,7 @@ impl Catalog {
             referenced: 0,
             stages: 0,
             was_reclaimed: false,
+            was_fetched: false,
             uses: 0,
             put_stamp: 0,
             used_stamp: 0,

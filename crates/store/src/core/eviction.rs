@@ -30,6 +30,7 @@ pub use blocks::{BLOCKS_MAX, BlockList, BlockTable, Incoming, ParkReason, Search
 pub use ghosts::Ghosts;
 pub use lru::Lru;
 pub use prefix_cost::PrefixCost;
+pub(crate) use request::{ChainHint, ChainRequest};
 pub use request::{ChainPart, ChainProgress};
 pub use s3_fifo::S3Fifo;
 use search::NoAncestor;
@@ -72,6 +73,9 @@ pub enum EvictionChoice {
 pub trait Policy: fmt::Debug + Send {
     /// The name of the policy on the command line.
     fn name(&self) -> &'static str;
+
+    /// A hold of the store's lock begins. Never called where no calls share the tier.
+    fn begin_hold(&mut self) {}
 
     /// Work that is due before the next request, whatever its chain. Returns whether none is left;
     /// without visits left, the next call goes on. What is left, the request does at once.

@@ -35,8 +35,14 @@ impl HealthSignal {
                         signal = Self::Success;
                     }
                 }
-                // Consequences of a close or of an open circuit, which say nothing new.
-                Some(TierError::Closed | TierError::CircuitOpen) => {}
+                // Consequences of a close or of an open circuit, which say nothing new. Or the
+                // memory of the block is the reason: the stage was not called, or did its part.
+                Some(
+                    TierError::Closed
+                    | TierError::CircuitOpen
+                    | TierError::Device(_)
+                    | TierError::NotHostMemory,
+                ) => {}
                 // Outweighs successes of other blocks; a failure outweighs both.
                 Some(TierError::Timeout) if !is_long_enough => signal = Self::Inconclusive,
                 Some(error) => return Self::Failure(error.clone()),

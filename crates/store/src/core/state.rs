@@ -9,6 +9,10 @@
 //!   keeps its slab until then.
 
 mod additions;
+mod changes;
+mod circuits;
+mod clear;
+mod cost;
 mod release;
 
 use std::time::Duration;
@@ -22,13 +26,13 @@ use cascade_tier::{PutOutcome, StoreCounters};
 use crate::HealthConfig;
 use crate::core::awaited::AwaitedWrites;
 use crate::core::catalog::{Catalog, ContentIndex, ExpectedAccess, KeyIndex, LOWER_STAGES_MAX};
-use crate::core::eviction::{AncestorSearch, Eviction, Incoming, RemovalReason, VictimSearch};
+use crate::core::eviction::{AncestorSearch, Incoming, RemovalReason, VictimSearch};
 use crate::core::fetching::Fetching;
 use crate::core::flush_mark::FlushMark;
 use crate::core::history::{History, Loss};
 use crate::core::lower_tier::LowerTier;
+use crate::core::memory_tier::MemoryTier;
 use crate::core::pending::{KeyChange, PendingWrite};
-use crate::core::queue::Queue;
 use crate::core::usable::verdict;
 use crate::durable::ledger::{Ledger, unknown_namespace};
 use crate::hold_recorder::HoldRecorder;
@@ -59,7 +63,8 @@ pub(crate) enum EvictionResult {
 #[expect(clippy::struct_excessive_bools, reason = "facts that do not exclude each other")]
 pub(crate) struct StoreState {
     pub(crate) catalog: Catalog,
-    pub(crate) eviction: Eviction,
+    /// The tier of the store's own memory, the fastest one.
+    pub(crate) memory: MemoryTier,
     pub(crate) counters: StoreCounters,
     /// Why recent blocks are no longer in the store.
     pub(crate) history: History,
@@ -87,20 +92,11 @@ pub(crate) struct StoreState {
     pub(crate) open_write_circuits: u8,
     /// Bit per lower stage: it keeps only keys, no bytes.
     pub(crate) key_only_stages: u8,
-    /// Prefetched blocks that are protected from eviction until their first use, oldest first, with
-    /// their bytes.
-    pub(crate) prefetched: Queue<(BlockKey, u64)>,
-    pub(crate) prefetched_bytes: u64,
     /// The epoch of the next change log; the first one of a store is random.
     pub(crate) next_epoch: u64,
     pub(crate) content_bytes: u64,
-    pub(crate) dram_bytes: u64,
-    /// Slabs of puts and loads in flight.
-    pub(crate) slabs_in_flight: u64,
     /// Blocks in the current step of the scrubber.
     pub(crate) blocks_in_scrub: u64,
-    /// Empty between calls; kept to save allocations of [`crate::shared::StoreCore`].
-    pub(crate) released: Vec<usize>,
     /// The latest time of a request that has one. The policy uses these instead of the clock.
     pub(crate) policy_time: Option<Duration>,
     /// The ledger of a named pool: lets the next process restore the blocks in DRAM.
@@ -109,7 +105,6 @@ pub(crate) struct StoreState {
     pub(crate) cost: u32,
     /// Records the holds of the lock, if the configuration wants that.
     pub(crate) recorder: Option<HoldRecorder>,
-    pub(crate) has_dram: bool,
     /// Puts and deletions are refused; queued blocks are still written.
     pub(crate) is_closing: bool,
     /// Puts are refused while the store is erased.
@@ -124,8 +119,7 @@ pub(crate) struct StoreState {
 
 impl StoreState {
     pub(crate) fn new(
-        eviction: Eviction,
-        has_dram: bool,
+        memory: MemoryTier,
         lower_stages: usize,
         history: History,
         (health, seed): (HealthConfig, FingerprintSeed),
@@ -134,7 +128,7 @@ impl StoreState {
         let (now, now_unix_ms) = (clock.monotonic(), clock.unix_ms());
         Self {
             catalog: Catalog::new(seed),
-            eviction,
+            memory,
             counters: StoreCounters::default(),
             history,
             tier_hits: [(0, 0); 1 + LOWER_STAGES_MAX],
@@ -150,19 +144,13 @@ impl StoreState {
             open_read_circuits: 0,
             open_write_circuits: 0,
             key_only_stages: 0,
-            prefetched: Queue::default(),
-            prefetched_bytes: 0,
             next_epoch: 0,
             content_bytes: 0,
-            dram_bytes: 0,
-            slabs_in_flight: 0,
             blocks_in_scrub: 0,
-            released: Vec::new(),
             policy_time: None,
             ledger: None,
             cost: 0,
             recorder: None,
-            has_dram,
             is_closing: false,
             is_erasing: false,
             are_removals_cancelled: false,
@@ -173,8 +161,8 @@ impl StoreState {
 
     /// Memory of what is known of all blocks.
     pub(crate) fn metadata_bytes(&self) -> usize {
-        let slabs = self.eviction.blocks().len() * Slab::STATE_BYTES;
-        self.catalog.memory_bytes() + self.eviction.memory_bytes() + slabs
+        let slabs = self.memory.eviction.blocks().len() * Slab::STATE_BYTES;
+        self.catalog.memory_bytes() + self.memory.eviction.memory_bytes() + slabs
     }
 
     /// The entry of a key that has not expired. Forgets an expired one.
@@ -189,7 +177,7 @@ impl StoreState {
 
     /// Gives a key a slot in the eviction policy, because its content is in DRAM.
     pub(crate) fn make_resident(&mut self, key: KeyIndex, now: Duration) {
-        if !self.has_dram || self.catalog.entry(key).slot().is_some() {
+        if !self.memory.keeps_blocks || self.catalog.entry(key).slot().is_some() {
             return;
         }
         let parent = self.catalog.parent_of(key);
@@ -202,7 +190,7 @@ impl StoreState {
             bytes: self.catalog.content(content).bytes,
             is_protected: entry.is_prefix(),
         };
-        let slot = self.eviction.insert(now, &incoming);
+        let slot = self.memory.eviction.insert(now, &incoming);
         self.catalog.entry_mut(key).set_slot(Some(slot));
         self.catalog.content_mut(content).resident_keys += 1;
     }
@@ -228,7 +216,7 @@ impl StoreState {
         let awaited = self.replace_expected_access(key, ExpectedAccess::None);
         match self.catalog.entry(key).slot() {
             Some(_) if awaited == ExpectedAccess::ReportedAccess => {}
-            Some(slot) => self.eviction.touch(now, slot),
+            Some(slot) => self.memory.eviction.touch(now, slot),
             None => self.make_resident(key, now),
         }
     }
@@ -243,13 +231,13 @@ impl StoreState {
     ) -> EvictionResult {
         let catalog = &self.catalog;
         let mut usable = |owner: u32| verdict(catalog, KeyIndex(owner));
-        let mut search = self.eviction.search(now, incoming, &mut usable);
+        let mut search = self.memory.eviction.search(now, incoming, &mut usable);
         if incoming.is_some() {
-            self.eviction.count_declined(search);
+            self.memory.eviction.count_declined(search);
         }
         // Leaves that wait for write-back are usable soon. Leaves that are held are not.
-        if search == VictimSearch::None && !self.eviction.waits_for_write() {
-            search = self.eviction.search_above(incoming, &mut usable, ancestors);
+        if search == VictimSearch::None && !self.memory.eviction.waits_for_write() {
+            search = self.memory.eviction.search_above(incoming, &mut usable, ancestors);
         }
         self.charge(EVICTION_COST);
         let slot = match search {
@@ -258,17 +246,18 @@ impl StoreState {
             VictimSearch::Unfinished => return EvictionResult::Searching,
             VictimSearch::None => return EvictionResult::NoneEvictable,
         };
-        let key = KeyIndex(self.eviction.blocks().owner(slot));
-        let is_protected = self.eviction.blocks().is_protected(slot);
+        let key = KeyIndex(self.memory.eviction.blocks().owner(slot));
+        let is_protected = self.memory.eviction.blocks().is_protected(slot);
         self.release_slot(key, RemovalReason::Evicted);
         let content = self.catalog.entry(key).content;
         // The slab stays while another key of the content has a slot.
         if self.catalog.content(content).resident_keys == 0 {
             self.drop_slab(content);
-            let bytes = u64::from(self.catalog.content(content).bytes);
+            let evicted = self.catalog.content(content);
+            let is_lost = !evicted.is_in_any_tier() && !evicted.was_fetched;
             self.counters.evicted_blocks += 1;
-            self.counters.evicted_bytes += bytes;
-            self.counters.lost_blocks += u64::from(!self.catalog.content(content).is_in_any_tier());
+            self.counters.evicted_bytes += u64::from(evicted.bytes);
+            self.counters.lost_blocks += u64::from(is_lost);
             self.forget_if_in_no_tier(content, self.eviction_loss(content, is_protected));
         }
         EvictionResult::Evicted
@@ -292,7 +281,7 @@ impl StoreState {
         let was_readable = self.is_readable(content);
         let entry = self.catalog.content_mut(content);
         if entry.slab.take().is_some() {
-            self.dram_bytes -= u64::from(entry.bytes);
+            self.memory.used_bytes -= u64::from(entry.bytes);
         }
         self.note_readability(content, was_readable);
     }
@@ -321,7 +310,7 @@ impl StoreState {
         let was_readable = self.is_readable(index);
         let content = self.catalog.content_mut(index);
         if content.slab.replace(slab).is_none() {
-            self.dram_bytes += u64::from(content.bytes);
+            self.memory.used_bytes += u64::from(content.bytes);
         } else {
             // The readers of the former slab do not hold the new one.
             self.release_content(index);
@@ -400,7 +389,7 @@ impl StoreState {
         if let Some(content) = self.catalog.remove(key) {
             self.content_bytes -= u64::from(content.bytes);
             if let Some(slab) = content.slab {
-                self.dram_bytes -= u64::from(content.bytes);
+                self.memory.used_bytes -= u64::from(content.bytes);
                 self.catalog.discard(slab);
             }
             return;
@@ -408,7 +397,7 @@ impl StoreState {
         // The content has other keys. If none has a slot, give one to the first, so that the
         // content stays evictable.
         let content = self.catalog.content(index);
-        if self.has_dram && content.resident_keys == 0 && content.slab.is_some() {
+        if self.memory.keeps_blocks && content.resident_keys == 0 && content.slab.is_some() {
             let successor = self.catalog.first_key_of(index);
             // The policy replaces a time in the past by the latest that it saw.
             self.make_resident(successor, Duration::ZERO);
@@ -421,7 +410,7 @@ impl StoreState {
         let Some(slot) = entry.slot() else { return };
         entry.set_slot(None);
         entry.expected_access = ExpectedAccess::None;
-        self.eviction.remove(slot, why);
+        self.memory.eviction.remove(slot, why);
         self.catalog.content_mut(content).resident_keys -= 1;
     }
 
@@ -504,12 +493,12 @@ impl StoreState {
         entry.expected_access = ExpectedAccess::FirstUse;
         let (name, content) = (entry.key, entry.content);
         let bytes = u64::from(self.catalog.content(content).bytes);
-        self.prefetched.push_back((name, bytes));
-        self.prefetched_bytes += bytes;
-        while self.prefetched_bytes > bytes_max
-            && let Some((oldest, bytes)) = self.prefetched.pop_front()
+        self.memory.prefetched.push_back((name, bytes));
+        self.memory.prefetched_bytes += bytes;
+        while self.memory.prefetched_bytes > bytes_max
+            && let Some((oldest, bytes)) = self.memory.prefetched.pop_front()
         {
-            self.prefetched_bytes -= bytes;
+            self.memory.prefetched_bytes -= bytes;
             if let Some(key) = self.catalog.find(&oldest) {
                 let entry = self.catalog.entry_mut(key);
                 if entry.expected_access == ExpectedAccess::FirstUse {

@@ -19,6 +19,8 @@ use crate::core::health_signal::HealthSignal;
 use crate::core::pending::{KeyChange, PendingWrite};
 use crate::core::queue::Queue;
 use crate::core::state::StoreState;
+use crate::drive::breaker::record_health;
+use crate::drive::scrub::{remove_damaged, settle_checked};
 use crate::drive::settle::{fail_queue, settle};
 use crate::shared::StoreCore;
 use crate::shared::hold::KEYS_PER_HOLD;
@@ -61,7 +63,7 @@ pub(crate) fn run(core: &Arc<StoreCore>, stage: usize) {
         if !core.stages[stage].checks_slabs() {
             // Compares checksums first: bytes that changed in memory since the put must not be
             // written with a new, valid checksum.
-            batch.deleted += core.remove_damaged(stage, &mut batch.pending, &mut batch.blocks);
+            batch.deleted += remove_damaged(core, stage, &mut batch.pending, &mut batch.blocks);
         }
         let deadline = Deadline::after(&*core.clock, core.config.timeout);
         let key_changes = std::mem::take(&mut batch.key_changes);
@@ -78,7 +80,7 @@ pub(crate) fn run(core: &Arc<StoreCore>, stage: usize) {
         let mut state = core.lock_for(batch.pending.len());
         state.history.set_time(core.clock.unix_ms());
         if core.stages[stage].checks_slabs() {
-            state = core.settle_checked(state, &batch.pending, &batch.blocks, &results);
+            state = settle_checked(core, state, &batch.pending, &batch.blocks, &results);
         }
         // Before the blocks become clean: eviction skips a slab that has another holder.
         drop(batch.blocks);
@@ -95,7 +97,7 @@ pub(crate) fn run(core: &Arc<StoreCore>, stage: usize) {
         if is_stuck {
             state = fail_queue(core, state, stage, &TierError::Timeout);
         }
-        core.record_health(&mut state, stage, Direction::Writes, signal);
+        record_health(core, &mut state, stage, Direction::Writes, signal);
         drop(state);
         core.notify_changed();
     }
@@ -229,7 +231,7 @@ fn send_key_changes(
                 TierError::Full => HealthSignal::Failure(TierError::Full),
                 _ => HealthSignal::of([Some(&error)].into_iter(), false),
             };
-            core.record_health(&mut state, stage, Direction::Writes, signal);
+            record_health(core, &mut state, stage, Direction::Writes, signal);
             state.note_error(stage, error.clone());
             if !state.is_closed {
                 // Stop at the first failure: later changes of a key must not overtake earlier ones.
@@ -319,7 +321,7 @@ fn store_with_room(
             Err(error) => {
                 let mut state = core.lock();
                 let signal = HealthSignal::of([Some(&error)].into_iter(), false);
-                core.record_health(&mut state, stage, Direction::Writes, signal);
+                record_health(core, &mut state, stage, Direction::Writes, signal);
                 state.note_error(stage, error);
                 break;
             }

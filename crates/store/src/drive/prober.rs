@@ -9,6 +9,7 @@ use cascade_tier::tier::TierError;
 use crate::HealthConfig;
 use crate::core::circuit::Direction;
 use crate::core::health_signal::HealthSignal;
+use crate::drive::breaker::{end_probe, record_health};
 use crate::shared::StoreCore;
 
 /// Checks per probe interval for a probe that is due.
@@ -25,7 +26,7 @@ fn run(core: &StoreCore, stage: usize) {
         for direction in core.stages[stage].hung_directions(health.probe_timeout * health.threshold)
         {
             state.note_error(stage, TierError::Timeout);
-            core.record_health(&mut state, stage, direction, HealthSignal::Hang);
+            record_health(core, &mut state, stage, direction, HealthSignal::Hang);
         }
         let mut has_probed = false;
         // Writes first: a successful write probe also proves that reads work.
@@ -43,7 +44,7 @@ fn run(core: &StoreCore, stage: usize) {
             if state.is_closed {
                 return;
             }
-            core.end_probe(&mut state, stage, direction, result);
+            end_probe(core, &mut state, stage, direction, result);
         }
         // After a probe the checks are overdue, because it may have taken longer than their
         // interval.

@@ -50,89 +50,92 @@ struct CheckedContent {
     is_intact: bool,
 }
 
-impl StoreCore {
-    /// Compares some blocks, from an index of the catalog on. Returns the index to continue at, or
-    /// `None` at the end.
-    ///
-    /// Computes the checksums without the lock. The slab that the step holds prevents eviction, and
-    /// `settle` checks that the content still has it.
-    pub(crate) fn scrub_step(&self, from: u32) -> (ScrubReport, Option<u32>) {
-        let mut state = self.lock();
-        // An erase waits until no block is in scrub: a new step would delay it.
-        if state.is_closed || state.is_erasing {
-            return (ScrubReport::default(), None);
-        }
-        let (mut picked, next) = contents_to_check(&state.catalog, from);
-        state.blocks_in_scrub += picked.len() as u64;
-        drop(state);
-        for one in &mut picked {
-            one.is_intact = one.slab.verify_checksum(checksum(&one.slab));
-        }
-        let mut step = ScrubReport::default();
-        let mut state = self.lock();
-        state.history.set_time(self.clock.unix_ms());
-        for one in picked {
-            state.blocks_in_scrub -= 1;
-            step.blocks += 1;
-            step.bytes += one.slab.len() as u64;
-            step.damaged += u64::from(settle(&mut state, &one));
-        }
-        self.unlock(state);
-        self.notify_changed();
-        (step, next)
-    }
+/// Whether the bytes match their checksum; the first call for a slab records it. A device that
+/// cannot copy them says nothing about them.
+fn is_intact(slab: &Slab) -> bool {
+    slab.bytes_or_copy().map_or(true, |bytes| slab.verify_checksum(checksum(&bytes)))
+}
 
-    /// Computes or compares the checksums of blocks before they are written to a stage. Removes
-    /// damaged blocks from the batch and from DRAM. Returns their number.
-    pub(crate) fn remove_damaged(
-        &self,
-        stage: usize,
-        pending: &mut Vec<PendingWrite>,
-        blocks: &mut Vec<(BlockFacts, Slab)>,
-    ) -> u64 {
-        let is_intact: Vec<bool> =
-            blocks.iter().map(|(_, slab)| slab.verify_checksum(checksum(slab))).collect();
-        let mut state = self.lock();
-        state.history.set_time(self.clock.unix_ms());
-        for ((pending, (_, slab)), is_intact) in pending.iter().zip(&*blocks).zip(&is_intact) {
-            let place = (pending.content, pending.generation);
-            let one = CheckedContent { place, slab: slab.clone(), is_intact: *is_intact };
-            settle(&mut state, &one);
-            if !is_intact {
-                // Also if `settle` dropped nothing, because the content has another slab by now:
-                // this write does not take place.
-                if state.catalog.live_content(place).is_some() {
-                    state.clear_dirty(place.0, stage);
-                }
-                // The mover subtracts only the bytes of blocks that stay in its batch.
-                state.lower[stage].pending_bytes -= u64::from(pending.facts.bytes);
+/// Compares some blocks, from an index of the catalog on. Returns the index to continue at, or
+/// `None` at the end.
+///
+/// Computes the checksums without the lock. The slab that the step holds prevents eviction, and
+/// `settle` checks that the content still has it.
+pub(crate) fn scrub_step(core: &StoreCore, from: u32) -> (ScrubReport, Option<u32>) {
+    let mut state = core.lock();
+    // An erase waits until no block is in scrub: a new step would delay it.
+    if state.is_closed || state.is_erasing {
+        return (ScrubReport::default(), None);
+    }
+    let (mut picked, next) = contents_to_check(&state.catalog, from);
+    state.blocks_in_scrub += picked.len() as u64;
+    drop(state);
+    for one in &mut picked {
+        one.is_intact = is_intact(&one.slab);
+    }
+    let mut step = ScrubReport::default();
+    let mut state = core.lock();
+    state.history.set_time(core.clock.unix_ms());
+    for one in picked {
+        state.blocks_in_scrub -= 1;
+        step.blocks += 1;
+        step.bytes += one.slab.len() as u64;
+        step.damaged += u64::from(settle(&mut state, &one));
+    }
+    core.unlock(state);
+    core.notify_changed();
+    (step, next)
+}
+
+/// Computes or compares the checksums of blocks before they are written to a stage. Removes
+/// damaged blocks from the batch and from DRAM. Returns their number.
+pub(crate) fn remove_damaged(
+    core: &StoreCore,
+    stage: usize,
+    pending: &mut Vec<PendingWrite>,
+    blocks: &mut Vec<(BlockFacts, Slab)>,
+) -> u64 {
+    let is_intact: Vec<bool> = blocks.iter().map(|(_, slab)| is_intact(slab)).collect();
+    let mut state = core.lock();
+    state.history.set_time(core.clock.unix_ms());
+    for ((pending, (_, slab)), is_intact) in pending.iter().zip(&*blocks).zip(&is_intact) {
+        let place = (pending.content, pending.generation);
+        let one = CheckedContent { place, slab: slab.clone(), is_intact: *is_intact };
+        settle(&mut state, &one);
+        if !is_intact {
+            // Also if `settle` dropped nothing, because the content has another slab by now:
+            // this write does not take place.
+            if state.catalog.live_content(place).is_some() {
+                state.clear_dirty(place.0, stage);
             }
+            // The mover subtracts only the bytes of blocks that stay in its batch.
+            state.lower[stage].pending_bytes -= u64::from(pending.facts.bytes);
         }
-        self.unlock(state);
-        let (mut of_pending, mut of_blocks) = (is_intact.iter(), is_intact.iter());
-        let is_kept = |is_intact: Option<&bool>| is_intact.is_none_or(|is_intact| *is_intact);
-        pending.retain(|_| is_kept(of_pending.next()));
-        blocks.retain(|_| is_kept(of_blocks.next()));
-        is_intact.iter().filter(|is_intact| !**is_intact).count() as u64
     }
+    core.unlock(state);
+    let (mut of_pending, mut of_blocks) = (is_intact.iter(), is_intact.iter());
+    let is_kept = |is_intact: Option<&bool>| is_intact.is_none_or(|is_intact| *is_intact);
+    pending.retain(|_| is_kept(of_pending.next()));
+    blocks.retain(|_| is_kept(of_blocks.next()));
+    is_intact.iter().filter(|is_intact| !**is_intact).count() as u64
+}
 
-    /// Applies the comparisons that a stage made when it stored these blocks.
-    pub(super) fn settle_checked<'a>(
-        &'a self,
-        mut state: StateGuard<'a>,
-        pending: &[PendingWrite],
-        blocks: &[(BlockFacts, Slab)],
-        results: &[Result<Address, TierError>],
-    ) -> StateGuard<'a> {
-        for ((pending, (_, slab)), result) in pending.iter().zip(blocks).zip(results) {
-            state = self.end_full_hold(state);
-            state.charge(1);
-            let is_intact = !matches!(result, Err(TierError::ChangedInMemory));
-            let place = (pending.content, pending.generation);
-            settle(&mut state, &CheckedContent { place, slab: slab.clone(), is_intact });
-        }
-        state
+/// Applies the comparisons that a stage made when it stored these blocks.
+pub(super) fn settle_checked<'a>(
+    core: &'a StoreCore,
+    mut state: StateGuard<'a>,
+    pending: &[PendingWrite],
+    blocks: &[(BlockFacts, Slab)],
+    results: &[Result<Address, TierError>],
+) -> StateGuard<'a> {
+    for ((pending, (_, slab)), result) in pending.iter().zip(blocks).zip(results) {
+        state = core.end_full_hold(state);
+        state.charge(1);
+        let is_intact = !matches!(result, Err(TierError::ChangedInMemory));
+        let place = (pending.content, pending.generation);
+        settle(&mut state, &CheckedContent { place, slab: slab.clone(), is_intact });
     }
+    state
 }
 
 /// The contents in DRAM with their first key among the next entries. Each content has one first
@@ -195,7 +198,7 @@ fn run(core: &StoreCore, bytes_per_second: NonZeroU64) {
             continue;
         }
         drop(state);
-        let (step, next) = core.scrub_step(at);
+        let (step, next) = scrub_step(core, at);
         at = next.unwrap_or(0);
         let nanos = u128::from(step.bytes) * 1_000_000_000 / u128::from(bytes_per_second.get());
         let cost =
@@ -208,7 +211,7 @@ fn run(core: &StoreCore, bytes_per_second: NonZeroU64) {
 
 /// Starts the scrubber thread, unless it is off or the pipeline has no DRAM.
 pub(crate) fn start(core: &Arc<StoreCore>) -> std::io::Result<Option<JoinHandle<()>>> {
-    let rate = core.config.scrub_bytes_per_second.filter(|_| core.pipeline.has_dram);
+    let rate = core.config.scrub_bytes_per_second.filter(|_| core.pipeline.keeps_in_memory);
     let Some(rate) = rate else { return Ok(None) };
     let core = Arc::clone(core);
     let thread = Builder::new().name("cascade-scrub".to_owned());

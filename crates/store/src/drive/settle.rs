@@ -49,7 +49,13 @@ pub(super) fn settle(
             state.counters.demote_failures += 1;
             state.write_failures.count(stage, 1);
             // Time-outs and open circuits are not the fault of the block and do not count.
-            let is_block_error = matches!(error, TierError::Failed(_) | TierError::NoResult);
+            let is_block_error = matches!(
+                error,
+                TierError::Failed(_)
+                    | TierError::NoResult
+                    | TierError::Device(_)
+                    | TierError::NotHostMemory
+            );
             let tries =
                 pending.tries + u8::from(is_block_error && !state.is_write_circuit_open(stage));
             // Making room for this block was tried already, without effect.
@@ -60,7 +66,7 @@ pub(super) fn settle(
         }
     }
     // Without a DRAM tier, memory holds a block only until it is written.
-    if is_clean && !state.has_dram {
+    if is_clean && !state.memory.keeps_blocks {
         state.drop_slab(pending.content);
         state.forget_if_in_no_tier(pending.content, Loss::Unwritten);
     }

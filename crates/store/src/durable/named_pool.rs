@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use cascade_memory::Pool;
+use cascade_memory::{DeviceMemory, Pool};
 use cascade_runtime::Clock;
 use cascade_tier::{StoreError, WarmStats};
 
@@ -34,16 +34,20 @@ pub(crate) struct OpenedPool {
 /// Opens the pool of a configuration. The recovered blocks of an earlier run are allocated in it.
 pub(crate) fn open_pool(
     config: &StoreConfig,
+    device: Option<Arc<dyn DeviceMemory>>,
     pipeline: &Pipeline,
     clock: &dyn Clock,
 ) -> Result<OpenedPool, StoreError> {
     let refused = |error| StoreError::Memory(Arc::new(error));
     let bare = |pool| OpenedPool { pool, ledger: None, recovered: Vec::new(), warm: None };
+    if let Some(device) = device {
+        return Pool::of_device(device).map(bare).map_err(refused);
+    }
     let settings = config.pool();
     let Some(path) = &config.pool_file else {
         return Pool::new(&settings).map(bare).map_err(refused);
     };
-    if !pipeline.has_dram {
+    if !pipeline.keeps_in_memory {
         let reason = "the pipeline keeps no blocks in DRAM; leave it out".to_owned();
         return Err(StoreError::Config { setting: "pool_file", reason });
     }
@@ -109,5 +113,25 @@ impl NamedPool {
         }
         self.holders.add_to(&mut stats);
         stats
+    }
+
+    /// Whether to look for processes of an earlier run that have ended.
+    pub(crate) fn is_sweep_due(&self, clock: &dyn Clock) -> bool {
+        self.holders.is_sweep_due(clock.monotonic())
+    }
+
+    /// Frees memory held by processes of an earlier run that have ended.
+    pub(crate) fn sweep(&self, clock: &dyn Clock) {
+        self.holders.sweep(clock.monotonic());
+    }
+
+    /// At the end of a clean close: removes the files of the pool, unless its blocks are kept.
+    pub(crate) fn close(&self, keep_pool: KeepPool) -> Result<(), StoreError> {
+        match keep_pool {
+            KeepPool::AfterCrash => {
+                self.holders.remove_files().map_err(|error| StoreError::Memory(Arc::new(error)))
+            }
+            _ => Ok(()),
+        }
     }
 }

@@ -1,73 +1,43 @@
 //! Warm restart: a new process restores the blocks that a dead process had in DRAM.
 
 use std::collections::HashMap;
-use std::sync::Arc;
-use std::time::Duration;
 
 use cascade_block::BlockKey;
-use cascade_memory::SlabMut;
-use cascade_tier::StoreError;
 
 use crate::core::catalog::{ContentIndex, NewKey};
 use crate::core::state::StoreState;
-use crate::durable::ledger::{HeldId, HeldPiece, Process, Recovered};
-use crate::durable::named_pool::millis;
+use crate::durable::ledger::Recovered;
 use crate::shared::StoreCore;
-use crate::{KeepPool, Store};
 
-/// Blocks restored to DRAM, by key, for the comparison with the blocks of the stages.
+/// Blocks restored to DRAM, for the comparison with the blocks of the stages.
 #[derive(Debug, Default)]
-pub(crate) struct RestoredBlocks(HashMap<BlockKey, Recovered>);
+pub(super) struct RestoredBlocks {
+    /// Parents first. An order of its own, so that equal pools give equal queues.
+    blocks: Vec<Recovered>,
+    by_key: HashMap<BlockKey, usize>,
+}
 
 impl RestoredBlocks {
     /// Whether the bytes at this address of a stage are the ones in DRAM under this key.
-    pub(crate) fn is_stored_at(
+    pub(super) fn is_stored_at(
         &self,
         key: &BlockKey,
         stage: usize,
         address: cascade_tier::tier::Address,
     ) -> bool {
-        self.0.get(key).is_some_and(|recovered| recovered.is_stored_at(stage, address))
-    }
-}
-
-impl StoreCore {
-    /// Adds the blocks of an earlier run to the catalog and the policy, parents first, so that
-    /// chains are linked. The times of their last uses are lost.
-    pub(crate) fn restore_dram(
-        &self,
-        state: &mut StoreState,
-        recovered: Vec<Recovered>,
-    ) -> RestoredBlocks {
-        let now_unix_ms = self.clock.unix_ms();
-        let now = self.policy_now(state);
-        let mut contents = HashMap::new();
-        let recovered = sort_parents_first(recovered);
-        for one in &recovered {
-            let facts = one.facts();
-            if facts.expires_unix_ms.is_some_and(|expires| expires <= now_unix_ms) {
-                // The record is cleared while `recovered` still holds the slab.
-                if let Some(ledger) = &mut state.ledger {
-                    ledger.discard(one);
-                }
-                continue;
-            }
-            let key = insert_restored(state, one, &mut contents);
-            state.make_resident(key, now);
-        }
-        let by_key = recovered.into_iter().map(|one| (one.facts().key, one));
-        RestoredBlocks(by_key.collect())
+        let found = self.by_key.get(key).map(|at| &self.blocks[*at]);
+        found.is_some_and(|recovered| recovered.is_stored_at(stage, address))
     }
 
     /// Queues the restored blocks that the movers of the earlier run had not written yet. A block
     /// without a namespace in its record was promoted from a stage that has reclaimed it since; as
     /// without a restart, it is not written again.
-    pub(crate) fn queue_unwritten(&self, state: &mut StoreState, restored: &RestoredBlocks) {
-        for (name, recovered) in &restored.0 {
+    pub(super) fn queue_unwritten(&self, state: &mut StoreState) {
+        for recovered in &self.blocks {
             // A block that had expired is not in the catalog.
-            let Some(key) = state.catalog.find(name) else { continue };
+            let Some(key) = state.catalog.find(&recovered.facts().key) else { continue };
             let content = state.catalog.entry(key).content;
-            for stage in 0..self.stages.len() {
+            for stage in 0..state.lower.len() {
                 let entry = state.catalog.content(content);
                 // A write that is queued or in flight counts, too.
                 let is_there = entry.has_address(stage) || entry.dirty & (1 << stage) != 0;
@@ -77,56 +47,33 @@ impl StoreCore {
             }
         }
     }
+}
 
-    /// Records that a stage is about to read into a slab: with `io_uring`, the kernel can still
-    /// write into it after this process has ended. The read proceeds even if the ledger is full.
-    pub(crate) fn note_load(&self, slab: &mut SlabMut) {
-        if let Some(warm) = &self.warm {
-            warm.holders.record_load(slab);
-        }
-    }
-
-    /// Whether to look for processes of an earlier run that have ended.
-    pub(crate) fn is_sweep_of_holders_due(&self) -> bool {
-        let now = self.clock.monotonic();
-        self.warm.as_ref().is_some_and(|warm| warm.holders.is_sweep_due(now))
-    }
-
-    /// Frees memory held by processes of an earlier run that have ended.
-    pub(crate) fn release_dead_holders(&self) {
-        if let Some(warm) = &self.warm {
-            warm.holders.sweep(self.clock.monotonic());
-        }
-    }
-
-    /// Notes for the operator on the pool of an earlier run.
-    pub(crate) fn warm_notes(&self) -> &[String] {
-        self.warm.as_ref().map_or(&[], |warm| &warm.notes)
-    }
-
-    /// At the end of a clean close: removes the files of the pool, unless its blocks are kept.
-    pub(crate) fn remove_pool_files(&self) -> Result<(), StoreError> {
-        match &self.warm {
-            Some(warm) if self.config.keep_pool == KeepPool::AfterCrash => {
-                warm.holders.remove_files().map_err(|error| StoreError::Memory(Arc::new(error)))
+/// Adds the blocks of an earlier run to the catalog and the policy, parents first, so that
+/// chains are linked. The times of their last uses are lost.
+pub(super) fn restore_dram(
+    core: &StoreCore,
+    state: &mut StoreState,
+    recovered: Vec<Recovered>,
+) -> RestoredBlocks {
+    let now_unix_ms = core.clock.unix_ms();
+    let now = core.policy_now(state);
+    let mut contents = HashMap::new();
+    let recovered = sort_parents_first(recovered);
+    for one in &recovered {
+        let facts = one.facts();
+        if facts.expires_unix_ms.is_some_and(|expires| expires <= now_unix_ms) {
+            // The record is cleared while `recovered` still holds the slab.
+            if let Some(ledger) = &mut state.ledger {
+                ledger.discard(one);
             }
-            _ => Ok(()),
+            continue;
         }
+        let key = insert_restored(state, one, &mut contents);
+        state.make_resident(key, now);
     }
-
-    /// Counts the restored blocks.
-    pub(crate) fn count_restored(&mut self, started: Duration) {
-        let state = self.lock();
-        let (blocks, bytes) = (state.catalog.key_count() as u64, state.dram_bytes);
-        drop(state);
-        let took = self.clock.monotonic().saturating_sub(started);
-        if let Some(warm) = &mut self.warm {
-            warm.stats.recovered_blocks = blocks;
-            warm.stats.recovered_bytes = bytes;
-            // Added to the time that opening the pool took.
-            warm.stats.recover_ms += millis(took);
-        }
-    }
+    let by_key = recovered.iter().enumerate().map(|(at, one)| (one.facts().key, at)).collect();
+    RestoredBlocks { blocks: recovered, by_key }
 }
 
 /// Adds one block to the catalog. Blocks in the same piece of memory share a content.
@@ -152,7 +99,7 @@ fn insert_restored(
         let digest = facts.digest.filter(|digest| state.catalog.find_digest(digest).is_none());
         let (key, content) = state.catalog.insert(&new, facts.bytes, digest);
         state.content_bytes += u64::from(facts.bytes);
-        state.dram_bytes += u64::from(facts.bytes);
+        state.memory.used_bytes += u64::from(facts.bytes);
         state.catalog.content_mut(content).slab = Some(recovered.slab().clone());
         contents.insert(offset, content);
         key
@@ -192,46 +139,4 @@ fn sort_parents_first(mut recovered: Vec<Recovered>) -> Vec<Recovered> {
     order.sort_by_key(|one| depths[*one]);
     let mut places: Vec<Option<Recovered>> = recovered.drain(..).map(Some).collect();
     order.into_iter().filter_map(|one| places[one].take()).collect()
-}
-
-impl Store {
-    /// Records in the ledger that another process may access pieces of the pool. If this process
-    /// dies, the next run does not reuse these pieces while the other process lives. Records all
-    /// pieces or none; on an error, do not pass the pieces to the process. Cheap, and always `Ok`
-    /// without a `pool_file`.
-    ///
-    /// # Errors
-    /// [`StoreError::Limit`] if the process would exceed its share of the ledger: a process may
-    /// hold as many pieces as remain free for the others.
-    pub fn record_held(
-        &self,
-        pieces: &[HeldPiece],
-        process: Process,
-        ids: &mut Vec<HeldId>,
-    ) -> Result<(), StoreError> {
-        if let Some(warm) = &self.core().warm {
-            return warm.holders.record(pieces, process, ids);
-        }
-        ids.extend(pieces.iter().map(|_| HeldId::none()));
-        Ok(())
-    }
-
-    /// Removes records of [`Store::record_held`], because the process has released the pieces. Must
-    /// be called before the pieces are freed.
-    pub fn release_held(&self, ids: impl IntoIterator<Item = HeldId>) {
-        if let Some(warm) = &self.core().warm {
-            warm.holders.release_ids(ids);
-        }
-    }
-
-    /// Releases all memory of an earlier run that a process holds, because it no longer accesses
-    /// it. Returns the number of pieces. Without this call they are released when the process ends.
-    pub fn release_process(&self, pid: u32) -> usize {
-        let core = self.core();
-        let released = core.warm.as_ref().map_or(0, |warm| warm.holders.release_process(pid));
-        if released > 0 {
-            core.notify_changed();
-        }
-        released
-    }
 }

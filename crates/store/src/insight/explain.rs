@@ -7,6 +7,7 @@ use crate::Store;
 use crate::core::catalog::KeyIndex;
 use crate::core::history::Loss;
 use crate::core::state::StoreState;
+use crate::insight::prefixes::tiers_with;
 use crate::shared::StoreCore;
 
 /// What the description of a block costs a hold of the lock, beside its lookup.
@@ -119,7 +120,7 @@ impl Store {
         let call = core.call(options);
         let done = core.in_holds(Some(call), keys, |state, key| {
             state.charge(EXPLAIN_COST);
-            let state = core.explain_block(state, key, now_unix_ms);
+            let state = explain_block(core, state, key, now_unix_ms);
             blocks.push(BlockExplanation { key: *key, state });
         });
         if done < keys.len() {
@@ -157,44 +158,45 @@ impl Store {
     }
 }
 
-impl StoreCore {
-    fn explain_block(&self, state: &StoreState, key: &BlockKey, now_unix_ms: u64) -> BlockState {
-        match state.catalog.find(key) {
-            Some(found) if state.catalog.entry(found).has_expired(now_unix_ms) => {
-                let since_unix_ms = state.catalog.entry(found).expires_unix_ms;
-                BlockState::Absent { why: Loss::Expired, since_unix_ms }
-            }
-            Some(found) => BlockState::Present(self.explain_present(state, found)),
-            None => {
-                state.history.loss_of(key).map_or(BlockState::Unknown, |(why, since_unix_ms)| {
-                    BlockState::Absent { why, since_unix_ms }
-                })
-            }
+fn explain_block(
+    core: &StoreCore,
+    state: &StoreState,
+    key: &BlockKey,
+    now_unix_ms: u64,
+) -> BlockState {
+    match state.catalog.find(key) {
+        Some(found) if state.catalog.entry(found).has_expired(now_unix_ms) => {
+            let since_unix_ms = state.catalog.entry(found).expires_unix_ms;
+            BlockState::Absent { why: Loss::Expired, since_unix_ms }
         }
+        Some(found) => BlockState::Present(explain_present(core, state, found)),
+        None => state.history.loss_of(key).map_or(BlockState::Unknown, |(why, since_unix_ms)| {
+            BlockState::Absent { why, since_unix_ms }
+        }),
     }
+}
 
-    fn explain_present(&self, state: &StoreState, key: KeyIndex) -> PresentBlock {
-        let entry = state.catalog.entry(key);
-        let content = state.catalog.content(entry.content);
-        let name = |tier: usize| self.tier_name(tier);
-        let queued = (0..self.stages.len()).filter(|stage| content.dirty & (1 << stage) != 0);
-        let parent = state.catalog.parent_of(key);
-        // The catalog itself is one holder.
-        let holders = content.slab.as_ref().map_or(0, |slab| slab.holders() - 1);
-        PresentBlock {
-            tiers: self.tiers_with(state, key).into_iter().map(name).collect(),
-            queued_for: queued.map(|stage| name(1 + stage)).collect(),
-            bytes: content.bytes,
-            put_unix_ms: state.history.unix_ms_of(content.put_stamp),
-            used_unix_ms: state.history.unix_ms_of(content.used_stamp),
-            uses: content.uses,
-            writer: std::num::NonZeroU32::new(content.writer).map(WriterId),
-            pins: entry.pins,
-            holders,
-            names: content.key_count,
-            is_prefix: entry.is_prefix(),
-            parent: parent.map(|parent| state.catalog.entry(parent).key),
-            expires_unix_ms: (entry.expires_unix_ms != 0).then_some(entry.expires_unix_ms),
-        }
+fn explain_present(core: &StoreCore, state: &StoreState, key: KeyIndex) -> PresentBlock {
+    let entry = state.catalog.entry(key);
+    let content = state.catalog.content(entry.content);
+    let name = |tier: usize| core.tier_name(tier);
+    let queued = (0..core.stages.len()).filter(|stage| content.dirty & (1 << stage) != 0);
+    let parent = state.catalog.parent_of(key);
+    // The catalog itself is one holder.
+    let holders = content.slab.as_ref().map_or(0, |slab| slab.holders() - 1);
+    PresentBlock {
+        tiers: tiers_with(state, key).into_iter().map(name).collect(),
+        queued_for: queued.map(|stage| name(1 + stage)).collect(),
+        bytes: content.bytes,
+        put_unix_ms: state.history.unix_ms_of(content.put_stamp),
+        used_unix_ms: state.history.unix_ms_of(content.used_stamp),
+        uses: content.uses,
+        writer: std::num::NonZeroU32::new(content.writer).map(WriterId),
+        pins: entry.pins,
+        holders,
+        names: content.key_count,
+        is_prefix: entry.is_prefix(),
+        parent: parent.map(|parent| state.catalog.entry(parent).key),
+        expires_unix_ms: (entry.expires_unix_ms != 0).then_some(entry.expires_unix_ms),
     }
 }

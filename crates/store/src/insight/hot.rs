@@ -58,22 +58,28 @@ impl HotPrefixes {
         }
     }
 
-    /// A chain was looked up and its first `matched` blocks were found.
-    pub(crate) fn request(&mut self, now: Duration, keys: &[BlockKey], matched: usize) {
+    /// Some blocks that a request matched, in their order. Returns whether the last is watched.
+    pub(crate) fn note(&mut self, now: Duration, keys: &[BlockKey]) -> bool {
         self.advance(now);
-        let mut is_end_watched = false;
-        for (at, key) in keys[..matched].iter().enumerate() {
+        let mut is_last_watched = false;
+        for key in keys {
+            is_last_watched = false;
             if self.marks[self.mark(key)] == 0 {
                 continue;
             }
             if let Some(place) = self.place(key) {
                 self.watched[place].current += 1;
-                is_end_watched |= at + 1 == matched;
+                is_last_watched = true;
             }
         }
+        is_last_watched
+    }
+
+    /// All blocks that a request matched. Watches the last one, if it `is_watched` not yet.
+    pub(crate) fn end_request(&mut self, keys: &[BlockKey], is_watched: bool) {
         // The request that makes a prefix watched is its first hit.
-        if matched > 0 && !is_end_watched {
-            self.watch(keys[matched - 1], matched);
+        if let Some(last) = keys.last().filter(|_| !is_watched) {
+            self.watch(*last, keys.len());
         }
     }
 
@@ -170,14 +176,19 @@ mod tests {
         (0..blocks).map(key).collect()
     }
 
+    fn request(hot: &mut HotPrefixes, now: Duration, keys: &[BlockKey], matched: usize) {
+        let is_watched = hot.note(now, &keys[..matched]);
+        hot.end_request(&keys[..matched], is_watched);
+    }
+
     #[test]
     fn a_shared_prefix_ranks_above_the_blocks_of_single_sessions() {
         let mut hot = HotPrefixes::new(FingerprintSeed::new(1));
         let shared = chain(0, 3);
         for session in 1..=200 {
             let keys = [shared.clone(), chain(session, 4)].concat();
-            hot.request(Duration::ZERO, &keys, 3);
-            hot.request(Duration::ZERO, &keys, 7);
+            request(&mut hot, Duration::ZERO, &keys, 3);
+            request(&mut hot, Duration::ZERO, &keys, 7);
         }
         let top = hot.top(2);
         assert_eq!((top[0].key, top[0].depth, top[0].hits()), (shared[2], 3, 400));
@@ -188,11 +199,11 @@ mod tests {
     fn hits_leave_the_window_with_time() {
         let mut hot = HotPrefixes::new(FingerprintSeed::new(1));
         let keys = chain(1, 2);
-        (0..5).for_each(|_| hot.request(Duration::ZERO, &keys, 2));
+        (0..5).for_each(|_| request(&mut hot, Duration::ZERO, &keys, 2));
         assert_eq!(hot.top(9)[0].hits(), 5);
-        hot.request(Duration::from_secs(16 * 60), &keys, 2);
+        request(&mut hot, Duration::from_secs(16 * 60), &keys, 2);
         assert_eq!(hot.top(9)[0].hits(), 6);
-        hot.request(Duration::from_secs(120 * 60), &keys, 1);
+        request(&mut hot, Duration::from_secs(120 * 60), &keys, 1);
         assert_eq!(hot.top(9).iter().map(WatchedPrefix::hits).sum::<u64>(), 1);
     }
 }

@@ -1,16 +1,12 @@
-//! Hot prefixes, and the access of a store to its traffic statistics.
-
-use std::sync::PoisonError;
+//! Hot prefixes, and the tiers that have their blocks.
 
 use cascade_block::BlockKey;
-use cascade_runtime::MutexGuard;
 use cascade_tier::TierName;
 
 use crate::Store;
 use crate::core::catalog::KeyIndex;
 use crate::core::state::StoreState;
 use crate::insight::hot::WatchedPrefix;
-use crate::insight::traffic::Insight;
 use crate::shared::StoreCore;
 use crate::shared::hold::KEYS_PER_HOLD;
 
@@ -50,61 +46,47 @@ impl Store {
             key: watched.key,
             depth_blocks: watched.depth,
             hits: watched.hits(),
-            tiers: core.tiers_of_chain(&watched.key, watched.depth),
+            tiers: tiers_of_chain(core, &watched.key, watched.depth),
         };
         watched.into_iter().map(describe).collect()
     }
 }
 
-impl StoreCore {
-    /// Discards all statistics, as after an erase.
-    pub(crate) fn reset_insight(&self) {
-        let lower = &self.tier_names()[1..=self.stages.len()];
-        *self.insight() = Insight::new(&self.config, self.pipeline.has_dram, lower, self.seed);
-    }
+/// The numbers of the tiers, fast to slow, that have a content's bytes and a closed read
+/// circuit.
+pub(crate) fn tiers_with(state: &StoreState, key: KeyIndex) -> Vec<usize> {
+    let content = state.catalog.content(state.catalog.entry(key).content);
+    let memory = content.slab.is_some().then_some(0);
+    let has_it = |stage: &usize| content.has_address(*stage) && !state.is_read_circuit_open(*stage);
+    let lower = (0..state.lower.len()).filter(has_it);
+    memory.into_iter().chain(lower.map(|stage| 1 + stage)).collect()
+}
 
-    pub(crate) fn insight(&self) -> MutexGuard<'_, Insight> {
-        // After a panic the counts may be incomplete, but they are still valid statistics.
-        self.insight.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The numbers of the tiers, fast to slow, that have a content's bytes and a closed read
-    /// circuit.
-    pub(crate) fn tiers_with(&self, state: &StoreState, key: KeyIndex) -> Vec<usize> {
-        let content = state.catalog.content(state.catalog.entry(key).content);
-        let memory = content.slab.is_some().then_some(0);
-        let has_it =
-            |stage: &usize| content.has_address(*stage) && !state.is_read_circuit_open(*stage);
-        let lower = (0..self.stages.len()).filter(has_it);
-        memory.into_iter().chain(lower.map(|stage| 1 + stage)).collect()
-    }
-
-    /// Walks a chain up from its last block, in short holds of the lock: it may be of any length.
-    fn tiers_of_chain(&self, key: &BlockKey, depth: u32) -> Vec<TierBytes> {
-        let mut sums = vec![(0_u64, 0_u64); 1 + self.stages.len()];
-        let (mut next, mut left) = (Some(*key), depth);
-        while let Some(key) = next.take() {
-            let mut state = self.lock_for(KEYS_PER_HOLD);
-            let mut at = state.catalog.find(&key);
-            while let Some(found) = at.filter(|_| left > 0) {
-                if state.is_hold_full() {
-                    // By its key: its index may be another key's after the lock was released.
-                    next = Some(state.catalog.entry(found).key);
-                    break;
-                }
-                state.charge(1);
-                left -= 1;
-                let content = state.catalog.entry(found).content;
-                let bytes = u64::from(state.catalog.content(content).bytes);
-                for tier in self.tiers_with(&state, found) {
-                    sums[tier].0 += 1;
-                    sums[tier].1 += bytes;
-                }
-                at = state.catalog.parent_of(found);
+/// Walks a chain up from its last block, in short holds of the lock: it may be of any length.
+fn tiers_of_chain(core: &StoreCore, key: &BlockKey, depth: u32) -> Vec<TierBytes> {
+    let mut sums = vec![(0_u64, 0_u64); 1 + core.stages.len()];
+    let (mut next, mut left) = (Some(*key), depth);
+    while let Some(key) = next.take() {
+        let mut state = core.lock_for(KEYS_PER_HOLD);
+        let mut at = state.catalog.find(&key);
+        while let Some(found) = at.filter(|_| left > 0) {
+            if state.is_hold_full() {
+                // By its key: its index may be another key's after the lock was released.
+                next = Some(state.catalog.entry(found).key);
+                break;
             }
+            state.charge(1);
+            left -= 1;
+            let content = state.catalog.entry(found).content;
+            let bytes = u64::from(state.catalog.content(content).bytes);
+            for tier in tiers_with(&state, found) {
+                sums[tier].0 += 1;
+                sums[tier].1 += bytes;
+            }
+            at = state.catalog.parent_of(found);
         }
-        let held = sums.into_iter().enumerate().filter(|(_, (blocks, _))| *blocks > 0);
-        held.map(|(tier, (blocks, bytes))| TierBytes { tier: self.tier_name(tier), blocks, bytes })
-            .collect()
     }
+    let held = sums.into_iter().enumerate().filter(|(_, (blocks, _))| *blocks > 0);
+    held.map(|(tier, (blocks, bytes))| TierBytes { tier: core.tier_name(tier), blocks, bytes })
+        .collect()
 }

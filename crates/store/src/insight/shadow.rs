@@ -9,6 +9,7 @@
 
 mod cache;
 mod queue;
+mod request;
 mod sample;
 mod window;
 
@@ -22,6 +23,7 @@ use crate::core::eviction::EvictionLimits;
 use crate::{PolicyKind, StoreConfig};
 use cache::{Arrival, DramShadow};
 use queue::FilesShadow;
+pub(crate) use request::ShadowRequest;
 use sample::Sample;
 use window::{Window, WindowCounts};
 
@@ -81,16 +83,17 @@ pub(crate) struct Shadows {
     may_decline: bool,
     /// Sampled blocks that are not yet put, each with its parent in the sample.
     pending_puts: HashMap<u64, Option<u64>>,
-    /// A request's sampled blocks and their positions in it; kept to save allocations.
-    chain: Vec<u64>,
-    places: Vec<usize>,
+    /// Counts how often the models were replaced.
+    generation: u64,
+    /// Empty between requests; kept to save allocations.
+    spare: ShadowRequest,
 }
 
 impl Shadows {
     /// The shadows for a store's settings and lower tiers, fast to slow.
     pub(crate) fn new(
         config: &StoreConfig,
-        has_dram: bool,
+        memory: Option<TierName>,
         lower: &[TierName],
         seed: FingerprintSeed,
     ) -> Self {
@@ -109,7 +112,7 @@ impl Shadows {
             dram_blocks: config.dram_blocks.unwrap_or(u64::MAX),
             // Zero without segments: the model then reclaims one block at a time.
             segment_bytes: files.filter(is_segmented).map_or(0, |files| files.segment_bytes),
-            dram_plan: has_dram.then(|| plan("dram", config.dram_bytes)),
+            dram_plan: memory.map(|name| plan(name, config.dram_bytes)),
             files_plan: files.map(|files| plan("files", files.capacity_bytes)),
             dram: None,
             files: None,
@@ -117,8 +120,8 @@ impl Shadows {
             files_window: Window::default(),
             may_decline: lower.is_empty(),
             pending_puts: HashMap::new(),
-            chain: Vec::new(),
-            places: Vec::new(),
+            generation: 0,
+            spare: ShadowRequest::default(),
         }
     }
 
@@ -148,115 +151,6 @@ impl Shadows {
                 FilesShadow::new(capacity, sample.share(self.segment_bytes))
             });
             self.files = Some(TierModels { sample, models });
-        }
-    }
-
-    /// A chain was looked up.
-    pub(crate) fn request(&mut self, lookup: &ChainLookup<'_>) {
-        self.start(lookup.block_bytes);
-        // The file tier first: its hits depend on the content of DRAM before this request.
-        self.request_files(lookup);
-        self.request_dram(lookup);
-    }
-
-    /// Selects a request's blocks that are in the sample. Returns whether its last block is.
-    fn select_sampled(&mut self, keys: &[BlockKey], sample: Sample) -> bool {
-        self.chain.clear();
-        self.places.clear();
-        for (place, key) in keys.iter().enumerate() {
-            let fingerprint = self.seed.of_key(key);
-            if sample.holds(fingerprint) {
-                self.chain.push(fingerprint);
-                self.places.push(place);
-            }
-        }
-        self.places.last().is_some_and(|last| last + 1 == keys.len())
-    }
-
-    fn request_dram(&mut self, lookup: &ChainLookup<'_>) {
-        let Some(sample) = self.dram.as_ref().map(|tier| tier.sample) else { return };
-        let has_tail = self.select_sampled(lookup.keys, sample);
-        let mut counts = WindowCounts::of_request(lookup.keys.len(), lookup.in_dram);
-        // A request without sampled blocks counts as well: rates are over all blocks requested.
-        let Some(tier) = self.dram.as_mut().filter(|_| !self.chain.is_empty()) else {
-            return self.dram_window.add(lookup.at, &counts);
-        };
-        let partial_tail = lookup.partial_tail && has_tail;
-        for (cache, missed) in tier.models.iter_mut().zip(&mut counts.missed) {
-            let leading = cache.request(lookup.at, &self.chain, partial_tail, lookup.hints);
-            *missed = (self.chain.len() - leading) as u64 * sample.weight();
-            // A policy that does not promote leaves blocks of lower tiers where they are.
-            let here = if cache.promotes_hits() { lookup.matched } else { lookup.in_dram };
-            for at in leading..self.chain.len() {
-                let parent = at.checked_sub(1).map(|before| self.chain[before]);
-                // A block that the store has is not put again, so it is inserted now. Other blocks
-                // are inserted when they are put.
-                if self.places[at] < here {
-                    cache.insert(
-                        lookup.at,
-                        &Arrival {
-                            fingerprint: self.chain[at],
-                            parent,
-                            bytes: lookup.block_bytes,
-                            is_protected: false,
-                            may_decline: self.may_decline,
-                        },
-                    );
-                } else if !(partial_tail && at + 1 == self.chain.len()) {
-                    // Entries of puts that never come would accumulate. A lost entry costs only the
-                    // nearest sampled ancestor of one block.
-                    if self.pending_puts.len() >= PENDING_PUTS_MAX {
-                        self.pending_puts.clear();
-                    }
-                    self.pending_puts.insert(self.chain[at], parent);
-                }
-            }
-        }
-        self.dram_window.add(lookup.at, &counts);
-    }
-
-    fn request_files(&mut self, lookup: &ChainLookup<'_>) {
-        let Some(sample) = self.files.as_ref().map(|tier| tier.sample) else { return };
-        self.select_sampled(lookup.keys, sample);
-        let mut counts = WindowCounts::of_request(lookup.keys.len(), lookup.matched);
-        if let Some(tier) = self.files.as_mut() {
-            // All sizes of the file tier see the DRAM model at 100 %: one tier is enlarged at a
-            // time.
-            let dram = self.dram.as_ref().map(|tier| &tier.models[0]);
-            let is_in_dram = |fingerprint: u64| dram.is_some_and(|dram| dram.holds(fingerprint));
-            for (queue, missed) in tier.models.iter_mut().zip(&mut counts.missed) {
-                // A block in DRAM is a hit without a read from files, so it gets no reference.
-                let mut leading = 0;
-                for fingerprint in &self.chain {
-                    if !is_in_dram(*fingerprint) {
-                        if !queue.holds(*fingerprint) {
-                            break;
-                        }
-                        queue.mark_referenced(*fingerprint);
-                    }
-                    leading += 1;
-                }
-                *missed = (self.chain.len() - leading) as u64 * sample.weight();
-                for at in leading..self.chain.len() {
-                    // As for DRAM: a block that the store has is not put again.
-                    if self.places[at] < lookup.matched {
-                        let bytes = in_pages(lookup.block_bytes);
-                        queue.insert(self.chain[at], bytes, false, &is_in_dram);
-                    }
-                }
-            }
-        }
-        self.files_window.add(lookup.at, &counts);
-    }
-
-    /// Hints for a chain arrived without a request for it.
-    pub(crate) fn hint(&mut self, now: Duration, keys: &[BlockKey], hints: &Hints) {
-        let Some(sample) = self.dram.as_ref().map(|tier| tier.sample) else { return };
-        self.select_sampled(keys, sample);
-        if let Some(tier) = self.dram.as_mut().filter(|_| !self.chain.is_empty()) {
-            for cache in &mut tier.models {
-                cache.hint(now, &self.chain, hints);
-            }
         }
     }
 
@@ -345,6 +239,12 @@ impl Shadows {
         self.dram = None;
         self.files = None;
         self.pending_puts.clear();
+        self.generation += 1;
+    }
+
+    /// Makes these the successors of others, whose unfinished requests they ignore.
+    pub(super) fn succeed(&mut self, before: &Self) {
+        self.generation = before.generation + 1;
     }
 
     /// Halves the sample when blocks shorter than the first one made it too large.
@@ -369,8 +269,8 @@ impl Shadows {
         let dram = self.dram.iter().flat_map(|tier| &tier.models).map(DramShadow::memory_bytes);
         let files = self.files.iter().flat_map(|tier| &tier.models).map(FilesShadow::memory_bytes);
         let pending_puts = self.pending_puts.capacity() * (size_of::<(u64, Option<u64>)>() + 1);
-        let chain = self.chain.capacity() * size_of::<(u64, usize)>();
-        size_of::<Self>() + dram.chain(files).sum::<usize>() + pending_puts + chain
+        let spare = self.spare.memory_bytes();
+        size_of::<Self>() + dram.chain(files).sum::<usize>() + pending_puts + spare
     }
 
     /// The results by tier and size; none before the first block.

@@ -5,6 +5,7 @@
 //! keeps it from the threads that wait: they are only being woken up when it is taken again.
 
 use std::ops::{Deref, DerefMut};
+use std::panic::Location;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{PoisonError, TryLockError};
 use std::time::Duration;
@@ -15,7 +16,7 @@ use cascade_tier::{CallOptions, HoldTimes, StoreError};
 pub(crate) use crate::core::bound::KEYS_PER_HOLD;
 use crate::core::catalog::Discarded;
 use crate::core::state::StoreState;
-use crate::hold_recorder::{HoldCounters, HoldRecorder};
+use crate::hold_recorder::{BegunHold, HoldCounters, HoldRecorder};
 use crate::shared::StoreCore;
 use crate::shared::call::CallContext;
 
@@ -61,8 +62,8 @@ const HELD: &str = "the lock is held until the guard is dropped";
 #[derive(Debug)]
 struct CurrentHold<'a> {
     lock: &'a StateLock,
-    /// CPU time of the thread when it began.
-    began_cpu: Option<Duration>,
+    /// For the recorder, if there is one.
+    begun: Option<BegunHold>,
     /// When it began, if it is for many keys.
     began: Option<Duration>,
 }
@@ -79,7 +80,10 @@ impl StateLock {
     #[inline]
     #[track_caller]
     pub(crate) fn lock(&self) -> StateGuard<'_> {
-        self.try_lock().unwrap_or_else(|| self.lock_in_turn(0))
+        match self.try_lock() {
+            Some(guard) => guard,
+            None => self.lock_in_turn(0),
+        }
     }
 
     /// Takes the lock for this many keys, after the thread that waits for it first.
@@ -159,12 +163,14 @@ impl StateLock {
     }
 
     #[inline]
+    #[track_caller]
     fn guard<'a>(&'a self, mut state: MutexGuard<'a, StoreState>, keys: usize) -> StateGuard<'a> {
         state.cost = 0;
-        state.eviction.begin_hold();
-        let began_cpu = self.recorder.as_ref().map(HoldRecorder::begin);
+        state.memory.eviction.begin_hold();
+        let at = Location::caller();
+        let begun = self.recorder.as_ref().map(|recorder| recorder.begin(at));
         let began = (keys >= TIMED_KEYS_MIN).then(now);
-        let hold = CurrentHold { lock: self, began_cpu, began };
+        let hold = CurrentHold { lock: self, begun, began };
         StateGuard { lock: self, held: Some(Held { hold, state }) }
     }
 
@@ -189,8 +195,8 @@ impl Drop for CurrentHold<'_> {
         if let Some(began) = self.began {
             self.lock.counters.count(now().saturating_sub(began));
         }
-        if let (Some(recorder), Some(began)) = (&self.lock.recorder, self.began_cpu) {
-            recorder.end(began);
+        if let (Some(recorder), Some(begun)) = (&self.lock.recorder, &self.begun) {
+            recorder.end(begun);
         }
     }
 }
@@ -207,7 +213,7 @@ impl Drop for StateGuard<'_> {
         }
         // Until they are free, other calls wait for their memory instead of failing.
         let slabs = discarded.iter().filter(|it| matches!(it, Discarded::Slab(_))).count() as u64;
-        held.state.slabs_in_flight += slabs;
+        held.state.memory.slabs_in_flight += slabs;
         drop(held);
         drop(discarded);
         self.lock.note_freed(slabs);
@@ -227,34 +233,6 @@ impl DerefMut for StateGuard<'_> {
     #[inline]
     fn deref_mut(&mut self) -> &mut StoreState {
         &mut self.held.as_mut().expect(HELD).state
-    }
-}
-
-impl StoreState {
-    /// Counts work of the current hold: one for each key, more for work that takes longer.
-    #[inline]
-    pub(crate) fn charge(&mut self, keys: u32) {
-        self.cost = self.cost.saturating_add(keys);
-        if let Some(recorder) = &self.recorder {
-            recorder.count(keys);
-        }
-    }
-
-    /// Counts a part of a batch that is handled in the current hold.
-    pub(crate) fn charge_keys<T>(&mut self, keys: &[T]) {
-        self.charge(u32::try_from(keys.len()).unwrap_or(u32::MAX));
-    }
-
-    /// Whether the current hold has done as much as one hold may do.
-    #[inline]
-    pub(crate) fn is_hold_full(&self) -> bool {
-        self.cost_left() == 0
-    }
-
-    /// What the current hold may still do.
-    #[inline]
-    pub(crate) fn cost_left(&self) -> usize {
-        KEYS_PER_HOLD.saturating_sub(self.cost as usize)
     }
 }
 
@@ -309,6 +287,7 @@ impl StoreCore {
     }
 
     /// Releases the lock and takes it again in turn, if this hold has done enough.
+    #[track_caller]
     pub(crate) fn end_full_hold<'a>(&'a self, state: StateGuard<'a>) -> StateGuard<'a> {
         if !state.is_hold_full() {
             return state;
@@ -320,6 +299,7 @@ impl StoreCore {
     /// Handles items in as many holds of the lock as needed, until the deadline of the call.
     /// Returns how many were handled: all of the first hold, also after the deadline, unless it
     /// passed before the call got the lock.
+    #[track_caller]
     pub(crate) fn in_holds<T>(
         &self,
         call: Option<CallContext>,

@@ -16,7 +16,7 @@ use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId, TenantSecret, checksum};
-use cascade_memory::{HugePages, Pool, PoolConfig, Slab, SlabMut, copy_out};
+use cascade_memory::{HostSlabMut, HugePages, Pool, PoolConfig, Slab, SlabMut, copy_out};
 use cascade_runtime::{Clock, Condvar, Deadline, Mutex, MutexGuard};
 use cascade_tier::tier::{
     Address, BlockFacts, EraseOutcome, Load, LoadOutcome, LoadQueue, MakeRoomOutcome, Tier,
@@ -192,16 +192,17 @@ impl EncryptedStage {
         bytes: usize,
         may_wait: bool,
         deadline: Deadline,
-    ) -> Result<Option<SlabMut>, TierError> {
+    ) -> Result<Option<HostSlabMut>, TierError> {
+        let in_host_memory = |slab: SlabMut| slab.into_host().map_err(|_| TierError::NotHostMemory);
         if bytes > self.bounce.region().bytes() / BATCH_SHARE {
             // A pool for this record alone. Its block is in DRAM meanwhile, so the size of DRAM
             // limits the number of such pools.
             let pool = bounce_pool(bytes).map_err(|error| TierError::Failed(Arc::new(error)))?;
-            return Ok(pool.allocate_direct(bytes));
+            return pool.allocate_direct(bytes).map(in_host_memory).transpose();
         }
         loop {
             if let Some(buffer) = self.bounce.allocate_direct(bytes) {
-                return Ok(Some(buffer));
+                return in_host_memory(buffer).map(Some);
             }
             if !may_wait {
                 return Ok(None);
@@ -227,20 +228,24 @@ impl EncryptedStage {
         &self,
         facts: &BlockFacts,
         slab: &Slab,
-        mut buffer: SlabMut,
+        mut buffer: HostSlabMut,
     ) -> Result<(BlockFacts, Slab), TierError> {
-        if !slab.verify_checksum(checksum(slab)) {
+        let block = slab.host().ok_or(TierError::NotHostMemory)?;
+        if !slab.verify_checksum(checksum(block)) {
             return Err(TierError::ChangedInMemory);
         }
         // Not a non-temporal copy: sealing reads the bytes at once.
-        buffer[..slab.len()].copy_from_slice(slab);
+        buffer[..block.len()].copy_from_slice(block);
         record::seal(&self.keys, &mut buffer, facts.key, facts.digest.as_ref())
             .map_err(|error| TierError::Failed(Arc::new(error)))?;
-        Ok((sealed_facts(facts), buffer.seal()))
+        Ok((sealed_facts(facts), buffer.into_slab().seal()))
     }
 
     /// Decrypts a record of the inner stage. Returns another outcome if that fails.
-    fn unseal(&self, key: &BlockKey, mut buffer: SlabMut, mut slab: SlabMut) -> LoadOutcome {
+    fn unseal(&self, key: &BlockKey, buffer: SlabMut, mut slab: SlabMut) -> LoadOutcome {
+        let (Ok(mut buffer), Some(target)) = (buffer.into_host(), slab.host_mut()) else {
+            return LoadOutcome::Failed(TierError::NotHostMemory);
+        };
         let Some(trailer) = Trailer::read(&buffer) else { return self.damaged() };
         if !self.keys.knows(trailer.key_id) {
             self.counters.other_key.fetch_add(1, Ordering::Relaxed);
@@ -258,8 +263,8 @@ impl EncryptedStage {
             }
         }
         match record::open(&self.keys, &mut buffer, &trailer) {
-            Some(block) if block.len() == slab.len() => {
-                copy_out(&mut slab, block, 0);
+            Some(block) if block.len() == target.len() => {
+                copy_out(target, block, 0);
                 LoadOutcome::Hit(slab)
             }
             _ => self.damaged(),
@@ -290,10 +295,11 @@ impl EncryptedStage {
         let bytes = Self::record_bytes(facts.bytes);
         let bytes = bytes.ok_or(TierError::Declined { bytes: facts.bytes })?;
         let Some(slab) = self.buffer(bytes, true, deadline)? else { return Ok(None) };
-        let load = Load { key: facts.key, address, slab };
-        let Some(LoadOutcome::Hit(mut buffer)) = self.inner.load(vec![load], deadline).pop() else {
+        let load = Load { key: facts.key, address, slab: slab.into_slab() };
+        let Some(LoadOutcome::Hit(buffer)) = self.inner.load(vec![load], deadline).pop() else {
             return Ok(None);
         };
+        let mut buffer = buffer.into_host().map_err(|_| TierError::NotHostMemory)?;
         let Some(trailer) = Trailer::read(&buffer) else { return Ok(None) };
         let opened = record::open(&self.keys, &mut buffer, &trailer).is_some();
         Ok(opened.then_some(trailer.origin))

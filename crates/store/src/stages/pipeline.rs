@@ -1,12 +1,17 @@
 //! Pipelines: an ordered list of stages, such as `"Dram|Files"`.
 
-use cascade_tier::PipelineError;
+use cascade_memory::RegionKind;
+use cascade_tier::{PipelineError, TierName};
 
 use crate::core::catalog::LOWER_STAGES_MAX;
 use crate::stages::StageRegistry;
 
 /// Names of tiers that this build does not have; a pipeline may name them, and they are left out.
 const UNAVAILABLE: [&str; 2] = ["hbm", "peers"];
+
+/// Names of the tier of the store's own memory.
+const DRAM: TierName = "dram";
+const HBM: TierName = "hbm";
 
 /// Stages for benchmarks of hit rates and ceilings: valid, but not listed in error messages.
 const FOR_BENCHMARKS: [&str; 2] = ["empty", "fake"];
@@ -18,11 +23,14 @@ fn listed_stages(registry: &StageRegistry) -> Vec<String> {
 }
 
 /// A parsed and checked pipeline.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pipeline {
-    /// Whether blocks are kept in DRAM.
-    pub has_dram: bool,
-    /// Names of the stages below DRAM, in lower case, fast to slow.
+    /// Name of the tier of the store's own memory: `dram`, or `hbm` in the memory of a device. Also
+    /// if no blocks are kept in it.
+    pub memory: TierName,
+    /// Whether blocks are kept in that memory.
+    pub keeps_in_memory: bool,
+    /// Names of the stages below it, in lower case, fast to slow.
     pub lower: Vec<String>,
     /// Notes on stages that were left out.
     pub notes: Vec<String>,
@@ -31,22 +39,46 @@ pub struct Pipeline {
 impl Pipeline {
     /// Parses and checks a pipeline. Names are case-insensitive; `Cache` is an alias of `Dram`.
     pub fn parse(text: &str, registry: &StageRegistry) -> Result<Self, PipelineError> {
+        Self::parse_for(RegionKind::Host, text, registry)
+    }
+
+    /// The tier of the store's own memory, if blocks are kept in it.
+    pub(crate) fn memory_tier(&self) -> Option<TierName> {
+        self.keeps_in_memory.then_some(self.memory)
+    }
+
+    /// As [`Self::parse`], for a store in this kind of memory. In that of a device, `Hbm` takes the
+    /// place of `Dram`.
+    pub(crate) fn parse_for(
+        kind: RegionKind,
+        text: &str,
+        registry: &StageRegistry,
+    ) -> Result<Self, PipelineError> {
         let bad = |reason: String| PipelineError::BadOrder { pipeline: text.to_owned(), reason };
-        let mut pipeline = Self::default();
+        let memory = if kind == RegionKind::Host { DRAM } else { HBM };
+        let mut pipeline =
+            Self { memory, keeps_in_memory: false, lower: Vec::new(), notes: Vec::new() };
         for (position, raw) in text.split('|').enumerate() {
             let stage = raw.trim().to_lowercase();
             match stage.as_str() {
                 "" => {
                     return Err(bad(format!("the stage at position {} has no name", position + 1)));
                 }
-                "dram" | "cache" if pipeline.has_dram => {
-                    return Err(bad(format!("it has {} twice", raw.trim())));
+                DRAM | "cache" if kind == RegionKind::Device => {
+                    let name = raw.trim();
+                    return Err(bad(format!(
+                        "a store in device memory has no {name} yet; leave {name} out"
+                    )));
                 }
-                "dram" | "cache" if !pipeline.lower.is_empty() => {
-                    let slower = &pipeline.lower[0];
-                    return Err(bad(format!("{} must come before {slower}", raw.trim())));
+                name if name == memory || (name == "cache" && memory == DRAM) => {
+                    if pipeline.keeps_in_memory {
+                        return Err(bad(format!("it has {} twice", raw.trim())));
+                    }
+                    if let Some(slower) = pipeline.lower.first() {
+                        return Err(bad(format!("{} must come before {slower}", raw.trim())));
+                    }
+                    pipeline.keeps_in_memory = true;
                 }
-                "dram" | "cache" => pipeline.has_dram = true,
                 "empty" => pipeline.notes.push("stage Empty stores no blocks".to_owned()),
                 missing if UNAVAILABLE.contains(&missing) => {
                     let note = format!("tier {} is not available here: left out", raw.trim());
@@ -99,10 +131,28 @@ mod tests {
         ] {
             let pipeline = parse(text).unwrap();
             assert_eq!(
-                (pipeline.has_dram, pipeline.lower),
+                (pipeline.keeps_in_memory, pipeline.lower),
                 (has_dram, lower.iter().map(|s| (*s).to_owned()).collect()),
                 "{text}"
             );
+        }
+    }
+
+    #[test]
+    fn hbm_takes_the_place_of_dram_in_device_memory() {
+        let registry = StageRegistry::default();
+        let parse = |text: &str| Pipeline::parse_for(RegionKind::Device, text, &registry);
+        let pipeline = parse("Hbm|Files").unwrap();
+        assert_eq!((pipeline.memory, pipeline.keeps_in_memory), ("hbm", true));
+        assert_eq!((pipeline.lower, pipeline.notes), (vec!["files".to_owned()], Vec::new()));
+        for (text, message) in [
+            ("Hbm|Dram|Files", "no Dram yet"),
+            ("Cache", "no Cache yet"),
+            ("Hbm|hbm", "hbm twice"),
+            ("Files|Hbm", "Hbm must come before files"),
+        ] {
+            let error = parse(text).unwrap_err().to_string();
+            assert!(error.contains(message), "{text}: {error}");
         }
     }
 

@@ -3,7 +3,6 @@
 //! [`Records`] is the interface to that store. Whatever its faults, a block is a hit only if every
 //! bit of its record is as it was written, under the name and key that it was written with.
 
-mod buffers;
 mod index;
 mod opening;
 mod record;
@@ -13,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 
 use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId};
-use cascade_memory::{Slab, SlabMut};
+use cascade_memory::{HostSlab, HostSlabMut, Slab, copy_in};
 use cascade_runtime::{Deadline, Mutex, MutexGuard};
 use cascade_tier::tier::{
     Address, BlockFacts, EraseOutcome, Load, LoadOutcome, MakeRoomOutcome, Tier, TierError,
@@ -21,10 +20,10 @@ use cascade_tier::tier::{
 };
 use cascade_tier::{StoreError, TierName};
 
-use self::buffers::RecordBuffers;
 use self::index::RecordIndex;
 use self::record::{HEADER_BYTES, RecordHeader, RecordKind, name_of};
 use super::StageContext;
+use super::host_buffers::HostBuffers;
 
 /// Making room frees at least this share of the capacity, so that it is rare.
 const ROOM_SHARE: u64 = 64;
@@ -93,7 +92,7 @@ pub enum RecordAnswer {
     /// The beginning of a record.
     Got {
         /// The buffer of the call.
-        buffer: SlabMut,
+        buffer: HostSlabMut,
         /// How much of it was filled.
         bytes: usize,
     },
@@ -106,7 +105,7 @@ pub enum RecordAnswer {
 pub struct UnsealedRecord {
     header: PendingHeader,
     payload: Payload,
-    buffers: Arc<RecordBuffers>,
+    buffers: Arc<HostBuffers>,
 }
 
 /// The fields of a header that are known before the payload is read.
@@ -128,14 +127,17 @@ enum Payload {
 #[derive(Debug)]
 pub struct RecordBuffer {
     bytes: usize,
-    buffers: Arc<RecordBuffers>,
+    buffers: Arc<HostBuffers>,
 }
 
 impl UnsealedRecord {
     /// The record's bytes: a copy of the block behind its header.
-    pub fn seal(self) -> Result<Slab, TierError> {
+    ///
+    /// # Errors
+    /// If there is no memory for it, or the block is in device memory.
+    pub fn seal(self) -> Result<HostSlab, TierError> {
         let payload: &[u8] = match &self.payload {
-            Payload::Block(slab) => slab,
+            Payload::Block(slab) => slab.host().ok_or(TierError::NotHostMemory)?,
             Payload::Bytes(bytes) => bytes,
         };
         let PendingHeader { kind, address, target, facts } = self.header;
@@ -147,7 +149,7 @@ impl UnsealedRecord {
 
 impl RecordBuffer {
     /// Allocates the buffer; its content is undefined.
-    pub fn take(self) -> Result<SlabMut, TierError> {
+    pub fn take(self) -> Result<HostSlabMut, TierError> {
         self.buffers.take(self.bytes)
     }
 }
@@ -157,7 +159,7 @@ impl RecordBuffer {
 pub struct RecordStage {
     name: TierName,
     records: Arc<dyn Records>,
-    buffers: Arc<RecordBuffers>,
+    buffers: Arc<HostBuffers>,
     capacity_bytes: u64,
     index: Mutex<RecordIndex>,
     next_address: AtomicU64,
@@ -177,7 +179,7 @@ impl RecordStage {
         capacity_bytes: Option<u64>,
         context: &StageContext<'_>,
     ) -> Result<Arc<dyn Tier>, StoreError> {
-        let buffers = Arc::new(RecordBuffers::new(context.config.dram_bytes)?);
+        let buffers = Arc::new(HostBuffers::new(context.config.dram_bytes)?);
         let timeout = context.config.timeout;
         let found = opening::read_all(&*records, &buffers, &**context.clock, timeout);
         let found = found.map_err(|error| StoreError::Tier {
@@ -269,9 +271,12 @@ impl RecordStage {
         if let Some(header) = header
             && bytes == buffer.len()
         {
-            slab.fill_from(&buffer[HEADER_BYTES..]);
+            let Some(copy) = slab.host_mut() else {
+                return LoadOutcome::Failed(TierError::NotHostMemory);
+            };
+            copy_in(copy, &buffer[HEADER_BYTES..]);
             // The copy is checked, because the implementation may still write to the buffer.
-            if header.fits(&slab) {
+            if header.fits(copy) {
                 return LoadOutcome::Hit(slab);
             }
         }

@@ -14,6 +14,10 @@ impl SourceList {
         Self(sources)
     }
 
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
     pub(super) fn all(&self) -> &[Arc<dyn Source>] {
         &self.0
     }

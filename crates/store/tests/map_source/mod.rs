@@ -242,9 +242,9 @@ impl MapSource {
         if fault == Some(Fault::Fails) || self.fails.load(Ordering::Relaxed) {
             return LoadOutcome::Failed(eio());
         }
-        slab.copy_from_slice(bytes);
+        slab.fill_from(bytes).unwrap();
         if fault == Some(Fault::Flipped) {
-            slab[0] ^= 1;
+            slab.host_mut().unwrap()[0] ^= 1;
         }
         LoadOutcome::Hit(slab)
     }

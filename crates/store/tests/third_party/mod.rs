@@ -325,7 +325,10 @@ impl Stage for MapStage {
                 blocks.retain(|_, kept| !kept.names.remove(&facts.key) || !kept.names.is_empty());
             }
             let names = BTreeSet::from([facts.key]);
-            blocks.insert(address, StoredBlock { names, bytes: slab.to_vec() });
+            blocks.insert(
+                address,
+                StoredBlock { names, bytes: slab.host().expect("host memory").to_vec() },
+            );
             self.stored.fetch_add(1, Ordering::Relaxed);
             Ok(Address(address))
         };
@@ -353,7 +356,7 @@ impl Stage for MapStage {
                     if self.damages.load(Ordering::Relaxed) {
                         return LoadOutcome::Damaged;
                     }
-                    load.slab.copy_from_slice(&kept.bytes);
+                    load.slab.fill_from(&kept.bytes).unwrap();
                     LoadOutcome::Hit(load.slab)
                 }
                 _ => LoadOutcome::Gone,

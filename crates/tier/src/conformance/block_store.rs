@@ -147,7 +147,10 @@ impl Subject {
 fn tier_of(key: &BlockKey, view: ViewOutcome) -> Option<TierName> {
     match view {
         ViewOutcome::Hit { slab, tier } => {
-            assert!(*slab == *bytes_of(key, slab.len()), "wrong bytes for {key} from {tier}");
+            assert!(
+                slab.host() == Some(&bytes_of(key, slab.len())),
+                "wrong bytes for {key} from {tier}"
+            );
             Some(tier)
         }
         ViewOutcome::Miss => None,
@@ -265,13 +268,13 @@ fn slabs_are_written_in_place(subject: &Subject) {
     let keys = keys(0..2);
     let slab = |key: &BlockKey, length: usize| {
         let mut slab = subject.store.reserve(length, NOW).expect("the store is empty");
-        slab.copy_from_slice(&bytes_of(key, length));
+        slab.fill_from(&bytes_of(key, length)).expect("host memory never fails");
         slab
     };
     drop(slab(&keys[0], 5000));
     let mut longer = subject.store.reserve(8000, NOW).expect("the store is empty");
-    longer[..5000].copy_from_slice(&bytes_of(&keys[1], 5000));
     longer.truncate(5000);
+    longer.fill_from(&bytes_of(&keys[1], 5000)).expect("host memory never fails");
     let batch = vec![PutSlab::new(keys[0], slab(&keys[0], 5000)), PutSlab::new(keys[1], longer)];
     let outcomes = subject.store.put_slabs(batch, NOW);
     assert!(matches!(outcomes[..], [PutOutcome::Stored, PutOutcome::Stored]), "{outcomes:?}");
@@ -392,7 +395,10 @@ fn equal_bytes_are_deduplicated_with_digests(subject: &Subject) {
         subject.deduplicates
     );
     for view in subject.store.view(&[key(1), key(2)], NOW) {
-        assert!(matches!(&view, ViewOutcome::Hit { slab, .. } if **slab == *bytes), "{view:?}");
+        assert!(
+            matches!(&view, ViewOutcome::Hit { slab, .. } if slab.host() == Some(&bytes)),
+            "{view:?}"
+        );
     }
 }
 

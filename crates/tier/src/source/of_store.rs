@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use cascade_block::{BlockKey, NamespaceId, checksum};
-use cascade_memory::Slab;
+use cascade_memory::{DeviceError, Slab, SlabMut};
 use cascade_runtime::{Clock, SystemClock};
 
 use crate::source::{LocatedBlock, Source, SourceLimit};
@@ -88,8 +88,12 @@ impl Source for StoreSource {
         let mut located = Vec::with_capacity(keys.len());
         for keys in keys.chunks(VIEWS_PER_CALL) {
             let views = self.view(keys, limit)?;
-            let locate = |(key, view): (&BlockKey, Option<Slab>)| locate_block(*key, &view?);
-            located.extend(keys.iter().zip(views).map(locate));
+            let locate = |(key, view): (&BlockKey, Option<Slab>)| {
+                view.map_or(Ok(None), |view| locate_block(*key, &view))
+            };
+            for block in keys.iter().zip(views).map(locate) {
+                located.push(block.map_err(TierError::Device)?);
+            }
         }
         Ok(located)
     }
@@ -132,19 +136,20 @@ impl fmt::Debug for StoreSource {
 
 /// What the source says about a block. The address is the identity of its bytes, because the key
 /// may stand for other bytes when the block is fetched.
-fn locate_block(key: BlockKey, block: &Slab) -> Option<LocatedBlock> {
+fn locate_block(key: BlockKey, block: &Slab) -> Result<Option<LocatedBlock>, DeviceError> {
+    let Ok(bytes) = u32::try_from(block.len()) else { return Ok(None) };
     let facts = BlockFacts {
         key,
         digest: None,
         parent: None,
         namespace: NamespaceId::default(),
-        bytes: u32::try_from(block.len()).ok()?,
+        bytes,
         is_prefix: false,
         written_unix_ms: 0,
         expires_unix_ms: None,
     };
-    let checksum = checksum(block);
-    Some(LocatedBlock { facts, checksum, address: address(facts.bytes, checksum) })
+    let checksum = checksum(&block.bytes_or_copy()?);
+    Ok(Some(LocatedBlock { facts, checksum, address: address(bytes, checksum) }))
 }
 
 fn address(bytes: u32, checksum: u32) -> Address {
@@ -152,17 +157,34 @@ fn address(bytes: u32, checksum: u32) -> Address {
 }
 
 fn copy_block(load: Load, view: Option<Slab>) -> LoadOutcome {
-    let Load { address: expected, mut slab, .. } = load;
+    let Load { address: expected, slab, .. } = load;
     let Some(block) = view.filter(|block| block.len() == slab.len()) else {
         return LoadOutcome::Gone;
     };
-    block.copy_to(&mut slab);
-    let bytes = u32::try_from(slab.len()).unwrap_or(u32::MAX);
-    if address(bytes, checksum(&slab)) == expected {
-        LoadOutcome::Hit(slab)
-    } else {
-        LoadOutcome::Gone
+    match copied_block(slab, &block, expected) {
+        Ok(Some(slab)) => LoadOutcome::Hit(slab),
+        Ok(None) => LoadOutcome::Gone,
+        Err(error) => LoadOutcome::Failed(TierError::Device(error)),
     }
+}
+
+/// The slab with a copy of the block, if that has the expected identity. In host memory the copy is
+/// checked. A copy in device memory is checked before it is written there.
+fn copied_block(
+    mut slab: SlabMut,
+    block: &Slab,
+    expected: Address,
+) -> Result<Option<SlabMut>, DeviceError> {
+    let bytes = u32::try_from(slab.len()).unwrap_or(u32::MAX);
+    let sum = if let Some(host) = slab.host_mut() {
+        block.copy_to(host)?;
+        checksum(host)
+    } else {
+        let copy = block.bytes_or_copy()?;
+        slab.fill_from(&copy)?;
+        checksum(&copy)
+    };
+    Ok((address(bytes, sum) == expected).then_some(slab))
 }
 
 fn stage_error(error: StoreError) -> TierError {

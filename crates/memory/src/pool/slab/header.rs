@@ -227,7 +227,7 @@ mod tests {
         let slabs: Vec<_> = (0..64_u8)
             .map(|number| {
                 let mut slab = pool.allocate(100).expect("the pool is large enough");
-                slab.fill(number);
+                slab.host_mut().expect("host memory").fill(number);
                 slab.seal()
             })
             .collect();
@@ -239,7 +239,8 @@ mod tests {
                         let again = slabs.clone();
                         let of = |at: usize| u8::try_from(at).expect("64 slabs");
                         let is_right = |(at, slab): (usize, &crate::Slab)| {
-                            slab.iter().all(|byte| *byte == of(at))
+                            let bytes = slab.host().expect("host memory");
+                            bytes.iter().all(|byte| *byte == of(at))
                         };
                         assert!(again.iter().enumerate().all(is_right), "{round}");
                     }

@@ -106,8 +106,13 @@ mod tests {
         Pool::new(&config).expect("a MiB is there")
     }
 
+    fn file_of(pool: &Pool) -> std::fs::File {
+        let host = pool.region().host().expect("host memory");
+        host.file().try_clone().expect("descriptors are left")
+    }
+
     fn attach(pool: &Pool, is_writable: bool, lender: &Arc<RecordedReleases>) -> Arc<Attachment> {
-        let file = pool.region().file().try_clone().expect("descriptors are left");
+        let file = file_of(pool);
         let lender = Arc::clone(lender) as Arc<dyn Lender>;
         Attachment::map(file.into(), 1 << 20, is_writable, lender).expect("it can be mapped")
     }
@@ -118,8 +123,8 @@ mod tests {
         let there = pool.allocate(5000).expect("the pool is empty");
         let here = attach(&pool, true, &lender);
         let mut slab = here.writable(7, there.offset(), 5000).expect("it lies in the pool");
-        slab.fill(42);
-        assert!(there.iter().all(|byte| *byte == 42));
+        slab.host_mut().expect("host memory").fill(42);
+        assert!(there.host().expect("host memory").iter().all(|byte| *byte == 42));
         assert_eq!(slab.into_hold(&here).expect("it was lent by this node"), 7);
         assert!(lender.0.lock().expect("not poisoned").is_empty(), "into_hold releases nothing");
         drop(here.sealed(8, there.offset(), 5000));
@@ -133,7 +138,7 @@ mod tests {
         assert!(here.sealed(1, 1 << 20, 1).is_none());
         assert!(here.sealed(1, usize::MAX, 2).is_none());
         assert!(here.writable(1, 0, 64).is_none(), "mapped for reading");
-        let file = pool.region().file().try_clone().expect("descriptors are left");
+        let file = file_of(&pool);
         let other = Attachment::map(file.into(), 2 << 20, false, lender).expect_err("too long");
         assert!(matches!(other, MemoryError::Map { .. }), "{other}");
     }

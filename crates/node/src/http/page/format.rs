@@ -72,7 +72,7 @@ pub(super) fn current_rate(series: &Series, flow: Flow) -> Option<f64> {
 /// The CSS class with the colour of a tier.
 pub(in crate::http) fn tier_class(tier: &str) -> &'static str {
     match tier {
-        "dram" => "c-dram",
+        "dram" | "hbm" => "c-dram",
         "files" => "c-files",
         _ => "c-other",
     }

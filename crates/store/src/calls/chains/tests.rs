@@ -1,6 +1,6 @@
 //! How often calls take the lock and look keys up. Nothing here measures time.
 
-use cascade_tier::{PrepareOutcome, Put, PutOutcome, PutSlab};
+use cascade_tier::{PrepareOutcome, Put, PutOutcome, PutSlab, StoreError};
 
 use super::*;
 use crate::core::catalog::PROBES;
@@ -57,7 +57,8 @@ fn views_and_lookups_take_the_lock_once_and_look_each_key_up_once() {
     store.put(&chain(&keys, &[1; BYTES]), CallOptions::default());
     let request = Request::new(&keys);
     let not_below = |_: &[BlockKey]| panic!("every block is in memory");
-    let (views, locks, probes) = counted(&holds, || store.acquire_with(&request, not_below));
+    let (views, locks, probes) =
+        counted(&holds, || store.acquire_with(&request, CallOptions::default(), not_below));
     assert_eq!((views.len(), locks, probes), (256, 1, 256));
     assert!(are_hits(&views), "{views:?}");
     let (views, locks, probes) = counted(&holds, || store.view(&keys, CallOptions::default()));
@@ -86,7 +87,7 @@ fn each_phase_of_a_put_takes_the_lock_once_and_looks_each_key_up_once() {
     assert_eq!((locks, probes), (1, 256));
     let slab = |(put, prepared): (&Put<'_>, PrepareOutcome)| {
         let PrepareOutcome::Slab(mut slab) = prepared else { panic!("{prepared:?}") };
-        slab.fill(3);
+        slab.host_mut().unwrap().fill(3);
         PutSlab { parent: put.parent, ..PutSlab::new(put.key, slab) }
     };
     let batch: Vec<PutSlab> = puts.iter().zip(prepared).map(slab).collect();
@@ -111,7 +112,8 @@ fn long_batches_take_the_lock_once_for_256_keys() {
     assert!(are_hits(&views));
     let request = Request::new(&keys);
     let not_below = |_: &[BlockKey]| panic!("every block is in memory");
-    let (views, locks, probes) = counted(&holds, || store.acquire_with(&request, not_below));
+    let (views, locks, probes) =
+        counted(&holds, || store.acquire_with(&request, CallOptions::default(), not_below));
     // Eight for the report to the eviction policy, which visits each block twice.
     assert_eq!((views.len(), locks, probes), (1000, 4 + 8, 1000));
     assert!(are_hits(&views), "{views:?}");
@@ -129,7 +131,9 @@ fn expired_blocks_and_gaps_end_a_match() {
     let mut puts = chain(&keys, &[1; BYTES]);
     puts[5].ttl_ms = Some(0);
     store.put(&puts, CallOptions::default());
-    let views = store.acquire_with(&Request::new(&keys), |_| panic!("no block is below"));
+    let views = store.acquire_with(&Request::new(&keys), CallOptions::default(), |_| {
+        panic!("no block is below")
+    });
     assert!(views.len() == 5 && are_hits(&views), "{views:?}");
     let views = store.view_resident(&keys, CallOptions::default());
     let misses: Vec<usize> = (0..8).filter(|at| matches!(views[*at], ViewOutcome::Miss)).collect();

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use cascade_memory::Slab;
+use cascade_memory::{Slab, SlabMut};
 use cascade_tier::{GetOutcome, TierName};
 
 use super::PendingRead;
@@ -35,9 +35,15 @@ impl<'a, 'b> CallerBuffers<'a, 'b> {
         Self { buffers, copied, batch_bytes, hits, hit_bytes: 0, deferred, copies: None }
     }
 
-    pub(super) fn copy(&mut self, index: usize, block: &[u8], tier: TierName) {
-        let outcome = copy_block(self.buffers[index], block, tier, self.batch_bytes);
-        self.copied[index] = Some(outcome);
+    pub(super) fn copy(&mut self, index: usize, block: &Slab, tier: TierName) {
+        let copy = |target: &mut [u8]| block.copy_to_in_batch(target, self.batch_bytes);
+        self.copied[index] = Some(copy_block(self.buffers[index], block.len(), tier, copy));
+    }
+
+    /// As [`Self::copy`], from a slab that a stage has just read into.
+    pub(super) fn copy_loaded(&mut self, index: usize, block: &SlabMut, tier: TierName) {
+        let copy = |target: &mut [u8]| block.copy_to_in_batch(target, self.batch_bytes);
+        self.copied[index] = Some(copy_block(self.buffers[index], block.len(), tier, copy));
     }
 
     /// Bytes of all slabs that the call has yet to copy from.

@@ -8,9 +8,48 @@ use std::collections::VecDeque;
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use cascade_memory::Slab;
+use cascade_memory::{DeviceError, Slab};
 use cascade_runtime::{Condvar, Mutex, MutexGuard};
-use cascade_tier::{GetOutcome, TierName};
+use cascade_tier::{GetOutcome, StoreError, TierName};
+
+/// Second threads of all calls of a process at most. Two threads copy at the speed of the memory;
+/// without this bound, 100 callers started 100 threads.
+const SECOND_THREADS_MAX: usize = 4;
+
+/// The second threads that are running.
+static SECOND_THREADS: Threads = Threads::new();
+
+/// Counts threads.
+struct Threads(AtomicUsize);
+
+impl Threads {
+    const fn new() -> Self {
+        Self(AtomicUsize::new(0))
+    }
+
+    /// Counts one more, unless there are as many as may be. Relaxed: it orders nothing else.
+    fn begin(&self) -> Option<SecondThread<'_>> {
+        let more = |running| (running < SECOND_THREADS_MAX).then_some(running + 1);
+        let begun = self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more);
+        begun.ok().map(|_| SecondThread(self))
+    }
+}
+
+/// Permission for a second thread, until it is dropped.
+pub(super) struct SecondThread<'t>(&'t Threads);
+
+impl SecondThread<'static> {
+    /// `None` while other calls have as many as there may be: then a call makes its copies itself.
+    pub(super) fn begin() -> Option<Self> {
+        SECOND_THREADS.begin()
+    }
+}
+
+impl Drop for SecondThread<'_> {
+    fn drop(&mut self) {
+        self.0.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
 
 /// A block in DRAM, and the buffer that it is copied to.
 pub(super) struct Copy<'b> {
@@ -93,7 +132,8 @@ impl<'b> Copies<'b> {
     }
 
     fn copy(&self, Copy { index, slab, tier, buffer }: Copy<'b>) {
-        let outcome = copy_block(buffer, &slab, tier, self.batch_bytes);
+        let copy = |target: &mut [u8]| slab.copy_to_in_batch(target, self.batch_bytes);
+        let outcome = copy_block(buffer, slab.len(), tier, copy);
         self.bytes.fetch_sub(slab.len(), Ordering::Relaxed);
         drop(slab);
         self.lock().done.push((index, buffer, outcome));
@@ -109,17 +149,33 @@ impl<'b> Copies<'b> {
     }
 }
 
-/// Copies a block to its buffer. `batch_bytes` are those of all blocks of the call.
+/// Copies a block of this length to its buffer, if it fits.
 pub(super) fn copy_block(
     buffer: &mut [u8],
-    block: &[u8],
+    bytes: usize,
     tier: TierName,
-    batch_bytes: usize,
+    copy: impl FnOnce(&mut [u8]) -> Result<(), DeviceError>,
 ) -> GetOutcome {
-    let bytes = block.len();
     if bytes > buffer.len() {
         return GetOutcome::TooShort { needed_bytes: bytes };
     }
-    cascade_memory::copy_out(&mut buffer[..bytes], block, batch_bytes);
-    GetOutcome::Hit { bytes, tier }
+    match copy(&mut buffer[..bytes]) {
+        Ok(()) => GetOutcome::Hit { bytes, tier },
+        Err(error) => GetOutcome::Failed(StoreError::Device(error)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn further_calls_get_no_second_thread() {
+        let threads = Threads::new();
+        let mut running: Vec<_> = (0..SECOND_THREADS_MAX).map(|_| threads.begin()).collect();
+        assert!(running.iter().all(Option::is_some));
+        assert!(threads.begin().is_none());
+        running.pop();
+        assert!(threads.begin().is_some(), "one has ended");
+    }
 }

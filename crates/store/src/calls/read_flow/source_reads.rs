@@ -6,24 +6,23 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
-use cascade_memory::Slab;
 use cascade_runtime::Deadline;
 use cascade_tier::ViewOutcome;
 use cascade_tier::tier::{BlockFacts, Load, LoadOutcome, TierError};
 use cascade_tier::{StoreError, TierName};
 
 use crate::calls::arrivals::{Arrivals, FetchQueue, FetchSide, FetchTask, end_call};
-use crate::calls::sources::LocateRound;
-use crate::core::catalog::NewKey;
+use crate::calls::sources::{Locate, LocateRound, note_source};
 use crate::core::health_signal::HealthSignal;
 use crate::core::located::FoundBlock;
 use crate::core::state::StoreState;
-use crate::shared::call::CallContext;
+use crate::shared::StoreCore;
 use crate::shared::call_counts::at;
-use crate::shared::{AllocationFailure, StoreCore};
+use crate::shared::room::{AllocationFailure, Room};
 use crate::stages::source_guard::SourceCall;
 
-use super::{PendingRead, ReadFlow, ReadPurpose};
+use super::promotion::keep_fetched;
+use super::{PendingRead, ReadCall, ReadFlow, ReadPurpose, is_long_enough};
 
 /// Blocks that are planned in one hold of the lock.
 const PLANNED_MAX: usize = 64;
@@ -76,16 +75,12 @@ impl ReadFlow<'_, '_> {
     }
 }
 
-impl StoreCore {
+impl ReadCall<'_, '_, '_> {
     /// Decides a block that is not in the catalog: a miss, unless a source may have it.
-    pub(in crate::calls) fn plan_absent(
-        &self,
-        state: &mut StoreState,
-        pending: PendingRead,
-        flow: &mut ReadFlow<'_, '_>,
-    ) {
-        let is_left = !self.sources.is_empty()
-            && pending.asked != self.sources.mask()
+    pub(super) fn plan_absent(&mut self, state: &mut StoreState, pending: PendingRead) {
+        let (core, flow) = (self.core, &mut *self.flow);
+        let is_left = !core.sources.is_empty()
+            && pending.asked != core.sources.mask()
             && flow.purpose != ReadPurpose::Compare
             // Such a call does only what needs no waiting.
             && !flow.call.is_immediate();
@@ -93,7 +88,7 @@ impl StoreCore {
             return flow.waiting.push(pending);
         }
         if is_left {
-            let is_long_enough = self.is_long_enough(flow.call);
+            let is_long_enough = is_long_enough(core, flow.call);
             let new = || Box::new(SourceReads { is_long_enough, ..SourceReads::default() });
             return flow.sources.get_or_insert_with(new).absent.push(pending);
         }
@@ -107,58 +102,59 @@ impl StoreCore {
 
     /// Reads from sources until something has arrived, or other blocks can be read. Returns true if
     /// there is nothing else to read.
-    pub(super) fn read_from_sources(&self, flow: &mut ReadFlow<'_, '_>) -> bool {
+    pub(super) fn read_from_sources(&mut self) -> bool {
         // Other blocks first, as far as there is memory for them.
-        let has_other = !flow.queued.is_empty() && !flow.is_full() && !flow.is_blocked;
-        self.run_sources(flow, !has_other);
+        let has_other =
+            !self.flow.queued.is_empty() && !self.flow.is_full() && !self.flow.is_blocked;
+        self.run_sources(!has_other);
         // Other callers may have fetched these meanwhile.
-        flow.queued.extend(std::mem::take(&mut flow.waiting));
-        flow.copy_resident(usize::MAX);
-        flow.give_views();
-        if flow.call.has_timed_out(&*self.clock) {
-            self.end_sources(flow);
+        self.flow.queued.extend(std::mem::take(&mut self.flow.waiting));
+        self.flow.copy_resident(usize::MAX);
+        self.flow.give_views();
+        if self.flow.call.has_timed_out(&*self.core.clock) {
+            self.end_sources();
         }
-        flow.queued.is_empty() && flow.has_source_work()
-    }
-
-    /// Whether a time-out is a failure of a tier: the call has at least the time of a probe.
-    pub(super) fn is_long_enough(&self, call: CallContext) -> bool {
-        call.deadline.remaining(&*self.clock) >= self.config.health.probe_timeout
+        self.flow.queued.is_empty() && self.flow.has_source_work()
     }
 
     /// Takes what the sources have sent, and gives them more to do. With `may_wait`, waits for
     /// memory if the call holds none, or for something to arrive.
-    pub(super) fn run_sources(&self, flow: &mut ReadFlow<'_, '_>, may_wait: bool) {
+    pub(super) fn run_sources(&mut self, may_wait: bool) {
+        let (core, flow) = (self.core, &mut *self.flow);
         let Some(mut reads) = flow.sources.take() else { return };
-        self.take_arrivals(&mut reads, flow);
-        self.end_unusable_calls(&mut reads, flow);
-        self.locate_absent(&mut reads, flow);
-        self.plan_found(&mut reads, flow, may_wait);
-        self.start_fetches(&mut reads, flow);
+        let mut work = SourceWork { core, reads: &mut reads, flow: &mut *flow };
+        work.take_arrivals();
+        work.end_unusable_calls();
+        work.locate_absent();
+        work.plan_found(may_wait);
+        work.start_fetches();
         let is_waiting = reads.round.is_some() || !reads.fetches.is_empty();
         let is_idle = flow.queued.is_empty() || flow.is_full() || flow.is_blocked;
         if may_wait && is_waiting && is_idle {
             let round = reads.round.as_ref().map(|(round, _)| round.until.time());
             let until = round
                 .map_or(flow.call.deadline.time(), |round| round.min(flow.call.deadline.time()));
-            reads.arrivals.wait(Deadline::at(until), &*self.clock);
-            self.take_arrivals(&mut reads, flow);
+            reads.arrivals.wait(Deadline::at(until), &*core.clock);
+            SourceWork { core, reads: &mut reads, flow: &mut *flow }.take_arrivals();
         }
         flow.sources = Some(reads);
     }
 
     /// Ends the calls to sources, after the read. Blocks without an outcome have timed out.
-    pub(super) fn end_sources(&self, flow: &mut ReadFlow<'_, '_>) {
+    pub(super) fn end_sources(&mut self) {
+        let (core, flow) = (self.core, &mut *self.flow);
         let Some(mut reads) = flow.sources.take() else { return };
         let arrived = reads.arrivals.abandon();
-        self.settle_fetched(&mut reads, flow, arrived.ended);
+        let mut work = SourceWork { core, reads: &mut reads, flow: &mut *flow };
+        work.settle_fetched(arrived.ended);
         let numbers: Vec<usize> = reads.fetches.keys().copied().collect();
         let late = |number| (number, LoadOutcome::Failed(TierError::Timeout));
         reads.tasks.clear();
         for (_, queue) in reads.calls.drain(..).flatten() {
             drop(queue.end());
         }
-        self.settle_fetched(&mut reads, flow, numbers.into_iter().map(late).collect());
+        let mut work = SourceWork { core, reads: &mut reads, flow: &mut *flow };
+        work.settle_fetched(numbers.into_iter().map(late).collect());
         let unplaced = reads.round.take().map(|(_, unplaced)| unplaced);
         let unplaced = unplaced.into_iter().flatten().flatten();
         let found = reads.found.drain(..).map(|(pending, _)| pending);
@@ -168,59 +164,65 @@ impl StoreCore {
         }
         flow.fail_rest("read all blocks of a batch");
     }
+}
 
-    fn take_arrivals(&self, reads: &mut SourceReads, flow: &mut ReadFlow<'_, '_>) {
-        let arrived = reads.arrivals.take();
-        self.settle_fetched(reads, flow, arrived.ended);
-        let Some((round, unplaced)) = &mut reads.round else { return };
-        for (place, found) in round.apply(self, arrived.answers) {
+/// What a read call does with its sources.
+struct SourceWork<'f, 'a, 'b> {
+    core: &'f StoreCore,
+    reads: &'f mut SourceReads,
+    flow: &'f mut ReadFlow<'a, 'b>,
+}
+
+impl SourceWork<'_, '_, '_> {
+    fn take_arrivals(&mut self) {
+        let core = self.core;
+        let arrived = self.reads.arrivals.take();
+        self.settle_fetched(arrived.ended);
+        let Some((round, unplaced)) = &mut self.reads.round else { return };
+        for (place, found) in round.apply(core, arrived.answers) {
             // None if a faster source has it, too.
             let Some(pending) = unplaced[place].take() else { continue };
-            reads.found.push_back((pending, found));
+            self.reads.found.push_back((pending, found));
         }
         if round.is_over() {
             for mut pending in unplaced.drain(..).flatten() {
-                pending.asked = self.sources.mask();
-                flow.queued.push_back(pending);
+                pending.asked = core.sources.mask();
+                self.flow.queued.push_back(pending);
             }
-            reads.round = None;
+            self.reads.round = None;
         }
     }
 
     /// Ends the calls to sources whose circuits have opened. Their blocks are looked up elsewhere.
-    fn end_unusable_calls(&self, reads: &mut SourceReads, flow: &mut ReadFlow<'_, '_>) {
-        for source in 0..reads.calls.len() {
-            let is_unusable = self.sources.list[source].is_unusable();
+    fn end_unusable_calls(&mut self) {
+        let core = self.core;
+        for source in 0..self.reads.calls.len() {
+            let is_unusable = core.sources.list[source].is_unusable();
             let is_ended = |(call, _): &(SourceCall, _)| is_unusable || call.is_refused();
-            if reads.calls[source].as_ref().is_some_and(is_ended) {
-                let (_, queue) = reads.calls[source].take().expect("the guard has checked it");
+            if self.reads.calls[source].as_ref().is_some_and(is_ended) {
+                let (_, queue) = self.reads.calls[source].take().expect("the guard has checked it");
                 drop(queue.end());
-                self.fail_fetches(reads, flow, source, &TierError::CircuitOpen);
+                self.fail_fetches(source, &TierError::CircuitOpen);
             }
         }
     }
 
     /// Fails all blocks in flight from one source.
-    fn fail_fetches(
-        &self,
-        reads: &mut SourceReads,
-        flow: &mut ReadFlow<'_, '_>,
-        source: usize,
-        error: &TierError,
-    ) {
-        let of_source = reads.fetches.iter().filter(|(_, it)| it.found.source == source);
+    fn fail_fetches(&mut self, source: usize, error: &TierError) {
+        let of_source = self.reads.fetches.iter().filter(|(_, it)| it.found.source == source);
         let failed = |(number, _): (&usize, _)| (*number, LoadOutcome::Failed(error.clone()));
         let failed = of_source.map(failed).collect();
-        self.settle_fetched(reads, flow, failed);
+        self.settle_fetched(failed);
     }
 
     /// Finds hints of lookups for the absent blocks, and asks the sources about the others.
-    fn locate_absent(&self, reads: &mut SourceReads, flow: &ReadFlow<'_, '_>) {
+    fn locate_absent(&mut self) {
+        let (core, reads, flow) = (self.core, &mut *self.reads, &mut *self.flow);
         if reads.absent.is_empty() {
             return;
         }
-        let now = self.clock.monotonic();
-        let unknown = self.sources.with_hints(|hints| {
+        let now = core.clock.monotonic();
+        let unknown = core.sources.with_hints(|hints| {
             let mut unknown = Vec::new();
             for pending in reads.absent.drain(..) {
                 let hint = hints.get(&pending.key, now);
@@ -238,15 +240,17 @@ impl StoreCore {
         }
         let wanted: Vec<_> = unknown.iter().map(|pending| (pending.key, pending.asked)).collect();
         reads.rounds += 1;
-        let round = self.start_locating(&wanted, (reads.rounds, &reads.arrivals), flow.call);
+        let locate = Locate { core, call: flow.call };
+        let round = locate.start(&wanted, (reads.rounds, &reads.arrivals));
         reads.round = Some((round, unknown.into_iter().map(Some).collect()));
     }
 
     /// Allocates slabs for located blocks, as far as the call may hold them.
-    fn plan_found(&self, reads: &mut SourceReads, flow: &mut ReadFlow<'_, '_>, may_wait: bool) {
+    fn plan_found(&mut self, may_wait: bool) {
+        let (core, reads, flow) = (self.core, &mut *self.reads, &mut *self.flow);
         while !reads.found.is_empty() && !flow.is_full() && !flow.is_blocked() {
-            let Some(mut state) = self.lock_within(PLANNED_MAX, flow.call) else { return };
-            let now_unix_ms = self.clock.unix_ms();
+            let Some(mut state) = core.lock_within(PLANNED_MAX, flow.call) else { return };
+            let now_unix_ms = core.clock.unix_ms();
             while !state.is_hold_full() && !flow.is_full() && !flow.is_blocked() {
                 let Some((mut pending, found)) = reads.found.pop_front() else { break };
                 state.charge(BLOCK_COST);
@@ -271,8 +275,9 @@ impl StoreCore {
                 }
                 let mark = state.fetching.begin(pending.key);
                 let holds_some = flow.holds_some() || !may_wait;
+                let room = Room::new(core, flow.call);
                 let bytes = block.facts.bytes as usize;
-                let (again, slab) = self.allocate_slab(state, bytes, holds_some, None, flow.call);
+                let (again, slab) = room.allocate(state, bytes, holds_some, None);
                 state = again;
                 match slab {
                     Ok(slab) => {
@@ -293,30 +298,31 @@ impl StoreCore {
                         } else if failure == AllocationFailure::Erasing {
                             flow.settle(&pending, ViewOutcome::Miss);
                         } else {
-                            let error = self.allocation_error(&state, failure, bytes, flow.call);
+                            let error = room.error(&state, failure, bytes);
                             flow.settle(&pending, ViewOutcome::Failed(error));
                         }
                     }
                 }
             }
-            self.unlock(state);
+            core.unlock(state);
         }
     }
 
     /// Passes planned blocks to the calls of their sources, and starts calls where none runs.
-    fn start_fetches(&self, reads: &mut SourceReads, flow: &mut ReadFlow<'_, '_>) {
-        for source in 0..self.sources.list.len() {
-            let mut tasks = std::mem::take(at_source(&mut reads.tasks, source));
-            let running = at_source(&mut reads.calls, source).take();
+    fn start_fetches(&mut self) {
+        let core = self.core;
+        for source in 0..core.sources.list.len() {
+            let mut tasks = std::mem::take(at_source(&mut self.reads.tasks, source));
+            let running = at_source(&mut self.reads.calls, source).take();
             if let Some((call, queue)) = running {
                 tasks = queue.add(tasks);
                 match queue.take_rest() {
-                    None => reads.calls[source] = Some((call, queue)),
+                    None => self.reads.calls[source] = Some((call, queue)),
                     Some((rest, true)) => tasks.extend(rest),
                     // It would take nothing of the next call, either.
                     Some((rest, false)) if !rest.is_empty() => {
                         drop((rest, tasks));
-                        self.fail_fetches(reads, flow, source, &TierError::NoResult);
+                        self.fail_fetches(source, &TierError::NoResult);
                         continue;
                     }
                     Some(_) => {}
@@ -326,67 +332,60 @@ impl StoreCore {
                 continue;
             }
             let queue = Arc::new(FetchQueue::new(tasks));
-            let side = FetchSide::new(&queue, &reads.arrivals);
-            let (of_call, arrivals) = (Arc::clone(&queue), Arc::clone(&reads.arrivals));
+            let side = FetchSide::new(&queue, &self.reads.arrivals);
+            let (of_call, arrivals) = (Arc::clone(&queue), Arc::clone(&self.reads.arrivals));
             let end = move || end_call(&of_call, &arrivals);
-            let started = self.sources.list[source].start_fetching(side, flow.call.deadline, end);
+            let started =
+                core.sources.list[source].start_fetching(side, self.flow.call.deadline, end);
             match started {
-                Ok(call) => reads.calls[source] = Some((call, queue)),
+                Ok(call) => self.reads.calls[source] = Some((call, queue)),
                 Err(error) => {
                     drop(queue.end());
-                    self.fail_fetches(reads, flow, source, &error);
+                    self.fail_fetches(source, &error);
                 }
             }
         }
     }
 
     /// Applies fetches that ended.
-    fn settle_fetched(
-        &self,
-        reads: &mut SourceReads,
-        flow: &mut ReadFlow<'_, '_>,
-        ended: Vec<(usize, LoadOutcome)>,
-    ) {
+    fn settle_fetched(&mut self, ended: Vec<(usize, LoadOutcome)>) {
+        let core = self.core;
         if ended.is_empty() {
             return;
         }
-        let mut signals = vec![HealthSignal::None; self.sources.list.len()];
-        let now_unix_ms = self.clock.unix_ms();
-        let mut state = self.lock_for(ended.len());
+        let mut signals = vec![HealthSignal::None; core.sources.list.len()];
+        let now_unix_ms = core.clock.unix_ms();
+        let mut state = core.lock_for(ended.len());
         state.history.set_time(now_unix_ms);
         let mut unhinted = Vec::new();
         for (number, outcome) in ended {
             // None for a result after the circuit of the source has opened.
-            let Some(fetching) = reads.fetches.remove(&number) else { continue };
-            state = self.end_full_hold(state);
+            let Some(fetching) = self.reads.fetches.remove(&number) else { continue };
+            state = core.end_full_hold(state);
             state.charge(BLOCK_COST);
-            state.slabs_in_flight -= 1;
-            flow.held_bytes -= fetching.found.block.facts.bytes as usize;
-            let signal = HealthSignal::of_load(std::iter::once(&outcome), reads.is_long_enough);
+            state.memory.slabs_in_flight -= 1;
+            self.flow.held_bytes -= fetching.found.block.facts.bytes as usize;
+            let signal =
+                HealthSignal::of_load(std::iter::once(&outcome), self.reads.is_long_enough);
             signals[fetching.found.source].add(signal);
             unhinted.push(fetching.pending.key);
-            self.settle_one(&mut state, fetching, outcome, flow);
+            self.settle_one(&mut state, fetching, outcome);
         }
-        flow.is_blocked = false;
-        self.unlock(state);
+        self.flow.is_blocked = false;
+        core.unlock(state);
         // Others wait for these blocks, and for the slabs that were not kept.
-        self.notify_changed();
-        self.sources.with_hints(|hints| unhinted.iter().for_each(|key| hints.remove(key)));
+        core.notify_changed();
+        core.sources.with_hints(|hints| unhinted.iter().for_each(|key| hints.remove(key)));
         for (source, signal) in signals.into_iter().enumerate() {
-            self.note_source(source, signal);
+            note_source(core, source, signal);
         }
     }
 
-    fn settle_one(
-        &self,
-        state: &mut StoreState,
-        fetching: Fetching,
-        outcome: LoadOutcome,
-        flow: &mut ReadFlow<'_, '_>,
-    ) {
+    fn settle_one(&mut self, state: &mut StoreState, fetching: Fetching, outcome: LoadOutcome) {
+        let (core, flow) = (self.core, &mut *self.flow);
         let Fetching { mut pending, found, mark } = fetching;
         let may_keep = state.fetching.end(&pending.key, mark);
-        let source = &self.sources.list[found.source];
+        let source = &core.sources.list[found.source];
         pending.asked |= 1 << found.source;
         match outcome {
             LoadOutcome::Hit(slab) => {
@@ -401,13 +400,13 @@ impl StoreCore {
                 let slab = slab.seal();
                 slab.verify_checksum(found.block.checksum);
                 if may_keep {
-                    self.keep_fetched(state, &found, &slab, flow.purpose);
+                    keep_fetched(core, state, &found, &slab, flow.purpose);
                 }
                 if !found.is_matched && !flow.is_load && flow.purpose == ReadPurpose::Use {
                     state.counters.direct_matched += 1;
                     *at(&mut state.source_matches, found.source) += 1;
                 }
-                return flow.settle_resident(&pending, slab, self.source_name(found.source));
+                return flow.settle_resident(&pending, slab, source_name(core, found.source));
             }
             LoadOutcome::Gone => source.count(|counts| counts.stale += 1),
             LoadOutcome::Damaged => {
@@ -418,12 +417,12 @@ impl StoreCore {
                 source.count(|counts| counts.failed += 1);
                 if matches!(error, TierError::CircuitOpen) {
                     pending.circuit_opened = true;
-                } else if flow.call.has_timed_out(&*self.clock) {
+                } else if flow.call.has_timed_out(&*core.clock) {
                     let late = flow.call.timeout_error("read a block from a source");
                     return flow.settle(&pending, ViewOutcome::Failed(late));
                 } else {
                     // The outcome only if no other source has the block.
-                    let (tier, operation) = (self.source_name(found.source), "fetch a block");
+                    let (tier, operation) = (source_name(core, found.source), "fetch a block");
                     let failure = StoreError::Tier { tier, operation, source: Arc::new(error) };
                     flow.settle(&pending, ViewOutcome::Failed(failure));
                 }
@@ -431,54 +430,10 @@ impl StoreCore {
         }
         flow.queued.push_back(pending);
     }
+}
 
-    /// Keeps a fetched block in DRAM, if the policy promotes hits. The lower tiers do not get it:
-    /// its source has it.
-    fn keep_fetched(
-        &self,
-        state: &mut StoreState,
-        found: &FoundBlock,
-        slab: &Slab,
-        purpose: ReadPurpose,
-    ) {
-        let promotes = self.pipeline.has_dram && state.eviction.policy().promotes_hits();
-        if !promotes || state.is_closing || state.is_erasing {
-            return;
-        }
-        let (now, facts) = (self.policy_now(state), &found.block.facts);
-        state.forget_cleared(&facts.key);
-        let new = NewKey {
-            key: facts.key,
-            parent: facts.parent,
-            is_prefix: facts.is_prefix,
-            expires_unix_ms: facts.expires_unix_ms.unwrap_or(0),
-        };
-        // A digest is not taken from others: equal digests link a key to bytes of this store.
-        let facts = BlockFacts { digest: None, ..*facts };
-        state.content_bytes += u64::from(facts.bytes);
-        let (key, content) = state.catalog.insert(&new, facts.bytes, None);
-        state.history.forget(&facts.key);
-        let stamp = state.history.stamp();
-        if found.is_matched {
-            state.catalog.entry_mut(key).note_matched();
-        }
-        let entry = state.catalog.content_mut(content);
-        entry.put_stamp = stamp;
-        if purpose == ReadPurpose::Use {
-            entry.note_use(stamp);
-        }
-        state.put_slab(content, slab.clone(), Some(&facts));
-        state.make_resident(key, now);
-        state.counters.promoted_blocks += 1;
-        state.counters.promoted_bytes += slab.len() as u64;
-        if purpose == ReadPurpose::Prefetch {
-            self.protect_prefetched(state, key);
-        }
-    }
-
-    fn source_name(&self, source: usize) -> TierName {
-        self.tier_name(1 + self.stages.len() + source)
-    }
+fn source_name(core: &StoreCore, source: usize) -> TierName {
+    core.tier_name(1 + core.stages.len() + source)
 }
 
 fn has_expired(facts: &BlockFacts, now_unix_ms: u64) -> bool {

@@ -35,7 +35,7 @@ use units::Units;
 /// Most requests between two refreshes of the rates.
 const REFRESH_REQUESTS_MAX: u64 = 50;
 /// Most cells that a request refreshes itself, in its own hold of the lock.
-const REFRESHED_AT_ONCE: usize = 64;
+const REFRESHED_AT_ONCE: usize = 16;
 /// Ghosts for each block that the tier can hold.
 const GHOSTS_PER_BLOCK: usize = 8;
 /// Cells that a search for the lowest worth looks at for one visit.
@@ -349,6 +349,10 @@ impl PrefixCost {
 impl Policy for PrefixCost {
     fn name(&self) -> &'static str {
         "prefix-cost"
+    }
+
+    fn begin_hold(&mut self) {
+        self.units.begin_hold();
     }
 
     fn prepare(&mut self, now: Duration, visits: &mut Visits) -> bool {

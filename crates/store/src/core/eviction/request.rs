@@ -94,6 +94,13 @@ pub(crate) struct ChainRequest {
     progress: ChainProgress,
 }
 
+impl ChainRequest {
+    /// Number of leading resident blocks, once the request is done.
+    pub(crate) fn leading(&self) -> usize {
+        self.leading
+    }
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Step {
     Leading,

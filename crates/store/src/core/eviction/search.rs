@@ -57,6 +57,12 @@ pub(super) struct NoAncestor {
 impl Eviction {
     /// Call when the store's lock was acquired: searches may visit candidates again.
     pub(crate) fn begin_hold(&mut self) {
+        self.begin_search();
+        self.policy.begin_hold();
+    }
+
+    /// Searches may visit candidates again.
+    fn begin_search(&mut self) {
         self.visits.left = VISITS_PER_HOLD;
     }
 
@@ -253,7 +259,7 @@ impl Eviction {
             self.release(slot);
         }
         loop {
-            self.begin_hold();
+            self.begin_search();
             let search = self.search(now, incoming, &mut |owner| verdict(usable(owner)));
             if search != VictimSearch::Unfinished {
                 return search;
@@ -272,7 +278,7 @@ impl Eviction {
         // The owners that `usable` accepts may have changed without a release.
         self.changes += 1;
         loop {
-            self.begin_hold();
+            self.begin_search();
             let mut usable = |owner: u32| verdict(usable(owner));
             match self.search_above(incoming, &mut usable, &mut progress) {
                 VictimSearch::Found(slot) => return Some(slot),

@@ -7,7 +7,7 @@ impl StoreState {
     /// A key is not pinned or not awaited any more: its block may be evictable again.
     pub(crate) fn release_key(&mut self, key: KeyIndex) {
         if let Some(slot) = self.catalog.entry(key).slot() {
-            self.eviction.release(slot);
+            self.memory.eviction.release(slot);
         }
     }
 
@@ -15,7 +15,7 @@ impl StoreState {
     pub(crate) fn release_content(&mut self, content: ContentIndex) {
         for key in self.catalog.each_key_of(content) {
             if let Some(slot) = self.catalog.entry(key).slot() {
-                self.eviction.release(slot);
+                self.memory.eviction.release(slot);
             }
         }
     }

@@ -41,14 +41,19 @@ pub(super) fn set(word: &AtomicU64, value: u64, ordering: Ordering) {
     word.store(value, ordering);
 }
 
-/// Writes the fields first, then the word that makes them valid: a process killed in between leaves
-/// the place free, as it was. `kind` is set in that word.
+/// Writes a record with these fields. `kind` is set in its state word.
 pub(super) fn publish(place: &[AtomicU64], fields: &[u64], kind: u64) {
+    publish_as(place, fields, seal(fields) | kind);
+}
+
+/// Writes the fields first, then the state word that makes them valid: a process killed in between
+/// leaves the place free, as it was.
+pub(super) fn publish_as(place: &[AtomicU64], fields: &[u64], state: u64) {
     for (word, field) in place[1..].iter().zip(fields) {
         set(word, *field, Ordering::Relaxed);
     }
     // Release: no store of a field may come after this one.
-    set(&place[0], seal(fields) | kind, Ordering::Release);
+    set(&place[0], state, Ordering::Release);
 }
 
 /// Frees a place. Later stores must not come before it, also as seen by the process that recovers

@@ -6,7 +6,7 @@ use cascade_block::{BlockKey, Digest, NamespaceId};
 use cascade_tier::tier::BlockFacts;
 
 use super::Version;
-use super::place::{FIELDS_MAX, LIVE, PlaceContent, publish, read_fields, seal, set};
+use super::place::{FIELDS_MAX, LIVE, PlaceContent, publish, publish_as, read_fields, seal, set};
 use super::process::Process;
 use super::residence::{self, Stored};
 
@@ -74,9 +74,10 @@ impl BlockRecord {
         // Addresses and the sum change while a record is live, so they are outside its checksum.
         // They are stored before it is published: clearing a record leaves them behind, and those
         // of an earlier block must not count for this one.
-        residence::write_inline(place, seal(&fields), &self.stored);
+        let state = seal(&fields);
+        residence::write_inline(place, state, &self.stored);
         set(&place[SUM_WORD], marked(self.sum), Ordering::Relaxed);
-        publish(place, &fields, 0);
+        publish_as(place, &fields, state);
     }
 
     pub(super) fn read(place: &[AtomicU64], version: Version) -> PlaceContent<Self> {

@@ -8,8 +8,8 @@ use super::Sample;
 use crate::PolicyKind;
 use crate::core::catalog::KeyTable;
 use crate::core::eviction::{
-    Eviction, EvictionChoice, EvictionLimits, Incoming, Policy, PrefixCost, RemovalReason,
-    RequestedBlock, Slot, policy,
+    ChainHint, ChainRequest, Eviction, EvictionChoice, EvictionLimits, Incoming, Policy,
+    PrefixCost, RemovalReason, RequestedBlock, Slot, Visits, policy,
 };
 
 /// Cells of prefix-cost in a shadow: a quarter of a megabyte instead of four.
@@ -33,8 +33,6 @@ pub(super) struct DramShadow {
     table: KeyTable,
     capacity_bytes: u64,
     capacity_blocks: u64,
-    /// The current request's chain; kept to save allocations.
-    chain: Vec<RequestedBlock>,
 }
 
 impl DramShadow {
@@ -48,7 +46,6 @@ impl DramShadow {
             table: KeyTable::new(),
             capacity_bytes: limits.capacity_bytes,
             capacity_blocks,
-            chain: Vec::new(),
         }
     }
 
@@ -72,39 +69,51 @@ impl DramShadow {
     }
 
     pub(super) fn memory_bytes(&self) -> usize {
-        let chain = self.chain.capacity() * size_of::<RequestedBlock>();
-        self.eviction.memory_bytes() + self.table.memory_bytes() + chain
+        self.eviction.memory_bytes() + self.table.memory_bytes()
     }
 
-    /// A chain is requested; returns the number of leading blocks held.
-    pub(super) fn request(
-        &mut self,
-        now: Duration,
+    /// Looks up the blocks of a chain behind those that were looked up already. Returns whether
+    /// none is left.
+    pub(super) fn find_chain(
+        &self,
         fingerprints: &[u64],
-        partial_tail: bool,
-        hints: &Hints,
-    ) -> usize {
-        let mut chain = std::mem::take(&mut self.chain);
-        chain.clear();
-        chain.extend(fingerprints.iter().map(|fingerprint| RequestedBlock {
-            fingerprint: *fingerprint,
-            resident: self.find(*fingerprint),
-        }));
-        let leading = self.eviction.request(now, &chain, partial_tail, hints);
-        self.chain = chain;
-        leading
+        requested: &mut Vec<RequestedBlock>,
+        visits: &mut Visits,
+    ) -> bool {
+        while let Some(fingerprint) = fingerprints.get(requested.len()).copied() {
+            if !visits.take(1) {
+                return false;
+            }
+            requested.push(RequestedBlock { fingerprint, resident: self.find(fingerprint) });
+        }
+        true
     }
 
-    /// Hints for a chain arrived.
-    pub(super) fn hint(&mut self, now: Duration, fingerprints: &[u64], hints: &Hints) {
-        let requested = fingerprints
-            .iter()
-            .map(|fingerprint| RequestedBlock {
-                fingerprint: *fingerprint,
-                resident: self.find(*fingerprint),
-            })
-            .collect::<Vec<_>>();
-        self.eviction.hint(now, &requested, hints);
+    /// A chain is requested. Once the policy knows of all of it, returns the number of leading
+    /// blocks held.
+    pub(super) fn continue_request(
+        &mut self,
+        report: &mut Option<ChainRequest>,
+        chain: &mut [RequestedBlock],
+        (now, partial_tail, hints): (Duration, bool, &Hints),
+        visits: &mut Visits,
+    ) -> Option<usize> {
+        let begin = || self.eviction.begin_request(now, chain, partial_tail);
+        let report = report.get_or_insert_with(begin);
+        let is_done = self.eviction.continue_request(report, chain, hints, visits);
+        is_done.then(|| report.leading())
+    }
+
+    /// Hints for a chain arrived. Returns whether the policy knows of all of it.
+    pub(super) fn continue_hint(
+        &mut self,
+        hint: &mut Option<ChainHint>,
+        chain: &mut [RequestedBlock],
+        (now, hints): (Duration, &Hints),
+        visits: &mut Visits,
+    ) -> bool {
+        let hint = hint.get_or_insert_with(|| self.eviction.begin_hint(now));
+        self.eviction.continue_hint(hint, chain, hints, visits)
     }
 
     /// Inserts a block, unless it is present or the policy declines it.

@@ -45,7 +45,7 @@ impl LoadQueue for RecordLoads<'_> {
                     }
                     self.targets[number] = Some(Target { key, slab: target });
                     self.held_bytes += bytes;
-                    return Some((number, Load { key, address, slab }));
+                    return Some((number, Load { key, address, slab: slab.into_slab() }));
                 }
                 Ok(None) if !may_wait => {
                     self.next = Some((number, load));

@@ -7,7 +7,7 @@ use cascade_block::{Manifest, NamespaceId};
 use cascade_runtime::{Clock, Deadline};
 use cascade_tier::tier::{Address, BlockFacts, TierError};
 
-use super::buffers::RecordBuffers;
+use super::super::host_buffers::HostBuffers;
 use super::index::RecordIndex;
 use super::record::{HEADER_BYTES, RecordHeader, RecordKind, address_of, manifest_of, name_of};
 use super::{RecordAnswer, RecordBuffer, RecordCall, Records};
@@ -40,7 +40,7 @@ struct HeaderRead {
 /// Reads all headers. Each batch gets `timeout`.
 pub(super) fn read_all(
     records: &dyn Records,
-    buffers: &Arc<RecordBuffers>,
+    buffers: &Arc<HostBuffers>,
     clock: &dyn Clock,
     timeout: Duration,
 ) -> Result<OpenedRecords, TierError> {
@@ -83,7 +83,7 @@ pub(super) fn read_all(
 /// Reads records with a deadline for each batch.
 struct RecordReader<'a> {
     records: &'a dyn Records,
-    buffers: &'a Arc<RecordBuffers>,
+    buffers: &'a Arc<HostBuffers>,
     clock: &'a dyn Clock,
     timeout: Duration,
 }

@@ -54,7 +54,7 @@ pub(super) fn any_number_of_slabs_is_prepared_and_sealed(subject: &Subject) {
     let prepared = store.prepare(&batch, &vec![512; all.len()], NOW);
     let fill = |(key, one)| {
         let PrepareOutcome::Slab(mut slab) = one else { panic!("{key}: {one:?}") };
-        slab.copy_from_slice(&bytes_of(key, 512));
+        slab.fill_from(&bytes_of(key, 512)).expect("host memory never fails");
         PutSlab::new(*key, slab)
     };
     let slabs = all.iter().zip(prepared).map(fill).collect();

@@ -46,7 +46,7 @@ fn await_condition(is_met: &dyn Fn() -> bool, message: &dyn Fn() -> String) {
 /// Fills a prepared slab.
 fn filled(key: &BlockKey, prepared: PrepareOutcome, bytes: &[u8]) -> PutSlab {
     let PrepareOutcome::Slab(mut slab) = prepared else { panic!("{key}: {prepared:?}") };
-    slab.copy_from_slice(bytes);
+    slab.fill_from(bytes).expect("host memory never fails");
     PutSlab::new(*key, slab)
 }
 
@@ -112,7 +112,7 @@ pub(super) fn dropped_slabs_are_returned_and_not_counted(subject: &Subject) {
         let mut prepared = subject.prepare(&keys[8..], length, NOW);
         for one in &mut prepared {
             let PrepareOutcome::Slab(slab) = one else { panic!("{one:?}") };
-            slab.fill(0xDB);
+            slab.host_mut().expect("host memory").fill(0xDB);
         }
         drop(prepared);
     }

@@ -85,6 +85,8 @@ pub(super) struct Cells {
     pub(super) cells: Chunks<Cell, CELL_BITS>,
     /// Looked up for every block that is put, so with a cheap hash.
     by_features: HashMap<Features, u16, RandomState>,
+    /// The last one that was found: blocks that are put together mostly have one cell.
+    last: Option<(Features, u16)>,
     /// Number of cells beyond which new ones use coarser features.
     most: usize,
 }
@@ -100,12 +102,18 @@ impl Cells {
         Self {
             cells: Chunks::default(),
             by_features: HashMap::default(),
+            last: None,
             most: most.min(CELLS_MAX),
         }
     }
 
-    pub(super) fn find(&self, features: Features) -> Option<u16> {
-        self.by_features.get(&features).copied()
+    pub(super) fn find(&mut self, features: Features) -> Option<u16> {
+        if let Some((_, cell)) = self.last.filter(|(last, _)| *last == features) {
+            return Some(cell);
+        }
+        let found = self.by_features.get(&features).copied();
+        self.last = found.map(|cell| (features, cell));
+        found
     }
 
     /// The features of a new cell for `features`: coarser ones once there are `most` cells.

@@ -30,6 +30,9 @@ const ENDED_RATIO: f64 = 0.01;
 /// Step of a factor toward the observed one, as an exponent of their ratio.
 const DAMP: f64 = 0.5;
 
+/// What a refresh costs for each class or cell of a pass, in visits of blocks: it handles all bins.
+const VISITS_PER_STEP: usize = 2;
+
 /// A chunk of 64 classes has 40 KiB.
 const CLASS_BITS: usize = 6;
 
@@ -189,7 +192,7 @@ impl Hazard {
                 Pass::Sum | Pass::Explain | Pass::Assign => cells.cells.len(),
             };
             while refresh.visited < all {
-                if !visits.take(1) {
+                if !visits.take(VISITS_PER_STEP) {
                     self.refresh = Some(refresh);
                     return false;
                 }
@@ -396,7 +399,7 @@ mod tests {
             while !in_parts.refresh(&mut others, 5000.0, &mut Visits::default()) {
                 parts += 1;
             }
-            assert_eq!(parts, steps.div_ceil(256));
+            assert_eq!(parts, steps.div_ceil(256 / VISITS_PER_STEP));
         }
         assert!(!in_parts.is_refreshing());
         assert_ne!(at_once.factors, [[1.0; OCTAVES]; FACTORS]);

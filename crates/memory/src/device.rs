@@ -1,0 +1,69 @@
+//! Memory of a device: what a region of it needs, and how its copies fail.
+
+mod fake;
+
+use std::error::Error;
+use std::fmt;
+use std::sync::Arc;
+
+use thiserror::Error;
+
+pub use fake::FakeDevice;
+
+/// Memory of a device, such as a GPU, that a pool divides into slabs: see `Pool::of_device`.
+///
+/// An implementation fails copies that do not lie in the memory. The pool gives each piece of the
+/// memory to one writer, or to readers only, so copies that overlap are not concurrent.
+pub trait DeviceMemory: fmt::Debug + Send + Sync {
+    /// Address of the first byte, for copies that the device does itself: a multiple of 4096. No
+    /// instruction of a processor may access it.
+    fn base(&self) -> u64;
+
+    /// Its length. It never changes.
+    fn bytes(&self) -> usize;
+
+    /// Copies from the host. When it returns, the bytes are in the device's memory, for copies of
+    /// any thread.
+    ///
+    /// # Errors
+    /// If the device fails, or the copy does not lie in the memory. The bytes of the target are
+    /// arbitrary then.
+    fn copy_in(&self, offset: usize, source: &[u8]) -> Result<(), DeviceError>;
+
+    /// Copies to the host.
+    ///
+    /// # Errors
+    /// If the device fails, or the copy does not lie in the memory. The bytes of the target are
+    /// arbitrary then.
+    fn copy_out(&self, offset: usize, target: &mut [u8]) -> Result<(), DeviceError>;
+
+    /// Overwrites a piece with zeroes.
+    ///
+    /// # Errors
+    /// If the device fails, or the piece does not lie in the memory. It counts as not overwritten
+    /// then.
+    fn zero(&self, offset: usize, bytes: usize) -> Result<(), DeviceError>;
+}
+
+/// Why the bytes of a slab in device memory could not be read or written. A slab in host memory
+/// never fails.
+#[derive(Debug, Clone, Error)]
+#[non_exhaustive]
+pub enum DeviceError {
+    /// One operation failed; others may succeed. Retry, or compute the block.
+    #[error("cannot {operation} {bytes} bytes of device memory at {offset}")]
+    Failed {
+        /// The operation.
+        operation: &'static str,
+        /// Where it starts in the memory.
+        offset: usize,
+        /// Its length.
+        bytes: usize,
+        /// The cause.
+        #[source]
+        source: Arc<dyn Error + Send + Sync>,
+    },
+    /// The device is lost, with all that its memory held: no operation succeeds any more.
+    #[error("the device is lost, with all blocks in its memory; restart to use it again")]
+    Lost,
+}
