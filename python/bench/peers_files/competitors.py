@@ -91,7 +91,6 @@ class Cascade(Competitor):
     name = "cascade"
     settings = "embedded Store(files=DIR), 32 MiB a call, flush; durable: durable=True"
     cold = "store closed and opened again, page cache dropped; segments are read with O_DIRECT"
-    packages = ("cascadekv",)
     call_bytes = CALL_BYTES
 
     def __init__(self) -> None:
@@ -100,6 +99,10 @@ class Cascade(Competitor):
         manifest = self._native.Manifest({"weights": "bench"})
         self._space = self._native.Namespace(manifest)
         self._store: Any = None
+
+    def versions(self) -> dict[str, str]:
+        """Return the version of the module. Used from a checkout, it is no installed package."""
+        return {"cascadekv": self._native.__version__}
 
     def keys(self, names: Sequence[str], block_bytes: int) -> list[tuple[slice, Any]]:
         """Return the keys of each call."""
