@@ -5,10 +5,12 @@
 //! table as it was at the kill, and the pool itself, under another name: a table is for one file,
 //! whatever its name. Reads that the kernel had in flight still write to the memory of this file.
 
-use std::fs;
+use std::fs::{self, File};
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
+
+use rustix::fs::{FlockOperation, flock};
 
 /// Directories that this process has made.
 static DIRECTORIES: AtomicU64 = AtomicU64::new(0);
@@ -17,6 +19,8 @@ static DIRECTORIES: AtomicU64 = AtomicU64::new(0);
 #[derive(Debug)]
 pub(crate) struct KeptPool {
     directory: PathBuf,
+    /// Locked while the directory is in use.
+    _lock: File,
     /// How often its process was killed.
     kills: AtomicU64,
 }
@@ -25,13 +29,14 @@ impl KeptPool {
     pub(crate) fn new() -> io::Result<Self> {
         let shared = Path::new("/dev/shm");
         let parent = if shared.is_dir() { shared.to_owned() } else { std::env::temp_dir() };
-        let number = DIRECTORIES.fetch_add(1, Ordering::Relaxed);
-        let name = format!("cascade-simulated-{}-{number}", std::process::id());
-        let directory = parent.join(name);
-        // Left by a process of this number that was killed.
-        if_there(fs::remove_dir_all(&directory))?;
-        fs::create_dir(&directory)?;
-        Ok(Self { directory, kills: AtomicU64::new(0) })
+        loop {
+            let number = DIRECTORIES.fetch_add(1, Ordering::Relaxed);
+            let name = format!("cascade-simulated-{}-{number}", std::process::id());
+            let directory = parent.join(name);
+            if let Some(lock) = claim(&directory)? {
+                return Ok(Self { directory, _lock: lock, kills: AtomicU64::new(0) });
+            }
+        }
     }
 
     /// The file of the pool.
@@ -62,6 +67,31 @@ impl KeptPool {
     }
 }
 
+/// Makes and locks a directory. `None` if another process has it: one of another PID namespace can
+/// have the same number.
+fn claim(directory: &Path) -> io::Result<Option<File>> {
+    match fs::create_dir(directory) {
+        Err(error) if error.kind() != ErrorKind::AlreadyExists => return Err(error),
+        Ok(()) | Err(_) => {}
+    }
+    let lock = match File::open(directory) {
+        // Its owner has just removed it.
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        opened => opened?,
+    };
+    match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => {}
+        Err(rustix::io::Errno::WOULDBLOCK) => return Ok(None),
+        Err(error) => return Err(error.into()),
+    }
+    // Left by a process that was killed.
+    for entry in fs::read_dir(directory)? {
+        fs::remove_file(entry?.path())?;
+    }
+    // Not if its owner removed it before the lock was taken.
+    Ok(directory.is_dir().then_some(lock))
+}
+
 /// The table of a pool: its ledger.
 fn table(pool: &Path) -> PathBuf {
     pool.with_extension("ledger")
@@ -78,6 +108,19 @@ fn if_there<T>(done: io::Result<T>) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_directory_has_one_owner_and_is_empty() {
+        let parent = tempfile::tempdir().unwrap();
+        let directory = parent.path().join("one");
+        let lock = claim(&directory).unwrap().expect("there was none");
+        fs::write(directory.join("pool-0"), "blocks").unwrap();
+        assert!(claim(&directory).unwrap().is_none(), "it is in use");
+        assert!(directory.join("pool-0").exists());
+        drop(lock);
+        let _lock = claim(&directory).unwrap().expect("its owner has ended");
+        assert_eq!(fs::read_dir(&directory).unwrap().count(), 0);
+    }
 
     #[test]
     fn a_kill_keeps_the_memory_and_a_power_loss_does_not() {
