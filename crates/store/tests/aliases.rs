@@ -202,18 +202,22 @@ fn a_key_that_is_put_again_leaves_the_bytes_of_another_one() {
     assert!(check(&store, &keys(1..2))[0].is_some());
 }
 
-/// It was said to be missing from the tier, as after a loss.
+/// It was said to be missing from the tier, as after a loss: always at first, then only if the tier
+/// had not asked whether to keep it.
 #[test]
 fn a_block_that_the_tier_is_dropping_was_reclaimed() {
-    let (store, stage) = open_with_key_0();
-    stage.capacity_bytes.store(stage.used_bytes(), Ordering::Relaxed);
-    let rooms = stage.hold_rooms();
-    put(&store, &keys(600..601), BLOCK);
-    rooms.wait_until_reached();
-    let view = store.view(&[key(0)], CallOptions::default()).remove(0);
-    assert!(matches!(view, ViewOutcome::Miss), "{view:?}");
-    let explained = store.explain(&[key(0)], None, CallOptions::default()).unwrap();
-    let state = &explained.blocks[0].state;
-    assert!(matches!(state, BlockState::Absent { why: Loss::Reclaimed, .. }), "{state:?}");
-    drop(rooms);
+    for drops_unasked in [false, true] {
+        let (store, stage) = open_with_key_0();
+        stage.drops_unasked.store(drops_unasked, Ordering::Relaxed);
+        stage.capacity_bytes.store(stage.used_bytes(), Ordering::Relaxed);
+        let rooms = stage.hold_rooms();
+        put(&store, &keys(600..601), BLOCK);
+        rooms.wait_until_reached();
+        let view = store.view(&[key(0)], CallOptions::default()).remove(0);
+        assert!(matches!(view, ViewOutcome::Miss), "{view:?}");
+        let explained = store.explain(&[key(0)], None, CallOptions::default()).unwrap();
+        let state = &explained.blocks[0].state;
+        assert!(matches!(state, BlockState::Absent { why: Loss::Reclaimed, .. }), "{state:?}");
+        drop(rooms);
+    }
 }

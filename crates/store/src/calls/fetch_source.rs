@@ -70,7 +70,9 @@ impl FetchSource {
     pub(super) fn settle_gone(self, state: &mut StoreState, requested: &BlockKey) -> bool {
         let Some(content) = state.catalog.live_content(self.place()) else { return true };
         let key_count = content.key_count;
-        let why = if content.was_reclaimed { Loss::Reclaimed } else { Loss::Vanished };
+        // The tier drops some blocks unasked: expired ones, and what it failed to move.
+        let was_reclaimed = content.was_reclaimed || state.lower[self.stage].is_making_room();
+        let why = if was_reclaimed { Loss::Reclaimed } else { Loss::Vanished };
         let has_moved = state.catalog.address(self.content, self.stage) != Some(self.address);
         if has_moved || state.lower[self.stage].additions.settled() != self.recorded {
             return true;

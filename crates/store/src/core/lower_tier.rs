@@ -1,5 +1,6 @@
 //! The state of one stage below DRAM.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use cascade_tier::tier::TierError;
@@ -21,6 +22,8 @@ pub(crate) struct LowerTier {
     /// How many threads are giving queued key changes their new addresses. Meanwhile its mover
     /// takes none.
     pub(crate) translations: u32,
+    /// Shared by the calls that make room, until the catalog has what they dropped.
+    pub(crate) reclaim: Arc<()>,
     /// The additions among the key changes that are queued or being recorded.
     pub(crate) additions: Additions,
     pub(crate) last_error: Option<TierError>,
@@ -42,6 +45,7 @@ impl LowerTier {
             key_changes: Queue::default(),
             key_tickets: Tickets::default(),
             translations: 0,
+            reclaim: Arc::default(),
             additions: Additions::default(),
             last_error: None,
             pending_bytes: 0,
@@ -49,5 +53,10 @@ impl LowerTier {
             unstored: Queue::default(),
             requeue_count: 0,
         }
+    }
+
+    /// Whether the tier may have dropped blocks for room that the catalog says it has.
+    pub(crate) fn is_making_room(&self) -> bool {
+        Arc::strong_count(&self.reclaim) > 1
     }
 }

@@ -213,7 +213,6 @@ fn send_key_changes(
         if matches!(result, Err(TierError::Full)) && rounds < CHANGES_ROUNDS_MAX {
             match make_room(core, stage, rounds < KEEPING_ROUNDS_MAX, deadline) {
                 Ok(room) => {
-                    apply_room(core, stage, &room);
                     let (moved, dropped) = maps_of(&room);
                     let dropped = apply_room_to_changes(&mut changes, &moved, &dropped);
                     core.lock().settle_key_changes(stage, &dropped);
@@ -314,10 +313,7 @@ fn store_with_room(
             break;
         }
         match make_room(core, stage, may_keep, deadline) {
-            Ok(room) => {
-                apply_room(core, stage, &room);
-                remaining.extend(apply_room_to_batch(blocks, &room, &mut results));
-            }
+            Ok(room) => remaining.extend(apply_room_to_batch(blocks, &room, &mut results)),
             Err(error) => {
                 let mut state = core.lock();
                 let signal = HealthSignal::of([Some(&error)].into_iter(), false);
@@ -330,8 +326,9 @@ fn store_with_room(
     results
 }
 
-/// Asks a stage to free space. It returns what it moved and dropped; a result after the deadline is
-/// applied when it comes, so that the catalog never keeps stale addresses.
+/// Asks a stage to free space. Applies what it moved and dropped to the catalog, and returns it. A
+/// result after the deadline is applied when it comes, so that the catalog never keeps stale
+/// addresses.
 fn make_room(
     core: &Arc<StoreCore>,
     stage: usize,
@@ -341,8 +338,16 @@ fn make_room(
     let mut kept = HashMap::new();
     let (keeper, late_node) = (Arc::clone(core), Arc::clone(core));
     let keep = move |key: &BlockKey, _| should_keep(&keeper, stage, key, may_keep, &mut kept);
-    let late = move |room| apply_room(&late_node, stage, &room);
-    core.stages[stage].make_room(Box::new(keep), deadline, late)
+    let reclaim = Arc::clone(&core.lock().lower[stage].reclaim);
+    let late_reclaim = Arc::clone(&reclaim);
+    let late = move |room| {
+        apply_room(&late_node, stage, &room);
+        drop(late_reclaim);
+    };
+    let room = core.stages[stage].make_room(Box::new(keep), deadline, late)?;
+    apply_room(core, stage, &room);
+    drop(reclaim);
+    Ok(room)
 }
 
 /// Removes blocks that a stage stored after the call's deadline: the call has failed, so that they

@@ -76,6 +76,8 @@ pub(crate) struct MapStage {
     pub(crate) fails_stores: AtomicU64,
     /// Storing a block removes its key from earlier ones, as a file for each key does.
     pub(crate) has_one_block_a_key: AtomicBool,
+    /// Making room drops blocks without asking the store, such as those that have expired.
+    pub(crate) drops_unasked: AtomicBool,
     /// Removing names fails.
     pub(crate) fails_removes: AtomicBool,
     pub(crate) damages: AtomicBool,
@@ -410,9 +412,10 @@ impl Stage for MapStage {
             let oldest = blocks.iter().take(8);
             oldest.map(|(at, kept)| (*at, kept.names.iter().copied().collect())).collect()
         };
+        let asks = !self.drops_unasked.load(Ordering::Relaxed);
         let mut room = MakeRoomOutcome::default();
         for (at, names) in names {
-            if names.iter().any(|name| keep(name, Address(at))) {
+            if asks && names.iter().any(|name| keep(name, Address(at))) {
                 continue;
             }
             if let Some(kept) = self.blocks.lock().unwrap().remove(&at) {
