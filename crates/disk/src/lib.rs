@@ -23,6 +23,7 @@ mod place;
 mod problem_log;
 pub mod scan;
 mod segments;
+mod shared_sync;
 mod tier;
 
 pub use cascade_tier::tier::{

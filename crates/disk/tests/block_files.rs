@@ -159,3 +159,58 @@ fn a_failed_removal_hides_the_block() {
     let (files, _) = open_tier(directory.path(), &pool);
     assert_hits(files.as_ref(), &pool, &stored);
 }
+
+/// A sync covered every write since the last one, also those whose files were gone. After days
+/// without a flush, no flush came to its end.
+#[test]
+fn a_sync_covers_only_files_that_are_there() {
+    let directory = tempfile::tempdir().unwrap();
+    let pool = pool();
+    let plan = FaultPlan::new(Fault::Io, u64::MAX, false);
+    let file_io = FileIo::system(IoEngine::Psync, false, 4, None, Arc::new(SystemClock)).unwrap();
+    let opened = open_with(config(directory.path()), plan.wrap(&file_io), deadline());
+    let (files, _) = opened.unwrap();
+    for _ in 0..50 {
+        for stored in append(files.as_ref(), &pool, &[(1, LENGTH), (2, LENGTH), (3, LENGTH)]) {
+            files.remove(&[(key(stored.number), stored.address)], deadline()).unwrap();
+        }
+    }
+    let kept = append(files.as_ref(), &pool, &[(4, LENGTH)]);
+    let before = plan.calls();
+    files.sync(deadline()).unwrap();
+    let calls = plan.calls() - before;
+    assert!(calls < 30, "{calls} calls for one file and the directories of three others");
+    assert_hits(files.as_ref(), &pool, &kept);
+}
+
+/// Stores 40 blocks, and syncs twice. Call number `at` of the first sync times out. Returns the
+/// calls of both syncs.
+fn calls_of_syncs(at: u64) -> [u64; 2] {
+    let directory = tempfile::tempdir().unwrap();
+    let pool = pool();
+    let file_io = FileIo::system(IoEngine::Psync, false, 4, None, Arc::new(SystemClock)).unwrap();
+    let blocks: Vec<_> = (0..40).map(|number| (number, LENGTH)).collect();
+    let until_stored = |directory: &Path, plan: &Arc<FaultPlan>| {
+        let (files, _) = open_with(config(directory), plan.wrap(&file_io), deadline()).unwrap();
+        append(files.as_ref(), &pool, &blocks);
+        (files, plan.calls())
+    };
+    let counted = tempfile::tempdir().unwrap();
+    let (_, before) = until_stored(counted.path(), &FaultPlan::new(Fault::Io, u64::MAX, false));
+    let plan = FaultPlan::new(Fault::Hang, before.saturating_add(at), false);
+    let (files, before) = until_stored(directory.path(), &plan);
+    assert_eq!(files.sync(deadline()).is_err(), at < u64::MAX);
+    let between = plan.calls();
+    files.sync(deadline()).unwrap();
+    [between - before, plan.calls() - between]
+}
+
+/// It began again with the first file, so that it never ended where all took longer than a flush
+/// may.
+#[test]
+fn a_sync_goes_on_where_an_earlier_one_timed_out() {
+    let [all, none] = calls_of_syncs(u64::MAX);
+    assert_eq!(none, 0, "nothing is left to sync");
+    let [until_late, rest] = calls_of_syncs(all * 3 / 4);
+    assert!(until_late + rest < all * 5 / 4, "{until_late} and {rest} calls of {all}");
+}

@@ -10,6 +10,7 @@ use cascade_runtime::Deadline;
 
 use super::PerBlockFiles;
 use super::durable_directories::DurableDirectories;
+use super::unsynced::Names;
 use crate::alignment::write_buffers;
 use crate::error::is_misplaced;
 use crate::format::{
@@ -258,16 +259,16 @@ impl PerBlockFiles {
         Ok(())
     }
 
-    pub(super) fn sync_files(
-        &self,
-        paths: Vec<PathBuf>,
-        deadline: Deadline,
-    ) -> Result<(), DiskError> {
+    /// Syncs files and the directories with their names, or directories.
+    pub(super) fn sync_names(&self, names: &Names, deadline: Deadline) -> Result<(), DiskError> {
+        let (paths, mut directories): (Vec<_>, Vec<_>) = match names {
+            Names::Files(keys) => (keys.iter().map(|key| self.path(key)).collect(), Vec::new()),
+            Names::Directories(directories) => (Vec::new(), directories.clone()),
+        };
+        directories.extend(paths.iter().filter_map(|path| path.parent().map(Path::to_owned)));
         let directory = self.config.directory.clone();
         let durable = Arc::clone(&self.durable_directories);
         self.io.call("sync files under", &directory, deadline, move |files| {
-            let mut directories: Vec<_> =
-                paths.iter().filter_map(|path| path.parent().map(Path::to_owned)).collect();
             for path in &paths {
                 match files.open(path, OpenMode::Read, false) {
                     Ok(file) => files.sync(&file)?,

@@ -12,6 +12,7 @@ mod erase;
 mod read;
 mod recovery;
 mod table;
+mod unsynced;
 
 use std::collections::BTreeSet;
 use std::io;
@@ -32,6 +33,7 @@ use crate::io::{FileHandle, FileIo, FileOperations, OpenMode, Transfer};
 use crate::lock::DirectoryLock;
 use crate::place::Place as _;
 use crate::problem_log::ProblemLog;
+use crate::shared_sync::SharedSync;
 use crate::{
     Address, BlockFacts, BlockFiles, DiskError, DiskStats, EraseOutcome, FilesConfig, LoadOutcome,
     MakeRoomOutcome, StoredManifest, device_probe, manifests,
@@ -51,6 +53,7 @@ pub struct PerBlockFiles {
     /// Locked while the file under a name is changed.
     rename_lock: Arc<DeadlineMutex<()>>,
     durable_directories: Arc<DurableDirectories>,
+    syncs: SharedSync,
     /// The number of the next write. It starts at random, so that processes do not use the same
     /// numbers.
     next_nonce: AtomicU64,
@@ -214,7 +217,7 @@ impl PerBlockFiles {
         // After the rename, because only a file under its name can be read and reclaimed.
         table.add(entry);
         if !self.config.durable {
-            table.unsynced.push(entry.meta.key);
+            table.unsynced.wrote(entry.meta.key);
         }
         drop(table);
         let payload_bytes = u64::from(entry.meta.bytes);
@@ -264,6 +267,12 @@ impl PerBlockFiles {
         let mut table = self.table();
         table.unhide(blocks);
         let freed = blocks.iter().map(|(key, address)| table.remove(key, *address)).sum();
+        for (key, _) in blocks {
+            let path = self.path(key);
+            if let Some(directory) = path.parent().filter(|_| !durable && !table.has(key)) {
+                table.unsynced.removed(key, directory);
+            }
+        }
         // Files of other writes under these names exist, so the table must count them.
         for entry in &others {
             table.add(entry);
@@ -393,14 +402,24 @@ impl BlockFiles for PerBlockFiles {
     }
 
     fn sync(&self, deadline: Deadline) -> Result<(), DiskError> {
-        // Taken out first: blocks that are stored during this sync are left to the next one.
-        let unsynced = std::mem::take(&mut self.table().unsynced);
-        let paths: Vec<_> = unsynced.iter().map(|key| self.path(key)).collect();
-        let synced = self.sync_files(paths, deadline);
-        if synced.is_err() {
-            self.table().unsynced.extend(unsynced);
-        }
-        synced
+        let late = || DiskError::Timeout {
+            operation: "waiting for an earlier flush",
+            path: self.config.directory.clone(),
+        };
+        self.syncs.run(deadline, self.io.clock.as_ref(), late, || {
+            // Taken out first: blocks that are stored during this sync are left to the next one.
+            let mut unsynced = std::mem::take(&mut self.table().unsynced);
+            while let Some(names) = unsynced.take_some() {
+                if let Err(error) = self.sync_names(&names, deadline) {
+                    let mut table = self.table();
+                    let mut newer = std::mem::take(&mut table.unsynced);
+                    newer.put_back(names, unsynced, |key| table.has(key));
+                    table.unsynced = newer;
+                    return Err(error);
+                }
+            }
+            Ok(())
+        })
     }
 
     fn checkpoint(&self, deadline: Deadline) -> Result<(), DiskError> {

@@ -17,6 +17,7 @@ use crate::format::{FormatError, PAGE_BYTES, RecordEntry, SegmentFrame};
 use crate::io::{FileIo, FileOperations, OpenMode, PageBuffer, make_tier_directory};
 use crate::lock::DirectoryLock;
 use crate::problem_log::ProblemLog;
+use crate::shared_sync::SharedSync;
 use crate::{DiskError, FilesConfig, Recovery, manifests};
 
 /// Maximum number of problems of an opening that are described.
@@ -67,6 +68,7 @@ impl PerBlockFiles {
             reclaim_lock: DeadlineMutex::default(),
             rename_lock: Arc::default(),
             durable_directories: Arc::new(DurableDirectories::new(directory)),
+            syncs: SharedSync::default(),
             next_nonce: AtomicU64::new(first_nonce),
             counters: BlockFileCounters::default(),
             problems,

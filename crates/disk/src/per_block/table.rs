@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use cascade_block::BlockKey;
 
 use super::block_file::{address_of, file_bytes};
+use super::unsynced::Unsynced;
 use crate::Address;
 use crate::format::RecordEntry;
 
@@ -26,7 +27,7 @@ pub(super) struct BlockFileTable {
     damaged: Vec<DamagedFile>,
     /// Removed blocks whose files may still exist.
     hidden: HashSet<(BlockKey, Address)>,
-    pub(super) unsynced: Vec<BlockKey>,
+    pub(super) unsynced: Unsynced,
 }
 
 /// A file with a block's name that contains no block.
@@ -68,6 +69,11 @@ impl BlockFileTable {
     /// Whether the key's file is that of this write.
     pub(super) fn contains(&self, key: &BlockKey, address: Address) -> bool {
         self.files.get(key).is_some_and(|file| file.address == address)
+    }
+
+    /// Whether a key has a file.
+    pub(super) fn has(&self, key: &BlockKey) -> bool {
+        self.files.contains_key(key)
     }
 
     /// The key of a write.

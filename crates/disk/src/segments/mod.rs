@@ -15,7 +15,6 @@ mod repair;
 mod replay;
 mod seal;
 mod segment;
-mod shared_sync;
 mod write;
 mod write_run;
 
@@ -31,11 +30,11 @@ use cascade_runtime::{Deadline, DeadlineMutex, DeadlineMutexGuard, Mutex, MutexG
 pub(crate) use self::recovery::checkpoint_bytes_max;
 pub(crate) use self::replay::replay;
 use self::segment::Segment;
-use self::shared_sync::SharedSync;
 use self::write::WriterState;
 use crate::io::FileIo;
 use crate::lock::DirectoryLock;
 use crate::problem_log::ProblemLog;
+use crate::shared_sync::SharedSync;
 use crate::{
     Address, BlockFacts, BlockFiles, DiskError, DiskStats, EraseOutcome, FilesConfig,
     MakeRoomOutcome, StoredManifest, device_probe, manifests,

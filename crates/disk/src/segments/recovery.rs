@@ -11,7 +11,6 @@ use cascade_runtime::{Deadline, DeadlineMutex, Mutex, RwLock, fill_random};
 use super::replay::{ReplayResult, replay};
 use super::seal::seal_segment;
 use super::segment::{BlockSlot, EntryLocation, Segment, SegmentState};
-use super::shared_sync::SharedSync;
 use super::write::{SpaceClass, WriterState};
 use super::write_run::tombstone;
 use super::{Alias, Aliases, SegmentCounters, SegmentFiles};
@@ -25,6 +24,7 @@ use crate::lock::DirectoryLock;
 use crate::place::Place as _;
 use crate::problem_log::ProblemLog;
 use crate::scan::{FileSource, ScanError, ScanOptions, SegmentContent, read_segment, segment_name};
+use crate::shared_sync::SharedSync;
 use crate::{Address, DiskError, FilesConfig, Recovery, manifests};
 
 /// A segment found at opening, with its content.

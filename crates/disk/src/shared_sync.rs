@@ -8,7 +8,7 @@ use crate::DiskError;
 
 /// Lets one caller sync at a time, for all who came before it began.
 #[derive(Debug, Default)]
-pub(super) struct SharedSync {
+pub(crate) struct SharedSync {
     rounds: Mutex<Rounds>,
     ended: Condvar,
 }
@@ -53,7 +53,7 @@ impl SharedSync {
     ///
     /// An error is shared, too: what a failed sync has lost, no later one can save. Not so a
     /// time-out, since each caller has a deadline of its own.
-    pub(super) fn run(
+    pub(crate) fn run(
         &self,
         deadline: Deadline,
         clock: &dyn Clock,
