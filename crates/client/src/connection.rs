@@ -162,7 +162,7 @@ impl Connection {
         Ok(sent_bytes)
     }
 
-    /// Waits for the answer to the call of this length that is in flight. An answer that has arrived
+    /// Waits for the answer to the call of this length that is in flight. An answer that is there
     /// is read also after the deadline: the caller is late then, not the node.
     pub(crate) fn end_call(
         &mut self,

@@ -8,6 +8,7 @@ mod alias;
 mod background;
 mod create;
 mod erase;
+mod flush;
 mod read;
 mod reclaim;
 mod recovery;
@@ -214,7 +215,7 @@ impl BlockFiles for SegmentFiles {
             || self.too_late(),
             || {
                 let mut writer = self.lock(&self.writer, deadline)?;
-                self.sync_active(&mut writer, deadline)
+                self.sync_for_flush(&mut writer, deadline)
             },
         )
     }

@@ -82,7 +82,8 @@ impl SegmentFiles {
             &reclaimed.dropped,
             deadline,
         )?;
-        self.sync_active(&mut writer, deadline)?;
+        self.sync_active(&mut writer, deadline)
+            .inspect_err(|error| writer.note_failed_sync(error))?;
         self.remove_segment(&mut writer, &victim, deadline)
     }
 
@@ -400,9 +401,7 @@ impl SegmentFiles {
             Err(error) if is_misplaced(&error) => Ok(()),
             other => other,
         })?;
-        writer.unsynced.retain(|segment| !Arc::ptr_eq(segment, victim));
-        self.segments.write().unwrap_or_else(PoisonError::into_inner).remove(&victim.number);
-        self.aliases().retain(|address, _| address.segment() != victim.number);
+        self.forget_segment(writer, victim);
         Ok(())
     }
 }

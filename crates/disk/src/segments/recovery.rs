@@ -129,8 +129,9 @@ impl SegmentFiles {
         // segments.
         let (store_id, next_sequence, next_number, segments) = {
             let mut writer = self.lock(&self.writer, deadline)?;
+            self.forget_removed(&mut writer, deadline)?;
             // Before the checkpoint covers these pages: recovery does not verify covered payloads.
-            self.sync_active(&mut writer, deadline)?;
+            self.sync_for_flush(&mut writer, deadline)?;
             (writer.store_id, writer.next_sequence, writer.next_number, self.covered())
         };
         let mut entries = Vec::new();
@@ -447,6 +448,7 @@ fn next_state(
         sealing: None,
         next: None,
         unsynced: Vec::new(),
+        failed_sync: None,
         failed_copies: HashMap::new(),
         // After every number that a file, the checkpoint or an entry contains: an address in an
         // old alias or tombstone must not refer to a new block.
