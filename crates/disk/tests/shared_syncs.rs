@@ -127,9 +127,10 @@ fn a_call_that_succeeds_has_synced_all_writes_before_it() {
                 for round in 0..ROUNDS {
                     append(files.as_ref(), pool, &[(thread * ROUNDS + round, 5000)]);
                     let before = engine.tick();
-                    let time = Duration::from_millis(if round % 3 == 0 { 1 } else { 5000 });
+                    let time =
+                        Duration::from_millis(if round.is_multiple_of(3) { 1 } else { 5000 });
                     let until = Deadline::after(&SystemClock, time);
-                    let is_checkpoint = (thread + round) % 2 == 0;
+                    let is_checkpoint = (thread + round).is_multiple_of(2);
                     let synced =
                         if is_checkpoint { files.checkpoint(until) } else { files.sync(until) };
                     if synced.is_ok() {

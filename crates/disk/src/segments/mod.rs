@@ -29,6 +29,7 @@ use cascade_block::{BlockKey, Namespace};
 use cascade_memory::Slab;
 use cascade_runtime::{Deadline, DeadlineMutex, DeadlineMutexGuard, Mutex, MutexGuard, RwLock};
 
+use self::flush::sync_for_flush;
 pub(crate) use self::recovery::checkpoint_bytes_max;
 pub(crate) use self::replay::replay;
 use self::segment::Segment;
@@ -215,7 +216,7 @@ impl BlockFiles for SegmentFiles {
             || self.too_late(),
             || {
                 let mut writer = self.lock(&self.writer, deadline)?;
-                self.sync_for_flush(&mut writer, deadline)
+                sync_for_flush(self, &mut writer, deadline)
             },
         )
     }

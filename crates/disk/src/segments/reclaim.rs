@@ -6,6 +6,7 @@ use std::sync::{Arc, PoisonError};
 use cascade_block::{BlockKey, checksum};
 use cascade_runtime::Deadline;
 
+use super::flush::forget_segment;
 use super::segment::{BlockSlot, Segment};
 use super::write::{SpaceClass, WriterState};
 use super::write_run::{PendingEntry, PendingPayload, tombstone};
@@ -401,7 +402,7 @@ impl SegmentFiles {
             Err(error) if is_misplaced(&error) => Ok(()),
             other => other,
         })?;
-        self.forget_segment(writer, victim);
+        forget_segment(self, writer, victim);
         Ok(())
     }
 }
