@@ -24,6 +24,8 @@ use seals::{CopiedBlocks, settle};
 const PASSES_MAX: u32 = 3;
 /// A copying get holds at most one half of what a client may hold.
 const GET_SHARE_DIVISOR: usize = 2;
+/// Bytes that a put copies between two looks at the clock.
+const CLOCK_BYTES: usize = 1 << 20;
 /// Pause between two attempts to lease one block while the client's share is exhausted.
 const ROOM_PAUSE: Duration = Duration::from_millis(1);
 
@@ -39,6 +41,11 @@ impl Batch {
         node_timeout_ms(self.deadline.remaining(&SystemClock).min(self.time))
     }
 
+    fn timeout_error(&self, operation: &'static str) -> StoreError {
+        let timeout_ms = u64::try_from(self.time.as_millis()).unwrap_or(u64::MAX);
+        StoreError::Timeout { operation, timeout_ms }
+    }
+
     /// Reports the outcomes of puts that the client decided itself, for the node's counters.
     fn report_settled(&self, present: u32, conflicts: u32, failures: u32) {
         if (present, conflicts, failures) == (0, 0, 0) {
@@ -47,6 +54,27 @@ impl Batch {
         let settled = Call::Settled { present, conflicts, failures };
         // If it fails, only counts are lost.
         drop(self.link.session.send(vec![settled], self.deadline));
+    }
+}
+
+/// Looks at the clock during the copies of a put: pages of the caller's memory may come from a
+/// disk.
+struct Copies<'a> {
+    on: &'a Batch,
+    /// Bytes since the last look.
+    bytes: usize,
+    is_late: bool,
+}
+
+impl Copies<'_> {
+    /// Whether the deadline has passed before the copy of these bytes.
+    fn are_late(&mut self, bytes: usize) -> bool {
+        if self.bytes >= CLOCK_BYTES {
+            self.bytes = 0;
+            self.is_late = self.on.deadline.has_passed(&SystemClock);
+        }
+        self.bytes += bytes;
+        self.is_late
     }
 }
 
@@ -100,10 +128,8 @@ impl ClientInner {
             }
             self.compare(&on, batch, &compare, &mut outcomes);
         }
-        let timeout_ms = u64::try_from(on.time.as_millis()).unwrap_or(u64::MAX);
-        let operation = "put a block that others keep deleting";
         let retries_exhausted =
-            || PutOutcome::Failed(StoreError::Timeout { operation, timeout_ms });
+            || PutOutcome::Failed(on.timeout_error("put a block that others keep deleting"));
         outcomes.into_iter().map(|outcome| outcome.unwrap_or_else(retries_exhausted)).collect()
     }
 
@@ -125,9 +151,14 @@ impl ClientInner {
         };
         let mut copied = CopiedBlocks::of_round(round.len(), prepared.iter().map(bytes_of).sum());
         let (mut compare, mut early) = (Vec::new(), None);
+        let mut copies = Copies { on, bytes: 0, is_late: false };
         for (at, prepared) in round.iter().zip(prepared) {
             let put = &batch[*at];
             match prepared {
+                // No seal is sent after the deadline. The drop of the slab releases it.
+                PrepareOutcome::Slab(_) if copies.are_late(put.bytes.len()) => {
+                    outcomes[*at] = Some(PutOutcome::Failed(on.timeout_error("copy a put")));
+                }
                 PrepareOutcome::Slab(mut slab) => {
                     // Copied before the hold leaves the slab: until then a drop releases it.
                     if let Err(error) = slab.fill_from(put.bytes) {

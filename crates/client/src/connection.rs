@@ -1,6 +1,6 @@
 //! One connection to the node, with one call in flight at a time.
 
-use std::io::{self, IoSliceMut, Read, Write};
+use std::io::{self, IoSliceMut, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -122,7 +122,7 @@ impl Connection {
             match connect(&connection.stream, &address) {
                 Ok(()) => return Ok(connection),
                 // The socket is not connected, so another attempt is possible.
-                Err(Errno::INTR) => {}
+                Err(Errno::INTR | Errno::AGAIN) => {}
                 Err(error) => return Err(io::Error::from(error).into()),
             }
         }
@@ -162,7 +162,8 @@ impl Connection {
         Ok(sent_bytes)
     }
 
-    /// Waits for the answer to the call of this length that is in flight.
+    /// Waits for the answer to the call of this length that is in flight. An answer that is there
+    /// is read also after the deadline: the caller is late then, not the node.
     pub(crate) fn end_call(
         &mut self,
         sent_bytes: usize,
@@ -177,22 +178,35 @@ impl Connection {
             if length.is_some_and(|length| self.read >= length) {
                 return self.read_answer();
             }
-            self.set_timeouts(deadline)?;
             // `frame_length` has checked the limit, so the node cannot make this buffer grow
             // further.
             let needed = length.unwrap_or(0).max(READ_BYTES);
             if self.input.len() < needed {
                 self.input.resize(needed, 0);
             }
-            match (&self.stream).read(&mut self.input[self.read..]) {
-                Ok(0) => {
-                    return Err(ConnectionError::Broken(
-                        "the node closed the connection".to_owned(),
-                    ));
+            self.read += self.receive(deadline)?;
+        }
+    }
+
+    /// Reads a part of an answer. After the deadline without waiting.
+    fn receive(&mut self, deadline: Deadline) -> Result<usize, ConnectionError> {
+        loop {
+            let flags = match self.set_timeouts(deadline) {
+                Ok(()) => RecvFlags::empty(),
+                Err(ConnectionError::Timeout) => RecvFlags::DONTWAIT,
+                Err(error) => return Err(error),
+            };
+            match recv(&self.stream, &mut self.input[self.read..], flags) {
+                Ok((0, _)) => {
+                    let reason = "the node closed the connection".to_owned();
+                    return Err(ConnectionError::Broken(reason));
                 }
-                Ok(count) => self.read += count,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error.into()),
+                Ok((count, _)) => return Ok(count),
+                Err(Errno::AGAIN) if flags == RecvFlags::DONTWAIT => {
+                    return Err(ConnectionError::Timeout);
+                }
+                Err(Errno::AGAIN | Errno::INTR) => {}
+                Err(error) => return Err(io::Error::from(error).into()),
             }
         }
     }
@@ -218,7 +232,7 @@ impl Connection {
             match recvmsg(&self.stream, &mut parts, &mut control, RecvFlags::CMSG_CLOEXEC) {
                 Ok(received) => break received.bytes,
                 // Nothing was received. The kernel restarts no call of a socket with a timeout.
-                Err(Errno::INTR) => {}
+                Err(Errno::INTR | Errno::AGAIN) => {}
                 Err(error) => return Err(io::Error::from(error).into()),
             }
         };
@@ -276,9 +290,10 @@ impl Connection {
 
     /// Sends the output and empties it. Returns its length.
     fn write_output(&mut self, deadline: Deadline) -> Result<usize, ConnectionError> {
-        let mut rest = 0;
+        let (mut rest, mut is_blocked) = (0, false);
         while rest < self.output.len() {
             let is_unsent = |error| match error {
+                ConnectionError::Timeout if rest == 0 && is_blocked => ConnectionError::SendBlocked,
                 ConnectionError::Timeout if rest == 0 => ConnectionError::NotSent,
                 other => other,
             };
@@ -288,13 +303,12 @@ impl Connection {
             let piece = &self.output[rest..self.output.len().min(rest + WRITE_BYTES)];
             match (&self.stream).write(piece) {
                 Ok(count) => rest += count,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => {
-                    return Err(match ConnectionError::from(error) {
-                        ConnectionError::Timeout if rest == 0 => ConnectionError::SendBlocked,
-                        other => other,
-                    });
-                }
+                Err(error) => match error.kind() {
+                    io::ErrorKind::Interrupted => {}
+                    // Of the socket, whose timeout is shorter than the time that is left.
+                    io::ErrorKind::WouldBlock => is_blocked = true,
+                    _ => return Err(error.into()),
+                },
             }
         }
         // An idle connection keeps no buffer of its longest call. Cleared first, because a buffer
@@ -344,12 +358,10 @@ impl Connection {
     fn poll_for_answer(&self, deadline: Deadline) -> Result<(), ConnectionError> {
         loop {
             let left = deadline.remaining(&SystemClock);
-            if left.is_zero() {
-                return Err(ConnectionError::Timeout);
-            }
             // A time too long for the kernel's type means no timeout.
-            let left = Timespec::try_from(left).ok();
-            match poll(&mut [PollFd::new(&self.stream, PollFlags::IN)], left.as_ref()) {
+            let time = Timespec::try_from(left).ok();
+            match poll(&mut [PollFd::new(&self.stream, PollFlags::IN)], time.as_ref()) {
+                Ok(0) if left.is_zero() => return Err(ConnectionError::Timeout),
                 Ok(0) | Err(Errno::INTR) => {}
                 Ok(_) => return Ok(()),
                 Err(error) => return Err(io::Error::from(error).into()),
@@ -363,12 +375,13 @@ impl Connection {
         if left.is_zero() {
             return Err(ConnectionError::Timeout);
         }
-        // Setting them is a system call. A timeout up to 1/16 too long is accepted instead.
-        let is_close = self.timeout >= left && self.timeout <= left + left / 16;
+        // Setting them is a system call. A timeout up to 1/16 too short is accepted instead: after
+        // it the caller waits again. One that is too long would make the call late.
+        let is_close = self.timeout <= left && self.timeout >= left - left / 16;
         if !is_close {
-            // Longer than needed, so that it still fits later calls with the same timeout and the
+            // Shorter than needed, so that it still fits later calls with the same timeout and the
             // further system calls of this one.
-            self.timeout = left + left / 32;
+            self.timeout = left - left / 32;
             self.stream.set_read_timeout(Some(self.timeout))?;
             self.stream.set_write_timeout(Some(self.timeout))?;
         }
@@ -409,6 +422,8 @@ impl Connection {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Read;
+
     use cascade_block::BlockKey;
     use cascade_wire::KeyQuestion;
 
@@ -481,6 +496,65 @@ mod tests {
                 assert!(matches!(answer, Ok(Answer::Done)), "{answer:?}");
             });
         }
+    }
+
+    /// A put that copied until its deadline took the node for stopped, although the answer to its
+    /// first seal was there: the outcomes were lost, and all calls failed until the client had
+    /// reconnected. So did each call of a process that was stopped while it waited.
+    #[test]
+    fn an_answer_that_has_arrived_is_read_after_the_deadline() {
+        for blocks in [0, LONG_CALL_BYTES / 32] {
+            for looks in [true, false] {
+                let (here, there) = UnixStream::pair().expect("descriptors are left");
+                let mut connection = Connection::over(here);
+                connection.looks.skipped = u32::from(!looks);
+                let keys = vec![BlockKey::from_bytes([7; 32]); blocks];
+                let call = Call::Ask { question: KeyQuestion::Contains, keys };
+                let soon = Deadline::after(&SystemClock, Duration::from_secs(30));
+                let sent = connection.begin_call(&[], &call, soon).expect("there is room");
+                let mut message = Vec::new();
+                Answer::Flags(vec![true; blocks]).write(&mut message, 1);
+                (&there).write_all(&message).expect("there is room");
+                let answer = connection.end_call(sent, Deadline::at(Duration::ZERO));
+                assert!(matches!(answer, Ok(Answer::Flags(_))), "{blocks} {looks}: {answer:?}");
+            }
+        }
+    }
+
+    /// Timeouts of the socket could be 1/16 longer than the time that was left: a call of 5 s to a
+    /// stopped node took 5.3 s.
+    #[test]
+    fn no_wait_is_longer_than_the_time_that_is_left() {
+        let (here, _there) = UnixStream::pair().expect("descriptors are left");
+        let mut connection = Connection::over(here);
+        for seconds in [160, 161, 165, 158, 150, 149, 1] {
+            let time = Duration::from_secs(seconds);
+            connection.set_timeouts(Deadline::after(&SystemClock, time)).expect("a socket");
+            for timeout in [connection.stream.read_timeout(), connection.stream.write_timeout()] {
+                let timeout = timeout.expect("a socket").expect("a timeout");
+                assert!(timeout <= time && timeout >= time * 9 / 10, "{timeout:?} for {time:?}");
+            }
+        }
+    }
+
+    /// Each wait of the socket is shorter than the time that is left: the call goes on after it.
+    #[test]
+    fn a_call_outlasts_the_timeout_of_its_socket() {
+        let (here, there) = UnixStream::pair().expect("descriptors are left");
+        let mut connection = Connection::over(here);
+        let soon = Deadline::after(&SystemClock, Duration::from_secs(30));
+        let sent = connection.begin_call(&[], &Call::Ping, soon).expect("there is room");
+        let short = Some(Duration::from_millis(1));
+        connection.stream.set_read_timeout(short).expect("a socket");
+        std::thread::scope(|scope| {
+            let ended = scope.spawn(|| connection.end_call(sent, soon));
+            std::thread::park_timeout(Duration::from_millis(20));
+            let mut message = Vec::new();
+            Answer::Done.write(&mut message, 1);
+            (&there).write_all(&message).expect("there is room");
+            let answer = ended.join().expect("no panic");
+            assert!(matches!(answer, Ok(Answer::Done)), "{answer:?}");
+        });
     }
 
     #[test]

@@ -7,7 +7,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use cascade_block::checksum;
-use cascade_disk::conformance::{append, content, deadline, key, meta, pool};
+use cascade_disk::conformance::{
+    append, assert_gone, assert_hits, content, deadline, key, meta, pool,
+};
 use cascade_disk::format::{FORMAT_VERSION, PAGE_BYTES, SegmentHeader, page_checksum};
 use cascade_disk::scan::{ScanOptions, SegmentContent, read_segment};
 use cascade_disk::{DiskError, FileLayout, FilesConfig, Load, LoadOutcome, inspect, open};
@@ -260,4 +262,33 @@ fn a_damaged_first_frame_behind_a_damaged_header_is_counted() {
     let error = opened.expect_err("a newer format");
     assert!(matches!(error, DiskError::UnknownVersion { found: 2, .. }), "{error}");
     assert_eq!(fs::read(&segment).unwrap(), bytes, "the file is unchanged");
+}
+
+/// Blocks in files that somebody had removed counted as written: a flush succeeded, and after a
+/// restart they were missing.
+#[test]
+fn a_flush_reports_files_that_were_removed_in_use() {
+    let (pool, directory) = (pool(), tempfile::tempdir().unwrap());
+    let (files, _) =
+        open(config(directory.path()), Arc::new(SystemClock), &pool, deadline()).unwrap();
+    let lost = append(files.as_ref(), &pool, &BLOCKS[..3]);
+    files.checkpoint(deadline()).unwrap();
+    let segment = directory.path().join("w0-00000000.segment");
+    fs::remove_file(&segment).unwrap();
+    // As an administrator may do who mistakes it for the store's.
+    fs::create_dir(&segment).unwrap();
+    assert_hits(files.as_ref(), &pool, &lost);
+    let error = files.checkpoint(deadline()).expect_err("the blocks are lost");
+    assert!(error.to_string().contains("w0-00000000.segment"), "{error}");
+    assert_gone(files.as_ref(), &pool, &lost);
+    assert_eq!((files.stats().structures_damaged, files.used_bytes()), (1, 0));
+    let problems = files.problems();
+    assert!(problems.iter().any(|each| each.contains("was removed")), "{problems:?}");
+    let kept = append(files.as_ref(), &pool, &BLOCKS[3..]);
+    files.checkpoint(deadline()).expect("reported once");
+    drop(files);
+    let (files, recovery) =
+        open(config(directory.path()), Arc::new(SystemClock), &pool, deadline()).unwrap();
+    assert_eq!(recovery.live.len(), kept.len());
+    assert_hits(files.as_ref(), &pool, &kept);
 }

@@ -9,7 +9,7 @@ use cascade_disk::conformance::{append, assert_hits, assert_recovered, deadline,
 use cascade_disk::io::{
     FileIo, Transfer, TransferEngine, TransferKind, TransferOutcome, TransferQueue,
 };
-use cascade_disk::{FilesConfig, IoEngine, open_with};
+use cascade_disk::{DiskError, FilesConfig, IoEngine, open_with};
 use cascade_runtime::{Deadline, SystemClock};
 
 /// Counts the syncs of another engine, and lets the next ones fail.
@@ -18,6 +18,8 @@ struct CountingEngine {
     inner: Arc<dyn TransferEngine>,
     syncs: AtomicU64,
     failures: AtomicU64,
+    /// Of the failures.
+    kind: ErrorKind,
 }
 
 struct CountingQueue<'a> {
@@ -26,9 +28,9 @@ struct CountingQueue<'a> {
 }
 
 impl CountingEngine {
-    fn new(inner: &Arc<dyn TransferEngine>) -> Arc<Self> {
+    fn new(inner: &Arc<dyn TransferEngine>, kind: ErrorKind) -> Arc<Self> {
         let (syncs, failures) = (AtomicU64::new(0), AtomicU64::new(0));
-        Arc::new(Self { inner: Arc::clone(inner), syncs, failures })
+        Arc::new(Self { inner: Arc::clone(inner), syncs, failures, kind })
     }
 
     fn takes_failure(&self) -> bool {
@@ -59,7 +61,7 @@ impl TransferQueue for CountingQueue<'_> {
     fn complete(&mut self, number: usize, mut outcome: TransferOutcome) {
         let is_sync = |transfer: &Transfer| transfer.kind == TransferKind::Sync;
         if outcome.transfer.as_ref().is_some_and(is_sync) && self.engine.takes_failure() {
-            outcome.result = Err(ErrorKind::TimedOut.into());
+            outcome.result = Err(self.engine.kind.into());
         }
         self.inner.complete(number, outcome);
     }
@@ -76,7 +78,7 @@ fn syncs_of_three_segments(durable: bool) -> (u64, u64) {
         ..FilesConfig::new(directory.path())
     };
     let io = FileIo::system(IoEngine::Psync, false, 4, None, Arc::new(SystemClock)).unwrap();
-    let engine = CountingEngine::new(&io.engine);
+    let engine = CountingEngine::new(&io.engine, ErrorKind::TimedOut);
     let syncs = || engine.syncs.load(Ordering::Relaxed);
     let io = FileIo { engine: Arc::<CountingEngine>::clone(&engine), ..io };
     let (files, _) = open_with(config.clone(), io, deadline()).unwrap();
@@ -112,7 +114,7 @@ fn other_tiers_sync_a_segment_when_it_is_sealed() {
 fn a_segment_whose_sync_failed_is_synced_by_the_next_one() {
     let directory = tempfile::tempdir().unwrap();
     let io = FileIo::system(IoEngine::Psync, false, 4, None, Arc::new(SystemClock)).unwrap();
-    let engine = CountingEngine::new(&io.engine);
+    let engine = CountingEngine::new(&io.engine, ErrorKind::TimedOut);
     let syncs = || engine.syncs.load(Ordering::Relaxed);
     let io = FileIo { engine: Arc::<CountingEngine>::clone(&engine), ..io };
     let (files, _) = open_with(FilesConfig::new(directory.path()), io, deadline()).unwrap();
@@ -127,5 +129,30 @@ fn a_segment_whose_sync_failed_is_synced_by_the_next_one() {
     assert_eq!(syncs(), 3);
     files.sync(deadline()).unwrap();
     assert_eq!(syncs(), 3, "nothing is left to sync");
+    assert_hits(files.as_ref(), &pool, &stored);
+}
+
+/// The sync of a full segment failed in the background. The next flush synced the segment again and
+/// succeeded, although a sync after a failed one says nothing about what that has lost.
+#[test]
+fn a_failed_sync_of_a_full_segment_fails_the_next_flush() {
+    let directory = tempfile::tempdir().unwrap();
+    let io = FileIo::system(IoEngine::Psync, false, 4, None, Arc::new(SystemClock)).unwrap();
+    let engine = CountingEngine::new(&io.engine, ErrorKind::Other);
+    let io = FileIo { engine: Arc::<CountingEngine>::clone(&engine), ..io };
+    let config = FilesConfig {
+        capacity_bytes: 2 << 20,
+        segment_bytes: 128 << 10,
+        ..FilesConfig::new(directory.path())
+    };
+    let (files, _) = open_with(config, io, deadline()).unwrap();
+    let pool = pool();
+    engine.failures.store(1, Ordering::Relaxed);
+    let blocks: Vec<_> = (0..24).map(|number| (number, 12_288)).collect();
+    let stored = append(files.as_ref(), &pool, &blocks);
+    assert_eq!(engine.failures.load(Ordering::Relaxed), 0, "a segment was full");
+    let error = files.checkpoint(deadline()).expect_err("its blocks may be lost");
+    assert!(matches!(error, DiskError::Io { operation: "sync", .. }), "{error}");
+    files.checkpoint(deadline()).expect("reported once");
     assert_hits(files.as_ref(), &pool, &stored);
 }

@@ -151,6 +151,24 @@ fn write_failures_are_reported_once_to_every_flush_mark() {
         .expect("marked after the failure");
 }
 
+/// The next flush of another client succeeded, although the failed sync may have lost its blocks.
+#[test]
+fn a_failed_sync_fails_the_next_flush_of_every_caller() {
+    let (store, stage) = open(dram(4));
+    let mut marks = [store.flush_mark(), store.flush_mark(), store.flush_mark()];
+    put(&store, &keys(0..4), BLOCK);
+    flush(&store);
+    stage.fails_flush.store(true, Relaxed);
+    for mark in &mut marks {
+        let error = store.flush_since(mark, CallOptions::default()).unwrap_err();
+        assert!(matches!(error, StoreError::Tier { tier: "map", .. }), "{error}");
+    }
+    for mark in &mut marks {
+        store.flush_since(mark, CallOptions::default()).expect("reported once");
+    }
+    flush(&store);
+}
+
 /// A node ended with an error about write failures that its clients had already got.
 #[test]
 fn close_does_not_report_a_write_failure_that_was_reported_before() {

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use cascade_tier::{BlockStore, PutOutcome, ViewOutcome};
+use cascade_tier::{BlockStore, PutOutcome, StoreError, ViewOutcome};
 
 use crate::test_node::{TestNode, hits, keys, put, wait_until, within};
 
@@ -59,6 +59,31 @@ fn calls_that_time_out_leave_nothing_held() {
     });
     let some = keys(0..4);
     wait_until("the client is served", || hits(&some, &client.view(&some, within(5000))) == 4);
+    drop(client);
+    host.assert_nothing_leaks();
+}
+
+/// A put copied its whole batch after its deadline, although it could no longer seal a block.
+#[test]
+fn a_put_copies_nothing_after_its_deadline() {
+    let host = TestNode::start(|config| config.store.dram_bytes = 64 << 20);
+    let client = host.connect();
+    let new = keys(0..32);
+    wait_until("a put is late while it copies", || {
+        let outcomes = put(&client, &new, 1 << 20, within(2));
+        let is_copy = |outcome: &PutOutcome| {
+            let PutOutcome::Failed(StoreError::Timeout { operation, .. }) = outcome else {
+                return false;
+            };
+            *operation == "copy a put"
+        };
+        client.delete(&new);
+        outcomes.iter().any(is_copy)
+    });
+    wait_until("the client holds nothing", || {
+        client.contains(&new);
+        host.held_bytes() == 0
+    });
     drop(client);
     host.assert_nothing_leaks();
 }

@@ -203,6 +203,10 @@ impl FileOperations for FaultyFiles {
         self.inner.length(file)
     }
 
+    fn has_name(&self, file: &FileHandle) -> io::Result<bool> {
+        self.inner.has_name(file)
+    }
+
     fn read(&self, file: &FileHandle, offset: u64, buffer: &mut [u8]) -> io::Result<usize> {
         self.plan.check_operation()?;
         self.inner.read(file, offset, buffer)

@@ -6,7 +6,7 @@ use std::fmt;
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Write as _};
 use std::os::unix::fs::{
-    DirBuilderExt as _, FileExt as _, OpenOptionsExt as _, PermissionsExt as _,
+    DirBuilderExt as _, FileExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _,
 };
 use std::path::{Path, PathBuf};
 
@@ -116,6 +116,13 @@ pub trait FileOperations: Send + Sync + fmt::Debug {
 
     /// Returns the length of a file.
     fn length(&self, file: &FileHandle) -> io::Result<u64>;
+
+    /// Whether an open file still has a name. Without one it is lost once its handle is dropped. An
+    /// implementation whose files nobody but the tier removes keeps this default.
+    fn has_name(&self, file: &FileHandle) -> io::Result<bool> {
+        let _ = file;
+        Ok(true)
+    }
 
     /// Reads up to the end of the buffer or of the file. Returns the number of bytes read, which is
     /// less than the length of the buffer only at the end of the file.
@@ -234,6 +241,10 @@ impl FileOperations for SystemFiles {
 
     fn length(&self, file: &FileHandle) -> io::Result<u64> {
         Ok(file.system()?.metadata()?.len())
+    }
+
+    fn has_name(&self, file: &FileHandle) -> io::Result<bool> {
+        Ok(file.system()?.metadata()?.nlink() > 0)
     }
 
     fn read(&self, file: &FileHandle, offset: u64, buffer: &mut [u8]) -> io::Result<usize> {

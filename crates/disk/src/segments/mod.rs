@@ -8,6 +8,7 @@ mod alias;
 mod background;
 mod create;
 mod erase;
+mod flush;
 mod read;
 mod reclaim;
 mod recovery;
@@ -27,6 +28,7 @@ use cascade_block::{BlockKey, Namespace};
 use cascade_memory::Slab;
 use cascade_runtime::{Deadline, DeadlineMutex, DeadlineMutexGuard, Mutex, MutexGuard, RwLock};
 
+use self::flush::sync_for_flush;
 pub(crate) use self::recovery::checkpoint_bytes_max;
 pub(crate) use self::replay::replay;
 use self::segment::Segment;
@@ -213,7 +215,7 @@ impl BlockFiles for SegmentFiles {
             || self.too_late(),
             || {
                 let mut writer = self.lock(&self.writer, deadline)?;
-                self.sync_active(&mut writer, deadline)
+                sync_for_flush(self, &mut writer, deadline)
             },
         )
     }

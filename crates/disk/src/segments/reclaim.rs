@@ -6,6 +6,7 @@ use std::sync::{Arc, PoisonError};
 use cascade_block::{BlockKey, checksum};
 use cascade_runtime::Deadline;
 
+use super::flush::forget_segment;
 use super::segment::{BlockSlot, Segment};
 use super::write::{SpaceClass, WriterState};
 use super::write_run::{PendingEntry, PendingPayload, tombstone};
@@ -82,7 +83,8 @@ impl SegmentFiles {
             &reclaimed.dropped,
             deadline,
         )?;
-        self.sync_active(&mut writer, deadline)?;
+        self.sync_active(&mut writer, deadline)
+            .inspect_err(|error| writer.note_failed_sync(error))?;
         self.remove_segment(&mut writer, &victim, deadline)
     }
 
@@ -400,9 +402,7 @@ impl SegmentFiles {
             Err(error) if is_misplaced(&error) => Ok(()),
             other => other,
         })?;
-        writer.unsynced.retain(|segment| !Arc::ptr_eq(segment, victim));
-        self.segments.write().unwrap_or_else(PoisonError::into_inner).remove(&victim.number);
-        self.aliases().retain(|address, _| address.segment() != victim.number);
+        forget_segment(self, writer, victim);
         Ok(())
     }
 }

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use cascade_block::{BlockKey, Checksum, checksum, with_causes};
 use cascade_runtime::{Deadline, DeadlineMutex, Mutex, RwLock, fill_random};
 
+use super::flush::{forget_removed, sync_for_flush};
 use super::replay::{ReplayResult, replay};
 use super::seal::seal_segment;
 use super::segment::{BlockSlot, EntryLocation, Segment, SegmentState};
@@ -129,8 +130,9 @@ impl SegmentFiles {
         // segments.
         let (store_id, next_sequence, next_number, segments) = {
             let mut writer = self.lock(&self.writer, deadline)?;
+            forget_removed(self, &mut writer, deadline)?;
             // Before the checkpoint covers these pages: recovery does not verify covered payloads.
-            self.sync_active(&mut writer, deadline)?;
+            sync_for_flush(self, &mut writer, deadline)?;
             (writer.store_id, writer.next_sequence, writer.next_number, self.covered())
         };
         let mut entries = Vec::new();
@@ -447,6 +449,7 @@ fn next_state(
         sealing: None,
         next: None,
         unsynced: Vec::new(),
+        failed_sync: None,
         failed_copies: HashMap::new(),
         // After every number that a file, the checkpoint or an entry contains: an address in an
         // old alias or tombstone must not refer to a new block.

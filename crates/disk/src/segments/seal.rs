@@ -7,7 +7,7 @@ use cascade_runtime::Deadline;
 
 use super::background::{Background, Sealing};
 use super::segment::{EntryLocation, Segment};
-use super::write::WriterState;
+use super::write::{SYNC, WriterState};
 use super::{SegmentFiles, count};
 use crate::DiskError;
 use crate::format::{ENTRY_BYTES, PAGE_BYTES, encode_footer};
@@ -39,6 +39,9 @@ impl SegmentFiles {
             count(&self.counters.segments_failed, 1);
             writer.unsynced.push(sealing.segment);
         }
+        if let Some(Err(error)) = sealed {
+            writer.note_failed_sync(&error);
+        }
     }
 
     /// Whether the seal has to sync a segment. In a durable tier every entry was synced when it was
@@ -50,9 +53,10 @@ impl SegmentFiles {
     /// Seals the active segment.
     pub(super) fn seal(&self, writer: &mut WriterState, deadline: Deadline) {
         let Some(segment) = writer.active.take() else { return };
-        if seal_segment(&self.io, &segment, self.needs_sync_of_seal(), deadline).is_err() {
+        if let Err(error) = seal_segment(&self.io, &segment, self.needs_sync_of_seal(), deadline) {
             // Its entries stay in memory. The next opening scans it.
             self.close_failed(writer, &segment);
+            writer.note_failed_sync(&error);
         }
     }
 }
@@ -87,6 +91,7 @@ pub(super) fn seal_segment(
         files.truncate(&truncated, file_bytes)
     })?;
     if needs_sync {
+        let failed = |source| DiskError::from_io(SYNC, &segment.path, source);
         io.transfer_one(Transfer::sync(file), deadline).map_err(failed)?;
     }
     let mut state = segment.state_mut();

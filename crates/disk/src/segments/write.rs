@@ -33,12 +33,17 @@ pub(super) struct WriterState {
     pub(super) next: Option<Arc<Segment>>,
     /// Segments that were closed by an error with data that is not synced yet.
     pub(super) unsynced: Vec<Arc<Segment>>,
+    /// The error of a sync that no flush has reported.
+    pub(super) failed_sync: Option<DiskError>,
     /// Blocks of failed writes, which may be on the device all the same. When a key is removed,
     /// they get tombstones too: otherwise a restart could bring the key back.
     pub(super) failed_copies: HashMap<BlockKey, Vec<Address>>,
     pub(super) next_number: u32,
     pub(super) next_sequence: u64,
 }
+
+/// The operation in the error of a failed sync.
+pub(super) const SYNC: &str = "sync";
 
 impl WriterState {
     /// Tombstones for the blocks of failed writes of a key, which is now removed.
@@ -529,7 +534,7 @@ impl SegmentFiles {
             if let Err(source) =
                 self.io.transfer_one(Transfer::sync(Arc::clone(&segment.file)), deadline)
             {
-                outcome = Err(DiskError::from_io("sync", &segment.path, source));
+                outcome = Err(DiskError::from_io(SYNC, &segment.path, source));
                 // A failed sync is treated as a failed write: nothing more is written to the
                 // segment.
                 if writer.active.as_ref().is_some_and(|active| Arc::ptr_eq(active, &segment)) {

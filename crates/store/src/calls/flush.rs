@@ -81,6 +81,13 @@ impl<'a> Flush<'a> {
                 Err(error) => HealthSignal::Failure(error.clone()),
             };
             let mut state = self.core.lock();
+            if matches!(signal, HealthSignal::Failure(_)) {
+                // What a failed sync has lost, no later one can save. The lost blocks may be those
+                // of another caller with a mark, so its next flush fails, too. This one fails now.
+                state.write_failures.count(at, 1);
+                state.reported_failures.count(at, 1);
+                reported.count(at, 1);
+            }
             record_health(self.core, &mut state, at, Direction::Writes, signal);
             let is_open = state.is_write_circuit_open(at);
             drop(state);

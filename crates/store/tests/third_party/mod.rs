@@ -74,6 +74,8 @@ pub(crate) struct MapStage {
     pub(crate) fails_writes: AtomicBool,
     /// This many stores fail from now on.
     pub(crate) fails_stores: AtomicU64,
+    /// The next flush fails, as a sync does that has lost blocks.
+    pub(crate) fails_flush: AtomicBool,
     /// Storing a block removes its key from earlier ones, as a file for each key does.
     pub(crate) has_one_block_a_key: AtomicBool,
     /// Making room drops blocks without asking the store, such as those that have expired.
@@ -435,7 +437,7 @@ impl Stage for MapStage {
         self.hung.wait();
         let delay = self.flush_delay_ms.load(Ordering::Relaxed);
         cascade_runtime::sleep(Duration::from_millis(delay));
-        Ok(())
+        if self.fails_flush.swap(false, Ordering::Relaxed) { Err(eio()) } else { Ok(()) }
     }
 
     fn register(&self, _namespace: &Namespace, _deadline: Deadline) -> Result<(), StageError> {
