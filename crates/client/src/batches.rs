@@ -144,39 +144,33 @@ impl ClientInner {
     ) -> Result<Vec<usize>, StoreError> {
         let blocks =
             round.iter().map(|at| prepare_request(&batch[*at], batch[*at].bytes.len())).collect();
-        let prepared = self.prepare_round(on, blocks)?;
-        let bytes_of = |prepared: &PrepareOutcome| match prepared {
-            PrepareOutcome::Slab(slab) => slab.len(),
-            _ => 0,
-        };
-        let mut copied = CopiedBlocks::of_round(round.len(), prepared.iter().map(bytes_of).sum());
+        let (first_hold, prepared) = self.prepared_blocks(on, blocks)?;
+        let is_slab = |prepared: &PreparedBlock| matches!(prepared, PreparedBlock::Slab { .. });
+        let to_fill = round.iter().zip(&prepared).filter(|(_, prepared)| is_slab(prepared));
+        let bytes = to_fill.map(|(at, _)| batch[*at].bytes.len()).sum();
+        let mut copied = CopiedBlocks::of_round(round.len(), bytes);
         let (mut compare, mut early) = (Vec::new(), None);
         let mut copies = Copies { on, bytes: 0, is_late: false };
-        for (at, prepared) in round.iter().zip(prepared) {
+        for ((at, hold), prepared) in round.iter().zip(first_hold..).zip(prepared) {
             let put = &batch[*at];
             match prepared {
-                // No seal is sent after the deadline. The drop of the slab releases it.
-                PrepareOutcome::Slab(_) if copies.are_late(put.bytes.len()) => {
-                    outcomes[*at] = Some(PutOutcome::Failed(on.timeout_error("copy a put")));
-                }
-                PrepareOutcome::Slab(mut slab) => {
-                    // Copied before the hold leaves the slab: until then a drop releases it.
-                    if let Err(error) = slab.fill_from(put.bytes) {
-                        outcomes[*at] = Some(PutOutcome::Failed(StoreError::Device(error)));
+                PreparedBlock::Slab { offset } => {
+                    // Without a slab of this process, which would release the hold when it is
+                    // dropped: the seal consumes the hold, or `seal` releases it.
+                    if let Err(error) = self.copy_into(on, offset, put.bytes, &mut copies) {
+                        on.link.session.release_range(hold, 1);
+                        outcomes[*at] = Some(PutOutcome::Failed(error));
                         continue;
                     }
-                    // From here on the slab releases nothing: the seal consumes the hold, or `seal`
-                    // releases it.
-                    let hold = slab.into_hold(&on.link.attachment);
-                    let block = seal(put, hold.expect("this node lent it"), put.bytes.len());
+                    let block = seal(put, hold, put.bytes.len());
                     // A write-through node would wait for the tiers once for each seal.
                     if copied.push(*at, block) && !on.link.welcome.writes_through {
                         early = self.begin_early_seal(on, copied.take(), outcomes);
                     }
                 }
-                PrepareOutcome::Settled(outcome) => outcomes[*at] = Some(outcome),
-                PrepareOutcome::Compare => compare.push(*at),
-                PrepareOutcome::Deferred => {}
+                PreparedBlock::Settled(outcome) => outcomes[*at] = Some(outcome),
+                PreparedBlock::Compare => compare.push(*at),
+                PreparedBlock::Later => {}
             }
         }
         self.end_early_seal(on, early, outcomes);
@@ -195,37 +189,65 @@ impl ClientInner {
     ) -> Result<Vec<PrepareOutcome>, StoreError> {
         // Kept here, because the call consumes the blocks and the answer has no lengths.
         let lengths: Vec<usize> = blocks.iter().map(|block| block.bytes as usize).collect();
-        let first_hold = on.link.session.allocate_holds(lengths.len());
-        let call = Call::Prepare { timeout_ms: on.node_timeout_ms(), first_hold, blocks };
-        let answer = self.call_on(&on.link, "prepare a put", &call, on.deadline, on.time);
-        let place = |((block, bytes), hold)| {
+        let (first_hold, prepared) = self.prepared_blocks(on, blocks)?;
+        let place = |((block, bytes), hold): ((_, &usize), u64)| {
             Ok(match block {
                 PreparedBlock::Slab { offset } => {
-                    PrepareOutcome::Slab(self.lent_slab(&on.link, hold, offset, bytes)?)
+                    PrepareOutcome::Slab(self.lent_slab(&on.link, hold, offset, *bytes)?)
                 }
                 PreparedBlock::Settled(outcome) => PrepareOutcome::Settled(outcome),
                 PreparedBlock::Compare => PrepareOutcome::Compare,
                 PreparedBlock::Later => PrepareOutcome::Deferred,
             })
         };
-        let prepared = match answer {
-            Ok(Answer::Prepared(blocks)) if blocks.len() == lengths.len() => blocks
-                .into_iter()
-                .zip(&lengths)
-                .map(|(block, bytes)| (block, *bytes))
-                .zip(first_hold..)
-                .map(place)
-                .collect(),
-            Ok(other) => Err(self.unexpected_answer(&other)),
-            Err(error) => Err(error),
-        };
+        let prepared: Result<Vec<_>, _> =
+            prepared.into_iter().zip(&lengths).zip(first_hold..).map(place).collect();
         if prepared.is_err() {
-            // The node may have granted slabs, or may still grant them: release all of them.
             // Slabs of the valid blocks are dropped too and release their holds. A second release
             // has no effect, because numbers are never reused.
             on.link.session.release_range(first_hold, lengths.len());
         }
         prepared
+    }
+
+    /// Copies a block to where the node wants it.
+    fn copy_into(
+        &self,
+        on: &Batch,
+        offset: u64,
+        bytes: &[u8],
+        copies: &mut Copies<'_>,
+    ) -> Result<(), StoreError> {
+        // No seal is sent after the deadline.
+        if copies.are_late(bytes.len()) {
+            return Err(on.timeout_error("copy a put"));
+        }
+        let is_copied = |at| on.link.attachment.fill(at, bytes);
+        let is_copied = usize::try_from(offset).is_ok_and(is_copied);
+        is_copied.then_some(()).ok_or_else(|| self.outside_pool())
+    }
+
+    /// The node's answer for each of the blocks of one message, and the hold of the first: that of
+    /// each next block has the next number. The caller has the holds of those that got slabs.
+    fn prepared_blocks(
+        &self,
+        on: &Batch,
+        blocks: Vec<BlockToPrepare>,
+    ) -> Result<(u64, Vec<PreparedBlock>), StoreError> {
+        let count = blocks.len();
+        let first_hold = on.link.session.allocate_holds(count);
+        let call = Call::Prepare { timeout_ms: on.node_timeout_ms(), first_hold, blocks };
+        let answer = self.call_on(&on.link, "prepare a put", &call, on.deadline, on.time);
+        let error = match answer {
+            Ok(Answer::Prepared(blocks)) if blocks.len() == count => {
+                return Ok((first_hold, blocks));
+            }
+            Ok(other) => self.unexpected_answer(&other),
+            Err(error) => error,
+        };
+        // The node may have granted slabs, or may still grant them: release all of them.
+        on.link.session.release_range(first_hold, count);
+        Err(error)
     }
 
     /// Slabs for blocks that the caller fills before it seals any. A key that is already stored is
@@ -295,10 +317,11 @@ impl ClientInner {
     ) -> Result<SlabMut, StoreError> {
         let offset = usize::try_from(offset).ok();
         let slab = offset.and_then(|offset| link.attachment.writable(hold, offset, bytes));
-        slab.ok_or_else(|| {
-            let reason = "the node granted memory outside its pool".to_owned();
-            self.unavailable(reason)
-        })
+        slab.ok_or_else(|| self.outside_pool())
+    }
+
+    fn outside_pool(&self) -> StoreError {
+        self.unavailable("the node granted memory outside its pool".to_owned())
     }
 
     fn unavailable(&self, reason: String) -> StoreError {

@@ -79,19 +79,16 @@ impl Leases {
             Hold::release_all(self.holds.release(vec![numbers.clone()]));
         }
         let mut leased = Vec::new();
-        for (at, number) in numbers.clone().enumerate() {
-            let Some(slab) = slab(at) else { continue };
-            let lease = Lease {
-                number,
-                offset: slab.offset(),
-                length: slab.len(),
-                mapping: Arc::clone(&self.mapping),
-            };
-            match self.holds.grant(number, Hold::new(HeldMemory::Lease(slab), None, now())) {
-                None => leased.push((at, lease)),
-                Some(refused) => drop(refused),
-            }
-        }
+        let holds = numbers.clone().enumerate().filter_map(|(at, number)| {
+            let slab = slab(at)?;
+            let (offset, length) = (slab.offset(), slab.len());
+            let mapping = Arc::clone(&self.mapping);
+            leased.push((at, Lease { number, offset, length, mapping }));
+            Some((number, Hold::new(HeldMemory::Lease(slab), None, now())))
+        });
+        let refused = self.holds.grant(&numbers, holds);
+        leased.retain(|(_, lease)| refused.iter().all(|(number, _)| *number != lease.number));
+        drop(refused);
         self.holds.finish_grants(&numbers);
         leased
     }

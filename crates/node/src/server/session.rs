@@ -213,19 +213,18 @@ impl ClientSession {
     /// Takes the slabs that the client has written; none for a number that is not a slab of it.
     pub(super) fn take_slabs(&self, blocks: &[SealedBlock]) -> Vec<Option<SlabMut>> {
         let mut guards = Vec::with_capacity(blocks.len());
-        let mut holds = self.holds();
-        let mut take_slab = |block: &SealedBlock| {
-            let (slab, guard) = holds.take_slab(block.hold)?;
-            guards.extend(guard);
-            Some(slab)
-        };
-        let slabs: Vec<_> = blocks.iter().map(&mut take_slab).collect();
-        drop(holds);
+        let mut slabs = Vec::with_capacity(blocks.len());
+        self.holds().take_slabs(blocks.iter().map(|block| block.hold), |taken| {
+            slabs.push(taken.map(|(slab, guard)| {
+                guards.extend(guard);
+                slab
+            }));
+        });
         // Here, before the store gets the slabs: a block that is refused returns its memory to the
         // pool at once, and a record must not outlive that. A client no longer writes to a slab
         // that it has sealed, so the memory needs no record until the block is in the catalog.
         LedgerGuard::release_all(guards);
-        let taken = || slabs.iter().flatten().map(|slab| counted_bytes(slab.len()));
+        let taken = || slabs.iter().flatten().map(|slab: &SlabMut| counted_bytes(slab.len()));
         self.account.release_bytes(taken().sum());
         self.account.release_holds(taken().count() as u64);
         slabs
@@ -436,31 +435,31 @@ impl PendingGrants<'_> {
             Err(error) => return all.iter().map(|(at, _)| (*at, error.clone())).collect(),
         };
         let mut guards = guards.into_iter();
-        let mut unused = Vec::new();
-        let mut refused = Vec::new();
+        let (mut unpaid, mut refused) = (Vec::new(), Vec::new());
         let now = SystemClock.monotonic();
-        let mut granted_count = 0;
         // At once for all; for each by itself only where all exceed the share.
         let all_bytes = all.iter().map(|(_, memory)| memory.bytes()).sum();
         let has_all = session.account.try_reserve_bytes(all_bytes, session.hold_bytes_max);
         let reserve =
             |bytes| has_all || session.account.try_reserve_bytes(bytes, session.hold_bytes_max);
-        let mut holds = session.holds();
-        for (index, memory) in all {
-            let bytes = memory.bytes();
+        let mut paid_count = 0;
+        let paid = all.into_iter().filter_map(|(index, memory)| {
+            let is_paid = reserve(memory.bytes());
             let hold = ClientHold::new(memory, guards.next(), now);
-            if !reserve(bytes) {
-                refused.push((index, session.bytes_limit_error()));
-                unused.push(hold);
-            } else if let Some(hold) = holds.grant(self.numbers.start + index as u64, hold) {
-                session.account.release_bytes(bytes);
-                unused.push(hold);
-            } else {
-                granted_count += 1;
+            if is_paid {
+                paid_count += 1;
+                return Some((self.numbers.start + index as u64, hold));
             }
-        }
+            refused.push((index, session.bytes_limit_error()));
+            unpaid.push(hold);
+            None
+        });
+        let unused = session.holds().grant(&self.numbers, paid);
+        let mut unused: Vec<ClientHold> = unused.into_iter().map(|(_, hold)| hold).collect();
+        session.account.release_bytes(unused.iter().map(ClientHold::bytes).sum());
+        let granted_count = paid_count - unused.len() as u64;
+        unused.append(&mut unpaid);
         // Returning memory takes the locks of the ledger and the pool: not under the lock of holds.
-        drop(holds);
         self.granted.set(self.granted.get() + granted_count);
         ClientHold::release_all(unused);
         refused

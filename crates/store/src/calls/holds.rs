@@ -188,23 +188,37 @@ impl<G: HoldGuard> Holds<G> {
         Ok(numbers)
     }
 
-    /// Grants a hold. Returns it if the client released it early or the holds are closed; the
-    /// caller drops it outside the lock.
-    pub fn grant(&mut self, number: u64, hold: Hold<G>) -> Option<Hold<G>> {
+    /// Grants the holds of a call, which [`Self::begin_grants`] has registered, by their numbers.
+    /// Returns those that the client released early, and all if the holds are closed; the caller
+    /// drops them outside the lock.
+    pub fn grant(
+        &mut self,
+        numbers: &Range<u64>,
+        holds: impl IntoIterator<Item = (u64, Hold<G>)>,
+    ) -> Vec<(u64, Hold<G>)> {
+        let Self { held, bytes, pending, is_closed, .. } = self;
         // A client that gave up a call has released its holds. To grant one now would keep its
         // memory until the session ends.
-        let call = self.pending.iter().find(|call| call.numbers.contains(&number));
-        let Some(call) = call.filter(|call| !call.released.contains(&number) && !self.is_closed)
-        else {
-            return Some(hold);
+        let call = pending.iter().find(|call| call.numbers == *numbers);
+        let Some(call) = call.filter(|_| !*is_closed) else {
+            return holds.into_iter().collect();
         };
-        if is_planted(Plant::OutlivingLease) && matches!(hold.memory, HeldMemory::Lease(_)) {
-            return None;
+        let group = held.group(numbers);
+        let mut refused = Vec::new();
+        for (number, hold) in holds {
+            if call.released.contains(&number) {
+                refused.push((number, hold));
+                continue;
+            }
+            if is_planted(Plant::OutlivingLease) && matches!(hold.memory, HeldMemory::Lease(_)) {
+                continue;
+            }
+            let added = hold.bytes();
+            let held_already = group.insert(number, hold);
+            debug_assert!(held_already.is_none(), "begin_grants() refuses numbers in use");
+            *bytes += if held_already.is_none() { added } else { 0 };
+            refused.extend(held_already.map(|hold| (number, hold)));
         }
-        let bytes = hold.bytes();
-        let refused = self.held.insert(&call.numbers, number, hold);
-        debug_assert!(refused.is_none(), "begin_grants() refuses numbers in use");
-        self.bytes += if refused.is_none() { bytes } else { 0 };
         refused
     }
 
@@ -238,15 +252,23 @@ impl<G: HoldGuard> Holds<G> {
         released
     }
 
-    /// Takes a slab that the client has written. The caller releases its ledger record before the
-    /// slab.
-    pub fn take_slab(&mut self, hold: u64) -> Option<(SlabMut, Option<G>)> {
-        let Hold { guard, memory, .. } = self.held.take_slab(hold)?;
-        self.bytes -= memory.bytes();
-        match memory {
-            HeldMemory::Slab(slab) => Some((slab, guard)),
-            HeldMemory::Lease(_) => None,
-        }
+    /// Takes slabs that the client has written, in the order of these numbers; none for a number
+    /// that is not a slab. The caller releases the ledger record of a slab before the slab.
+    pub fn take_slabs(
+        &mut self,
+        numbers: impl IntoIterator<Item = u64>,
+        mut take: impl FnMut(Option<(SlabMut, Option<G>)>),
+    ) {
+        let Self { held, bytes, .. } = self;
+        held.take_slabs(numbers, |hold| {
+            take(hold.and_then(|Hold { guard, memory, .. }| match memory {
+                HeldMemory::Slab(slab) => {
+                    *bytes -= counted_bytes(slab.len());
+                    Some((slab, guard))
+                }
+                HeldMemory::Lease(_) => None,
+            }));
+        });
     }
 
     /// Whether nothing is granted any more.

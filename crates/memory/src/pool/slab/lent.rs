@@ -10,6 +10,7 @@ use std::sync::Arc;
 use rustix::fs::fstat;
 use rustix::mm::ProtFlags;
 
+use crate::copy::copy_in;
 use crate::fault::Watch;
 use crate::mapping::Mapping;
 use crate::{MemoryError, Slab, SlabMut};
@@ -70,6 +71,24 @@ impl Attachment {
         SlabMut::lent(Arc::clone(self), hold, offset, len)
     }
 
+    /// Copies a block into a piece that the node lent for writing. False if the piece is outside the
+    /// pool, or if the pool is mapped read-only. The caller keeps the hold of the piece: it seals
+    /// or releases it, where [`Self::writable`] leaves that to a slab.
+    pub fn fill(&self, offset: usize, bytes: &[u8]) -> bool {
+        let end = offset.checked_add(bytes.len());
+        if !self.is_writable || end.is_none_or(|end| end > self.bytes()) {
+            return false;
+        }
+        // SAFETY: the piece lies inside the mapping, which `self` keeps until it is dropped.
+        let start = unsafe { self.base().add(offset) };
+        // SAFETY: the piece is mapped writable and initialised (the kernel zeroes it). The node
+        // lends it to one writer until it is sealed or released, which is after this call, and no
+        // slice of it exists beyond this call.
+        let piece = unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), bytes.len()) };
+        copy_in(piece, bytes);
+        true
+    }
+
     /// A block that the node leased; `None` if it is outside the pool.
     pub fn sealed(self: &Arc<Self>, hold: u64, offset: usize, len: usize) -> Option<Slab> {
         SlabMut::lent(Arc::clone(self), hold, offset, len).map(SlabMut::seal)
@@ -127,6 +146,8 @@ mod tests {
         assert!(there.host().expect("host memory").iter().all(|byte| *byte == 42));
         assert_eq!(slab.into_hold(&here).expect("it was lent by this node"), 7);
         assert!(lender.0.lock().expect("not poisoned").is_empty(), "into_hold releases nothing");
+        assert!(here.fill(there.offset(), &[43; 5000]));
+        assert!(there.host().expect("host memory").iter().all(|byte| *byte == 43));
         drop(here.sealed(8, there.offset(), 5000));
         assert_eq!(*lender.0.lock().expect("not poisoned"), [8]);
     }
@@ -138,6 +159,9 @@ mod tests {
         assert!(here.sealed(1, 1 << 20, 1).is_none());
         assert!(here.sealed(1, usize::MAX, 2).is_none());
         assert!(here.writable(1, 0, 64).is_none(), "mapped for reading");
+        assert!(!here.fill(0, &[1; 64]), "mapped for reading");
+        let writable = attach(&pool, true, &lender);
+        assert!(!writable.fill((1 << 20) - 63, &[1; 64]) && !writable.fill(usize::MAX, &[1; 2]));
         let file = file_of(&pool);
         let other = Attachment::map(file.into(), 2 << 20, false, lender).expect_err("too long");
         assert!(matches!(other, MemoryError::Map { .. }), "{other}");

@@ -19,7 +19,7 @@ pub(super) struct GrantedHolds<G> {
 
 /// Holds in the order of their numbers. Those that were released leave a gap.
 #[derive(Debug)]
-struct Group<G> {
+pub(super) struct Group<G> {
     holds: Vec<(u64, Option<Hold<G>>)>,
     /// The number of holds that are left.
     left: usize,
@@ -74,33 +74,21 @@ impl<G> GrantedHolds<G> {
         true
     }
 
-    /// Adds a hold with one of the numbers that [`Self::make_way`] was called with. Returns the
-    /// hold if its number is held.
-    pub(super) fn insert(
-        &mut self,
-        call: &Range<u64>,
-        number: u64,
-        hold: Hold<G>,
-    ) -> Option<Hold<G>> {
-        let group = self.groups.entry(call.start).or_insert_with(|| {
+    /// The group of a call, with the numbers that [`Self::make_way`] was called with.
+    pub(super) fn group(&mut self, call: &Range<u64>) -> &mut Group<G> {
+        self.groups.entry(call.start).or_insert_with(|| {
             let most = usize::try_from(call.end - call.start).unwrap_or(usize::MAX);
             Group { holds: Vec::with_capacity(most.min(BATCH)), left: 0 }
-        });
-        let at = group.index_of(number);
-        match group.holds.get_mut(at) {
-            Some((it, Some(_))) if *it == number => return Some(hold),
-            Some((it, place)) if *it == number => *place = Some(hold),
-            // Mostly the end, because a call grants in the order of its blocks.
-            _ => group.holds.insert(at, (number, Some(hold))),
-        }
-        group.left += 1;
-        None
+        })
     }
 
     /// No more holds of these numbers are added.
     pub(super) fn finish(&mut self, call: &Range<u64>) {
         if let Some(group) = self.groups.get_mut(&call.start) {
             group.compact();
+            if group.left == 0 {
+                self.groups.remove(&call.start);
+            }
         }
     }
 
@@ -124,22 +112,33 @@ impl<G> GrantedHolds<G> {
         }
     }
 
-    /// Removes a hold if it is a slab that the client writes. A lease stays: its memory belongs to
-    /// a block that is stored already.
-    pub(super) fn take_slab(&mut self, number: u64) -> Option<Hold<G>> {
-        let key = self.first_key(number);
-        let group = self.groups.get_mut(&key)?;
-        let at = group.index_of(number);
-        let (it, place) = group.holds.get_mut(at)?;
-        let is_slab = |hold: &mut Hold<G>| matches!(hold.memory, HeldMemory::Slab(_));
-        let taken = place.take_if(|hold| *it == number && is_slab(hold))?;
-        group.left -= 1;
-        if group.left == 0 {
-            self.groups.remove(&key);
-        } else {
-            group.compact();
+    /// Removes the holds with these numbers that are slabs which the client writes. A lease stays:
+    /// its memory belongs to a block that is stored already. Calls `take` for each number.
+    pub(super) fn take_slabs(
+        &mut self,
+        numbers: impl IntoIterator<Item = u64>,
+        mut take: impl FnMut(Option<Hold<G>>),
+    ) {
+        let mut numbers = numbers.into_iter().peekable();
+        while let Some(first) = numbers.next() {
+            let from = self.first_key(first);
+            let mut groups = self.groups.range_mut(from..);
+            let Some((key, group)) = groups.next().map(|(key, group)| (*key, group)) else {
+                take(None);
+                continue;
+            };
+            // The numbers of one call mostly follow each other: one search finds all of them.
+            let end = groups.next().map_or(u64::MAX, |(next, _)| *next);
+            take(group.take_slab(first));
+            while let Some(number) = numbers.next_if(|number| (key..end).contains(number)) {
+                take(group.take_slab(number));
+            }
+            if group.left == 0 {
+                self.groups.remove(&key);
+            } else {
+                group.compact();
+            }
         }
-        Some(taken)
     }
 
     /// The key of the group that may have this number; the number if there is none.
@@ -152,6 +151,29 @@ impl<G> GrantedHolds<G> {
 const BATCH: usize = 256;
 
 impl<G> Group<G> {
+    /// Adds a hold. Returns it if its number is held.
+    pub(super) fn insert(&mut self, number: u64, hold: Hold<G>) -> Option<Hold<G>> {
+        let at = self.index_of(number);
+        match self.holds.get_mut(at) {
+            Some((it, Some(_))) if *it == number => return Some(hold),
+            Some((it, place)) if *it == number => *place = Some(hold),
+            // Mostly the end, because a call grants in the order of its blocks.
+            _ => self.holds.insert(at, (number, Some(hold))),
+        }
+        self.left += 1;
+        None
+    }
+
+    /// Removes a hold if it is a slab.
+    fn take_slab(&mut self, number: u64) -> Option<Hold<G>> {
+        let at = self.index_of(number);
+        let (it, place) = self.holds.get_mut(at)?;
+        let is_slab = |hold: &mut Hold<G>| matches!(hold.memory, HeldMemory::Slab(_));
+        let taken = place.take_if(|hold| *it == number && is_slab(hold))?;
+        self.left -= 1;
+        Some(taken)
+    }
+
     /// The place of the first entry whose number is not below this one.
     fn index_of(&self, number: u64) -> usize {
         // Without gaps before it, the place follows from the number.

@@ -29,16 +29,33 @@ fn slab(pool: &Pool) -> Hold<NoGuard> {
     Hold::new(HeldMemory::Slab(slab), None, Duration::ZERO)
 }
 
+fn tiny(pool: &Pool) -> Hold<NoGuard> {
+    let slab = pool.allocate(1).expect("64 bytes each");
+    Hold::new(HeldMemory::Slab(slab), None, Duration::ZERO)
+}
+
 const CALL: Range<u64> = 10..14;
+
+/// Grants one hold of a call. Returns whether it was granted.
+fn grants(holds: &mut Holds<NoGuard>, call: &Range<u64>, number: u64, hold: Hold<NoGuard>) -> bool {
+    holds.grant(call, [(number, hold)]).is_empty()
+}
+
+/// Whether there was a slab to take.
+fn takes(holds: &mut Holds<NoGuard>, number: u64) -> bool {
+    let mut is_taken = false;
+    holds.take_slabs([number], |slab| is_taken = slab.is_some());
+    is_taken
+}
 
 #[test]
 fn a_hold_that_is_released_early_is_not_granted() {
     let (pool, mut holds) = (pool(), Holds::<NoGuard>::default());
     holds.begin_grants(10, 4).expect("the numbers are new");
-    assert!(holds.grant(10, slab(&pool)).is_none());
+    assert!(grants(&mut holds, &CALL, 10, slab(&pool)));
     // The call times out at the client, which releases all its holds on another connection.
     assert_eq!(holds.release(vec![CALL]).len(), 1);
-    assert!(holds.grant(11, slab(&pool)).is_some(), "it was released early");
+    assert!(!grants(&mut holds, &CALL, 11, slab(&pool)), "it was released early");
     holds.finish_grants(&CALL);
     assert_eq!((holds.bytes(), holds.totals()), (0, HoldTotals::default()));
     drop(holds);
@@ -50,13 +67,13 @@ fn numbers_in_use_are_refused() {
     let (pool, mut holds) = (pool(), Holds::<NoGuard>::default());
     holds.begin_grants(10, 4).expect("the numbers are new");
     assert!(holds.begin_grants(13, 1).is_err(), "pending");
-    assert!(holds.grant(12, slab(&pool)).is_none());
+    assert!(grants(&mut holds, &CALL, 12, slab(&pool)));
     holds.finish_grants(&CALL);
     assert!(holds.begin_grants(12, 1).is_err(), "held");
     holds.begin_grants(13, 9).expect("13 was not granted");
     assert_eq!(holds.bytes(), 4096);
-    assert!(holds.take_slab(13).is_none());
-    assert!(holds.take_slab(12).is_some());
+    assert!(!takes(&mut holds, 13));
+    assert!(takes(&mut holds, 12));
     assert_eq!(holds.bytes(), 0);
 }
 
@@ -64,7 +81,7 @@ fn numbers_in_use_are_refused() {
 fn numbers_need_not_count_up() {
     let (pool, mut holds) = (pool(), Holds::<NoGuard>::default());
     holds.begin_grants(10, 4).expect("the numbers are new");
-    assert!(holds.grant(12, slab(&pool)).is_none());
+    assert!(grants(&mut holds, &CALL, 12, slab(&pool)));
     holds.finish_grants(&CALL);
     holds.begin_grants(2, 8).expect("lower numbers are free");
     assert!(holds.begin_grants(5, 1).is_err(), "pending");
@@ -77,9 +94,9 @@ fn numbers_need_not_count_up() {
 fn closed_holds_grant_nothing() {
     let (pool, mut holds) = (pool(), Holds::<NoGuard>::default());
     holds.begin_grants(10, 4).expect("the numbers are new");
-    assert!(holds.grant(10, slab(&pool)).is_none());
+    assert!(grants(&mut holds, &CALL, 10, slab(&pool)));
     assert_eq!(holds.close().len(), 1);
-    assert!(holds.grant(11, slab(&pool)).is_some());
+    assert!(!grants(&mut holds, &CALL, 11, slab(&pool)));
     assert!(holds.begin_grants(50, 1).is_err());
 }
 
@@ -94,7 +111,7 @@ fn repeated_early_releases_take_no_further_memory() {
         assert!(holds.release(vec![wide.clone()]).is_empty());
     }
     assert_eq!(holds.pending[0].released.len(), 4);
-    assert!(holds.grant(13, slab(&pool)).is_some(), "it was released early");
+    assert!(!grants(&mut holds, &CALL, 13, slab(&pool)), "it was released early");
 }
 
 /// Each range of a message was compared with all holds. With 65,536 wide ranges and 262,144
@@ -103,17 +120,14 @@ fn repeated_early_releases_take_no_further_memory() {
 fn a_message_of_many_wide_ranges_is_compared_once_with_all_holds() {
     let (pool, mut holds) = (pool(), Holds::<NoGuard>::default());
     holds.begin_grants(100, 9000).expect("the numbers are new");
-    for number in 100..9100 {
-        let tiny = pool.allocate(1).expect("64 bytes each");
-        let hold = Hold::new(HeldMemory::Slab(tiny), None, Duration::ZERO);
-        assert!(holds.grant(number, hold).is_none());
-    }
+    let call = 100..9100;
+    assert!(holds.grant(&call, call.clone().map(|number| (number, tiny(&pool)))).is_empty());
     let beyond = 9_000..9_000 + u64::from(u32::MAX);
     assert_eq!(holds.release(vec![beyond; 65_536]).len(), 100);
     let ranges = [(105, 2), (100, 3), (104, 2), (0, 101), (8_999, 0)];
     let ranges = ranges.map(|(first, count)| first..first + count);
     assert_eq!(holds.release(ranges.to_vec()).len(), 6, "100 to 102 and 104 to 106");
-    assert!(holds.take_slab(103).is_some() && holds.take_slab(106).is_none());
+    assert!(takes(&mut holds, 103) && !takes(&mut holds, 106));
     assert_eq!(holds.totals().reservations, 9000 - 100 - 6 - 1);
     assert_eq!(holds.bytes(), (holds.totals().reservations * COUNTED_BYTES_MIN) as u64);
 }
@@ -124,8 +138,7 @@ fn a_message_of_many_wide_ranges_is_compared_once_with_all_holds() {
 fn a_small_hold_counts_with_the_minimum() {
     let (pool, mut holds) = (pool(), Holds::<NoGuard>::default());
     holds.begin_grants(10, 4).expect("the numbers are new");
-    let tiny = pool.allocate(1).expect("the pool is empty");
-    assert!(holds.grant(10, Hold::new(HeldMemory::Slab(tiny), None, Duration::ZERO)).is_none());
+    assert!(grants(&mut holds, &CALL, 10, tiny(&pool)));
     assert_eq!(holds.bytes(), COUNTED_BYTES_MIN as u64);
 }
 
@@ -136,11 +149,8 @@ fn memory_follows_the_number_of_holds() {
     for call in 0..20 {
         let numbers = 1000 * call..1000 * call + 500;
         holds.begin_grants(numbers.start, 500).expect("the numbers are new");
-        for number in numbers.clone() {
-            let tiny = pool.allocate(1).expect("64 bytes each");
-            let hold = Hold::new(HeldMemory::Slab(tiny), None, Duration::ZERO);
-            assert!(holds.grant(number, hold).is_none());
-        }
+        let all = numbers.clone().map(|number| (number, tiny(&pool)));
+        assert!(holds.grant(&numbers, all).is_empty());
         holds.finish_grants(&numbers);
         let left = numbers.start + 7;
         assert_eq!(holds.release(vec![numbers.start..left, left + 1..numbers.end]).len(), 499);
@@ -167,12 +177,11 @@ proptest! {
                     if begun.is_err() {
                         continue;
                     }
-                    for number in numbers.clone() {
-                        if granted & (1 << (number - first)) != 0 {
-                            prop_assert!(holds.grant(number, slab(&pool)).is_none());
-                            model.insert(number);
-                        }
-                    }
+                    let is_granted = |number: &u64| granted & (1 << (number - first)) != 0;
+                    let granted: Vec<u64> = numbers.clone().filter(is_granted).collect();
+                    let all = granted.iter().map(|number| (*number, slab(&pool)));
+                    prop_assert!(holds.grant(&numbers, all).is_empty());
+                    model.extend(granted);
                     holds.finish_grants(&numbers);
                 }
                 2 => {
@@ -182,7 +191,14 @@ proptest! {
                     prop_assert_eq!(released, before - model.len());
                 }
                 _ => {
-                    prop_assert_eq!(holds.take_slab(first).is_some(), model.remove(&first));
+                    // As a client seals: mostly in order, some numbers twice or never granted.
+                    let sealed = numbers.chain([first, first + 1, first]);
+                    let sealed: Vec<u64> = sealed.filter(|at| granted & (1 << (at % 16)) != 0)
+                        .collect();
+                    let mut taken = Vec::new();
+                    holds.take_slabs(sealed.iter().copied(), |slab| taken.push(slab.is_some()));
+                    let expected: Vec<bool> = sealed.iter().map(|at| model.remove(at)).collect();
+                    prop_assert_eq!(taken, expected);
                 }
             }
             prop_assert_eq!(holds.totals().reservations, model.len());
