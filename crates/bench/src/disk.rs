@@ -26,9 +26,10 @@ pub(super) fn run(bench: &mut Bench<'_>) -> Result<(), MeasureError> {
         let names = Names {
             read: format!("read/segments/{size_name}"),
             write: format!("write/segments/{size_name}"),
+            write_new: format!("write/new-space/{size_name}"),
             get: format!("get/cold/{size_name}/1-thread"),
         };
-        if bench.wants_any(&[&names.read, &names.write, &names.get]) {
+        if bench.wants_any(&[&names.read, &names.write, &names.write_new, &names.get]) {
             read_and_write(bench, size, names)?;
         }
     }
@@ -39,6 +40,8 @@ pub(super) fn run(bench: &mut Bench<'_>) -> Result<(), MeasureError> {
 struct Names {
     read: String,
     write: String,
+    /// As `write`, with the limit of files that are new, as segments are.
+    write_new: String,
     get: String,
 }
 
@@ -74,13 +77,15 @@ fn read_and_write(bench: &mut Bench<'_>, size: usize, names: Names) -> Result<()
     let keys = keys("disk", bytes / size);
     let limit = DiskLimit::new(scratch.path("limit.bin"), bytes, size).map_err(disk)?;
     let best_write = limit.calibrate(Direction::Write).map_err(disk)?;
+    let best_new = limit.calibrate(Direction::WriteNew).map_err(disk)?;
     let best_read = limit.calibrate(Direction::Read).map_err(disk)?;
-    let mut samples: [Vec<f64>; 5] = Default::default();
+    let mut samples: [Vec<f64>; 6] = Default::default();
     let mut cached_most = Some(0);
     for round in 0..bench.rounds() {
         let directory = scratch.path(&format!("store-{round}"));
         samples[0].push(limit.measure(Direction::Write, best_write).map_err(disk)?);
         samples[1].push(write(&directory, &keys, size)?);
+        samples[5].push(limit.measure(Direction::WriteNew, best_new).map_err(disk)?);
         cold::drop_cached_pages(&scratch.0).map_err(disk)?;
         samples[2].push(limit.measure(Direction::Read, best_read).map_err(disk)?);
         let before = cold::cached_bytes(&directory).map_err(disk)?;
@@ -91,7 +96,7 @@ fn read_and_write(bench: &mut Bench<'_>, size: usize, names: Names) -> Result<()
         cached_most = cached_most.zip(both).map(|(most, now): (u64, u64)| most.max(now));
         fs::remove_dir_all(&directory).map_err(disk)?;
     }
-    let [limit_write, write, limit_read, read, get] = samples;
+    let [limit_write, write, limit_read, read, get, limit_new] = samples;
     let proof = match cached_most {
         Some(bytes) => format!("O_DIRECT; at most {bytes} bytes of the segments in the page cache"),
         None => "O_DIRECT; fincore is not installed".to_owned(),
@@ -101,9 +106,13 @@ fn read_and_write(bench: &mut Bench<'_>, size: usize, names: Names) -> Result<()
     let limit = (limit_read.clone(), text.as_str());
     bench.deliver(Figure::rate(names.read, "GiB/s", read, limit, target))?;
     bench.deliver(Figure::rate(names.get, "GiB/s", get, (limit_read, &text), target))?;
-    let text = format!("{}, {size} bytes a write", best_write.describe());
     let target = Target::ShareAtLeast(0.9);
-    bench.deliver(Figure::rate(names.write, "GiB/s", write, (limit_write, &text), target))
+    let text = format!("{}, {size} bytes a write, over a file", best_write.describe());
+    let limit = (limit_write, text.as_str());
+    bench.deliver(Figure::rate(names.write, "GiB/s", write.clone(), limit, target))?;
+    let text = format!("{}, {size} bytes a write, to a new file", best_new.describe());
+    let limit = (limit_new, text.as_str());
+    bench.deliver(Figure::rate(names.write_new, "GiB/s", write, limit, target))
 }
 
 pub(super) fn config(directory: &Path, bytes: usize) -> StoreConfig {

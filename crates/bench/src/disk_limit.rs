@@ -1,11 +1,13 @@
 //! The throughput of the disk without a store: the best of both I/O engines over several depths.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
+
+use rustix::fs::FallocateFlags;
 
 use crate::{gib_per_second, timed};
 
@@ -16,11 +18,21 @@ const DEPTHS: [usize; 7] = [1, 2, 4, 8, 16, 32, 64];
 /// Bytes of a trial, at least two blocks.
 const TRIAL_BYTES: usize = 64 * MIB;
 
-/// Whether the disk is read or written.
+/// What is done to the disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Direction {
     Read,
+    /// Blocks of a file that is there are overwritten.
     Write,
+    /// The blocks of a new file with preallocated space are written for the first time, as those of
+    /// a new segment. Some disks take twice as long for space that was never written.
+    WriteNew,
+}
+
+impl Direction {
+    fn is_write(self) -> bool {
+        self != Self::Read
+    }
 }
 
 /// What makes the requests.
@@ -124,20 +136,38 @@ impl DiskLimit {
     }
 
     fn rate(&self, direction: Direction, best: Best, bytes: usize) -> io::Result<f64> {
+        let path = if direction == Direction::WriteNew {
+            self.new_file(bytes)?
+        } else {
+            self.path.clone()
+        };
         match best.tool {
-            Tool::Fio(engine) => self.fio(direction, engine, best.depth, bytes),
-            Tool::Threads => self.plain(direction, best.depth, bytes),
+            Tool::Fio(engine) => self.fio((direction, &path), engine, best.depth, bytes),
+            Tool::Threads => self.plain((direction, &path), best.depth, bytes),
         }
+    }
+
+    /// A new file with preallocated space, as a new segment has it.
+    fn new_file(&self, bytes: usize) -> io::Result<PathBuf> {
+        let path = self.path.with_extension("new");
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        let file = File::create(&path)?;
+        rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, bytes as u64)?;
+        file.sync_all()?;
+        Ok(path)
     }
 
     fn fio(
         &self,
-        direction: Direction,
+        (direction, path): (Direction, &Path),
         engine: &str,
         depth: usize,
         bytes: usize,
     ) -> io::Result<f64> {
-        let direction = if direction == Direction::Read { "read" } else { "write" };
+        let direction = if direction.is_write() { "write" } else { "read" };
         // Synchronous requests are one at a time per thread. With more threads than blocks, all
         // threads would transfer the same block.
         let threads = depth.min((bytes / self.block).max(1));
@@ -145,7 +175,7 @@ impl DiskLimit {
         let output = Command::new("fio")
             .args(["--name=limit", "--direct=1", "--output-format=json", "--group_reporting"])
             .args(["--thread", &format!("--ioengine={engine}")])
-            .arg(format!("--filename={}", self.path.display()))
+            .arg(format!("--filename={}", path.display()))
             .arg(format!("--rw={direction}"))
             .arg(format!("--bs={}", self.block))
             .arg(format!("--size={}", (bytes / jobs / self.block).max(1) * self.block))
@@ -163,11 +193,16 @@ impl DiskLimit {
     }
 
     /// One thread per request in flight, each with an aligned buffer.
-    fn plain(&self, direction: Direction, depth: usize, bytes: usize) -> io::Result<f64> {
-        let is_write = direction == Direction::Write;
+    fn plain(
+        &self,
+        (direction, path): (Direction, &Path),
+        depth: usize,
+        bytes: usize,
+    ) -> io::Result<f64> {
+        let is_write = direction.is_write();
         let direct = rustix::fs::OFlags::DIRECT.bits().cast_signed();
         let mut options = OpenOptions::new();
-        let file = options.read(true).write(is_write).custom_flags(direct).open(&self.path)?;
+        let file = options.read(true).write(is_write).custom_flags(direct).open(path)?;
         let (next, blocks) = (AtomicUsize::new(0), bytes / self.block);
         // Made before the time is taken.
         let mut buffers: Vec<_> = (0..depth.min(blocks)).map(|_| Buffer::new(self.block)).collect();

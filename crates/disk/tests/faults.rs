@@ -206,6 +206,8 @@ fn reclaim_twice(at_call: u64) -> (std::ops::Range<u64>, bool) {
     for (number, alias) in [102, 103].into_iter().zip(files.alias(&second_keys, deadline())) {
         addresses.insert(number, alias.unwrap());
     }
+    // Ends the seal of the segment before, whose calls are not those of the reclaim.
+    files.sync(deadline()).unwrap();
     let first_call = plan.calls();
     let first = files.reclaim(&mut |_, _| true, deadline());
     let calls = first_call..plan.calls();
@@ -346,6 +348,8 @@ fn remove_after_reclaim(fault: Fault, at_call: u64) -> (u64, u64) {
         let blocks: Vec<_> = (batch * 12..batch * 12 + 12).map(|number| (number, 8000)).collect();
         stored.extend(conformance::append(files.as_ref(), &pool, &blocks));
     }
+    // Ends the seal of the segment before, whose calls are not those of the reclaim.
+    files.sync(deadline()).unwrap();
     let first = plan.calls();
     let reclaim = |stored: &mut Vec<StoredBlock>| {
         let reclaimed = files.reclaim(&mut |_, _| true, deadline())?;

@@ -18,6 +18,8 @@ pub(super) struct Background<T>(Arc<Outcome<T>>);
 pub(super) struct Sealing {
     pub(super) segment: Arc<Segment>,
     pub(super) sealed: Background<Result<(), DiskError>>,
+    /// When the seal ends at the latest, unless the device hangs.
+    pub(super) deadline: Deadline,
 }
 
 struct Outcome<T> {

@@ -115,11 +115,12 @@ impl SegmentFiles {
         match creation.0.wait(deadline, self.io.clock.as_ref()) {
             Some(Ok(NewSegment { segment, written })) => {
                 self.add_segment(&segment);
+                // Its header: a flush may come before it is written.
+                writer.unsynced.push(Arc::clone(&segment));
                 if written.is_ok() {
                     writer.next = Some(segment);
                 } else {
                     count(&self.counters.segments_failed, 1);
-                    writer.unsynced.push(segment);
                 }
             }
             Some(Err(error)) if is_taken(&error) => self.report_taken(&error),

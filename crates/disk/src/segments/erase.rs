@@ -21,6 +21,7 @@ impl SegmentFiles {
         // With both locks no segment is created after the files are listed.
         let mut unreported = self.lock(&self.reclaim_lock, deadline)?;
         let mut writer = self.lock(&self.writer, deadline)?;
+        self.finish_seal(&mut writer, deadline);
         let directory = &self.config.directory;
         let found = self.files_beside(deadline)?;
         let mut erased = Erasure::default();
@@ -32,6 +33,7 @@ impl SegmentFiles {
         let is_marked = remaining.is_empty() && self.write_mark(&writer, deadline)?;
         // From here on reads return `Gone`, and failures are reported per file.
         writer.active = None;
+        writer.next = None;
         writer.unsynced.clear();
         writer.failed_copies.clear();
         let in_memory =

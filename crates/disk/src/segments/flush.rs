@@ -28,6 +28,8 @@ pub(super) fn sync_for_flush(
     writer: &mut WriterState,
     deadline: Deadline,
 ) -> Result<(), DiskError> {
+    // First: its sync may fail.
+    files.finish_seal(writer, deadline);
     let earlier = writer.failed_sync.take();
     let synced = files.sync_active(writer, deadline);
     earlier.map_or(synced, Err)
@@ -70,6 +72,7 @@ pub(super) fn forget_segment(
 ) {
     let is_other = |other: &Arc<Segment>| !Arc::ptr_eq(other, segment);
     writer.active = writer.active.take().filter(is_other);
+    writer.next = writer.next.take().filter(is_other);
     writer.unsynced.retain(is_other);
     files.segments.write().unwrap_or_else(PoisonError::into_inner).remove(&segment.number);
     files.aliases().retain(|address, _| address.segment() != segment.number);

@@ -165,6 +165,19 @@ impl SegmentFiles {
     }
 }
 
+impl Drop for SegmentFiles {
+    /// Waits for a segment that is being sealed. The directory's lock is then free, unless the
+    /// device hangs.
+    fn drop(&mut self) {
+        let now = Deadline::at(self.io.clock.monotonic());
+        // Nobody else can have locked it.
+        let Ok(mut writer) = self.lock(&self.writer, now) else { return };
+        if let Some(deadline) = writer.sealing.as_ref().map(|sealing| sealing.deadline) {
+            self.finish_seal(&mut writer, deadline);
+        }
+    }
+}
+
 impl BlockFiles for SegmentFiles {
     fn append(
         &self,

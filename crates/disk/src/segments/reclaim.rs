@@ -124,16 +124,19 @@ impl SegmentFiles {
     /// oldest.
     fn choose_victim(&self, deadline: Deadline) -> Result<Option<Arc<Segment>>, DiskError> {
         let mut writer = self.lock(&self.writer, deadline)?;
+        // A segment is not removed while it is being sealed.
+        self.finish_seal(&mut writer, deadline);
         let mut candidates = self.all_segments();
-        let is_active = |segment: &Arc<Segment>, writer: &WriterState| {
-            writer.active.as_ref().is_some_and(|active| Arc::ptr_eq(active, segment))
+        let is_written = |segment: &Arc<Segment>, writer: &WriterState| {
+            let mut written = writer.active.iter().chain(&writer.next);
+            written.any(|its| Arc::ptr_eq(its, segment))
         };
-        // The active segment is never a victim, because it is still written. If there is no other,
-        // it is sealed and thus becomes one.
-        if candidates.iter().all(|segment| is_active(segment, &writer)) {
+        // The active segment and the next one are never victims, because they are still written. If
+        // there is no other, the active one is sealed and thus becomes one.
+        if candidates.iter().all(|segment| is_written(segment, &writer)) {
             self.seal(&mut writer, deadline);
         }
-        candidates.retain(|segment| !is_active(segment, &writer));
+        candidates.retain(|segment| !is_written(segment, &writer));
         let live_percent = |segment: &Arc<Segment>| {
             let state = segment.state();
             // Recovery may find an empty file, which has no bytes to divide by.

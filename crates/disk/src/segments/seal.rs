@@ -15,15 +15,21 @@ use crate::io::{Buffer, FileIo, PageBuffer, Transfer, TransferKind};
 
 impl SegmentFiles {
     /// Begins to seal the active segment on another thread, while the next one is created and
-    /// written. [`Self::finish_seal`] waits for it.
+    /// written, also by later calls. [`Self::finish_seal`] waits for it.
     pub(super) fn begin_seal(&self, writer: &mut WriterState, deadline: Deadline) {
         self.finish_seal(writer, deadline);
         let Some(segment) = writer.active.take() else { return };
         let (io, full) = (self.io.clone(), Arc::clone(&segment));
         let needs_sync = self.needs_sync_of_seal();
-        let work = move || seal_segment(&io, &full, needs_sync, deadline);
+        let lock = Arc::clone(&self.directory_lock);
+        let work = move || {
+            let sealed = seal_segment(&io, &full, needs_sync, deadline);
+            // Until here: another process must not open a segment that is being sealed.
+            drop(lock);
+            sealed
+        };
         if let Some(sealed) = Background::start(&self.io, work) {
-            writer.sealing = Some(Sealing { segment, sealed });
+            writer.sealing = Some(Sealing { segment, sealed, deadline });
         } else {
             writer.active = Some(segment);
             self.seal(writer, deadline);

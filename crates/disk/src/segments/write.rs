@@ -19,6 +19,8 @@ use crate::io::{Transfer, TransferKind, TransferOutcome, TransferQueue};
 use crate::place::Place as _;
 use crate::{Address, BlockFacts, DiskError};
 
+/// The next segment is created when the active one has this part of a segment left, or less.
+const CREATE_AHEAD_SHARE: u64 = 8;
 /// Pages of a segment that cannot hold payload: header, one frame, the smallest footer.
 const OVERHEAD_PAGES: u32 = 4;
 
@@ -27,11 +29,11 @@ const OVERHEAD_PAGES: u32 = 4;
 pub(super) struct WriterState {
     pub(super) store_id: RandomId,
     pub(super) active: Option<Arc<Segment>>,
-    /// The segment before it, if another thread seals it. Only during a write: each write ends it.
+    /// The segment before it, while another thread seals it.
     pub(super) sealing: Option<Sealing>,
-    /// The segment to write after the active one, if it exists. Only during a write, too.
+    /// The segment to write after the active one, if it exists. Nothing is written to it yet.
     pub(super) next: Option<Arc<Segment>>,
-    /// Segments that were closed by an error with data that is not synced yet.
+    /// Segments with data that is not synced yet: the next one, and those that an error closed.
     pub(super) unsynced: Vec<Arc<Segment>>,
     /// The error of a sync that no flush has reported.
     pub(super) failed_sync: Option<DiskError>,
@@ -239,26 +241,9 @@ impl SegmentFiles {
         was_there
     }
 
-    /// Writes entries in order, to as many segments as needed. Returns one result each.
+    /// Writes entries in order, to as many segments as needed. Returns one result each. May leave a
+    /// segment that is being sealed, and one that is empty.
     pub(super) fn write(
-        &self,
-        writer: &mut WriterState,
-        pending: Vec<PendingEntry>,
-        space: SpaceClass,
-        deadline: Deadline,
-    ) -> Vec<Result<Address, DiskError>> {
-        let results = self.write_entries(writer, pending, space, deadline);
-        // Syncs, reclaims and erases, which also have the writer, never meet a segment in between.
-        if let Some(next) = writer.next.take() {
-            // The active one failed, or has room left because bytes changed in memory.
-            self.seal(writer, deadline);
-            writer.active = Some(next);
-        }
-        self.finish_seal(writer, deadline);
-        results
-    }
-
-    fn write_entries(
         &self,
         writer: &mut WriterState,
         pending: Vec<PendingEntry>,
@@ -280,7 +265,7 @@ impl SegmentFiles {
                     break;
                 }
             };
-            let creation = if space == SpaceClass::Ordinary && overflows(&segment, &pending) {
+            let creation = if space == SpaceClass::Ordinary && self.is_next_due(writer, &pending) {
                 self.begin_create(writer, deadline)
             } else {
                 None
@@ -417,6 +402,20 @@ impl SegmentFiles {
         found
     }
 
+    /// Whether to create the next segment beside the writes of these entries: the active one has no
+    /// room for them and for as much again as is created ahead. A creation that begins with the
+    /// last writes of a segment lasts longer than they do.
+    fn is_next_due(&self, writer: &WriterState, pending: &VecDeque<PendingEntry>) -> bool {
+        if writer.next.is_some() {
+            return false;
+        }
+        let Some(active) = &writer.active else { return false };
+        let state = active.state();
+        let room = state.file_bytes.saturating_sub(u64::from(state.end_page) * PAGE_BYTES as u64);
+        let pages: u64 = pending.iter().map(|entry| u64::from(payload_pages(entry))).sum();
+        pages * PAGE_BYTES as u64 + self.config.segment_bytes / CREATE_AHEAD_SHARE > room
+    }
+
     /// As [`Self::segment_with_room`], whether or not a segment is being sealed.
     fn find_segment(
         &self,
@@ -442,8 +441,13 @@ impl SegmentFiles {
         }
         if let Some(next) = writer.next.take() {
             self.begin_seal(writer, deadline);
+            writer.unsynced.retain(|segment| !Arc::ptr_eq(segment, &next));
             writer.active = Some(Arc::clone(&next));
             return Ok(next);
+        }
+        if space != SpaceClass::Ordinary {
+            // What the reserve has left is computed from the lengths of sealed files.
+            self.finish_seal(writer, deadline);
         }
         // The active segment is sealed only after the capacity check: an append that fails with
         // `Full` leaves it open for smaller entries.
@@ -461,7 +465,6 @@ impl SegmentFiles {
         if space == SpaceClass::Ordinary {
             self.begin_seal(writer, deadline);
         } else {
-            // What the reserve has left is computed from the length of the sealed file.
             self.seal(writer, deadline);
         }
         let segment = self.create_segment(writer, allocate_bytes, deadline)?;
@@ -526,6 +529,8 @@ impl SegmentFiles {
         writer: &mut WriterState,
         deadline: Deadline,
     ) -> Result<(), DiskError> {
+        // First: a seal that fails leaves a segment to sync.
+        self.finish_seal(writer, deadline);
         let mut segments = std::mem::take(&mut writer.unsynced);
         segments.extend(writer.active.clone());
         let mut outcome = Ok(());
@@ -537,9 +542,10 @@ impl SegmentFiles {
                 outcome = Err(DiskError::from_io(SYNC, &segment.path, source));
                 // A failed sync is treated as a failed write: nothing more is written to the
                 // segment.
-                if writer.active.as_ref().is_some_and(|active| Arc::ptr_eq(active, &segment)) {
-                    count(&self.counters.segments_failed, 1);
-                    writer.active = None;
+                for to_write in [&mut writer.active, &mut writer.next] {
+                    if to_write.take_if(|its| Arc::ptr_eq(its, &segment)).is_some() {
+                        count(&self.counters.segments_failed, 1);
+                    }
                 }
                 // Until a sync of it succeeds, no caller may be told that all is synced: its blocks
                 // may be those of another caller than this one.
@@ -566,13 +572,6 @@ fn failed_blocks(runs: &[FinishedRun]) -> impl Iterator<Item = (BlockKey, Addres
 /// Whether a segment of `limit_bytes` has room for the pages and for a footer with the entries.
 fn fits(limit_bytes: u64, end_page: u32, entry_count: usize) -> bool {
     u64::from(end_page) * PAGE_BYTES as u64 + footer_bytes(entry_count) <= limit_bytes
-}
-
-/// Whether a segment has no room for all entries, even without the pages of frames and footer.
-fn overflows(segment: &Segment, pending: &VecDeque<PendingEntry>) -> bool {
-    let state = segment.state();
-    let room = (state.file_bytes / PAGE_BYTES as u64).saturating_sub(u64::from(state.end_page));
-    pending.iter().map(|entry| u64::from(payload_pages(entry))).sum::<u64>() > room
 }
 
 /// Bytes by which sealing the active segment would shrink its file.
