@@ -9,6 +9,9 @@ const LAYERS: &[(&str, &str)] = &[
     ("block", ""),
     ("runtime", ""),
     ("memory", "block runtime"),
+    ("device", "memory runtime"),
+    // Tests load it at run time.
+    ("device-fake", "runtime"),
     ("tier", "block memory runtime"),
     ("disk", "block memory runtime tier"),
     ("wire", "block tier"),

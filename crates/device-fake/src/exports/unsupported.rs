@@ -1,0 +1,57 @@
+//! Functions that this fake has without doing anything: they answer `CUDA_ERROR_NOT_SUPPORTED`.
+#![expect(unsafe_code, reason = "exports functions with C's interface")]
+
+use std::ffi::{c_char, c_int, c_uint, c_ulonglong, c_void};
+
+use crate::state::NOT_SUPPORTED;
+use crate::world::{Needs, Status, World};
+
+/// `CUipcEventHandle`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct EventHandle([u8; 64]);
+
+macro_rules! unsupported {
+    ($($name:literal $function:ident($($argument:ty),*);)*) => {
+        $(
+            #[unsafe(export_name = $name)]
+            pub(crate) unsafe extern "C" fn $function($(_: $argument),*) -> Status {
+                World::call($name, Needs::Start, |_, _| Err(NOT_SUPPORTED))
+            }
+        )*
+    };
+}
+
+unsupported! {
+    "cuPointerGetAttributes"
+        pointer_get_attributes(c_uint, *mut c_uint, *mut *mut c_void, u64);
+    "cuMemcpyPeerAsync"
+        memcpy_peer(u64, *mut c_void, u64, *mut c_void, usize, *mut c_void);
+    "cuMemcpy2DAsync_v2" memcpy_rows(*const c_void, *mut c_void);
+    "cuModuleLoadDataEx" module_load(
+        *mut *mut c_void, *const c_void, c_uint, *mut c_uint, *mut *mut c_void
+    );
+    "cuModuleGetFunction"
+        module_get_function(*mut *mut c_void, *mut c_void, *const c_char);
+    "cuModuleUnload" module_unload(*mut c_void);
+    "cuLaunchKernel" launch_kernel(
+        *mut c_void, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, *mut c_void,
+        *mut *mut c_void, *mut *mut c_void
+    );
+    "cuMemGetAllocationGranularity" get_granularity(*mut usize, *const c_void, c_uint);
+    "cuMemCreate" mem_create(*mut u64, usize, *const c_void, c_ulonglong);
+    "cuMemRelease" mem_release(u64);
+    "cuMemAddressReserve" address_reserve(*mut u64, usize, usize, u64, c_ulonglong);
+    "cuMemAddressFree" address_free(u64, usize);
+    "cuMemMap" mem_map(u64, usize, usize, u64, c_ulonglong);
+    "cuMemUnmap" mem_unmap(u64, usize);
+    "cuMemSetAccess" mem_set_access(u64, usize, *const c_void, usize);
+    "cuMemExportToShareableHandle" mem_export(*mut c_void, u64, c_uint, c_ulonglong);
+    "cuMemImportFromShareableHandle" mem_import(*mut u64, *mut c_void, c_uint);
+    "cuMemGetHandleForAddressRange"
+        get_handle_for_range(*mut c_void, u64, usize, c_uint, c_ulonglong);
+    "cuDeviceCanAccessPeer" can_access_peer(*mut c_int, c_int, c_int);
+    "cuCtxEnablePeerAccess" enable_peer_access(*mut c_void, c_uint);
+    "cuIpcGetEventHandle" ipc_get_event_handle(*mut EventHandle, *mut c_void);
+    "cuIpcOpenEventHandle" ipc_open_event_handle(*mut *mut c_void, EventHandle);
+}

@@ -1,0 +1,87 @@
+//! What to fake: the variables of the environment.
+
+/// A call that fails.
+#[derive(Debug)]
+struct Failure {
+    name: String,
+    code: i32,
+    /// Which of the calls; none for each.
+    call: Option<u64>,
+}
+
+/// What to fake.
+#[derive(Debug)]
+pub(crate) struct Settings {
+    pub(crate) version: i32,
+    pub(crate) devices: i32,
+    pub(crate) bytes: usize,
+    absent: Vec<String>,
+    failures: Vec<Failure>,
+    delays_us: Vec<(String, u64)>,
+    pub(crate) held: Vec<String>,
+    pub(crate) die_at_copy: Option<u64>,
+    pub(crate) seed: u64,
+    pub(crate) report: Option<String>,
+}
+
+impl Settings {
+    pub(crate) fn read() -> Self {
+        Self {
+            version: number("VERSION", 13_000),
+            devices: number("DEVICES", 1),
+            bytes: number("BYTES", 1 << 30),
+            absent: list("ABSENT"),
+            failures: list("FAIL").iter().filter_map(|text| failure(text)).collect(),
+            delays_us: list("DELAY_US").iter().filter_map(|text| delay(text)).collect(),
+            held: list("HOLD"),
+            die_at_copy: variable("DIE_AT_COPY").and_then(|text| text.parse().ok()),
+            seed: number("SEED", 1),
+            report: variable("REPORT"),
+        }
+    }
+
+    pub(crate) fn is_absent(&self, name: &str) -> bool {
+        self.absent.iter().any(|absent| absent == name)
+    }
+
+    /// The error of a call, by the numbers of calls of this function and of all.
+    pub(crate) fn failure(&self, name: &str, of_it: u64, of_all: u64) -> Option<i32> {
+        let fails = |failure: &&Failure| {
+            let number = if failure.name == "*" { of_all } else { of_it };
+            let is_named = failure.name == name || failure.name == "*";
+            is_named && failure.call.is_none_or(|call| call == number)
+        };
+        self.failures.iter().find(fails).map(|failure| failure.code)
+    }
+
+    pub(crate) fn delay_us(&self, name: &str) -> u64 {
+        let delay = self.delays_us.iter().find(|(delayed, _)| delayed == name || delayed == "*");
+        delay.map_or(0, |(_, time)| *time)
+    }
+}
+
+#[expect(clippy::disallowed_methods, reason = "a driver has no other settings")]
+fn variable(name: &str) -> Option<String> {
+    std::env::var(format!("FAKE_CUDA_{name}")).ok().filter(|text| !text.is_empty())
+}
+
+fn number<T: std::str::FromStr>(name: &str, default: T) -> T {
+    variable(name).and_then(|text| text.parse().ok()).unwrap_or(default)
+}
+
+fn list(name: &str) -> Vec<String> {
+    let text = variable(name).unwrap_or_default();
+    text.split(',').filter(|part| !part.is_empty()).map(str::to_owned).collect()
+}
+
+fn failure(text: &str) -> Option<Failure> {
+    let (name, rest) = text.split_once('=')?;
+    let (code, call) = rest.split_once('@').map_or((rest, None), |(code, call)| (code, Some(call)));
+    let call = call.and_then(|call| call.parse().ok());
+    Some(Failure { name: name.to_owned(), code: code.parse().ok()?, call })
+}
+
+fn delay(text: &str) -> Option<(String, u64)> {
+    let (name, time) = text.split_once('=')?;
+    Some((name.to_owned(), time.parse().ok()?))
+}

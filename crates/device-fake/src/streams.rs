@@ -1,0 +1,153 @@
+//! Streams: a thread each, which does the work of its queue in order.
+#![expect(unsafe_code, reason = "calls functions of the host")]
+
+use std::ffi::c_void;
+use std::sync::PoisonError;
+use std::time::Duration;
+
+use cascade_runtime::{MutexGuard, sleep, thread, yield_now};
+
+use crate::device_memory::{copy, fill};
+use crate::state::{ILLEGAL_ADDRESS, INVALID_HANDLE, Item, State, Stream, Transfer, Work};
+use crate::world::{Status, World};
+
+/// A new stream, with its thread.
+pub(crate) fn create(state: &mut State) -> usize {
+    let handle = state.new_handle();
+    state.streams.insert(handle, Stream::default());
+    drop(thread::spawn(move || run(handle)));
+    handle
+}
+
+/// Adds work to a stream.
+pub(crate) fn submit(
+    state: &mut State,
+    stream: usize,
+    name: &'static str,
+    work: Work,
+) -> Result<(), Status> {
+    let queue = state.streams.get_mut(&stream).filter(|stream| !stream.is_destroyed);
+    let queue = &mut queue.ok_or(INVALID_HANDLE)?.queue;
+    let transfers = if let Work::Transfers(transfers) = &work { transfers.clone() } else { vec![] };
+    queue.push_back(Item { name, work });
+    for transfer in &transfers {
+        state.use_memory(transfer, true);
+    }
+    Ok(())
+}
+
+/// Waits for a condition of the state.
+pub(crate) fn wait_until<'a>(
+    mut state: MutexGuard<'a, State>,
+    world: &World,
+    holds: impl Fn(&State) -> bool,
+) -> MutexGuard<'a, State> {
+    while state.death.is_none() && !holds(&state) {
+        state = world.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+    }
+    state
+}
+
+fn run(handle: usize) {
+    let world = World::get();
+    let mut state = world.lock();
+    while let Some(stream) = state.streams.get(&handle) {
+        if stream.is_destroyed && stream.queue.is_empty() {
+            state.streams.remove(&handle);
+            break;
+        }
+        if state.death.is_some() || !stream.queue.front().is_some_and(|item| is_due(&state, item)) {
+            state = world.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            continue;
+        }
+        let Some(stream) = state.streams.get_mut(&handle) else { break };
+        let Some(item) = stream.queue.pop_front() else { continue };
+        stream.is_running = true;
+        drop(state);
+        perform(world, item);
+        state = world.lock();
+        if let Some(stream) = state.streams.get_mut(&handle) {
+            stream.is_running = false;
+        }
+        world.changed.notify_all();
+    }
+}
+
+/// Whether work can be done now.
+fn is_due(state: &State, item: &Item) -> bool {
+    let has_passed = match &item.work {
+        Work::Wait { event, count } => {
+            state.events.get(event).is_none_or(|event| event.reached >= *count)
+        }
+        _ => true,
+    };
+    has_passed && !state.held.contains(item.name) && !state.held.contains("*")
+}
+
+fn perform(world: &World, item: Item) {
+    match item.work {
+        Work::Transfers(mut transfers) => {
+            let delay = Duration::from_micros(world.settings.delay_us(item.name));
+            shuffle(&mut transfers, world.settings.seed);
+            for transfer in &transfers {
+                if !move_bytes(world, transfer, delay) {
+                    return;
+                }
+                world.lock().use_memory(transfer, false);
+            }
+        }
+        Work::Record { event, count } => {
+            if let Some(event) = world.lock().events.get_mut(&event) {
+                event.reached = event.reached.max(count);
+            }
+        }
+        Work::Wait { .. } => {}
+        Work::Call { function, argument } => {
+            let argument = std::ptr::with_exposed_provenance_mut::<c_void>(argument);
+            let function = std::ptr::with_exposed_provenance::<c_void>(function);
+            // SAFETY: the address of a function that `cuLaunchHostFunc` got with this type.
+            let function = unsafe {
+                std::mem::transmute::<*const c_void, unsafe extern "C" fn(*mut c_void)>(function)
+            };
+            // SAFETY: the caller gave the argument for this function.
+            unsafe { function(argument) };
+        }
+    }
+}
+
+/// Moves bytes in two halves, with the delay in between. Returns false if the context is dead.
+fn move_bytes(world: &World, transfer: &Transfer, delay: Duration) -> bool {
+    let mut state = world.lock();
+    state.copy_count += 1;
+    if world.settings.die_at_copy == Some(state.copy_count) {
+        state.death = Some(ILLEGAL_ADDRESS);
+    }
+    if state.death.is_some() {
+        return false;
+    }
+    drop(state);
+    let half = transfer.bytes / 2;
+    for (first, last) in [(0, half), (half, transfer.bytes)] {
+        let (target, bytes) = (transfer.target.start + first, last - first);
+        match transfer.source {
+            Ok(source) => copy(target, source.start + first, bytes),
+            Err(byte) => fill(target, byte, bytes),
+        }
+        if first == 0 && !delay.is_zero() {
+            sleep(delay);
+        }
+    }
+    yield_now();
+    true
+}
+
+/// Another order of the copies of a batch, which have none.
+fn shuffle(transfers: &mut [Transfer], seed: u64) {
+    let mut random = seed;
+    for at in (1..transfers.len()).rev() {
+        random =
+            random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        let other = usize::try_from(random >> 33).unwrap_or_default() % (at + 1);
+        transfers.swap(at, other);
+    }
+}

@@ -1,0 +1,137 @@
+//! Memory of a GPU as a pool divides it into slabs: `cascade_memory::DeviceMemory` over the driver.
+#![expect(unsafe_code, reason = "zeroes a piece of its memory")]
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use cascade_memory::{DeviceError, DeviceMemory};
+use cascade_runtime::Clock;
+
+use crate::allocation::DeviceAllocation;
+use crate::context::Context;
+use crate::driver::Driver;
+use crate::error::CudaError;
+use crate::staging::Staging;
+use crate::stream::Stream;
+
+/// Which memory to take of which device.
+#[derive(Debug, Clone)]
+pub struct CudaMemoryConfig {
+    /// Index of the device, as the driver counts them.
+    pub device: usize,
+    /// Its length. Minimum: 1.
+    pub bytes: usize,
+    /// Length of a buffer that copies go through. Default: 1 MiB.
+    pub buffer_bytes: usize,
+    /// Number of these buffers. Default: 8, for four copies at once.
+    pub buffers: usize,
+    /// The longest that a copy may take before the device counts as lost. Default: 30 s.
+    pub copy_timeout: Duration,
+}
+
+impl CudaMemoryConfig {
+    /// The first device, with defaults.
+    pub fn new(bytes: usize) -> Self {
+        let copy_timeout = Duration::from_secs(30);
+        Self { device: 0, bytes, buffer_bytes: 1 << 20, buffers: 8, copy_timeout }
+    }
+}
+
+/// Memory of a GPU for the pool of a store.
+///
+/// All copies go through small buffers that the driver allocated, because the device must never use
+/// memory of a caller that has given up waiting.
+#[derive(Debug)]
+pub struct CudaMemory {
+    context: Arc<Context>,
+    memory: Arc<DeviceAllocation>,
+    staging: Staging,
+    /// One stream for each direction, since devices copy both ways at once.
+    inward: Stream,
+    outward: Stream,
+}
+
+impl CudaMemory {
+    /// Takes the memory. Its bytes are arbitrary.
+    ///
+    /// # Errors
+    /// If there is no GPU or not that much memory, or the driver lacks a function.
+    pub fn new(
+        driver: &Arc<Driver>,
+        config: &CudaMemoryConfig,
+        clock: Arc<dyn Clock>,
+    ) -> Result<Arc<Self>, CudaError> {
+        driver.need(&["cuMemsetD8Async", "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2"])?;
+        let context = Context::retain(driver, config.device, clock, config.copy_timeout)?;
+        let memory = DeviceAllocation::new(&context, config.bytes)?;
+        let staging = Staging::new(&context, config.buffer_bytes.max(4096), config.buffers)?;
+        let (inward, outward) = (Stream::new(&context)?, Stream::new(&context)?);
+        Ok(Arc::new(Self { context, memory, staging, inward, outward }))
+    }
+
+    /// The context of its device.
+    pub fn context(&self) -> &Arc<Context> {
+        &self.context
+    }
+
+    fn write(&self, offset: usize, source: &[u8]) -> Result<(), CudaError> {
+        let target = self.memory.check(offset, source.len())?;
+        self.staging.copy_in(&self.inward, target, source, self.context.deadline())
+    }
+
+    fn read(&self, offset: usize, target: &mut [u8]) -> Result<(), CudaError> {
+        let source = self.memory.check(offset, target.len())?;
+        self.staging.copy_out(&self.outward, source, target, self.context.deadline())
+    }
+
+    fn write_zeroes(&self, offset: usize, bytes: usize) -> Result<(), CudaError> {
+        let target = self.memory.check(offset, bytes)?;
+        if bytes == 0 {
+            return Ok(());
+        }
+        let started = self.context.with(|| {
+            // SAFETY: the piece lies in memory that this value frees only after the work of its
+            // streams, or never if the context is lost.
+            unsafe { self.inward.zero(target, bytes) }
+        });
+        // Also after an error: the work may have started before it.
+        let ended = self.inward.finish(self.context.deadline()).inspect_err(|error| {
+            // It may still write: nobody may get that memory.
+            self.context.lose(error.clone());
+        });
+        started.and(ended)
+    }
+}
+
+impl DeviceMemory for CudaMemory {
+    fn base(&self) -> u64 {
+        self.memory.base()
+    }
+
+    fn bytes(&self) -> usize {
+        self.memory.bytes()
+    }
+
+    fn copy_in(&self, offset: usize, source: &[u8]) -> Result<(), DeviceError> {
+        let copied = self.write(offset, source);
+        copied.map_err(|error| failed("write", offset, source.len(), error))
+    }
+
+    fn copy_out(&self, offset: usize, target: &mut [u8]) -> Result<(), DeviceError> {
+        let copied = self.read(offset, target);
+        copied.map_err(|error| failed("read", offset, target.len(), error))
+    }
+
+    fn zero(&self, offset: usize, bytes: usize) -> Result<(), DeviceError> {
+        let zeroed = self.write_zeroes(offset, bytes);
+        zeroed.map_err(|error| failed("zero", offset, bytes, error))
+    }
+}
+
+/// The first fatal error names its cause; all later ones say that the device is lost.
+fn failed(operation: &'static str, offset: usize, bytes: usize, error: CudaError) -> DeviceError {
+    match error {
+        CudaError::Poisoned { .. } => DeviceError::Lost,
+        error => DeviceError::Failed { operation, offset, bytes, source: Arc::new(error) },
+    }
+}

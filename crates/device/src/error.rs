@@ -1,0 +1,210 @@
+//! Why a GPU cannot be used, and why a call of its driver failed.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use thiserror::Error;
+
+use crate::version::DriverVersion;
+
+/// `CUDA_SUCCESS`.
+pub(crate) const SUCCESS: i32 = 0;
+/// `CUDA_ERROR_NO_DEVICE`.
+pub(crate) const NO_DEVICE: i32 = 100;
+/// `CUDA_ERROR_NOT_READY`: the work before an event is not over.
+pub(crate) const NOT_READY: i32 = 600;
+/// `CUDA_ERROR_NOT_SUPPORTED`.
+pub(crate) const NOT_SUPPORTED: i32 = 801;
+
+/// Why there is no GPU to use. An ordinary state of a host, not a fault.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum Unavailable {
+    /// The library of the driver cannot be loaded.
+    #[error(
+        "cannot load the CUDA driver {library}: {reason}; install the NVIDIA driver, run the \
+         container with --gpus all, or name the library in CASCADE_CUDA_LIBRARY"
+    )]
+    NoLibrary {
+        /// What was loaded.
+        library: String,
+        /// The loader's reason.
+        reason: String,
+    },
+    /// The driver is older than what this crate needs.
+    #[error("{library} is CUDA {found}; {needed} is the oldest that works: update the driver")]
+    TooOld {
+        /// What was loaded.
+        library: String,
+        /// Its version.
+        found: DriverVersion,
+        /// The oldest version that works.
+        needed: DriverVersion,
+    },
+    /// The driver works and there is no GPU.
+    #[error(
+        "the CUDA driver {library} finds no device; check nvidia-smi, CUDA_VISIBLE_DEVICES and \
+         the devices of the container"
+    )]
+    NoDevice {
+        /// What was loaded.
+        library: String,
+    },
+    /// The library lacks a function.
+    #[error("the CUDA driver {library} has no {function}; update the driver")]
+    MissingFunction {
+        /// What was loaded.
+        library: String,
+        /// The function.
+        function: &'static str,
+    },
+    /// The driver refused to start.
+    #[error("the CUDA driver {library} does not start")]
+    Refused {
+        /// What was loaded.
+        library: String,
+        /// The call that failed.
+        #[source]
+        source: CallError,
+    },
+    /// A parent of this process has started the driver, which does not work after a fork.
+    #[error(
+        "CUDA was started by the process that this one was forked from, and does not work after \
+         a fork; start workers with `spawn` instead of `fork`"
+    )]
+    Forked,
+}
+
+/// A call of the driver that failed.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[error("{call} failed: {name} ({code}); {}", advice(*code))]
+pub struct CallError {
+    /// The function.
+    pub call: &'static str,
+    /// CUDA's number of the error.
+    pub code: i32,
+    /// CUDA's name of the error.
+    pub name: String,
+}
+
+/// Why an operation on a GPU failed.
+#[derive(Debug, Clone, Error)]
+#[non_exhaustive]
+pub enum CudaError {
+    /// There is no GPU, or no longer one for this process.
+    #[error(transparent)]
+    Unavailable(#[from] Unavailable),
+    /// A call failed; others may succeed.
+    #[error(transparent)]
+    Call(#[from] CallError),
+    /// The driver lacks the function.
+    #[error("the CUDA driver has no {function}; update the driver")]
+    MissingFunction {
+        /// The function.
+        function: &'static str,
+    },
+    /// An earlier error ended the context: every call fails from now on, without asking the driver.
+    #[error("the context of the GPU is lost since an earlier error; restart the process")]
+    Poisoned {
+        /// The first error.
+        #[source]
+        cause: Arc<CudaError>,
+    },
+    /// The device did not finish in time.
+    #[error(
+        "the GPU did not finish {work} within {} ms; look for a hanging kernel with nvidia-smi",
+        waited.as_millis()
+    )]
+    TimedOut {
+        /// What was waited for.
+        work: &'static str,
+        /// The time limit.
+        waited: Duration,
+    },
+    /// A piece that does not lie in its memory.
+    #[error("{bytes} bytes at {offset} do not lie in memory of {length} bytes")]
+    Outside {
+        /// Where the piece starts.
+        offset: usize,
+        /// Its length.
+        bytes: usize,
+        /// The length of the memory.
+        length: usize,
+    },
+    /// A slab that is not of the registered pool.
+    #[error("a slab is of another pool than the one that was registered with this copier")]
+    OtherPool,
+    /// Two sides of a copy with different lengths.
+    #[error("a copy of {source_bytes} bytes into {target_bytes} bytes")]
+    Lengths {
+        /// Length of the source.
+        source_bytes: usize,
+        /// Length of the target.
+        target_bytes: usize,
+    },
+}
+
+impl CudaError {
+    /// Whether the context is lost with it.
+    pub fn is_fatal(&self) -> bool {
+        match self {
+            Self::Call(error) => is_fatal(error.code),
+            Self::Poisoned { .. } => true,
+            _ => false,
+        }
+    }
+}
+
+/// Whether the context is unusable after this error. These are the errors that CUDA documents as
+/// leaving the process in an inconsistent state, the uncorrectable ones of memory and links, those
+/// of a lost device or server, and the one that says nothing.
+pub(crate) fn is_fatal(code: i32) -> bool {
+    matches!(
+        code,
+        4 | 46 | 201 | 214 | 220 | 226 | 700 | 702 | 709 | 710 | 714..=719 | 806 | 810 | 999
+    )
+}
+
+/// Names of the errors that users meet, for drivers without `cuGetErrorName`.
+pub(crate) fn known_name(code: i32) -> &'static str {
+    match code {
+        1 => "CUDA_ERROR_INVALID_VALUE",
+        2 => "CUDA_ERROR_OUT_OF_MEMORY",
+        3 => "CUDA_ERROR_NOT_INITIALIZED",
+        4 => "CUDA_ERROR_DEINITIALIZED",
+        NO_DEVICE => "CUDA_ERROR_NO_DEVICE",
+        101 => "CUDA_ERROR_INVALID_DEVICE",
+        201 => "CUDA_ERROR_INVALID_CONTEXT",
+        214 => "CUDA_ERROR_ECC_UNCORRECTABLE",
+        400 => "CUDA_ERROR_INVALID_HANDLE",
+        500 => "CUDA_ERROR_NOT_FOUND",
+        NOT_READY => "CUDA_ERROR_NOT_READY",
+        700 => "CUDA_ERROR_ILLEGAL_ADDRESS",
+        712 => "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED",
+        719 => "CUDA_ERROR_LAUNCH_FAILED",
+        NOT_SUPPORTED => "CUDA_ERROR_NOT_SUPPORTED",
+        802 => "CUDA_ERROR_SYSTEM_NOT_READY",
+        803 => "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH",
+        999 => "CUDA_ERROR_UNKNOWN",
+        _ => "an error without a name",
+    }
+}
+
+/// What to do about an error.
+fn advice(code: i32) -> &'static str {
+    match code {
+        2 => "free memory of the GPU, or make the pool on it smaller",
+        3 => "if this process was forked after CUDA was started, start it with `spawn`",
+        46 | 101 => "check that the device is free, and CUDA_VISIBLE_DEVICES",
+        NO_DEVICE => "check nvidia-smi and the devices of the container",
+        214 | 220 | 226 => "the hardware reports damage: check nvidia-smi -q, replace the device",
+        700 | 714..=719 => "a kernel or copy accessed wrong memory: restart the process",
+        712 => "the memory is registered already: register a pool once in a process",
+        NOT_SUPPORTED => "this device or driver cannot do that: update the driver",
+        802 => "start the fabric manager, and look at nvidia-smi",
+        803 | 804 => "the kernel module and the library differ: reboot, or reinstall the driver",
+        805..=810 => "restart the MPS server and its clients",
+        999 => "look at `dmesg` for messages of the driver, and restart the process",
+        _ => "look at `dmesg` for messages of the driver",
+    }
+}

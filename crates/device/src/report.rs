@@ -1,0 +1,151 @@
+//! What the driver and the devices of this host are, for `cascade doctor`.
+#![expect(unsafe_code, reason = "calls the driver")]
+
+use std::ffi::{CStr, c_char};
+
+use crate::batch::BatchForm;
+use crate::context::device_number;
+use crate::driver::Driver;
+use crate::error::{CudaError, Unavailable};
+use crate::functions::{DeviceNumber, Function, Status, Uuid};
+use crate::version::DriverVersion;
+
+/// `CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR` and `_MINOR`.
+const CAPABILITY: [u32; 2] = [75, 76];
+
+/// A device.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DeviceFacts {
+    /// Its name, such as `NVIDIA H100 80GB HBM3`.
+    pub name: String,
+    /// Its address on the PCI bus; empty if the driver does not say.
+    pub pci_address: String,
+    /// Its UUID, as `nvidia-smi -L` prints it; empty if the driver does not say.
+    pub uuid: String,
+    /// Its memory; 0 if the driver does not say.
+    pub memory_bytes: u64,
+    /// Its compute capability, major and minor; zeroes if the driver does not say.
+    pub capability: [i32; 2],
+}
+
+impl DeviceFacts {
+    /// Whether it is a stand-in for tests, which says so in its name.
+    pub fn is_fake(&self) -> bool {
+        self.name.to_ascii_lowercase().contains("fake")
+    }
+}
+
+/// The driver and its devices.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DriverReport {
+    /// The library that was loaded.
+    pub library: String,
+    /// Its version of CUDA.
+    pub version: DriverVersion,
+    /// Its devices.
+    pub devices: Vec<DeviceFacts>,
+    /// The form of the batched copy that it has.
+    pub batch: Option<BatchForm>,
+    /// Functions that a driver of this version should have and this one has not.
+    pub missing_functions: Vec<&'static str>,
+}
+
+impl DriverReport {
+    /// Loads and starts the driver, and asks it about its devices. Creates no context.
+    ///
+    /// # Errors
+    /// Why there is no GPU.
+    pub fn examine() -> Result<Self, Unavailable> {
+        let driver = Driver::load()?;
+        let devices = devices(&driver).map_err(|error| driver.unavailable(error))?;
+        if devices.is_empty() {
+            return Err(Unavailable::NoDevice { library: driver.library().to_owned() });
+        }
+        Ok(Self {
+            library: driver.library().to_owned(),
+            version: driver.version(),
+            devices,
+            batch: BatchForm::of(&driver),
+            missing_functions: driver.missing_functions(),
+        })
+    }
+
+    /// Whether one of its devices is a stand-in for tests.
+    pub fn is_fake(&self) -> bool {
+        self.devices.iter().any(DeviceFacts::is_fake)
+    }
+}
+
+fn devices(driver: &Driver) -> Result<Vec<DeviceFacts>, CudaError> {
+    let mut count = 0;
+    let functions = &driver.functions;
+    // SAFETY: writes to a local variable.
+    driver.run(&functions.device_get_count, |get| unsafe { get(&raw mut count) })?;
+    (0..usize::try_from(count).unwrap_or_default()).map(|at| facts(driver, at)).collect()
+}
+
+fn facts(driver: &Driver, index: usize) -> Result<DeviceFacts, CudaError> {
+    let device = device_number(driver, index)?;
+    let functions = &driver.functions;
+    Ok(DeviceFacts {
+        name: text(driver, &functions.device_get_name, device)?,
+        pci_address: said(text(driver, &functions.device_get_pci_bus_id, device)),
+        uuid: said(uuid(driver, device)),
+        memory_bytes: said(memory_bytes(driver, device)),
+        capability: CAPABILITY.map(|which| said(attribute(driver, device, which))),
+    })
+}
+
+/// A fact that is left out where the driver does not say it.
+fn said<T: Default>(fact: Result<T, CudaError>) -> T {
+    fact.unwrap_or_default()
+}
+
+type GetText = unsafe extern "C" fn(*mut c_char, i32, DeviceNumber) -> Status;
+
+fn text(
+    driver: &Driver,
+    function: &Function<GetText>,
+    device: DeviceNumber,
+) -> Result<String, CudaError> {
+    let mut text = [0_u8; 256];
+    let get = |get: GetText| {
+        // SAFETY: writes at most 255 bytes to a local array, so the last one stays zero.
+        unsafe { get(text.as_mut_ptr().cast(), 255, device) }
+    };
+    driver.run(function, get)?;
+    let text = CStr::from_bytes_until_nul(&text).unwrap_or_default();
+    Ok(text.to_string_lossy().into_owned())
+}
+
+fn uuid(driver: &Driver, device: DeviceNumber) -> Result<String, CudaError> {
+    let mut uuid: Uuid = [0; 16];
+    let get = |get: unsafe extern "C" fn(*mut Uuid, DeviceNumber) -> Status| {
+        // SAFETY: writes 16 bytes to a local array.
+        unsafe { get(&raw mut uuid, device) }
+    };
+    driver.run(&driver.functions.device_get_uuid, get)?;
+    let hex: Vec<String> = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
+    let parts = [&hex[..4], &hex[4..6], &hex[6..8], &hex[8..10], &hex[10..]];
+    Ok(format!("GPU-{}", parts.map(<[String]>::concat).join("-")))
+}
+
+fn memory_bytes(driver: &Driver, device: DeviceNumber) -> Result<u64, CudaError> {
+    let mut bytes = 0;
+    let get = |get: unsafe extern "C" fn(*mut usize, DeviceNumber) -> Status| {
+        // SAFETY: writes to a local variable.
+        unsafe { get(&raw mut bytes, device) }
+    };
+    driver.run(&driver.functions.device_total_mem, get)?;
+    Ok(bytes as u64)
+}
+
+fn attribute(driver: &Driver, device: DeviceNumber, which: u32) -> Result<i32, CudaError> {
+    let mut value = 0;
+    let get = |get: unsafe extern "C" fn(*mut i32, u32, DeviceNumber) -> Status| {
+        // SAFETY: writes to a local variable.
+        unsafe { get(&raw mut value, which, device) }
+    };
+    driver.run(&driver.functions.device_get_attribute, get)?;
+    Ok(value)
+}
