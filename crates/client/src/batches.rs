@@ -1,5 +1,6 @@
 //! Puts and reads: batches of calls, and copies between the caller's memory and the pool.
 
+mod copies;
 mod seals;
 
 use std::sync::Arc;
@@ -18,14 +19,13 @@ use cascade_wire::{
 
 use crate::client::{ClientInner, node_timeout_ms};
 use crate::session::Link;
+use copies::Copies;
 use seals::{CopiedBlocks, settle};
 
 /// How often a put retries blocks that others put and delete concurrently.
 const PASSES_MAX: u32 = 3;
 /// A copying get holds at most one half of what a client may hold.
 const GET_SHARE_DIVISOR: usize = 2;
-/// Bytes that a put copies between two looks at the clock.
-const CLOCK_BYTES: usize = 1 << 20;
 /// Pause between two attempts to lease one block while the client's share is exhausted.
 const ROOM_PAUSE: Duration = Duration::from_millis(1);
 
@@ -54,27 +54,6 @@ impl Batch {
         let settled = Call::Settled { present, conflicts, failures };
         // If it fails, only counts are lost.
         drop(self.link.session.send(vec![settled], self.deadline));
-    }
-}
-
-/// Looks at the clock during the copies of a put: pages of the caller's memory may come from a
-/// disk.
-struct Copies<'a> {
-    on: &'a Batch,
-    /// Bytes since the last look.
-    bytes: usize,
-    is_late: bool,
-}
-
-impl Copies<'_> {
-    /// Whether the deadline has passed before the copy of these bytes.
-    fn are_late(&mut self, bytes: usize) -> bool {
-        if self.bytes >= CLOCK_BYTES {
-            self.bytes = 0;
-            self.is_late = self.on.deadline.has_passed(&SystemClock);
-        }
-        self.bytes += bytes;
-        self.is_late
     }
 }
 
@@ -150,7 +129,7 @@ impl ClientInner {
         let bytes = to_fill.map(|(at, _)| batch[*at].bytes.len()).sum();
         let mut copied = CopiedBlocks::of_round(round.len(), bytes);
         let (mut compare, mut early) = (Vec::new(), None);
-        let mut copies = Copies { on, bytes: 0, is_late: false };
+        let mut copies = Copies::new(on);
         for ((at, hold), prepared) in round.iter().zip(first_hold..).zip(prepared) {
             let put = &batch[*at];
             match prepared {

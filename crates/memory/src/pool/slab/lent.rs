@@ -71,9 +71,9 @@ impl Attachment {
         SlabMut::lent(Arc::clone(self), hold, offset, len)
     }
 
-    /// Copies a block into a piece that the node lent for writing. False if the piece is outside the
-    /// pool, or if the pool is mapped read-only. The caller keeps the hold of the piece: it seals
-    /// or releases it, where [`Self::writable`] leaves that to a slab.
+    /// Copies a block into a piece that the node lent for writing. False if the piece is outside
+    /// the pool, or if the pool is mapped read-only. The caller keeps the hold of the piece: it
+    /// seals or releases it, where [`Self::writable`] leaves that to a slab.
     pub fn fill(&self, offset: usize, bytes: &[u8]) -> bool {
         let end = offset.checked_add(bytes.len());
         if !self.is_writable || end.is_none_or(|end| end > self.bytes()) {
