@@ -377,11 +377,11 @@ impl Connection {
         }
         // Setting them is a system call. A timeout up to 1/16 too short is accepted instead: after
         // it the caller waits again. One that is too long would make the call late.
-        let is_close = self.timeout <= left && self.timeout >= left - left / 16;
+        let is_close = self.timeout <= left && self.timeout >= left / 16 * 15;
         if !is_close {
             // Shorter than needed, so that it still fits later calls with the same timeout and the
             // further system calls of this one.
-            self.timeout = left - left / 32;
+            self.timeout = left / 32 * 31;
             self.stream.set_read_timeout(Some(self.timeout))?;
             self.stream.set_write_timeout(Some(self.timeout))?;
         }
