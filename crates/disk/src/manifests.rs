@@ -55,10 +55,15 @@ pub(crate) fn register(
     deadline: Deadline,
 ) -> Result<(), DiskError> {
     let path = directory.join("manifests").join(format!("{}.json", namespace.id()));
+    let top = directory.to_owned();
     // An invalid file is replaced below.
     if let Some(StoredManifest::Valid { manifest, .. }) = load(io, &path, deadline)? {
         if manifest == *namespace.manifest() {
-            return Ok(());
+            // Whoever wrote it may have been killed before its name was on stable storage.
+            return io.call("sync", &path, deadline, move |files| {
+                files.sync_directory(&top.join("manifests"))?;
+                files.sync_directory(&top)
+            });
         }
         let reason = "it holds another manifest for the same namespace; remove the file if the \
                       blocks of the namespace may be dropped";
@@ -72,7 +77,7 @@ pub(crate) fn register(
     };
     let text = serde_json::to_vec_pretty(&file)
         .map_err(|error| DiskError::Manifest { path: path.clone(), reason: error.to_string() })?;
-    let (target, top) = (path.clone(), directory.to_owned());
+    let target = path.clone();
     io.call("write", &path, deadline, move |files| {
         if let Some(parent) = target.parent() {
             make_tier_directory(files, parent)?;

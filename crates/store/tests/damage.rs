@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use cascade_block::BlockKey;
+use cascade_block::{BlockKey, with_causes};
 use cascade_disk::format::{EntryKind, PAGE_BYTES};
 use cascade_disk::scan::{ScanOptions, SegmentContent, read_segment};
 use cascade_runtime::{Deadline, SystemClock};
@@ -245,6 +245,13 @@ fn under_a_running_store(case: &Case, config: &StoreConfig) {
     case.damage.apply(&case.path);
     let found = hits(&store, &old);
     assert!(found + case.lost >= old.len(), "{name}: {found} of {} hits", old.len());
+    // Its blocks could be read until now, but would be gone after a restart.
+    let is_removed = matches!(case.damage, Damage::Remove | Damage::Directory)
+        && case.path.extension().is_some_and(|extension| extension == "segment");
+    if is_removed {
+        let error = with_causes(&store.flush(CallOptions::default()).unwrap_err());
+        assert!(error.contains("was removed while it was in use"), "{name}: {error}");
+    }
     flush(&store, name);
     let found = hits(&store, &old);
     assert!(found + case.lost >= old.len(), "{name}: {found} of {} hits after it", old.len());
