@@ -254,7 +254,8 @@ fn under_a_running_store(case: &Case, config: &StoreConfig) {
     }
     flush(&store, name);
     let found = hits(&store, &old);
-    assert!(found + case.lost >= old.len(), "{name}: {found} of {} hits after it", old.len());
+    let lost = if is_removed { case.lost_at_restart } else { case.lost };
+    assert!(found + lost >= old.len(), "{name}: {found} of {} hits after it", old.len());
     let kept = overflow(&store, name);
     assert_healthy(&store, name);
     store.close().unwrap_or_else(|error| panic!("{name}: {error:?}"));
