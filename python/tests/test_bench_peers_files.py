@@ -272,30 +272,6 @@ def test_the_limit_is_the_best_engine_and_depth_and_bad_engines_are_left_out(tmp
         limit.calibrate("write", lambda _: None)
 
 
-def test_the_limit_of_writes_is_a_new_file_with_space(tmp_path, monkeypatch):
-    fio(
-        tmp_path,
-        'for one in "$@"; do case "$one" in --filename=*) file=${one#--filename=};; esac; done\n'
-        f'stat --format "%n %i %s %b" "$file" >> {tmp_path}/files\n'
-        # A file that is written over again would have these bytes.
-        'head -c 1 "$file" | od -An -tu1 | tr -d " \\n" >> ' + f"{tmp_path}/bytes\n"
-        'printf 9 | dd of="$file" conv=notrunc status=none\n'
-        'echo "{\\"jobs\\": [{\\"write\\": {\\"bw_bytes\\": 1073741824}}]}"',
-    )
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    limit = DiskLimit(tmp_path / "limit.bin", 4 * MIB, MIB)
-    limit.calibrate("write", lambda _: None)
-    (tmp_path / "files").unlink()
-    limit.measure("write")
-    assert "new file" in limit.best("write")[0].describe("write")
-    for line in (tmp_path / "files").read_text().splitlines():
-        name, _, size, blocks = line.rsplit(" ", 3)
-        assert name.endswith("limit.new")
-        assert int(size) == 4 * MIB
-        assert int(blocks) * 512 >= 4 * MIB, "its space is allocated"
-    assert set((tmp_path / "bytes").read_text()) == {"0"}, "nothing was written to it before"
-
-
 def samples_of(write: float, get: float, durable: float) -> Samples:
     return Samples(rates={WRITE: [write], COLD_GET: [get, 9.0, get], DURABLE_PUT: [durable]})
 

@@ -33,10 +33,9 @@ gone, and /proc/self/io that the bytes came from the disk, else the figure is re
 
 cascade makes calls of 32 MiB, cascade-one-call one call for everything.
 
-fio is the limit: the best of io_uring, libaio and psync at depths 1 to 64, O_DIRECT. It writes new
-files with preallocated space, since all systems write new files. If it is not installed, shares are
-not measured (Debian: apt-get install fio). A system whose package is missing is skipped, and one
-that fails is named; the others go on."""
+fio is the limit: the best of io_uring, libaio and psync at depths 1 to 64, O_DIRECT. If it is not
+installed, shares are not measured (Debian: apt-get install fio). A system whose package is missing
+is skipped, and one that fails is named; the others go on."""
 
 EXAMPLES = """\
 examples:
@@ -173,7 +172,7 @@ def measure(
             limit_is = {}
             if limit is not None and samples[FIO].problem is None:
                 kinds = {WRITE: "write", COLD_GET: "read"}
-                limit_is = {kind: limit.best(one)[0].describe(one) for kind, one in kinds.items()}
+                limit_is = {kind: limit.best(one)[0].describe() for kind, one in kinds.items()}
             samples |= {name: Samples(problem=why) for name, why in skipped.items()}
             if problem is not None:
                 samples[FIO] = Samples(problem=problem)

@@ -33,11 +33,10 @@ class Best:
     engine: str
     depth: int
 
-    def describe(self, direction: str) -> str:
+    def describe(self) -> str:
         """Say how it was found."""
-        file = ", a new file with preallocated space" if direction == "write" else ""
         return (
-            f"fio, {self.engine}, O_DIRECT, depth {self.depth}{file}: the best of "
+            f"fio, {self.engine}, O_DIRECT, depth {self.depth}: the best of "
             f"{', '.join(ENGINES)} at depths {DEPTHS[0]} to {DEPTHS[-1]}"
         )
 
@@ -53,11 +52,7 @@ def fio_version() -> str | None:
 
 
 class DiskLimit:
-    """A file to measure the disk with, and new ones for writes.
-
-    All that is measured writes new files, which some disks do at half the rate of a file that is
-    there.
-    """
+    """A file to measure the disk with."""
 
     def __init__(self, path: Path, size: int, block_bytes: int) -> None:
         self._path, self._bytes, self._block_bytes = path, size, block_bytes
@@ -100,22 +95,13 @@ class DiskLimit:
         best = max(samples, key=lambda one: statistics.median(samples[one]))
         return best, samples[best]
 
-    def _new_file(self, size: int) -> Path:
-        path = self._path.with_suffix(".new")
-        path.unlink(missing_ok=True)
-        with path.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, size)
-            os.fsync(file.fileno())
-        return path
-
     def _rate(self, direction: str, best: Best, size: int) -> float:
-        path = self._new_file(size) if direction == "write" else self._path
         # Synchronous requests are one at a time per thread.
         depth, jobs = (1, best.depth) if best.engine == "psync" else (best.depth, 1)
         job_bytes = max(size // jobs // self._block_bytes, 1) * self._block_bytes
         command = [
             *("fio", "--name=limit", "--direct=1", "--output-format=json", "--group_reporting"),
-            *("--thread", f"--ioengine={best.engine}", f"--filename={path}"),
+            *("--thread", f"--ioengine={best.engine}", f"--filename={self._path}"),
             *(f"--rw={direction}", f"--bs={self._block_bytes}", f"--size={job_bytes}"),
             *(f"--offset_increment={job_bytes}", f"--numjobs={jobs}", f"--iodepth={depth}"),
         ]
