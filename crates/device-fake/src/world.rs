@@ -136,7 +136,7 @@ extern "C" fn write_report() {
     let counts = ["live", "contexts", "deaths", "misused", "copies"];
     let lines = counts.map(|what| format!("{what} {}\n", state.count(what)));
     if let Some(path) = &world.settings.report {
-        // The process ends: there is nobody to tell.
+        // The process ends, and no caller is left that could get this error.
         drop(std::fs::write(path, lines.concat()));
     }
 }

@@ -7,7 +7,7 @@ use cascade_runtime::LeafMutex;
 
 static ABANDONED: LeafMutex<Vec<Box<dyn Any + Send>>> = LeafMutex::new(Vec::new());
 
-/// Keeps what a copy reads or writes that may never be over. Nobody else may get that memory.
+/// Keeps the memory of a copy that may never end: no other use of it would be safe.
 pub(crate) fn keep(memory: impl Any + Send) {
     ABANDONED.lock().unwrap_or_else(PoisonError::into_inner).push(Box::new(memory));
 }

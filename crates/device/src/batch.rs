@@ -99,7 +99,7 @@ impl Batch {
                 let call = |copy: Call| {
                     let index = null_mut();
                     // SAFETY: three arrays of `count`, one attribute; the copies by the caller's
-                    // promise. No index is asked for.
+                    // promise. The index of a failed copy may be null.
                     unsafe {
                         copy(
                             targets, sources, lengths, count, attributes, holds_from, 1, index,

@@ -100,7 +100,7 @@ impl Copier {
 
     /// The form of the batched copy in use; none if each copy is one call.
     pub fn batch_form(&self) -> Option<BatchForm> {
-        // Relaxed: a copier that has not heard of the refusal meets it again.
+        // Relaxed: a thread that reads the old value is refused again.
         self.0.batch.filter(|_| !self.0.batch_is_refused.load(Ordering::Relaxed))
     }
 

@@ -14,7 +14,7 @@ use crate::error::CudaError;
 use crate::staging::Staging;
 use crate::stream::Stream;
 
-/// Which memory to take of which device.
+/// The device, and how much of its memory to take.
 #[derive(Debug, Clone)]
 pub struct CudaMemoryConfig {
     /// Index of the device, as the driver counts them.

@@ -59,7 +59,7 @@ pub(crate) fn register(
     // An invalid file is replaced below.
     if let Some(StoredManifest::Valid { manifest, .. }) = load(io, &path, deadline)? {
         if manifest == *namespace.manifest() {
-            // Whoever wrote it may have been killed before its name was on stable storage.
+            // The process that wrote it may have been killed before it synced the name.
             return io.call("sync", &path, deadline, move |files| {
                 files.sync_directory(&top.join("manifests"))?;
                 files.sync_directory(&top)
