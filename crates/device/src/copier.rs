@@ -4,6 +4,7 @@
 //! other code reads or reuses them before the device is done, also if the caller gives up.
 #![expect(unsafe_code, reason = "starts copies of memory that they own until they are over")]
 
+use std::any::Any;
 use std::fmt;
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -23,6 +24,7 @@ use crate::functions::Address;
 use crate::registered::RegisteredPool;
 use crate::staging::Staging;
 use crate::stream::Stream;
+use crate::transfer::Transfer;
 
 /// The buffers for slabs that are not registered: copies of these wait for each other.
 const STAGING_BYTES: usize = 256 << 10;
@@ -66,22 +68,23 @@ struct Inner {
     /// Whether the driver has a batched copy and refused it.
     batch_is_refused: AtomicBool,
     /// Copies that their callers no longer wait for.
-    parked: LeafMutex<Vec<Flight>>,
+    parked: LeafMutex<Vec<Flight<Box<dyn Any + Send>>>>,
 }
 
-/// Copies that the device may still make.
+/// Copies that the device may still make, with what they use.
 #[derive(Debug)]
-struct Flight {
-    copies: Vec<Copy>,
+struct Flight<T> {
+    used: T,
     /// None if it could not be recorded: then the whole stream has to be over.
     event: Option<Event>,
 }
 
-/// Copies that were submitted. If it is dropped, their slabs are freed once the copies are over.
+/// Copies that were submitted, with what they use. If it is dropped, that is freed once the copies
+/// are over.
 #[derive(Debug)]
-pub struct Pending {
+pub struct Pending<T: Send + 'static = Vec<Copy>> {
     inner: Arc<Inner>,
-    flight: Option<Flight>,
+    flight: Option<Flight<T>>,
 }
 
 impl Copier {
@@ -117,18 +120,46 @@ impl Copier {
     /// # Errors
     /// If a length or a slab is wrong, or the driver refuses. Copies that had started go on, and
     /// their slabs are freed once they are over.
-    pub fn submit(&self, copies: Vec<Copy>, after: Option<&Event>) -> Result<Pending, CudaError> {
+    pub fn submit(
+        &self,
+        mut copies: Vec<Copy>,
+        after: Option<&Event>,
+    ) -> Result<Pending, CudaError> {
+        let plan = self.0.plan(&mut copies)?;
+        self.submit_plan(plan, copies, after)
+    }
+
+    /// Starts the copies of a transfer, as [`Copier::submit`] does.
+    ///
+    /// # Errors
+    /// If a fragment does not lie in its slab or in the device's memory, or the driver refuses.
+    pub fn submit_transfer(
+        &self,
+        mut transfer: Transfer,
+        after: Option<&Event>,
+    ) -> Result<Pending<Transfer>, CudaError> {
+        let mut plan = Plan::default();
+        transfer.plan(&self.0.pool, &mut plan)?;
+        self.submit_plan(plan, transfer, after)
+    }
+
+    /// Starts copies that use nothing but `used`.
+    fn submit_plan<T: Send + 'static>(
+        &self,
+        plan: Plan,
+        used: T,
+        after: Option<&Event>,
+    ) -> Result<Pending<T>, CudaError> {
         self.0.sweep();
-        let mut flight = Flight { copies, event: None };
-        let plan = self.0.plan(&mut flight.copies)?;
+        let flight = Some(Flight { used, event: None });
+        // Before the first copy starts: from then on, its drop keeps what they use.
+        let mut pending = Pending { inner: Arc::clone(&self.0), flight };
         let stream = &self.0.stream;
-        let started = stream.context().with(|| {
+        let event = stream.context().with(|| {
             after.map_or(Ok(()), |event| stream.wait_for(event))?;
             self.start(plan)?;
             stream.record()
-        });
-        let mut pending = Pending { inner: Arc::clone(&self.0), flight: Some(flight) };
-        let event = started?;
+        })?;
         if let Some(flight) = &mut pending.flight {
             flight.event = Some(event);
         }
@@ -174,7 +205,7 @@ impl Copier {
 
 /// What the copies of a submission become.
 #[derive(Default)]
-struct Plan {
+pub(crate) struct Plan {
     batch: Batch,
     /// The direction of each copy of the batch.
     directions: Vec<Direction>,
@@ -247,7 +278,7 @@ impl Inner {
         }
     }
 
-    fn is_over(&self, flight: &Flight) -> Result<bool, CudaError> {
+    fn is_over<T>(&self, flight: &Flight<T>) -> Result<bool, CudaError> {
         flight.event.as_ref().map_or_else(|| self.stream.is_idle(), Event::is_over)
     }
 
@@ -258,17 +289,23 @@ impl Inner {
         let (over, kept) = kept.into_iter().partition(|it| self.is_over(it).unwrap_or(false));
         *parked = kept;
         drop(parked);
-        let over: Vec<Flight> = over;
+        let over: Vec<_> = over;
         drop(over);
     }
 
-    fn park(&self, flight: Flight) {
+    fn park(&self, flight: Flight<Box<dyn Any + Send>>) {
         self.parked.lock().unwrap_or_else(PoisonError::into_inner).push(flight);
     }
 }
 
 impl Plan {
-    fn add_to_device(&mut self, to: Address, from: NonNull<u8>, part: Range<usize>, direct: bool) {
+    pub(crate) fn add_to_device(
+        &mut self,
+        to: Address,
+        from: NonNull<u8>,
+        part: Range<usize>,
+        direct: bool,
+    ) {
         let (target, bytes) = (to + part.start as Address, part.len());
         let source = offset(from, part.start);
         if direct {
@@ -279,7 +316,13 @@ impl Plan {
         }
     }
 
-    fn add_to_host(&mut self, from: Address, to: NonNull<u8>, part: Range<usize>, direct: bool) {
+    pub(crate) fn add_to_host(
+        &mut self,
+        from: Address,
+        to: NonNull<u8>,
+        part: Range<usize>,
+        direct: bool,
+    ) {
         let (source, bytes) = (from + part.start as Address, part.len());
         let target = offset(to, part.start);
         if direct {
@@ -312,7 +355,16 @@ fn check_lengths(source_bytes: usize, target_bytes: usize) -> Result<(), CudaErr
     }
 }
 
-impl Pending {
+impl<T: Send + 'static> Pending<T> {
+    /// Makes all later work of a stream wait for these copies.
+    ///
+    /// # Errors
+    /// If the driver refuses: then the stream does not wait.
+    pub fn hold_back(&self, stream: &Stream) -> Result<(), CudaError> {
+        let event = self.flight.as_ref().and_then(|flight| flight.event.as_ref());
+        event.map_or(Ok(()), |event| stream.wait_for(event))
+    }
+
     /// Whether all copies are over.
     ///
     /// # Errors
@@ -321,22 +373,22 @@ impl Pending {
         self.flight.as_ref().map_or(Ok(true), |flight| self.inner.is_over(flight))
     }
 
-    /// Waits until all copies are over and gives back what they used; empty if that was given back
+    /// Waits until all copies are over and gives back what they used; none if that was given back
     /// before.
     ///
     /// # Errors
     /// If the device failed, or they are not over at the deadline. They may be waited for again.
-    pub fn wait(&mut self, deadline: Deadline) -> Result<Vec<Copy>, CudaError> {
+    pub fn wait(&mut self, deadline: Deadline) -> Result<Option<T>, CudaError> {
         let context = self.inner.stream.context();
         context.wait("copies", deadline, || self.is_over())?;
-        Ok(self.flight.take().map(|flight| flight.copies).unwrap_or_default())
+        Ok(self.flight.take().map(|flight| flight.used))
     }
 }
 
-impl Drop for Pending {
+impl<T: Send + 'static> Drop for Pending<T> {
     fn drop(&mut self) {
-        if let Some(flight) = self.flight.take() {
-            self.inner.park(flight);
+        if let Some(Flight { used, event }) = self.flight.take() {
+            self.inner.park(Flight { used: Box::new(used), event });
             self.inner.sweep();
         }
     }

@@ -1,5 +1,6 @@
 //! Why a GPU cannot be used, and why a call of its driver failed.
 
+use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -131,9 +132,26 @@ pub enum CudaError {
         /// The length of the memory.
         length: usize,
     },
+    /// A fragment of a slab or memory that its transfer has not.
+    #[error("a fragment names {what} {index}, and the transfer has {count}")]
+    Unnamed {
+        /// Slab or memory.
+        what: &'static str,
+        /// What the fragment names.
+        index: usize,
+        /// How many there are.
+        count: usize,
+    },
     /// A slab that is not of the registered pool.
     #[error("a slab is of another pool than the one that was registered with this copier")]
     OtherPool,
+    /// The system refused a thread.
+    #[error("cannot start a thread to register memory; raise the limit of processes (ulimit -u)")]
+    Thread {
+        /// The system's reason.
+        #[source]
+        source: Arc<io::Error>,
+    },
     /// Two sides of a copy with different lengths.
     #[error("a copy of {source_bytes} bytes into {target_bytes} bytes")]
     Lengths {

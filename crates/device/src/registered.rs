@@ -4,10 +4,12 @@
 use std::ffi::c_void;
 use std::ops::Range;
 use std::ptr::NonNull;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use cascade_memory::Pool;
+use cascade_memory::{BackingMemory, Pool};
+use cascade_runtime::{LeafMutex, thread};
 
 use crate::context::Context;
 use crate::error::CudaError;
@@ -16,7 +18,7 @@ use crate::functions::Status;
 /// `CU_MEMHOSTREGISTER_PORTABLE`: registered for all contexts of the process.
 const PORTABLE: u32 = 1;
 
-/// What registering a pool did.
+/// How far the registration of a pool is.
 #[derive(Debug, Clone)]
 pub struct RegistrationReport {
     /// Registrations that were made.
@@ -29,6 +31,8 @@ pub struct RegistrationReport {
     pub refusal: Option<CudaError>,
     /// The time that the driver took.
     pub took: Duration,
+    /// Whether all pieces were registered, or one was refused.
+    pub is_complete: bool,
 }
 
 /// A pool in host memory, registered in pieces of one length. No copy crosses a border between two
@@ -39,8 +43,11 @@ pub struct RegisteredPool {
     start: NonNull<u8>,
     bytes: usize,
     piece_bytes: usize,
-    report: RegistrationReport,
-    /// Keeps the memory mapped until it is unregistered.
+    /// As in the report, for copies. It only grows.
+    registered_bytes: AtomicUsize,
+    report: LeafMutex<RegistrationReport>,
+    /// Keeps the memory mapped until it is unregistered: another mapping at the same address would
+    /// not be what the device reads.
     _memory: Arc<dyn HostMemory>,
 }
 
@@ -48,6 +55,12 @@ pub struct RegisteredPool {
 pub trait HostMemory: Send + Sync + std::fmt::Debug {
     /// The first byte and the length; none if it is not in host memory.
     fn span(&self) -> Option<(NonNull<u8>, usize)>;
+}
+
+impl HostMemory for BackingMemory {
+    fn span(&self) -> Option<(NonNull<u8>, usize)> {
+        BackingMemory::span(self)
+    }
 }
 
 impl HostMemory for Pool {
@@ -72,64 +85,140 @@ impl RegisteredPool {
         memory: Arc<dyn HostMemory>,
         piece_bytes: usize,
     ) -> Result<Arc<Self>, CudaError> {
-        context.check()?;
-        let (start, bytes) = memory.span().ok_or(CudaError::OtherPool)?;
-        let piece_bytes = piece_bytes.clamp(1, usize::MAX / 2).next_multiple_of(4096);
-        let began = context.clock().monotonic();
-        let mut report = RegistrationReport {
-            pieces: 0,
-            registered_bytes: 0,
-            staged_bytes: bytes,
-            refusal: context.driver().need(&["cuMemHostUnregister"]).err(),
-            took: Duration::ZERO,
-        };
-        while report.refusal.is_none() && report.staged_bytes > 0 {
-            let length = piece_bytes.min(report.staged_bytes);
-            match register(context, address(start, report.registered_bytes), length) {
-                Ok(()) => {
-                    report.pieces += 1;
-                    report.registered_bytes += length;
-                    report.staged_bytes -= length;
-                }
-                Err(error) => report.refusal = Some(error),
-            }
-        }
-        report.took = context.clock().monotonic().saturating_sub(began);
-        let context = Arc::clone(context);
-        let pool = Self { context, start, bytes, piece_bytes, report, _memory: memory };
+        let pool = Self::unregistered(context, memory, piece_bytes)?;
+        while pool.register_next() {}
         Ok(Arc::new(pool))
     }
 
-    /// What was registered, and what not and why.
-    pub fn report(&self) -> &RegistrationReport {
-        &self.report
+    /// As [`RegisteredPool::new`], in a thread of its own: it may take minutes. Until a piece is
+    /// registered its copies go through a small buffer. The thread ends with the last other
+    /// reference to the pool, after the piece that it registers then.
+    ///
+    /// # Errors
+    /// As [`RegisteredPool::new`]. If the system refuses the thread, nothing is registered, and the
+    /// report says so.
+    pub fn begin(
+        context: &Arc<Context>,
+        memory: Arc<dyn HostMemory>,
+        piece_bytes: usize,
+    ) -> Result<Arc<Self>, CudaError> {
+        let pool = Arc::new(Self::unregistered(context, memory, piece_bytes)?);
+        let weak = Arc::downgrade(&pool);
+        let register = move || while weak.upgrade().is_some_and(|pool| pool.register_next()) {};
+        let started = thread::Builder::new().name("cascade-register".to_owned()).spawn(register);
+        if let Err(error) = started {
+            let mut report = pool.lock();
+            report.refusal = Some(CudaError::Thread { source: Arc::new(error) });
+            report.is_complete = true;
+        }
+        Ok(pool)
+    }
+
+    fn unregistered(
+        context: &Arc<Context>,
+        memory: Arc<dyn HostMemory>,
+        piece_bytes: usize,
+    ) -> Result<Self, CudaError> {
+        context.check()?;
+        let (start, bytes) = memory.span().ok_or(CudaError::OtherPool)?;
+        let piece_bytes = piece_bytes.clamp(1, usize::MAX / 2).next_multiple_of(4096);
+        let refusal = context.driver().need(&["cuMemHostUnregister"]).err();
+        let report = LeafMutex::new(RegistrationReport {
+            pieces: 0,
+            registered_bytes: 0,
+            staged_bytes: bytes,
+            is_complete: refusal.is_some(),
+            refusal,
+            took: Duration::ZERO,
+        });
+        let (context, registered_bytes) = (Arc::clone(context), AtomicUsize::new(0));
+        let pool =
+            Self { context, start, bytes, piece_bytes, registered_bytes, report, _memory: memory };
+        Ok(pool)
+    }
+
+    /// Registers one more piece; false if there is nothing more to register. One thread calls it.
+    fn register_next(&self) -> bool {
+        if self.lock().is_complete {
+            return false;
+        }
+        let first = self.registered_bytes.load(Ordering::Relaxed);
+        let length = self.piece_bytes.min(self.bytes - first);
+        let began = self.context.clock().monotonic();
+        // Without the lock: the driver takes a tenth of a second per GiB.
+        let registered = register(&self.context, address(self.start, first), length);
+        let took = self.context.clock().monotonic().saturating_sub(began);
+        let mut report = self.lock();
+        report.took += took;
+        match registered {
+            Ok(()) => {
+                report.pieces += 1;
+                report.registered_bytes += length;
+                report.staged_bytes -= length;
+                report.is_complete = report.staged_bytes == 0;
+                // Release: a copy that reads the new value finds the piece registered.
+                self.registered_bytes.store(report.registered_bytes, Ordering::Release);
+            }
+            Err(error) => {
+                report.refusal = Some(error);
+                report.is_complete = true;
+            }
+        }
+        !report.is_complete
+    }
+
+    /// What was registered so far, and what not and why.
+    pub fn report(&self) -> RegistrationReport {
+        self.lock().clone()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, RegistrationReport> {
+        self.report.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The parts of a slab's bytes between borders of registrations; whether each is registered.
-    pub(crate) fn parts(&self, slab: &[u8]) -> Result<Vec<(Range<usize>, bool)>, CudaError> {
+    pub(crate) fn parts(&self, slab: &[u8]) -> Result<Parts, CudaError> {
         let first = slab.as_ptr().addr().checked_sub(self.start.as_ptr().addr());
         let first = first.filter(|first| first.saturating_add(slab.len()) <= self.bytes);
-        Ok(self.parts_at(first.ok_or(CudaError::OtherPool)?, slab.len()))
+        let first = first.ok_or(CudaError::OtherPool)?;
+        let registered_bytes = self.registered_bytes.load(Ordering::Acquire);
+        let piece_bytes = self.piece_bytes;
+        Ok(Parts { first, at: first, end: first + slab.len(), registered_bytes, piece_bytes })
     }
+}
 
-    fn parts_at(&self, first: usize, bytes: usize) -> Vec<(Range<usize>, bool)> {
-        let mut parts = Vec::new();
-        let (mut at, end) = (first, first + bytes);
-        while at < end {
-            let is_registered = at < self.report.registered_bytes;
-            let border =
-                if is_registered { (at / self.piece_bytes + 1) * self.piece_bytes } else { end };
-            let border = border.min(end);
-            parts.push((at - first..border - first, is_registered));
-            at = border;
+/// The parts of a piece of the pool, each in one registration or in none.
+pub(crate) struct Parts {
+    first: usize,
+    at: usize,
+    end: usize,
+    registered_bytes: usize,
+    piece_bytes: usize,
+}
+
+impl Iterator for Parts {
+    type Item = (Range<usize>, bool);
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.at == self.end {
+            return None;
         }
-        parts
+        let is_registered = self.at < self.registered_bytes;
+        let border = if is_registered {
+            (self.at / self.piece_bytes + 1) * self.piece_bytes
+        } else {
+            self.end
+        };
+        let border = border.min(self.end);
+        let part = self.at - self.first..border - self.first;
+        self.at = border;
+        Some((part, is_registered))
     }
 }
 
 impl Drop for RegisteredPool {
     fn drop(&mut self) {
-        for piece in 0..self.report.pieces {
+        for piece in 0..self.lock().pieces {
             let start = address(self.start, piece * self.piece_bytes);
             unregister(&self.context, start);
         }

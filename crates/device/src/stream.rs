@@ -21,6 +21,8 @@ const NON_BLOCKING: u32 = 1;
 pub struct Stream {
     context: Arc<Context>,
     handle: Handle,
+    /// Whether another library created it, which also destroys it.
+    is_foreign: bool,
 }
 
 // SAFETY: the handle is an address that only the driver follows, from any thread.
@@ -41,8 +43,23 @@ impl Stream {
                 unsafe { create(&raw mut handle, NON_BLOCKING, 0) }
             };
             context.call(|functions| &functions.stream_create, create)?;
-            Ok(Self { context: Arc::clone(context), handle })
+            Ok(Self { context: Arc::clone(context), handle, is_foreign: false })
         })
+    }
+
+    /// A stream of another library by its `CUstream`, such as `torch.cuda.Stream.cuda_stream`.
+    /// Zero is the default stream.
+    ///
+    /// # Safety
+    /// It is a stream of this context, and not destroyed before this value is dropped.
+    pub unsafe fn foreign(context: &Arc<Context>, handle: usize) -> Self {
+        let handle = std::ptr::with_exposed_provenance_mut(handle);
+        Self { context: Arc::clone(context), handle, is_foreign: true }
+    }
+
+    /// Its `CUstream` as a number, for other libraries.
+    pub fn number(&self) -> usize {
+        self.handle.expose_provenance()
     }
 
     pub(crate) fn context(&self) -> &Arc<Context> {
@@ -176,6 +193,9 @@ impl Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
+        if self.is_foreign {
+            return;
+        }
         let destroy = |destroy: unsafe extern "C" fn(Handle) -> Status| {
             // SAFETY: created by `new` and destroyed once; the driver first ends its work.
             unsafe { destroy(self.handle) }

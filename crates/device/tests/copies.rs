@@ -57,7 +57,7 @@ impl Bench {
 
     fn read(&self, copier: &Copier, offset: usize, bytes: usize) -> Vec<u8> {
         let copies = vec![self.save(offset, bytes)];
-        saved(copier.submit(copies, None).unwrap().wait(soon()).unwrap().remove(0))
+        saved(copier.submit(copies, None).unwrap().wait(soon()).unwrap().unwrap().remove(0))
     }
 }
 
@@ -86,7 +86,7 @@ fn a_save_without_an_event_reads_old_bytes_and_one_with_it_does_not() {
     let mut pending = saves.submit(vec![bench.save(0, PAGE)], Some(&event)).unwrap();
     assert!(!pending.is_over().unwrap() && !event.is_over().unwrap());
     release();
-    let copies = pending.wait(soon()).unwrap();
+    let copies = pending.wait(soon()).unwrap().unwrap();
     assert!(saved(copies.into_iter().next().unwrap()) == new);
     written.wait(soon()).unwrap();
     drop((written, pending, event, compute, saves, bench));
@@ -119,7 +119,7 @@ fn compute_without_an_event_reads_old_bytes_and_compute_with_it_does_not() {
     release();
     computed.wait(soon()).unwrap();
     assert!(bench.read(&compute, 2 * PAGE, PAGE) == new);
-    assert_eq!(loaded.wait(soon()).unwrap().len(), 1);
+    assert_eq!(loaded.wait(soon()).unwrap().unwrap().len(), 1);
 }
 
 /// Copies of one batch have no order, and those of two submissions have the stream's.
@@ -193,7 +193,7 @@ fn what_is_not_registered_is_copied_through_a_small_buffer_and_said() {
     }
     let saves = (0..4).map(|at| bench.save(at * MIB, bytes[at].len())).collect();
     let mut pending = copier.submit(saves, None).unwrap();
-    for (copy, bytes) in pending.wait(soon()).unwrap().into_iter().zip(&bytes) {
+    for (copy, bytes) in pending.wait(soon()).unwrap().unwrap().into_iter().zip(&bytes) {
         assert!(saved(copy) == *bytes);
     }
     drop((pending, copier, bench));
@@ -233,7 +233,7 @@ fn batch_round_trip(expected: Option<BatchForm>, calls: &str) {
     });
     copier.submit(loads.collect(), None).unwrap().wait(soon()).unwrap();
     let saves = (0..20).map(|at| bench.save(at * (64 << 10), 64 << 10)).collect();
-    let copies = copier.submit(saves, None).unwrap().wait(soon()).unwrap();
+    let copies = copier.submit(saves, None).unwrap().wait(soon()).unwrap().unwrap();
     assert_eq!(copies.len(), 20);
     for (copy, bytes) in copies.into_iter().zip(&bytes) {
         assert!(saved(copy) == *bytes);
@@ -315,7 +315,7 @@ fn slabs_of_copies_that_nobody_waits_for_come_back_only_when_these_are_over() {
     let reserved = || bench.pool.stats().reserved_bytes;
     assert_eq!(reserved(), 2 * PAGE, "the device may still write both");
     release();
-    assert_eq!(late.wait(soon()).unwrap().len(), 1, "it could be waited for again");
+    assert_eq!(late.wait(soon()).unwrap().unwrap().len(), 1, "it could be waited for again");
     copier.submit(Vec::new(), None).unwrap().wait(soon()).unwrap();
     copier.submit(Vec::new(), None).unwrap();
     assert_eq!(reserved(), 0);

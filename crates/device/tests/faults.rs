@@ -93,7 +93,7 @@ fn copy_blocks(context: &Arc<Context>) -> Result<(), CudaError> {
     for at in [5, 1, 2, 3] {
         saves.push(Copy::ToHost { source: place(at)?, target: empty(&pool, 100 << 10) });
     }
-    let copies = copier.submit(saves, None)?.wait(soon())?;
+    let copies = copier.submit(saves, None)?.wait(soon())?.unwrap();
     for (copy, bytes) in copies.iter().zip(&bytes) {
         let Copy::ToHost { target, .. } = copy else { panic!("{copy:?}") };
         assert!(target[..] == bytes[..], "wrong bytes without an error");

@@ -252,7 +252,7 @@ fn save_from_a_device_until_killed() {
                 copies.push(Copy::ToHost { source: page(index), target });
             }
         }
-        let copies = saves.submit(copies, Some(&event)).unwrap().wait(soon()).unwrap();
+        let copies = saves.submit(copies, Some(&event)).unwrap().wait(soon()).unwrap().unwrap();
         written.wait(soon()).unwrap();
         let slabs = saved_keys.into_iter().zip(copies).map(|(key, copy)| {
             let Copy::ToHost { target, .. } = copy else { panic!("{copy:?}") };

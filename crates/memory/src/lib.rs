@@ -31,8 +31,8 @@ pub use host_region::HostRegion;
 pub use named::{IdlePoolFiles, PoolFiles};
 pub use pages::{HugePages, PageReport, PageSource};
 pub use pool::{
-    Attachment, DIRECT_ALIGN, HostSlab, HostSlabMut, Lender, Pool, PoolStats, Slab, SlabMut,
-    WipeReport,
+    Attachment, BackingMemory, DIRECT_ALIGN, HostSlab, HostSlabMut, Lender, Pool, PoolStats, Slab,
+    SlabMut, WipeReport,
 };
 pub use process_mark::process_mark;
 pub use region::{Region, RegionKind};

@@ -14,7 +14,7 @@ use crate::heap::{Extent, Heap};
 use crate::magazine::Magazines;
 use crate::{DeviceMemory, HostRegion, MemoryError, PoolConfig, PoolFiles, Region, RegionKind};
 
-pub use slab::{Attachment, HostSlab, HostSlabMut, Lender, Slab, SlabMut};
+pub use slab::{Attachment, BackingMemory, HostSlab, HostSlabMut, Lender, Slab, SlabMut};
 
 /// Alignment of offset and length of slabs for direct I/O.
 pub const DIRECT_ALIGN: usize = 4096;

@@ -2,6 +2,9 @@
 #![expect(unsafe_code, reason = "exports functions with C's interface")]
 
 use std::ffi::{c_uint, c_void};
+use std::time::Duration;
+
+use cascade_runtime::sleep;
 
 use super::write;
 use crate::device_memory::{Mapping, Space};
@@ -83,6 +86,11 @@ pub(crate) unsafe extern "C" fn register(
     bytes: usize,
     flags: c_uint,
 ) -> Status {
+    let delay = World::get().settings.delay_us("cuMemHostRegister_v2");
+    if delay > 0 {
+        // Before the state is locked: other calls go on, as they do beside a real registration.
+        sleep(Duration::from_micros(delay));
+    }
     World::call("cuMemHostRegister_v2", Needs::Current, |_, state| {
         let start = start.expose_provenance();
         if start == 0 || bytes == 0 || flags > 15 {

@@ -2,6 +2,7 @@
 //! after.
 #![expect(unsafe_code, reason = "turns offsets of the region into slices")]
 
+mod backing;
 mod header;
 mod host;
 mod lent;
@@ -22,6 +23,7 @@ use crate::{DeviceError, DeviceMemory, RegionKind};
 use super::{Pool, PoolInner};
 use header::{HEADER_BYTES, HeaderRef};
 
+pub use backing::BackingMemory;
 pub use host::{HostSlab, HostSlabMut};
 pub use lent::{Attachment, Lender};
 
