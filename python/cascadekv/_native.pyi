@@ -19,6 +19,10 @@ __all__ = [
     "BlockKeys",
     "Changes",
     "GetResult",
+    "Gpu",
+    "GpuEvent",
+    "GpuLoad",
+    "GpuMemory",
     "Manifest",
     "Namespace",
     "PagedMemory",
@@ -263,6 +267,14 @@ class Views:
         block's length differs from `memory.block_bytes`. Several threads may scatter to different
         pages at the same time. A page that occurs twice in one call is a `ValueError`.
         """
+    def start_scatter(
+        self, memory: GpuMemory, pages: Buffer | Iterable[int], *, after: GpuEvent
+    ) -> GpuLoad:
+        """Start to copy view i to page `pages[i]` in the memory of a GPU, after the event `after`.
+
+        As with `scatter`, misses and blocks of another length are not copied. The views may be
+        released at once: the copies hold the blocks. An exception means that nothing is in flight.
+        """
     def release(self) -> None:
         """Release every block now; the sequence is empty afterwards."""
     def __enter__(self) -> Self: ...
@@ -306,6 +318,77 @@ class PagedMemory:
         """Number of regions."""
 
 @final
+class Gpu:
+    """A GPU that copies between its memory and the pool of a store.
+
+    Loads the NVIDIA driver, or the library in `CASCADE_CUDA_LIBRARY`; raises `GpuError` without
+    one. The first copy starts to register the store's pool with the driver, in a thread; until that
+    is over, copies go through small buffers and are slower. One pool is registered at a time.
+    """
+
+    def __new__(cls, device: int) -> Self: ...
+    def mark(self, stream: int, /) -> GpuEvent:
+        """Return an event after all work of a stream so far.
+
+        `stream` is the number of a stream of this GPU, such as
+        `torch.cuda.current_stream().cuda_stream`; 0 is the default stream.
+        """
+    def report(self) -> dict[str, str | int | float | bool | None]:
+        """Return the driver's `library` and `version`, and the registration of the pool.
+
+        `registered_bytes`, `staged_bytes` (not registered), `registration_seconds`, `is_complete`,
+        and `refusal`: why the driver refused to register more, or `None`.
+        """
+
+@final
+class GpuEvent:
+    """The work of a stream up to a point, from `Gpu.mark`."""
+
+    def is_over(self) -> bool:
+        """Return whether that work is over."""
+
+@final
+class GpuMemory:
+    """An engine's KV cache in the memory of a GPU: `regions` with `pages` pages each.
+
+    A region is an `(array, offset, stride, page_bytes)` as in `PagedMemory`. The array has
+    `__cuda_array_interface__`, is C-contiguous, and is kept alive by this object.
+
+    The caller must order all other work of the GPU on these pages with the copies: by the event
+    that a copy waits for, and by `hold_back` or `wait`.
+    """
+
+    def __new__(
+        cls, gpu: Gpu, regions: Iterable[tuple[object, int, int, int]], pages: int
+    ) -> Self: ...
+    @property
+    def block_bytes(self) -> int:
+        """Length of one block: one page of each region."""
+    @property
+    def pages(self) -> int:
+        """Number of pages in each region."""
+    @property
+    def regions(self) -> int:
+        """Number of regions."""
+
+@final
+class GpuLoad:
+    """Blocks on their way to the memory of a GPU, from `Views.start_scatter`."""
+
+    @property
+    def copied(self) -> list[bool]:
+        """Whether each block is copied, in the order of the views."""
+    def hold_back(self, stream: int, /) -> None:
+        """Make all later work of a stream wait for the copies.
+
+        An exception means that nothing is in flight any more.
+        """
+    def is_over(self) -> bool:
+        """Return whether the copies are over."""
+    def wait(self, *, timeout: _Duration | None = None) -> None:
+        """Wait until the copies are over, for 30 seconds by default."""
+
+@final
 class PreparedPut:
     """Pool memory for the blocks of a put, from `Store.prepare`: gather their bytes, then seal.
 
@@ -329,9 +412,23 @@ class PreparedPut:
         `pages` has one page for each key. `count` regions from `first` on are copied, all by
         default, so that a connector can save layer by layer.
         """
+    def start_gather(
+        self, memory: GpuMemory, pages: Buffer | Iterable[int], *, after: GpuEvent
+    ) -> None:
+        """Start to copy page `pages[i]` of a GPU's memory into block i, after the event `after`.
+
+        `seal` waits for the copies. An exception releases the put.
+        """
+    def hold_back(self, stream: int, /) -> None:
+        """Make all later work of a stream wait for the copies of `start_gather`.
+
+        That work may then write the pages again. An exception releases the put; then nothing is
+        in flight any more.
+        """
     def seal(self, *, timeout: _Duration | None = None) -> list[PutResult]:
         """Store the blocks; returns one result for each key, needed or not.
 
+        Waits for the copies of `start_gather`; after `DeadlineError` it may be called again.
         Raises `ValueError`, and changes nothing, if bytes of needed blocks were not gathered yet.
         """
     def release(self) -> None:

@@ -43,3 +43,7 @@ class RefusedError(CascadeError, PermissionError):
 
 class ForkError(CascadeError):
     """The object belongs to the parent of this forked process. Open another store here."""
+
+
+class GpuError(CascadeError):
+    """There is no GPU, or it or its driver failed. Copy through host memory, or compute."""

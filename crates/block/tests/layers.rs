@@ -23,7 +23,7 @@ const LAYERS: &[(&str, &str)] = &[
     ("bench", "block client memory replay runtime store tier wire"),
     ("command", "bench block client disk node replay runtime sim store tier wire"),
     // What a worker loads: no node, no benchmark, no terminal, no HTTP client.
-    ("python", "block client memory runtime store tier"),
+    ("python", "block client device memory runtime store tier"),
 ];
 
 #[test]

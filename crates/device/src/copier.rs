@@ -166,6 +166,17 @@ impl Copier {
         Ok(pending)
     }
 
+    /// Waits until all copies that were ever submitted are over, also those of failed submissions.
+    /// If they are not in time, the context is lost: then nobody uses what they write.
+    pub fn drain(&self) {
+        let stream = &self.0.stream;
+        let context = stream.context();
+        let drained = context.wait("copies", context.deadline(), || stream.is_idle());
+        if let Err(error) = drained {
+            context.lose(error);
+        }
+    }
+
     fn start(&self, mut plan: Plan) -> Result<(), CudaError> {
         let inner = &*self.0;
         let context = inner.stream.context();

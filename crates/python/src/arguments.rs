@@ -310,6 +310,7 @@ converters! {
     block_tokens: count -> usize;
     chain: flag -> bool;
     count: optional_count -> Option<usize>;
+    device: count -> usize;
     first: count -> usize;
     is_prefix: flag -> bool;
     keep_partial: flag -> bool;
@@ -319,6 +320,7 @@ converters! {
     pages: count -> usize;
     partial_tail: flag -> bool;
     size: memory_size -> usize;
+    stream: count -> usize;
     text: text -> String;
     timeout: optional_duration -> Option<Duration>;
     traceparent: optional_text -> Option<String>;

@@ -12,6 +12,7 @@ import_exception!(cascadekv.errors, ClosedError);
 import_exception!(cascadekv.errors, ConfigError);
 import_exception!(cascadekv.errors, DeadlineError);
 import_exception!(cascadekv.errors, ForkError);
+import_exception!(cascadekv.errors, GpuError);
 import_exception!(cascadekv.errors, PipelineError);
 import_exception!(cascadekv.errors, PoolError);
 import_exception!(cascadekv.errors, RefusedError);

@@ -1,13 +1,14 @@
 //! The views of one batch: a sequence that creates each `View` only when it is accessed.
 
 use cascade_store::ViewOutcome;
-use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyIterator, PyList, PySlice};
 
 use crate::arguments::{of, position, selected_by};
 use crate::buffers::{PyView, in_device_memory};
 use crate::errors;
+use crate::gpu::{PyGpuEvent, PyGpuLoad, PyGpuMemory, gpu_memory};
 use crate::paged::{PyPagedMemory, memory};
 use crate::process_bound::ProcessBound;
 
@@ -95,23 +96,47 @@ impl PyViews {
     ) -> PyResult<Vec<bool>> {
         let outcomes = self.outcomes()?;
         let memory = memory.get();
-        let pages = memory.page_numbers(pages, outcomes.len())?;
-        let regions = memory.region_range(first, count)?;
-        let mut sorted = pages.clone();
-        sorted.sort_unstable();
-        if let Some([twice, ..]) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
-            let message = format!("pages: {twice} occurs twice; a page takes one block");
-            return Err(PyValueError::new_err(message));
-        }
+        let pages = memory.table().target_pages(pages, outcomes.len())?;
+        let regions = memory.table().region_range(first, count)?;
         py.detach(|| {
             let blocks = outcomes.iter().map(|outcome| block_of(outcome, memory.block_bytes()));
             let blocks = blocks.collect::<PyResult<Vec<_>>>()?;
-            let batch_bytes = blocks.iter().flatten().count() * memory.in_block(&regions).len();
+            let batch_bytes =
+                blocks.iter().flatten().count() * memory.table().in_block(&regions).len();
             let copy = |(block, page): (Option<&[u8]>, usize)| {
                 block.map(|block| memory.scatter(block, page, regions.clone(), batch_bytes))
             };
             Ok(blocks.into_iter().zip(pages).map(|one| copy(one).is_some()).collect())
         })
+    }
+
+    /// Starts to copy view i to page `pages[i]` of an engine's memory on a GPU, after the work of a
+    /// stream before `after`. Returns the load in flight; the blocks may be released at once.
+    ///
+    /// Nothing is copied for a miss, or for a block of another size than the memory's blocks.
+    #[pyo3(signature = (memory, pages, *, after))]
+    fn start_scatter(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = gpu_memory)] memory: Bound<'_, PyGpuMemory>,
+        pages: &Bound<'_, PyAny>,
+        after: &Bound<'_, PyGpuEvent>,
+    ) -> PyResult<PyGpuLoad> {
+        let outcomes = self.outcomes()?;
+        let memory = memory.get();
+        let pages = memory.table().target_pages(pages, outcomes.len())?;
+        let mut blocks = Vec::new();
+        let mut copied = vec![false; outcomes.len()];
+        for (at, (outcome, page)) in outcomes.iter().zip(pages).enumerate() {
+            if let ViewOutcome::Hit { slab, .. } = outcome
+                && slab.len() == memory.table().block_bytes()
+            {
+                let slab = slab.clone().into_host().map_err(|_| in_device_memory())?;
+                copied[at] = true;
+                blocks.push((slab, page));
+            }
+        }
+        memory.start_load(py, blocks, after.get(), copied)
     }
 
     /// Releases all blocks. The sequence is empty afterwards.

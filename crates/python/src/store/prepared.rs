@@ -5,6 +5,9 @@ use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use cascade_block::{BlockKey, NamespaceId};
+use cascade_memory::{HostSlabMut, SlabMut};
+use cascade_runtime::{Deadline, SystemClock};
 use cascade_store::{PrepareOutcome, Put, PutOutcome, PutSlab};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -12,6 +15,7 @@ use pyo3::prelude::*;
 use super::{PyStore, options};
 use crate::arguments::of;
 use crate::buffers::in_device_memory;
+use crate::gpu::{GpuSave, PyGpuEvent, PyGpuMemory, gpu_memory};
 use crate::paged::{PyPagedMemory, memory};
 use crate::process_bound::ProcessBound;
 use crate::results::PyPutResult;
@@ -38,11 +42,33 @@ pub(crate) struct PyPreparedPut {
 struct Unsealed {
     blocks: Vec<PreparedBlock>,
     gathered: ByteRanges,
+    /// The copies that a GPU makes now. They have the slabs.
+    gpu_save: Option<GpuSave>,
 }
 
 enum PreparedBlock {
-    Needed(PutSlab),
+    Needed(NeededBlock),
     Settled(PutOutcome),
+}
+
+/// A block whose bytes the store needs.
+struct NeededBlock {
+    key: BlockKey,
+    parent: Option<BlockKey>,
+    namespace: NamespaceId,
+    is_prefix: bool,
+    is_partial: bool,
+    ttl_ms: Option<u64>,
+    /// None while a GPU writes it, and after a failure of that.
+    slab: Option<SlabMut>,
+}
+
+impl NeededBlock {
+    /// The block to seal; none without its slab.
+    fn sealable(self) -> Option<PutSlab> {
+        let Self { key, parent, namespace, is_prefix, is_partial, ttl_ms, slab } = self;
+        Some(PutSlab { key, slab: slab?, parent, namespace, is_prefix, is_partial, ttl_ms })
+    }
 }
 
 /// The gathered bytes of each needed block: ranges in order that neither overlap nor touch.
@@ -84,9 +110,9 @@ impl PyPreparedPut {
             blocks.push(match prepared {
                 PrepareOutcome::Slab(slab) => {
                     needed.push(at);
-                    PreparedBlock::Needed(PutSlab {
+                    PreparedBlock::Needed(NeededBlock {
                         key: put.key,
-                        slab,
+                        slab: Some(slab),
                         parent: put.parent,
                         namespace: put.namespace,
                         is_prefix: put.is_prefix,
@@ -101,7 +127,8 @@ impl PyPreparedPut {
             });
         }
         let block_count = blocks.len();
-        let unsealed = Unsealed { blocks, gathered: ByteRanges::default() };
+        let gathered = ByteRanges::default();
+        let unsealed = Unsealed { blocks, gathered, gpu_save: None };
         let unsealed = ProcessBound::new(Mutex::new(Some(unsealed)));
         Self { store, needed, block_count, block_bytes, unsealed }
     }
@@ -115,6 +142,26 @@ impl PyPreparedPut {
 
 fn lock(unsealed: &Mutex<Option<Unsealed>>) -> MutexGuard<'_, Option<Unsealed>> {
     unsealed.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Unsealed {
+    /// Waits for the copies of a GPU, and takes their slabs back.
+    fn finish_gpu_save(&mut self, timeout: Option<Duration>, block_bytes: usize) -> PyResult<()> {
+        let Some(save) = &mut self.gpu_save else { return Ok(()) };
+        let mut slabs = save.wait(timeout)?.into_iter();
+        self.gpu_save = None;
+        for block in &mut self.blocks {
+            if let PreparedBlock::Needed(block) = block {
+                block.slab = slabs.next().map(HostSlabMut::into_slab);
+            }
+        }
+        self.gathered.add(0..block_bytes);
+        Ok(())
+    }
+}
+
+fn in_flight() -> PyErr {
+    PyValueError::new_err("a GPU is copying these blocks already; seal or release this put")
 }
 
 fn used_up() -> PyErr {
@@ -141,45 +188,92 @@ impl PyPreparedPut {
         #[pyo3(from_py_with = of::count)] count: Option<usize>,
     ) -> PyResult<()> {
         let memory = memory.get();
-        let pages = memory.page_numbers(pages, self.block_count)?;
-        let regions = memory.region_range(first, count)?;
-        if memory.block_bytes() != self.block_bytes {
-            return Err(PyValueError::new_err(format!(
-                "memory: its blocks have {1} bytes, but the prepared blocks have {0}",
-                self.block_bytes,
-                memory.block_bytes()
-            )));
-        }
+        let pages = memory.table().page_numbers(pages, self.block_count)?;
+        let regions = memory.table().region_range(first, count)?;
+        memory.table().check_block_bytes(self.block_bytes)?;
         let unsealed = self.unsealed()?;
         py.detach(|| {
             let mut unsealed = lock(unsealed);
-            let Unsealed { blocks, gathered } = unsealed.as_mut().ok_or_else(used_up)?;
+            let Unsealed { blocks, gathered, .. } = unsealed.as_mut().ok_or_else(used_up)?;
             for (block, page) in blocks.iter_mut().zip(pages) {
-                if let PreparedBlock::Needed(put) = block {
-                    let block = put.slab.host_mut().ok_or_else(in_device_memory)?;
-                    memory.gather(block, page, regions.clone());
+                if let PreparedBlock::Needed(block) = block {
+                    let slab = block.slab.as_mut().ok_or_else(in_flight)?;
+                    let bytes = slab.host_mut().ok_or_else(in_device_memory)?;
+                    memory.gather(bytes, page, regions.clone());
                 }
             }
-            gathered.add(memory.in_block(&regions));
+            gathered.add(memory.table().in_block(&regions));
             Ok(())
+        })
+    }
+
+    /// Starts to copy page `pages[i]` of an engine's memory on a GPU into block i, for every needed
+    /// block, after the work of a stream before `after`. `seal` waits for the copies.
+    ///
+    /// The pages may be written again once the copies are over: see `hold_back`. If this fails,
+    /// the put is released.
+    #[pyo3(signature = (memory, pages, *, after))]
+    fn start_gather(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = gpu_memory)] memory: Bound<'_, PyGpuMemory>,
+        pages: &Bound<'_, PyAny>,
+        after: &Bound<'_, PyGpuEvent>,
+    ) -> PyResult<()> {
+        let (memory, after) = (memory.get(), after.get());
+        let pages = memory.table().page_numbers(pages, self.block_count)?;
+        memory.table().check_block_bytes(self.block_bytes)?;
+        let unsealed = self.unsealed()?;
+        py.detach(|| {
+            let mut unsealed = lock(unsealed);
+            let mut current = unsealed.take().ok_or_else(used_up)?;
+            let mut to_save = Vec::with_capacity(self.needed.len());
+            for (block, page) in current.blocks.iter_mut().zip(pages) {
+                if let PreparedBlock::Needed(block) = block {
+                    let slab = block.slab.take().ok_or_else(in_flight)?;
+                    to_save.push((slab.into_host().map_err(|_| in_device_memory())?, page));
+                }
+            }
+            current.gpu_save = memory.start_save(to_save, after)?;
+            *unsealed = Some(current);
+            Ok(())
+        })
+    }
+
+    /// Makes all later work of a stream wait for the copies of `start_gather`, so that it may write
+    /// the pages again. If this fails, the put is released, and the copies are over.
+    #[pyo3(signature = (stream, /))]
+    fn hold_back(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = of::stream)] stream: usize,
+    ) -> PyResult<()> {
+        let unsealed = self.unsealed()?;
+        py.detach(|| {
+            let mut unsealed = lock(unsealed);
+            let current = unsealed.as_mut().ok_or_else(used_up)?;
+            let held = current.gpu_save.as_mut().map_or(Ok(()), |save| save.hold_back(stream));
+            held.inspect_err(|_| drop(unsealed.take()))
         })
     }
 
     /// Stores the blocks. Returns a `PutResult` for each key, needed or not.
     ///
-    /// Raises `ValueError` if bytes of the needed blocks are not gathered; then nothing changes.
+    /// Waits for the copies of `start_gather`; after `DeadlineError` it may be called again. Raises
+    /// `ValueError` if bytes of the needed blocks are not gathered; then nothing changes.
     #[pyo3(signature = (*, timeout = None))]
     fn seal(
         &self,
         py: Python<'_>,
         #[pyo3(from_py_with = of::timeout)] timeout: Option<Duration>,
     ) -> PyResult<Vec<PyPutResult>> {
-        let options = options(timeout);
         let store = self.store.get().store()?;
         let unsealed = self.unsealed()?;
         let outcomes = py.detach(|| {
+            let deadline = timeout.map(|time| Deadline::after(&SystemClock, time));
             let mut unsealed = lock(unsealed);
-            let current = unsealed.as_ref().ok_or_else(used_up)?;
+            let current = unsealed.as_mut().ok_or_else(used_up)?;
+            current.finish_gpu_save(timeout, self.block_bytes)?;
             if !self.needed.is_empty()
                 && let Some(gap) = current.gathered.first_gap(self.block_bytes)
             {
@@ -197,13 +291,15 @@ impl PyPreparedPut {
             let mut settled = Vec::with_capacity(blocks.len());
             for block in blocks {
                 settled.push(match block {
-                    PreparedBlock::Needed(put) => {
-                        needed.push(put);
+                    PreparedBlock::Needed(block) => {
+                        needed.push(block.sealable().ok_or_else(in_flight)?);
                         None
                     }
                     PreparedBlock::Settled(outcome) => Some(outcome),
                 });
             }
+            // What is left of the time.
+            let options = options(deadline.map(|deadline| deadline.remaining(&SystemClock)));
             let mut sealed = store.put_slabs(needed, options).into_iter();
             let outcome = |settled: Option<PutOutcome>| {
                 settled.or_else(|| sealed.next()).expect("every sealed block has an outcome")
