@@ -1,15 +1,18 @@
-"""Copies between the engine's KV memory and the store: direct on a CPU, else through host memory.
+"""Copies between the engine's KV memory and the store, by where that memory is.
 
-The store cannot access the pages of a GPU. The device copies them to and from a staging buffer on
-the host, and the store copies that buffer: one copy more than on a CPU.
+- `HostMemory`: the store copies from and to the pages.
+- `GpuPages`: an NVIDIA GPU copies between its pages and the store's pool, beside the engine's work.
+- `DeviceMemory`: any other device copies to and from a staging buffer on the host, and the store
+  copies that buffer: one copy more, and the engine waits.
 """
 
+import logging
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from cascadekv import PagedMemory
+from cascadekv import Gpu, GpuError, GpuEvent, GpuLoad, GpuMemory, PagedMemory
 
 if TYPE_CHECKING:
     import torch
@@ -17,10 +20,36 @@ if TYPE_CHECKING:
     from cascadekv import PreparedPut, Views
     from cascadekv.connectors.vllm.layout import Region
 
-__all__ = ["DeviceMemory", "HostMemory", "Memory", "memory_of"]
+__all__ = [
+    "DeviceMemory",
+    "GpuPages",
+    "HostMemory",
+    "LoadOrder",
+    "Memory",
+    "SynchronousOrder",
+    "memory_of",
+]
 
+_LOG = logging.getLogger("vllm.cascade")
 STAGING_BYTES = 64 << 20
 """Most bytes of one call, and the size of a staging buffer."""
+
+
+class LoadOrder(Protocol):
+    """The place of a load in the engine's work, fixed when the engine plans it."""
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether copies were started that may go on."""
+        ...
+
+    def wait(self) -> None:
+        """Return once all pages of the load are written."""
+        ...
+
+    def hold_back_engine(self) -> None:
+        """Make the engine's later work wait for the pages. Called by the engine's thread."""
+        ...
 
 
 class Memory(Protocol):
@@ -29,18 +58,47 @@ class Memory(Protocol):
     block_bytes: int
     batch_blocks: int
     """Most blocks of one call."""
+    is_asynchronous: bool
+    """Whether copies go on after `save` and `load` have returned."""
 
     def save(self, prepared: "PreparedPut", pages: Sequence[int]) -> None:
-        """Copy pages into the memory of a prepared put."""
+        """Copy pages into the memory of a prepared put.
+
+        The engine's thread calls it. The copies come after the engine's work so far and before its
+        later work.
+        """
         ...
 
-    def load(self, views: "Views", pages: Sequence[int]) -> list[bool]:
-        """Copy blocks to pages; false for each missing block."""
+    def order(self) -> LoadOrder:
+        """Return the place of a load after the engine's work so far."""
         ...
+
+    def load(
+        self, views: "Views", pages: Sequence[int], order: LoadOrder | None = None
+    ) -> list[bool]:
+        """Copy blocks to pages; false for each missing block.
+
+        An asynchronous memory needs the order. Any thread calls it.
+        """
+        ...
+
+
+class SynchronousOrder:
+    """The order of loads that are over when the call returns."""
+
+    has_copies = False
+
+    def wait(self) -> None:
+        """Return: the pages are written."""
+
+    def hold_back_engine(self) -> None:
+        """Return: the pages are written."""
 
 
 class HostMemory:
     """Pages in host memory, which the store copies directly."""
+
+    is_asynchronous = False
 
     def __init__(self, buffer: "torch.Tensor", regions: Sequence["Region"], pages: int) -> None:
         """Wrap a tensor of bytes in host memory."""
@@ -55,9 +113,116 @@ class HostMemory:
         """Copy pages into the memory of a prepared put."""
         prepared.gather(self.paged, pages)
 
-    def load(self, views: "Views", pages: Sequence[int]) -> list[bool]:
+    def order(self) -> LoadOrder:
+        """Return an order without effect."""
+        return SynchronousOrder()
+
+    def load(
+        self,
+        views: "Views",
+        pages: Sequence[int],
+        order: LoadOrder | None = None,  # noqa: ARG002 # the copies are over on return
+    ) -> list[bool]:
         """Copy blocks to pages; false for each missing block."""
         return views.scatter(self.paged, pages)
+
+
+class GpuOrder:
+    """A load of a GPU: after the engine's work so far, on a stream of its own."""
+
+    def __init__(self, after: GpuEvent, stream: Callable[[], int]) -> None:
+        """Begin without copies."""
+        self.after = after
+        self._stream = stream
+        self._copies: list[GpuLoad] = []
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether copies were started and not waited for."""
+        return bool(self._copies)
+
+    def add(self, copies: GpuLoad) -> None:
+        """Add copies that were started."""
+        self._copies.append(copies)
+
+    def wait(self) -> None:
+        """Return once all pages of the load are written, and release its blocks."""
+        while self._copies:
+            self._copies[-1].wait()
+            self._copies.pop()
+
+    def hold_back_engine(self) -> None:
+        """Make the engine's later work wait for the pages."""
+        for copies in self._copies:
+            copies.hold_back(self._stream())
+
+
+class GpuPages:
+    """Pages in the memory of an NVIDIA GPU, which copies them on streams of its own."""
+
+    is_asynchronous = True
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        array: object,
+        regions: Sequence["Region"],
+        pages: int,
+        stream: Callable[[], int],
+    ) -> None:
+        """Wrap an array of bytes on a GPU; `stream` returns the number of the engine's stream."""
+        self._gpu = gpu
+        self._stream = stream
+        self._memory = GpuMemory(
+            gpu, [(array, r.offset, r.stride, r.page_bytes) for r in regions], pages
+        )
+        self.block_bytes = self._memory.block_bytes
+        self.batch_blocks = max(1, STAGING_BYTES // self.block_bytes)
+        self._is_registration_logged = False
+
+    def save(self, prepared: "PreparedPut", pages: Sequence[int]) -> None:
+        """Start to copy pages into the memory of a prepared put.
+
+        The engine's later work waits for the copies, because it may write the pages.
+        """
+        stream = self._stream()
+        prepared.start_gather(self._memory, pages, after=self._gpu.mark(stream))
+        prepared.hold_back(stream)
+
+    def order(self) -> GpuOrder:
+        """Return the place of a load after the engine's work so far."""
+        return GpuOrder(self._gpu.mark(self._stream()), self._stream)
+
+    def load(
+        self, views: "Views", pages: Sequence[int], order: LoadOrder | None = None
+    ) -> list[bool]:
+        """Start to copy blocks to pages; false for each missing block."""
+        if not isinstance(order, GpuOrder):
+            raise TypeError("a load of a GPU needs the order from `order()`")
+        copies = views.start_scatter(self._memory, pages, after=order.after)
+        order.add(copies)
+        return copies.copied
+
+    def log_registration(self) -> None:
+        """Log once how the registration of the pool ended."""
+        report = self._gpu.report()
+        if self._is_registration_logged or not report["is_complete"]:
+            return
+        self._is_registration_logged = True
+        if report["refusal"] is None:
+            _LOG.info(
+                "Cascade: the driver registered %.1f GiB of the pool in %.1f s",
+                float(report["registered_bytes"] or 0) / (1 << 30),
+                report["registration_seconds"],
+            )
+        else:
+            _LOG.warning(
+                "Cascade: copies of this GPU are slow, because the driver registered only %s of "
+                "%s bytes of the pool: %s",
+                report["registered_bytes"],
+                int(report["registered_bytes"] or 0) + int(report["staged_bytes"] or 0),
+                report["refusal"],
+            )
 
 
 class DeviceMemory:
@@ -66,6 +231,8 @@ class DeviceMemory:
     Several threads load and save at the same time. Each call uses a staging buffer of its own, and
     returns it to the free list once the device has finished the copy.
     """
+
+    is_asynchronous = False
 
     def __init__(self, buffer: "torch.Tensor", regions: Sequence["Region"], pages: int) -> None:
         """Wrap a tensor of bytes on a device."""
@@ -92,7 +259,16 @@ class DeviceMemory:
                 rows[: len(pages)].copy_(region.index_select(0, indices))
             prepared.gather(staging.paged, range(len(pages)))
 
-    def load(self, views: "Views", pages: Sequence[int]) -> list[bool]:
+    def order(self) -> LoadOrder:
+        """Return an order without effect."""
+        return SynchronousOrder()
+
+    def load(
+        self,
+        views: "Views",
+        pages: Sequence[int],
+        order: LoadOrder | None = None,  # noqa: ARG002 # the copies are over on return
+    ) -> list[bool]:
         """Copy blocks to pages; false for each missing block.
 
         The caller must hold the views until this returns; the device has the bytes by then.
@@ -154,5 +330,21 @@ def _bytes_of(tensor: "torch.Tensor") -> memoryview:
 
 def memory_of(buffer: "torch.Tensor", regions: Sequence["Region"], pages: int) -> Memory:
     """Return the memory of a part; its class depends on the device of the engine's tensor."""
-    kind = HostMemory if buffer.device.type == "cpu" else DeviceMemory
-    return kind(buffer, regions, pages)
+    if buffer.device.type == "cpu":
+        return HostMemory(buffer, regions, pages)
+    if buffer.device.type == "cuda":
+        device: int = buffer.device.index or 0
+        try:
+            gpu = Gpu(device)
+            return GpuPages(gpu, buffer, regions, pages, lambda: _current_stream(device))
+        except GpuError as error:
+            _LOG.warning("Cascade: copies go through pageable memory, and wait: %s", error)
+    return DeviceMemory(buffer, regions, pages)
+
+
+def _current_stream(device: int) -> int:
+    """Return the number of the stream on which the engine computes."""
+    import torch  # noqa: PLC0415 # only engines have it
+
+    number: int = torch.cuda.current_stream(device).cuda_stream
+    return number

@@ -1,16 +1,17 @@
 """The worker's side: copies blocks between the engine's KV memory and the store.
 
-Loads and saves are batches of blocks, read from and written to the store's pool. A save ends before
-its step ends, because the engine may reuse the pages in the next step. Failures of the store are
-not raised into the engine: missing, late or damaged blocks are reported by page, and the engine
-computes them.
+Loads and saves are batches of blocks, read from and written to the store's pool. In host memory a
+save ends before its step ends, because the engine may reuse the pages in the next step. A GPU copies
+while the worker goes on: its later work waits for the copies, and a thread seals the blocks then.
+Failures of the store are not raised into the engine: missing, late or damaged blocks are reported by
+page, and the engine computes them.
 """
 
 import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
@@ -18,8 +19,7 @@ from cascadekv import (
     BlockKeys,
     CascadeError,
     Namespace,
-    PutResult,
-    PutStatus,
+    PreparedPut,
     Store,
     part_of_trace,
 )
@@ -27,7 +27,8 @@ from cascadekv.connectors.failures import FailureLog
 from cascadekv.connectors.vllm.keys import KEY_BYTES
 from cascadekv.connectors.vllm.layers import LayerwiseLoad
 from cascadekv.connectors.vllm.layout import HeldPart
-from cascadekv.connectors.vllm.memory import HostMemory, Memory
+from cascadekv.connectors.vllm.gpu_saves import GpuSave, SaveQueue, is_stored
+from cascadekv.connectors.vllm.memory import GpuPages, HostMemory, LoadOrder, Memory
 from cascadekv.connectors.vllm.metadata import (
     Load,
     LoadResult,
@@ -82,6 +83,7 @@ class Worker:
         """Index of each layer for layerwise loads; empty if they are off."""
         self._loaders = ThreadPoolExecutor(LOADERS, thread_name_prefix="cascade-load")
         self._step = _StepState()
+        self._gpu_saves = SaveQueue()
         self._async_loads: dict[str, tuple[Load, Future[LoadResult]]] = {}
         """Asynchronous loads in flight, by request."""
         self._failed_pages: set[int] = set()
@@ -134,12 +136,20 @@ class Worker:
                     self._finish_sync_load(load, failed)
 
     def _start(self, load: Load, deadline: float) -> None:
+        orders = {name: memory.order() for name, (_, memory) in self._parts.items()}
         if load.is_async:
-            self._async_loads[load.request] = (load, self._loaders.submit(self._load, load))
+            future = self._loaders.submit(self._load_async, load, orders)
+            self._async_loads[load.request] = (load, future)
         elif self._layers and load.keys and self._fits_one_batch(load):
             self._step.layerwise_loads.append(self._load_layerwise(load, deadline))
         else:
-            result = self._result_of(load, functools.partial(self._load, load, deadline))
+            result = self._result_of(load, functools.partial(self._load, load, orders, deadline))
+            for order in orders.values():
+                # Also after a failure: some copies may have started. An exception means that no
+                # copy of the GPU is in flight any more.
+                order.hold_back_engine()
+                if order.has_copies:
+                    self._gpu_saves.release_after(order)
             self._finish_sync_load(load, result)
 
     def wait_for_layer(self, layer: str) -> None:
@@ -166,7 +176,11 @@ class Worker:
         for save in plan.saves:
             if not self._depends_on_invalid_page(save):
                 saved = self._save(save, self._namespace(plan.generation), deadline)
-                self._report.saved.append(saved)
+                if isinstance(saved, SaveResult):
+                    self._report.saved.append(saved)
+                else:
+                    self._gpu_saves.finish(saved)
+        self._report.saved += self._gpu_saves.take_results()
 
     def arrivals(self) -> tuple[set[str], set[str]]:
         """Return requests whose asynchronous loads ended, and those that failed completely."""
@@ -197,13 +211,15 @@ class Worker:
     def take_report(self) -> WorkerReport | None:
         """Return the outcomes of loads and saves since the last call; `None` without any."""
         report, self._report = self._report, WorkerReport()
+        report.saved += self._gpu_saves.take_results()
         report.plan = self._plan
         has_content = report.loaded or report.saved or report.prefill
         return report if has_content else None
 
     def close(self) -> None:
-        """Wait for running loads and release the engine's memory."""
+        """Wait for running loads and saves, and release the engine's memory."""
         self._loaders.shutdown(wait=True, cancel_futures=True)
+        self._gpu_saves.close()
         self._parts = {}
 
     def _result_of(self, load: Load, result: Callable[[], LoadResult]) -> LoadResult:
@@ -243,72 +259,77 @@ class Worker:
         held, memory = next(iter(self._parts.values()))
         assert isinstance(memory, HostMemory)  # noqa: S101 # `attach` sets layers for this alone
         pages = load.blocks[held.part.group]
-        layerwise = LayerwiseLoad(load, memory.paged, pages, deadline, self._load)
+        layerwise = LayerwiseLoad(load, memory.paged, pages, deadline, self._load_all_layers)
         layerwise.begin(self._loaders, self._store, load.keys[held.part.name], self._failures)
         return layerwise
 
-    def _load(self, load: Load, deadline: float | None = None) -> LoadResult:
+    def _load_all_layers(self, load: Load, deadline: float) -> LoadResult:
+        """Load in host memory, all layers of a block together."""
+        orders = {name: memory.order() for name, (_, memory) in self._parts.items()}
+        return self._load(load, orders, deadline)
+
+    def _load_async(self, load: Load, orders: Mapping[str, LoadOrder]) -> LoadResult:
+        """Load while the engine computes; returns once the pages are written."""
+        try:
+            return self._load(load, orders, time.monotonic() + self._load_timeout)
+        finally:
+            for order in orders.values():
+                order.wait()
+
+    def _load(
+        self, load: Load, orders: Mapping[str, LoadOrder], deadline: float
+    ) -> LoadResult:
         started, cpu = time.perf_counter(), time.thread_time()
-        if deadline is None:
-            deadline = time.monotonic() + self._load_timeout
         bad: set[int] = set()
         copied = count = 0
-        for held, memory in self._parts.values():
+        for name, (held, memory) in self._parts.items():
             pages = load.blocks[held.part.group]
             count = len(pages)
             needed = [at for at in range(count) if pages[at]]
-            keys = load.keys.get(held.part.name)
+            keys = load.keys.get(name)
             # The scheduler failed to compute the keys.
             if keys is None:
                 bad.update(needed)
                 continue
             size = len(needed) * memory.block_bytes
             with self._tasks.load(len(needed), size, load.tier), part_of_trace(load.trace):
-                missing = self._load_part(memory, keys, pages, needed, deadline)
+                batches = _Batches(memory, orders[name], keys, pages, deadline)
+                missing = self._load_part(batches, needed)
             copied += (len(needed) - len(missing)) * memory.block_bytes
             bad.update(missing)
         times = time.perf_counter() - started, time.thread_time() - cpu
         indices = sorted(load.first + at for at in bad)
         return LoadResult(load.request, load.first, load.tier, count, indices, copied, *times)
 
-    def _load_part(
-        self,
-        memory: Memory,
-        keys: bytes,
-        pages: Sequence[int],
-        needed: Sequence[int],
-        deadline: float,
-    ) -> list[int]:
+    def _load_part(self, part: "_Batches", needed: Sequence[int]) -> list[int]:
         """Copy a part's blocks to their pages; returns the indices of missing blocks."""
         missing: list[int] = []
         remaining = list(needed)
+        most = part.memory.batch_blocks
         while remaining:
-            batch, remaining = remaining[: memory.batch_blocks], remaining[memory.batch_blocks :]
-            missing_now, no_room = self._load_batch(memory, keys, pages, batch, deadline)
+            batch, remaining = remaining[:most], remaining[most:]
+            missing_now, no_room = self._load_batch(part, batch)
             missing += missing_now
             remaining = no_room + remaining
         return missing
 
-    def _load_batch(
-        self,
-        memory: Memory,
-        keys: bytes,
-        pages: Sequence[int],
-        batch: list[int],
-        deadline: float,
-    ) -> tuple[list[int], list[int]]:
+    def _load_batch(self, part: "_Batches", batch: list[int]) -> tuple[list[int], list[int]]:
         """Copy a batch; returns the missing blocks, and those that had no room in the pool.
 
         Blocks without room are retried once the views of the others are released. If no block of
         the batch was read, a retry cannot succeed, and all count as missing.
         """
-        store, left = self._store(), deadline - time.monotonic()
+        store, left = self._store(), part.deadline - time.monotonic()
         if store is None or left <= 0:
             return batch, []
         try:
-            with store.view(_select(keys, batch), timeout=left) as views:
-                copied = memory.load(views, [pages[index] for index in batch])
+            with store.view(_select(part.keys, batch), timeout=left) as views:
+                pages = [part.pages[index] for index in batch]
+                copied = part.memory.load(views, pages, part.order)
                 failed = [views.error(at) is not None for at in range(len(batch))]
+            if any(failed):
+                # The copies of a GPU keep the blocks that they read.
+                part.order.wait()
         except STORE_FAILURES as error:
             self._failures.count("reading blocks", error)
             return batch, []
@@ -320,7 +341,12 @@ class Worker:
                 (no_room if has_failed and can_retry else missing).append(index)
         return missing, no_room
 
-    def _save(self, save: Save, namespace: Namespace, deadline: float) -> SaveResult:
+    def _save(
+        self, save: Save, namespace: Namespace, deadline: float
+    ) -> SaveResult | GpuSave:
+        """Save blocks, or start to if a GPU copies them."""
+        if any(memory.is_asynchronous for _, memory in self._parts.values()):
+            return self._start_save(save, namespace, deadline)
         started, cpu = time.perf_counter(), time.thread_time()
         # A block is stored if all parts that this worker writes are stored.
         stored = [True] * len(next(iter(save.blocks.values())))
@@ -363,17 +389,11 @@ class Worker:
     ) -> tuple[list[bool], int]:
         pages = run.pages[run.first : run.last]
         none_stored = [False] * len(pages)
-        store, left = self._store(), deadline - time.monotonic()
-        if store is None or left <= 0:
-            return none_stored, 0
         try:
-            with store.prepare(
-                run.keys(),
-                memory.block_bytes,
-                parent=run.parent(),
-                namespace=namespace,
-                timeout=left,
-            ) as prepared:
+            unsealed = self._prepare(run, memory, namespace, deadline)
+            if unsealed is None:
+                return none_stored, 0
+            with unsealed as prepared:
                 needed = len(prepared.needed)
                 if needed:
                     memory.save(prepared, pages)
@@ -382,7 +402,56 @@ class Worker:
         except STORE_FAILURES as error:
             self._failures.count("saving blocks", error)
             return none_stored, 0
-        return [_is_stored(result) for result in results], needed * memory.block_bytes
+        return [is_stored(result) for result in results], needed * memory.block_bytes
+
+
+    def _start_save(self, save: Save, namespace: Namespace, deadline: float) -> GpuSave:
+        """Start the copies of a save. What the store refuses now is not tried again."""
+        pending = GpuSave(save, self._save_timeout, self._failures)
+        for held, memory in self._parts.values():
+            if not held.is_writer or not isinstance(memory, GpuPages):
+                continue
+            pages = save.blocks[held.part.group]
+            for first, last in _runs(pages, memory.batch_blocks):
+                run = _SaveRun(save, held.part.name, first, last, pages)
+                try:
+                    prepared = self._prepare(run, memory, namespace, deadline)
+                    if prepared is None:
+                        pending.fail(first, last)
+                        continue
+                    pending.add(first, last, prepared, memory)
+                    if prepared.needed:
+                        memory.save(prepared, pages[first:last])
+                except STORE_FAILURES as error:
+                    # A put whose copies failed is released, and not sealed.
+                    self._failures.count("saving blocks", error)
+                    pending.fail(first, last)
+        return pending
+
+    def _prepare(
+        self, run: "_SaveRun", memory: Memory, namespace: Namespace, deadline: float
+    ) -> PreparedPut | None:
+        store, left = self._store(), deadline - time.monotonic()
+        if store is None or left <= 0:
+            return None
+        return store.prepare(
+            run.keys(),
+            memory.block_bytes,
+            parent=run.parent(),
+            namespace=namespace,
+            timeout=left,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Batches:
+    """What all batches of a load have in common."""
+
+    memory: Memory
+    order: LoadOrder
+    keys: bytes
+    pages: Sequence[int]
+    deadline: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,11 +479,6 @@ def _failed_load(load: Load) -> LoadResult:
     count = max(len(pages) for pages in load.blocks.values())
     bad = list(range(load.first, load.first + count))
     return LoadResult(load.request, load.first, load.tier, count, bad, 0, 0.0, 0.0)
-
-
-def _is_stored(result: PutResult) -> bool:
-    """Whether the store has the block. After a conflict, it has valid KV of the same tokens."""
-    return result.ok or result.status is PutStatus.CONFLICT
 
 
 def _select(keys: bytes, indices: Sequence[int]) -> BlockKeys:

@@ -1,0 +1,118 @@
+"""Saves whose blocks a GPU is copying: a thread waits for the copies and seals the blocks."""
+
+import logging
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from cascadekv import CascadeError, PreparedPut, PutResult, PutStatus
+from cascadekv.connectors.failures import FailureLog
+from cascadekv.connectors.vllm.memory import GpuPages, LoadOrder
+from cascadekv.connectors.vllm.metadata import Save, SaveResult
+
+__all__ = ["GpuSave", "SaveQueue", "is_stored"]
+
+_LOG = logging.getLogger("vllm.cascade")
+
+
+def is_stored(result: PutResult) -> bool:
+    """Whether the store has the block. After a conflict, it has valid KV of the same tokens."""
+    return result.ok or result.status is PutStatus.CONFLICT
+
+
+class GpuSave:
+    """A save of one request, from the start of its copies to its result."""
+
+    def __init__(self, save: Save, timeout: float, failures: FailureLog) -> None:
+        """Begin without copies; `timeout` limits their wait, in seconds."""
+        self._save = save
+        self._timeout = timeout
+        self._failures = failures
+        # A block is stored if all parts that this worker writes are stored.
+        self._stored = [True] * len(next(iter(save.blocks.values())))
+        self._puts: list[tuple[int, int, PreparedPut, GpuPages]] = []
+        self._started = time.perf_counter()
+        self._cpu_seconds = -time.thread_time()
+
+    def add(self, first: int, last: int, prepared: PreparedPut, memory: GpuPages) -> None:
+        """Add the put of a run of blocks, whose copies are started next."""
+        self._puts.append((first, last, prepared, memory))
+
+    def fail(self, first: int, last: int) -> None:
+        """Count a run of blocks as not stored."""
+        self._stored[first:last] = [False] * (last - first)
+
+    def pause(self) -> None:
+        """End the part of the engine's thread, for the processor time in the result."""
+        self._cpu_seconds += time.thread_time()
+
+    def finish(self) -> SaveResult:
+        """Wait for the copies and seal the blocks."""
+        self._cpu_seconds -= time.thread_time()
+        copied = 0
+        for first, last, prepared, memory in self._puts:
+            if not any(self._stored[first:last]):
+                prepared.release()
+                continue
+            try:
+                with prepared:
+                    results = prepared.seal(timeout=self._timeout)
+            except (CascadeError, ValueError, BufferError) as error:
+                self._failures.count("saving blocks", error)
+                self.fail(first, last)
+                continue
+            copied += len(prepared.needed) * memory.block_bytes
+            for at, result in enumerate(results, first):
+                self._stored[at] = self._stored[at] and is_stored(result)
+            memory.log_registration()
+        self._puts = []
+        self._cpu_seconds += time.thread_time()
+        save, seconds = self._save, time.perf_counter() - self._started
+        return SaveResult(
+            save.request, save.first, self._stored, copied, seconds, self._cpu_seconds
+        )
+
+    def failed(self) -> SaveResult:
+        """Return the result of a save of which nothing is stored."""
+        none_stored = [False] * len(self._stored)
+        return SaveResult(self._save.request, self._save.first, none_stored, 0, 0.0, 0.0)
+
+
+class SaveQueue:
+    """Finishes saves in one thread, in their order. Without saves there is no thread."""
+
+    def __init__(self) -> None:
+        """Begin with an empty queue."""
+        self._finisher = ThreadPoolExecutor(1, thread_name_prefix="cascade-save")
+        self._saves: list[tuple[GpuSave, Future[SaveResult]]] = []
+
+    def finish(self, save: GpuSave) -> None:
+        """Queue a save whose copies were started."""
+        save.pause()
+        self._saves.append((save, self._finisher.submit(save.finish)))
+
+    def release_after(self, order: LoadOrder) -> None:
+        """Release the blocks of a load once the GPU has copied them."""
+        self._finisher.submit(_release_after, order)
+
+    def take_results(self) -> list[SaveResult]:
+        """Return the results of the saves that ended since the last call."""
+        results: list[SaveResult] = []
+        while self._saves and self._saves[0][1].done():
+            save, future = self._saves.pop(0)
+            try:
+                results.append(future.result())
+            except Exception:  # a bug here must not fail the engine
+                _LOG.exception("Cascade: a save failed; the engine continues without")
+                results.append(save.failed())
+        return results
+
+    def close(self) -> None:
+        """Wait for all saves: each ends by its timeout."""
+        self._finisher.shutdown(wait=True)
+
+
+def _release_after(order: LoadOrder) -> None:
+    try:
+        order.wait()
+    except CascadeError as error:
+        _LOG.warning("Cascade: a load did not end on its GPU: %s", error)

@@ -1,0 +1,346 @@
+"""Pages in the memory of a GPU, over the fake driver: copies, their order, and every refusal."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import cascadekv
+import numpy as np
+import pytest
+from cascadekv import BlockKeys, Gpu, GpuError, GpuMemory, PutStatus
+from fake_gpu import LIBRARY_VARIABLE, Array, FakeGpu, library
+
+LAYERS, PAGES, PAGE = 3, 12, 4096
+SPACE = cascadekv.Namespace(cascadekv.Manifest({"weights": "sha256:test"}), b"secret")
+LIMIT_S = 60
+
+
+def block_of(number):
+    """Return a block's bytes: a function of its number."""
+    return np.random.default_rng(number).integers(0, 256, LAYERS * PAGE, np.uint8).tobytes()
+
+
+def keys_of(numbers):
+    return BlockKeys([SPACE.key_of_id(f"block {number}") for number in numbers])
+
+
+@pytest.fixture
+def registered(fake, store, eventually):
+    """Return a store whose pool is registered: its copies start without a wait."""
+    engine = Engine(fake)
+    assert save(store, engine, [1000], [0])[0].ok
+    eventually(lambda: engine.gpu.report()["is_complete"])
+    return store
+
+
+class Engine:
+    """An engine's KV in device memory, block by block or layer by layer, and its stream."""
+
+    def __init__(self, fake, layout="layers"):
+        self.fake, self.stream = fake, fake.stream()
+        self.array = fake.array(LAYERS * PAGES * PAGE)
+        fake.write(self.array, 0, bytes(self.array.size), self.stream)
+        page_stride = PAGE if layout == "layers" else LAYERS * PAGE
+        layer_stride = PAGES * PAGE if layout == "layers" else PAGE
+        self.places = [
+            [layer * layer_stride + page * page_stride for layer in range(LAYERS)]
+            for page in range(PAGES)
+        ]
+        regions = [(self.array, layer * layer_stride, page_stride, PAGE) for layer in range(LAYERS)]
+        self.gpu = Gpu(0)
+        self.memory = GpuMemory(self.gpu, regions, PAGES)
+
+    def compute(self, page, block):
+        """Write a page, in the order of the engine's stream."""
+        for layer, place in enumerate(self.places[page]):
+            self.fake.write(self.array, place, block[layer * PAGE :][:PAGE], self.stream)
+
+    def page(self, page):
+        """Return a page as the engine's next kernel reads it."""
+        read = [self.fake.read(self.array, at, PAGE, self.stream) for at in self.places[page]]
+        return b"".join(read)
+
+    def mark(self):
+        return self.gpu.mark(self.stream)
+
+
+@pytest.fixture(scope="module")
+def fake():
+    return FakeGpu()
+
+
+def stored(store, numbers):
+    """Return the bytes of stored blocks."""
+    with store.view(keys_of(numbers)) as views:
+        return [bytes(view) for view in views]
+
+
+def prepare(store, numbers):
+    return store.prepare(keys_of(numbers), LAYERS * PAGE, namespace=SPACE, timeout=LIMIT_S)
+
+
+def save(store, engine, numbers, pages):
+    with prepare(store, numbers) as prepared:
+        prepared.start_gather(engine.memory, pages, after=engine.mark())
+        prepared.hold_back(engine.stream)
+        return prepared.seal(timeout=LIMIT_S)
+
+
+@pytest.mark.parametrize("layout", ["layers", "blocks"])
+def test_blocks_saved_from_one_gpu_memory_are_loaded_to_another(fake, store, layout):
+    source, target = Engine(fake, "layers"), Engine(fake, layout)
+    pages, others = [7, 3, 11], [1, 10, 4]
+    for number, page in enumerate(pages):
+        source.compute(page, block_of(number))
+    assert all(result.ok for result in save(store, source, range(3), pages))
+    assert stored(store, range(3)) == [block_of(number) for number in range(3)]
+    with store.view(keys_of(range(4))) as views:
+        load = views.start_scatter(target.memory, [*others, 5], after=target.mark())
+    assert load.copied == [True, True, True, False]
+    load.hold_back(target.stream)
+    assert [target.page(page) for page in others] == [block_of(number) for number in range(3)]
+    assert target.page(5) == bytes(LAYERS * PAGE)
+    load.wait(timeout=LIMIT_S)
+    assert load.is_over()
+
+
+def test_a_save_has_the_bytes_between_two_kernels(fake, registered):
+    engine = Engine(fake)
+    engine.compute(2, block_of(1))
+    fake.finish(engine.stream)
+    # Copies in both directions wait, those of the engine too.
+    for name in ("cuMemcpyHtoDAsync_v2", "cuMemcpyBatchAsync_v2", "cuMemcpyDtoHAsync_v2"):
+        fake.hold(name)
+    engine.compute(2, block_of(2))
+    prepared = prepare(registered, [2])
+    prepared.start_gather(engine.memory, [2], after=engine.mark())
+    prepared.hold_back(engine.stream)
+    engine.compute(2, block_of(3))
+    with pytest.raises(cascadekv.DeadlineError):
+        prepared.seal(timeout=0.05)
+    fake.release()
+    (result,) = prepared.seal(timeout=LIMIT_S)
+    assert result.ok
+    assert stored(registered, [2])[0] == block_of(2)
+    assert engine.page(2) == block_of(3)
+
+
+def test_without_hold_back_the_next_kernel_damages_the_save(fake, registered):
+    engine = Engine(fake)
+    engine.compute(2, block_of(2))
+    fake.finish(engine.stream)
+    fake.hold("cuMemcpyBatchAsync_v2")
+    prepared = prepare(registered, [2])
+    prepared.start_gather(engine.memory, [2], after=engine.mark())
+    engine.compute(2, block_of(3))
+    fake.finish(engine.stream)
+    fake.release()
+    assert prepared.seal(timeout=LIMIT_S)[0].ok
+    # Wrong KV under a right key: what `hold_back` is for.
+    assert stored(registered, [2])[0] == block_of(3)
+
+
+def test_a_load_is_over_only_when_its_pages_are_written(fake, registered):
+    engine = Engine(fake)
+    registered.put(keys_of([5]), [block_of(5)], namespace=SPACE)
+    fake.hold("cuMemcpyBatchAsync_v2")
+    with registered.view(keys_of([5])) as views:
+        load = views.start_scatter(engine.memory, [6], after=engine.mark())
+    assert not load.is_over()
+    with pytest.raises(cascadekv.DeadlineError):
+        load.wait(timeout=0.05)
+    assert engine.page(6) != block_of(5), "the engine did not wait"
+    fake.release()
+    load.wait(timeout=LIMIT_S)
+    assert engine.page(6) == block_of(5)
+
+
+def test_blocks_in_flight_stay_in_the_pool(fake, registered):
+    engine = Engine(fake)
+    registered.put(keys_of([5]), [block_of(5)], namespace=SPACE)
+    fake.hold("cuMemcpyBatchAsync_v2")
+    with registered.view(keys_of([5])) as views:
+        load = views.start_scatter(engine.memory, [6], after=engine.mark())
+    prepared = prepare(registered, [8])
+    prepared.start_gather(engine.memory, [1], after=engine.mark())
+    prepared.release()
+    del load
+    registered.delete(keys_of([5]))
+    # Other blocks take all memory that is free: not that of the two copies.
+    others = list(range(100, 100 + (16 << 20) // (LAYERS * PAGE)))
+    registered.put(keys_of(others), [bytes(LAYERS * PAGE)] * len(others), namespace=SPACE, chain=False)
+    fake.release()
+    fake.finish(engine.stream)
+    engine.gpu.mark(engine.stream)
+    assert save(registered, engine, [9], [2])[0].ok
+    fresh = Engine(fake)
+    registered.put(keys_of([1]), [block_of(1)], namespace=SPACE)
+    with registered.view(keys_of([1])) as views:
+        fresh_load = views.start_scatter(fresh.memory, [0], after=fresh.mark())
+    fresh_load.wait()
+    assert engine.page(6) == block_of(5)
+
+
+def test_a_put_that_was_present_needs_no_copies(fake, store):
+    engine = Engine(fake)
+    engine.compute(0, block_of(0))
+    assert save(store, engine, [0], [0])[0].status is PutStatus.STORED
+    before = fake.count("cuMemcpyBatchAsync_v2")
+    with prepare(store, [0]) as prepared:
+        assert prepared.needed == []
+        prepared.start_gather(engine.memory, [0], after=engine.mark())
+        prepared.hold_back(engine.stream)
+        assert prepared.seal()[0].ok
+    assert fake.count("cuMemcpyBatchAsync_v2") == before
+
+
+def test_the_pool_is_registered_once_and_again_for_another_store(fake, store, eventually):
+    engine = Engine(fake)
+    for number in range(3):
+        engine.compute(number, block_of(number))
+    assert all(result.ok for result in save(store, engine, range(3), range(3)))
+    eventually(lambda: engine.gpu.report()["is_complete"])
+    report = engine.gpu.report()
+    assert report["refusal"] is None
+    assert (report["registered_bytes"], report["staged_bytes"]) == (16 << 20, 0)
+    with cascadekv.Store(dram="4MiB", huge_pages=False) as other:
+        assert save(other, Engine(fake), [7], [0])[0].ok
+        eventually(lambda: engine.gpu.report()["is_complete"])
+        assert engine.gpu.report()["registered_bytes"] == 4 << 20
+    engine.compute(5, block_of(5))
+    assert save(store, engine, [5], [5])[0].ok
+    assert stored(store, [5])[0] == block_of(5)
+
+
+WRONG_ARRAYS = {
+    "no interface": (lambda _: object(), TypeError, "__cuda_array_interface__"),
+    "read-only": (lambda a: Array(a.address, a.size, data=(a.address, True)), ValueError, "read-o"),
+    "strided": (lambda a: Array(a.address, a.size, strides=(2,)), ValueError, "C-contiguous"),
+    "no type": (lambda a: Array(a.address, a.size, typestr="u"), TypeError, "__cuda_array"),
+    "negative": (lambda a: Array(a.address, a.size, shape=(-1,)), TypeError, "__cuda_array"),
+    "huge": (lambda a: Array(a.address, a.size, shape=(1 << 62, 8)), TypeError, "__cuda_array"),
+    "short": (lambda a: Array(a.address, PAGE), ValueError, "does not fit its buffer"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ARRAYS)
+def test_wrong_arrays_are_refused(fake, name):
+    change, error, message = WRONG_ARRAYS[name]
+    array = fake.array(PAGES * PAGE)
+    with pytest.raises(error, match=message):
+        GpuMemory(Gpu(0), [(change(array), 0, PAGE, PAGE)], PAGES)
+
+
+def test_wrong_arguments_are_refused(fake, store):
+    engine = Engine(fake)
+    host = bytearray(PAGES * PAGE * LAYERS)
+    paged = cascadekv.PagedMemory([(host, 0, LAYERS * PAGE, LAYERS * PAGE)], PAGES)
+    store.put(keys_of([0, 1]), [block_of(0), block_of(1)], namespace=SPACE)
+    with store.view(keys_of([0, 1])) as views:
+        with pytest.raises(ValueError, match="occurs twice"):
+            views.start_scatter(engine.memory, [3, 3], after=engine.mark())
+        with pytest.raises(ValueError, match="pages are from 0"):
+            views.start_scatter(engine.memory, [3, PAGES], after=engine.mark())
+        with pytest.raises(TypeError, match="GpuMemory"):
+            views.start_scatter(paged, [3, 4], after=engine.mark())
+        with pytest.raises(TypeError):
+            views.start_scatter(engine.memory, [3, 4])
+    with pytest.raises(TypeError, match="PagedMemory"), prepare(store, [7]) as prepared:
+        prepared.gather(engine.memory, [0])
+    with store.prepare(keys_of([8]), PAGE, namespace=SPACE) as short:
+        with pytest.raises(ValueError, match="its blocks have"):
+            short.start_gather(engine.memory, [0], after=engine.mark())
+        # Nothing was released: the host's pages still fit.
+        assert short.needed == [0]
+    with prepare(store, [9]) as twice:
+        twice.start_gather(engine.memory, [0], after=engine.mark())
+        with pytest.raises(ValueError, match="copying these blocks already"):
+            twice.start_gather(engine.memory, [1], after=engine.mark())
+        with pytest.raises(ValueError, match="sealed or released"):
+            twice.seal()
+    with pytest.raises(GpuError, match="INVALID_DEVICE|no device|101"):
+        Gpu(7)
+
+
+def in_process(code, **variables):
+    """Run code in a process of its own, because the driver reads its variables once."""
+    tests = Path(__file__).parent
+    paths = [str(tests), str(tests.with_name("tests_engines"))]
+    paths += filter(None, [os.environ.get("PYTHONPATH")])
+    environment = os.environ | {LIBRARY_VARIABLE: str(library())} | variables
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
+def test_without_a_driver_the_error_says_what_to_do():
+    code = """
+        import cascadekv
+        try:
+            cascadekv.Gpu(0)
+        except cascadekv.GpuError as error:
+            print(error)
+    """
+    printed = in_process(code, CASCADE_CUDA_LIBRARY="/nonexistent/libcuda.so.1")
+    assert "/nonexistent/libcuda.so.1" in printed
+    assert "install the NVIDIA driver" in printed
+
+
+def test_a_forked_child_is_refused(fake):
+    code = """
+        import os
+        import cascadekv
+        gpu = cascadekv.Gpu(0)
+        child = os.fork()
+        if child == 0:
+            try:
+                gpu.mark(0)
+            except cascadekv.GpuError as error:
+                os._exit(0 if "spawn" in str(error) else 1)
+            os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+    """
+    in_process(code)
+
+
+@pytest.mark.parametrize("copy", range(1, 8))
+def test_a_lost_gpu_costs_blocks_and_nothing_else(copy):
+    # The context dies at each copy in turn: saves and loads fail, and the store goes on.
+    code = """
+        import cascadekv
+        from test_device_pages import Engine, FakeGpu, SPACE, block_of, keys_of, prepare, stored
+        failures = 0
+        with cascadekv.Store(dram="16MiB", huge_pages=False) as store:
+            try:
+                engine = Engine(FakeGpu())
+                store.put(keys_of([5]), [block_of(5)], namespace=SPACE)
+                with store.view(keys_of([5])) as views:
+                    load = views.start_scatter(engine.memory, [6], after=engine.mark())
+                load.hold_back(engine.stream)
+                prepared = prepare(store, [8])
+                prepared.start_gather(engine.memory, [6], after=engine.mark())
+                prepared.hold_back(engine.stream)
+                load.wait(timeout=20)
+                (result,) = prepared.seal(timeout=20)
+                assert result.ok
+                assert stored(store, [8])[0] == block_of(5)
+                print("complete")
+            except cascadekv.GpuError as error:
+                assert not store.contains(keys_of([8]))[0]
+                print("lost:", error)
+            assert stored(store, [5])[0] == block_of(5)
+            assert store.put(keys_of([10]), [block_of(10)], namespace=SPACE)[0].ok
+    """
+    printed = in_process(code, FAKE_CUDA_DIE_AT_COPY=str(copy))
+    assert "lost" in printed or "complete" in printed
+    assert copy > 1 or "lost" in printed
