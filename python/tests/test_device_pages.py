@@ -313,13 +313,13 @@ def test_a_forked_child_is_refused(fake):
     in_process(code)
 
 
-@pytest.mark.parametrize("copy", range(1, 8))
+@pytest.mark.parametrize("copy", range(2, 9))
 def test_a_lost_gpu_costs_blocks_and_nothing_else(copy):
     # The context dies at each copy in turn: saves and loads fail, and the store goes on.
     code = """
         import cascadekv
-        from test_device_pages import Engine, FakeGpu, SPACE, block_of, keys_of, prepare, stored
-        failures = 0
+        from fake_gpu import DriverError, FakeGpu
+        from test_device_pages import Engine, SPACE, block_of, keys_of, prepare, stored
         with cascadekv.Store(dram="16MiB", huge_pages=False) as store:
             try:
                 engine = Engine(FakeGpu())
@@ -335,7 +335,7 @@ def test_a_lost_gpu_costs_blocks_and_nothing_else(copy):
                 assert result.ok
                 assert stored(store, [8])[0] == block_of(5)
                 print("complete")
-            except cascadekv.GpuError as error:
+            except (DriverError, cascadekv.GpuError) as error:
                 assert not store.contains(keys_of([8]))[0]
                 print("lost:", error)
             assert stored(store, [5])[0] == block_of(5)
@@ -343,4 +343,5 @@ def test_a_lost_gpu_costs_blocks_and_nothing_else(copy):
     """
     printed = in_process(code, FAKE_CUDA_DIE_AT_COPY=str(copy))
     assert "lost" in printed or "complete" in printed
-    assert copy > 1 or "lost" in printed
+    # One copy is the engine's, and two transfers follow.
+    assert copy > 3 or "lost" in printed

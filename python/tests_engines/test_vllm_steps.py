@@ -11,6 +11,7 @@ from cascadekv.connectors.vllm import events as events_module
 from cascadekv.connectors.vllm import scheduler as scheduler_module
 from cascadekv.connectors.vllm.memory import DeviceMemory, HostMemory
 from conftest import MODELS
+from gpu_engine import GpuEngine
 from scheduled_engine import BLOCK, LIMIT_S, ScheduledEngine
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.parallel_state import (
@@ -29,7 +30,8 @@ WAYS = {
     "layerwise": {"cascade.load": "sync", "cascade.layerwise": True},
     "auto": {},
 }
-MEMORIES = {"host": HostMemory, "device": DeviceMemory}
+MEMORIES = {"host": HostMemory, "device": DeviceMemory, "gpu": None}
+"""Classes of memory; a GPU's has an engine of its own."""
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +51,13 @@ def start(model):
     """Return a function that starts engines; stops them after the test."""
     running = []
 
-    def begin(store, **options):
-        running.append(ScheduledEngine(model, store, **options))
-        return running[-1]
+    def begin(store, *, memory=HostMemory, **options):
+        if memory is None:
+            engine = GpuEngine(model, store, **options)
+        else:
+            engine = ScheduledEngine(model, store, memory=memory, **options)
+        running.append(engine)
+        return engine
 
     yield begin
     for engine in running:
