@@ -268,9 +268,18 @@ class Views:
         pages at the same time. A page that occurs twice in one call is a `ValueError`.
         """
     def start_scatter(
-        self, memory: GpuMemory, pages: Buffer | Iterable[int], *, after: GpuEvent
+        self,
+        memory: GpuMemory,
+        pages: Buffer | Iterable[int],
+        *,
+        after: GpuEvent,
+        first: int = 0,
+        count: int | None = None,
     ) -> GpuLoad:
         """Start to copy view i to page `pages[i]` in the memory of a GPU, after the event `after`.
+
+        `count` regions from `first` on are copied, all by default, so that layers can be waited for
+        one by one.
 
         As with `scatter`, misses and blocks of another length are not copied. The views may be
         released at once: the copies hold the blocks. An exception means that nothing is in flight.

@@ -63,6 +63,7 @@ class Engine:
         return b"".join(read)
 
     def mark(self):
+        """Return an event after the engine's work so far."""
         return self.gpu.mark(self.stream)
 
 
@@ -170,7 +171,9 @@ def test_blocks_in_flight_stay_in_the_pool(fake, registered):
     registered.delete(keys_of([5]))
     # Other blocks take all memory that is free: not that of the two copies.
     others = list(range(100, 100 + (16 << 20) // (LAYERS * PAGE)))
-    registered.put(keys_of(others), [bytes(LAYERS * PAGE)] * len(others), namespace=SPACE, chain=False)
+    registered.put(
+        keys_of(others), [bytes(LAYERS * PAGE)] * len(others), namespace=SPACE, chain=False
+    )
     fake.release()
     fake.finish(engine.stream)
     engine.gpu.mark(engine.stream)
@@ -260,20 +263,24 @@ def test_wrong_arguments_are_refused(fake, store):
             twice.start_gather(engine.memory, [1], after=engine.mark())
         with pytest.raises(ValueError, match="sealed or released"):
             twice.seal()
-    with pytest.raises(GpuError, match="INVALID_DEVICE|no device|101"):
+    with pytest.raises(GpuError, match="INVALID_DEVICE"):
         Gpu(7)
+
+
+def environment(**variables):
+    """Return the environment of a process that uses the fake driver and these modules."""
+    tests = Path(__file__).parent
+    paths = [str(tests), str(tests.with_name("tests_engines"))]
+    paths += filter(None, [os.environ.get("PYTHONPATH")])
+    path = {"PYTHONPATH": os.pathsep.join(paths)}
+    return os.environ | path | {LIBRARY_VARIABLE: str(library())} | variables
 
 
 def in_process(code, **variables):
     """Run code in a process of its own, because the driver reads its variables once."""
-    tests = Path(__file__).parent
-    paths = [str(tests), str(tests.with_name("tests_engines"))]
-    paths += filter(None, [os.environ.get("PYTHONPATH")])
-    environment = os.environ | {LIBRARY_VARIABLE: str(library())} | variables
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
-    run = subprocess.run(
+    run = subprocess.run(  # noqa: S603 # our own code
         [sys.executable, "-c", textwrap.dedent(code)],
-        env=environment,
+        env=environment(**variables),
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
@@ -296,7 +303,7 @@ def test_without_a_driver_the_error_says_what_to_do():
     assert "install the NVIDIA driver" in printed
 
 
-def test_a_forked_child_is_refused(fake):
+def test_a_forked_child_is_refused():
     code = """
         import os
         import cascadekv
@@ -311,6 +318,55 @@ def test_a_forked_child_is_refused(fake):
         assert os.waitpid(child, 0)[1] == 0
     """
     in_process(code)
+
+
+def test_a_worker_killed_with_copies_in_flight_leaves_nothing(fake, serve, eventually):
+    node = serve("--dram", "16MiB")
+    code = """
+        import sys
+        import cascadekv
+        from fake_gpu import FakeGpu
+        from test_device_pages import Engine, block_of, keys_of, prepare, save
+        store = cascadekv.connect(sys.argv[1])
+        engine = Engine(FakeGpu())
+        engine.compute(1, block_of(1))
+        assert save(store, engine, [1], [1])[0].ok
+        engine.fake.hold("cuMemcpyBatchAsync_v2")
+        with store.view(keys_of([1])) as views:
+            load = views.start_scatter(engine.memory, [2], after=engine.mark())
+        prepared = prepare(store, [2, 3])
+        prepared.start_gather(engine.memory, [1, 1], after=engine.mark())
+        print("in flight", flush=True)
+        sys.stdin.read()
+    """
+    # Without the registration, a copy would be over before the call returns.
+    warm = (
+        "        while not engine.gpu.report()['is_complete']: engine.fake.finish(engine.stream)\n"
+    )
+    code = code.replace("        engine.fake.hold", warm + "        engine.fake.hold")
+    worker = subprocess.Popen(  # noqa: S603 # our own code
+        [sys.executable, "-c", textwrap.dedent(code), str(node.socket)],
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with worker:
+        assert worker.stdout.readline() == "in flight\n"
+        worker.kill()
+    with cascadekv.connect(node.socket) as store:
+        assert stored(store, [1]) == [block_of(1)]
+        # Blocks in flight are neither stored nor reserved, and their memory is free again.
+        assert store.contains(keys_of([2, 3])) == [False, False]
+        engine = Engine(fake)
+        engine.compute(5, block_of(2))
+        assert save(store, engine, [2], [5])[0].ok
+        assert stored(store, [2]) == [block_of(2)]
+        store.clear()
+        fill = range(100, 100 + ((16 << 20) - (1 << 20)) // (LAYERS * PAGE))
+        blocks = [bytes(LAYERS * PAGE)] * len(fill)
+        results = store.put(keys_of(fill), blocks, namespace=SPACE, chain=False)
+        assert all(result.ok for result in results)
 
 
 @pytest.mark.parametrize("copy", range(2, 9))

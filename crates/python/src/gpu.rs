@@ -2,6 +2,7 @@
 #![expect(unsafe_code, reason = "takes streams and addresses of other libraries as numbers")]
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
@@ -265,11 +266,12 @@ impl PyGpuMemory {
         &self.table
     }
 
-    /// Starts to copy blocks to their pages.
+    /// Starts to copy a range of regions of blocks to their pages.
     pub(crate) fn start_load(
         &self,
         py: Python<'_>,
         blocks: Vec<(HostSlab, usize)>,
+        regions: Range<usize>,
         after: &PyGpuEvent,
         copied: Vec<bool>,
     ) -> PyResult<PyGpuLoad> {
@@ -280,7 +282,7 @@ impl PyGpuMemory {
         let flight = py.detach(|| {
             let copies = self.device.copies(&backing)?;
             let (slabs, pages): (Vec<_>, Vec<_>) = blocks.into_iter().unzip();
-            let transfer = self.transfer(Slabs::ToDevice(slabs), &pages);
+            let transfer = self.transfer(Slabs::ToDevice(slabs), &pages, regions);
             let started = copies.loads.submit_transfer(transfer, Some(&after.0));
             // Some may have started. The caller will compute the pages instead, so none may still
             // be written when it learns of the error.
@@ -304,7 +306,7 @@ impl PyGpuMemory {
         let started = || {
             let copies = self.device.copies(&backing)?;
             let (slabs, pages): (Vec<_>, Vec<_>) = blocks.into_iter().unzip();
-            let transfer = self.transfer(Slabs::ToHost(slabs), &pages);
+            let transfer = self.transfer(Slabs::ToHost(slabs), &pages, 0..self.places.len());
             let pending = copies.saves.submit_transfer(transfer, Some(&after.0))?;
             let context = Arc::clone(&self.device.context);
             Ok(Some(GpuSave(Flight { pending, copies, context })))
@@ -312,11 +314,12 @@ impl PyGpuMemory {
         started().map_err(|error: CudaError| to_python(&error))
     }
 
-    /// The copies of blocks: slab i and page `pages[i]` of each region.
-    fn transfer(&self, slabs: Slabs, pages: &[usize]) -> Transfer {
-        let mut fragments = Vec::with_capacity(pages.len() * self.places.len());
+    /// The copies of blocks: slab i and page `pages[i]` of each of these regions.
+    fn transfer(&self, slabs: Slabs, pages: &[usize], regions: Range<usize>) -> Transfer {
+        let mut fragments = Vec::with_capacity(pages.len() * regions.len());
         for (slab, page) in pages.iter().enumerate() {
-            for (region, (memory, start)) in self.places.iter().enumerate() {
+            for region in regions.clone() {
+                let (memory, start) = &self.places[region];
                 let place = self.table.page_in_block(region);
                 fragments.push(Fragment {
                     slab,

@@ -111,20 +111,25 @@ impl PyViews {
     }
 
     /// Starts to copy view i to page `pages[i]` of an engine's memory on a GPU, after the work of a
-    /// stream before `after`. Returns the load in flight; the blocks may be released at once.
+    /// stream before `after`: `count` regions from `first` on, all by default. Returns the load in
+    /// flight; the blocks may be released at once.
     ///
     /// Nothing is copied for a miss, or for a block of another size than the memory's blocks.
-    #[pyo3(signature = (memory, pages, *, after))]
+    #[pyo3(signature = (memory, pages, *, after, first = 0, count = None))]
+    #[expect(clippy::too_many_arguments, reason = "keywords of a Python call")]
     fn start_scatter(
         &self,
         py: Python<'_>,
         #[pyo3(from_py_with = gpu_memory)] memory: Bound<'_, PyGpuMemory>,
         pages: &Bound<'_, PyAny>,
         after: &Bound<'_, PyGpuEvent>,
+        #[pyo3(from_py_with = of::first)] first: usize,
+        #[pyo3(from_py_with = of::count)] count: Option<usize>,
     ) -> PyResult<PyGpuLoad> {
         let outcomes = self.outcomes()?;
         let memory = memory.get();
         let pages = memory.table().target_pages(pages, outcomes.len())?;
+        let regions = memory.table().region_range(first, count)?;
         let mut blocks = Vec::new();
         let mut copied = vec![false; outcomes.len()];
         for (at, (outcome, page)) in outcomes.iter().zip(pages).enumerate() {
@@ -136,7 +141,7 @@ impl PyViews {
                 blocks.push((slab, page));
             }
         }
-        memory.start_load(py, blocks, after.get(), copied)
+        memory.start_load(py, blocks, regions, after.get(), copied)
     }
 
     /// Releases all blocks. The sequence is empty afterwards.

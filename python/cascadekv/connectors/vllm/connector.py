@@ -363,6 +363,11 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         """Register the metrics with vLLM's endpoint."""
         return CascadePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Whether layers are waited for one by one: a full CUDA graph replays without the calls."""
+        return read_connector_settings(extra_config).layerwise
+
     # Construction and callbacks.
 
     def _arrivals(self) -> tuple[set[str], set[str]]:

@@ -12,6 +12,8 @@ from cascadekv.connectors.vllm.metadata import Save, SaveResult
 __all__ = ["GpuSave", "SaveQueue", "is_stored"]
 
 _LOG = logging.getLogger("vllm.cascade")
+FINISH_S = 30.0
+"""Time-out of a save's copies and seal. The copies wait for the step that computes the blocks."""
 
 
 def is_stored(result: PutResult) -> bool:
@@ -22,10 +24,9 @@ def is_stored(result: PutResult) -> bool:
 class GpuSave:
     """A save of one request, from the start of its copies to its result."""
 
-    def __init__(self, save: Save, timeout: float, failures: FailureLog) -> None:
-        """Begin without copies; `timeout` limits their wait, in seconds."""
+    def __init__(self, save: Save, failures: FailureLog) -> None:
+        """Begin without copies."""
         self._save = save
-        self._timeout = timeout
         self._failures = failures
         # A block is stored if all parts that this worker writes are stored.
         self._stored = [True] * len(next(iter(save.blocks.values())))
@@ -55,7 +56,7 @@ class GpuSave:
                 continue
             try:
                 with prepared:
-                    results = prepared.seal(timeout=self._timeout)
+                    results = prepared.seal(timeout=FINISH_S)
             except (CascadeError, ValueError, BufferError) as error:
                 self._failures.count("saving blocks", error)
                 self.fail(first, last)
@@ -101,7 +102,7 @@ class SaveQueue:
             save, future = self._saves.pop(0)
             try:
                 results.append(future.result())
-            except Exception:  # a bug here must not fail the engine
+            except Exception:  # noqa: BLE001 # a bug here must not fail the engine
                 _LOG.exception("Cascade: a save failed; the engine continues without")
                 results.append(save.failed())
         return results

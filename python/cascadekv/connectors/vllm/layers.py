@@ -1,4 +1,8 @@
-"""A load layer by layer: the engine computes a layer while later layers are loaded."""
+"""A load layer by layer: the engine computes a layer while later layers are loaded.
+
+In host memory, the engine waits until a layer's blocks have arrived. A GPU waits by itself: the
+engine waits only until the copies of the layer were started.
+"""
 
 import threading
 import time
@@ -7,8 +11,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cascadekv import BlockKeys, CascadeError, PagedMemory, Store, part_of_trace
+from cascadekv import BlockKeys, CascadeError, Store, part_of_trace
 from cascadekv.connectors.failures import FailureLog
+from cascadekv.connectors.vllm.memory import GpuPages, HostMemory, LoadOrder
 from cascadekv.connectors.vllm.metadata import Load, LoadResult
 
 if TYPE_CHECKING:
@@ -26,22 +31,22 @@ class LayerwiseLoad:
     def __init__(
         self,
         load: Load,
-        memory: PagedMemory,
+        memory: HostMemory | GpuPages,
+        order: LoadOrder,
         pages: Sequence[int],
         deadline: float,
-        load_all_layers: Callable[[Load, float], LoadResult],
     ) -> None:
-        """Each region of the memory is a layer; `load_all_layers` loads all layers together.
+        """Each region of the memory is a layer.
 
         The deadline, by the monotonic clock, includes the time in the queue of the loading threads.
         """
         self.load = load
+        self.order = order
         self._memory = memory
         self._pages = pages
-        self._load_all_layers = load_all_layers
         self._deadline = deadline
         self._is_late = False
-        self._ready = [threading.Event() for _ in range(memory.regions)]
+        self._ready = [threading.Event() for _ in range(memory.layers)]
         self._future: Future[LoadResult] | None = None
 
     def begin(
@@ -50,15 +55,18 @@ class LayerwiseLoad:
         store: Callable[[], Store | None],
         keys: bytes,
         failures: FailureLog,
+        load_all_layers: Callable[[], LoadResult],
     ) -> None:
-        """Queue the load in the thread pool."""
-        self._future = pool.submit(self._run, store, BlockKeys(keys), failures)
+        """Queue the load in the thread pool; `load_all_layers` loads all layers together."""
+        self._future = pool.submit(self._run, store, BlockKeys(keys), failures, load_all_layers)
 
     def wait(self, layer: int) -> None:
-        """Return once a layer's blocks have arrived or have failed."""
+        """Return once the engine's next work finds the layer's blocks, or they have failed."""
         left = self._deadline + GRACE_S - time.monotonic()
         if not self._ready[layer].wait(max(0.0, left)):
             self._is_late = True
+            return
+        self.order.hold_back_for(layer)
 
     def result(self) -> LoadResult:
         """Wait for the end of the load and return its result.
@@ -72,7 +80,11 @@ class LayerwiseLoad:
         all_blocks = list(range(load.first, load.first + count))
         if self._future.cancel():
             return LoadResult(load.request, load.first, load.tier, count, all_blocks, 0, 0.0, 0.0)
-        loaded = self._future.result()
+        try:
+            loaded = self._future.result()
+        finally:
+            # Also layers that the engine did not ask for, and those of a failed load.
+            self.order.hold_back_engine()
         if self._is_late:
             # The engine computed a layer before its blocks arrived: its output is wrong, although
             # the blocks may be complete by now.
@@ -80,7 +92,11 @@ class LayerwiseLoad:
         return loaded
 
     def _run(
-        self, store: Callable[[], Store | None], keys: BlockKeys, failures: FailureLog
+        self,
+        store: Callable[[], Store | None],
+        keys: BlockKeys,
+        failures: FailureLog,
+        load_all_layers: Callable[[], LoadResult],
     ) -> LoadResult:
         started, cpu = time.perf_counter(), time.thread_time()
         arrived = [False] * len(self._pages)
@@ -94,7 +110,7 @@ class LayerwiseLoad:
                         arrived = self._scatter(views)
                 if failed:
                     # The pool has no room for all blocks at the same time: load them in batches.
-                    return self._load_all_layers(self.load, self._deadline)
+                    return load_all_layers()
         except (CascadeError, ValueError, BufferError) as error:
             failures.count("reading blocks", error)
             arrived = [False] * len(self._pages)
@@ -111,7 +127,7 @@ class LayerwiseLoad:
     def _scatter(self, views: "Views") -> list[bool]:
         arrived = [True] * len(self._pages)
         for layer, event in enumerate(self._ready):
-            copied = views.scatter(self._memory, self._pages, first=layer, count=1)
+            copied = self._memory.load_layer(views, self._pages, layer, self.order)
             arrived = [before and now for before, now in zip(arrived, copied, strict=True)]
             event.set()
         return arrived

@@ -48,7 +48,14 @@ class LoadOrder(Protocol):
         ...
 
     def hold_back_engine(self) -> None:
-        """Make the engine's later work wait for the pages. Called by the engine's thread."""
+        """Make the engine's later work wait for the pages. Called by the engine's thread.
+
+        After an exception, no copy is in flight.
+        """
+        ...
+
+    def hold_back_for(self, layer: int) -> None:
+        """Do so for the pages of a layer that was loaded by `load_layer`."""
         ...
 
 
@@ -94,6 +101,9 @@ class SynchronousOrder:
     def hold_back_engine(self) -> None:
         """Return: the pages are written."""
 
+    def hold_back_for(self, layer: int) -> None:
+        """Return: the pages are written."""
+
 
 class HostMemory:
     """Pages in host memory, which the store copies directly."""
@@ -108,6 +118,7 @@ class HostMemory:
         )
         self.block_bytes = self.paged.block_bytes
         self.batch_blocks = max(1, STAGING_BYTES // self.block_bytes)
+        self.layers = self.paged.regions
 
     def save(self, prepared: "PreparedPut", pages: Sequence[int]) -> None:
         """Copy pages into the memory of a prepared put."""
@@ -126,6 +137,16 @@ class HostMemory:
         """Copy blocks to pages; false for each missing block."""
         return views.scatter(self.paged, pages)
 
+    def load_layer(
+        self,
+        views: "Views",
+        pages: Sequence[int],
+        layer: int,
+        order: LoadOrder,  # noqa: ARG002 # the copies are over on return
+    ) -> list[bool]:
+        """Copy one layer of blocks; false for each missing block."""
+        return views.scatter(self.paged, pages, first=layer, count=1)
+
 
 class GpuOrder:
     """A load of a GPU: after the engine's work so far, on a stream of its own."""
@@ -135,15 +156,18 @@ class GpuOrder:
         self.after = after
         self._stream = stream
         self._copies: list[GpuLoad] = []
+        self._of_layer: dict[int, GpuLoad] = {}
 
     @property
     def has_copies(self) -> bool:
         """Whether copies were started and not waited for."""
         return bool(self._copies)
 
-    def add(self, copies: GpuLoad) -> None:
-        """Add copies that were started."""
+    def add(self, copies: GpuLoad, layer: int | None = None) -> None:
+        """Add copies that were started, of one layer or of all."""
         self._copies.append(copies)
+        if layer is not None:
+            self._of_layer[layer] = copies
 
     def wait(self) -> None:
         """Return once all pages of the load are written, and release its blocks."""
@@ -154,6 +178,12 @@ class GpuOrder:
     def hold_back_engine(self) -> None:
         """Make the engine's later work wait for the pages."""
         for copies in self._copies:
+            copies.hold_back(self._stream())
+
+    def hold_back_for(self, layer: int) -> None:
+        """Make the engine's later work wait for the pages of a layer."""
+        copies = self._of_layer.get(layer)
+        if copies is not None:
             copies.hold_back(self._stream())
 
 
@@ -178,6 +208,7 @@ class GpuPages:
         )
         self.block_bytes = self._memory.block_bytes
         self.batch_blocks = max(1, STAGING_BYTES // self.block_bytes)
+        self.layers = self._memory.regions
         self._is_registration_logged = False
 
     def save(self, prepared: "PreparedPut", pages: Sequence[int]) -> None:
@@ -201,6 +232,16 @@ class GpuPages:
             raise TypeError("a load of a GPU needs the order from `order()`")
         copies = views.start_scatter(self._memory, pages, after=order.after)
         order.add(copies)
+        return copies.copied
+
+    def load_layer(
+        self, views: "Views", pages: Sequence[int], layer: int, order: LoadOrder
+    ) -> list[bool]:
+        """Start to copy one layer of blocks; false for each missing block."""
+        if not isinstance(order, GpuOrder):
+            raise TypeError("a load of a GPU needs the order from `order()`")
+        copies = views.start_scatter(self._memory, pages, after=order.after, first=layer, count=1)
+        order.add(copies, layer)
         return copies.copied
 
     def log_registration(self) -> None:

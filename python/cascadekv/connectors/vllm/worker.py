@@ -1,10 +1,10 @@
 """The worker's side: copies blocks between the engine's KV memory and the store.
 
-Loads and saves are batches of blocks, read from and written to the store's pool. In host memory a
-save ends before its step ends, because the engine may reuse the pages in the next step. A GPU copies
-while the worker goes on: its later work waits for the copies, and a thread seals the blocks then.
-Failures of the store are not raised into the engine: missing, late or damaged blocks are reported by
-page, and the engine computes them.
+Loads and saves are batches of blocks, read from and written to the store's pool. In host memory, a
+save ends before its step ends, because the engine may reuse the pages in the next step. A GPU
+copies beside the worker: the engine's later work on the GPU waits for the copies, and a thread
+seals the blocks. Failures of the store are not raised into the engine: missing, late or damaged
+blocks are reported by page, and the engine computes them.
 """
 
 import dataclasses
@@ -24,10 +24,10 @@ from cascadekv import (
     part_of_trace,
 )
 from cascadekv.connectors.failures import FailureLog
+from cascadekv.connectors.vllm.gpu_saves import GpuSave, SaveQueue, is_stored
 from cascadekv.connectors.vllm.keys import KEY_BYTES
 from cascadekv.connectors.vllm.layers import LayerwiseLoad
 from cascadekv.connectors.vllm.layout import HeldPart
-from cascadekv.connectors.vllm.gpu_saves import GpuSave, SaveQueue, is_stored
 from cascadekv.connectors.vllm.memory import GpuPages, HostMemory, LoadOrder, Memory
 from cascadekv.connectors.vllm.metadata import (
     Load,
@@ -101,11 +101,11 @@ class Worker:
         """Set the KV memory; `layers` are the first part's layers, in the order of its regions."""
         self._parts = {held.part.name: (held, memory) for held, memory in parts}
         self._layers = {}
-        is_on_host = all(isinstance(memory, HostMemory) for _, memory in parts)
-        if self._is_layerwise and len(parts) == 1 and is_on_host:
+        by_layer = all(isinstance(memory, HostMemory | GpuPages) for _, memory in parts)
+        if self._is_layerwise and len(parts) == 1 and by_layer:
             self._layers = {layer: index for index, layer in enumerate(layers)}
         elif self._is_layerwise:
-            reason = "the KV is in several parts" if is_on_host else "the KV is in device memory"
+            reason = "the KV is in several parts" if by_layer else "the KV is in device memory"
             _LOG.warning("Cascade: cascade.layerwise is ignored: %s", reason)
 
     def start_loads(self, plan: StepPlan) -> None:
@@ -141,7 +141,7 @@ class Worker:
             future = self._loaders.submit(self._load_async, load, orders)
             self._async_loads[load.request] = (load, future)
         elif self._layers and load.keys and self._fits_one_batch(load):
-            self._step.layerwise_loads.append(self._load_layerwise(load, deadline))
+            self._step.layerwise_loads.append(self._load_layerwise(load, orders, deadline))
         else:
             result = self._result_of(load, functools.partial(self._load, load, orders, deadline))
             for order in orders.values():
@@ -170,6 +170,8 @@ class Worker:
         # Before the saves: blocks that were computed from failed loads must not be saved.
         for layerwise in self._step.layerwise_loads:
             result = self._result_of(layerwise.load, layerwise.result)
+            if layerwise.order.has_copies:
+                self._gpu_saves.release_after(layerwise.order)
             self._finish_sync_load(layerwise.load, result)
         self._step = _StepState()
         deadline = time.monotonic() + self._save_timeout
@@ -255,18 +257,17 @@ class Worker:
         pages = load.blocks[held.part.group]
         return len(pages) <= memory.batch_blocks and all(pages)
 
-    def _load_layerwise(self, load: Load, deadline: float) -> LayerwiseLoad:
-        held, memory = next(iter(self._parts.values()))
-        assert isinstance(memory, HostMemory)  # noqa: S101 # `attach` sets layers for this alone
-        pages = load.blocks[held.part.group]
-        layerwise = LayerwiseLoad(load, memory.paged, pages, deadline, self._load_all_layers)
-        layerwise.begin(self._loaders, self._store, load.keys[held.part.name], self._failures)
+    def _load_layerwise(
+        self, load: Load, orders: Mapping[str, LoadOrder], deadline: float
+    ) -> LayerwiseLoad:
+        ((held, memory),) = self._parts.values()
+        assert isinstance(memory, HostMemory | GpuPages)  # noqa: S101 # as `attach` checked
+        name, pages = held.part.name, load.blocks[held.part.group]
+        layerwise = LayerwiseLoad(load, memory, orders[name], pages, deadline)
+        load_all_layers = functools.partial(self._load, load, orders, deadline)
+        keys = load.keys[name]
+        layerwise.begin(self._loaders, self._store, keys, self._failures, load_all_layers)
         return layerwise
-
-    def _load_all_layers(self, load: Load, deadline: float) -> LoadResult:
-        """Load in host memory, all layers of a block together."""
-        orders = {name: memory.order() for name, (_, memory) in self._parts.items()}
-        return self._load(load, orders, deadline)
 
     def _load_async(self, load: Load, orders: Mapping[str, LoadOrder]) -> LoadResult:
         """Load while the engine computes; returns once the pages are written."""
@@ -276,9 +277,7 @@ class Worker:
             for order in orders.values():
                 order.wait()
 
-    def _load(
-        self, load: Load, orders: Mapping[str, LoadOrder], deadline: float
-    ) -> LoadResult:
+    def _load(self, load: Load, orders: Mapping[str, LoadOrder], deadline: float) -> LoadResult:
         started, cpu = time.perf_counter(), time.thread_time()
         bad: set[int] = set()
         copied = count = 0
@@ -341,9 +340,7 @@ class Worker:
                 (no_room if has_failed and can_retry else missing).append(index)
         return missing, no_room
 
-    def _save(
-        self, save: Save, namespace: Namespace, deadline: float
-    ) -> SaveResult | GpuSave:
+    def _save(self, save: Save, namespace: Namespace, deadline: float) -> SaveResult | GpuSave:
         """Save blocks, or start to if a GPU copies them."""
         if any(memory.is_asynchronous for _, memory in self._parts.values()):
             return self._start_save(save, namespace, deadline)
@@ -404,10 +401,9 @@ class Worker:
             return none_stored, 0
         return [is_stored(result) for result in results], needed * memory.block_bytes
 
-
     def _start_save(self, save: Save, namespace: Namespace, deadline: float) -> GpuSave:
         """Start the copies of a save. What the store refuses now is not tried again."""
-        pending = GpuSave(save, self._save_timeout, self._failures)
+        pending = GpuSave(save, self._failures)
         for held, memory in self._parts.values():
             if not held.is_writer or not isinstance(memory, GpuPages):
                 continue
