@@ -28,11 +28,13 @@ def keys_of(numbers):
 
 @pytest.fixture
 def registered(fake, store, eventually):
-    """Return a store whose pool is registered: its copies start without a wait."""
+    """Lend a store whose pool is registered: its copies start without a wait."""
     engine = Engine(fake)
     assert save(store, engine, [1000], [0])[0].ok
     eventually(lambda: engine.gpu.report()["is_complete"])
-    return store
+    # The pool stays registered as long as an object of this GPU exists.
+    yield store
+    del engine
 
 
 class Engine:
@@ -320,7 +322,7 @@ def test_a_forked_child_is_refused():
     in_process(code)
 
 
-def test_a_worker_killed_with_copies_in_flight_leaves_nothing(fake, serve, eventually):
+def test_a_worker_killed_with_copies_in_flight_leaves_nothing(fake, serve):
     node = serve("--dram", "16MiB")
     code = """
         import sys
