@@ -60,7 +60,10 @@ class FakeGpu:
         self.call("cuInit", 0)
         self._context = ctypes.c_void_p()
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), 0)
-        self._buffers = []
+        self._free = {}
+        """Host memory that the device may copy, by size."""
+        self._in_flight = {}
+        """Host memory of the copies of each stream since its last `finish`."""
 
     def call(self, name, *arguments):
         """Call a function of the driver."""
@@ -91,7 +94,7 @@ class FakeGpu:
 
     def write(self, array, offset, data, stream):
         """Start to write bytes in the order of a stream, as a kernel would."""
-        source = self._host(len(data))
+        source = self._host(len(data), stream)
         ctypes.memmove(source, bytes(data), len(data))
         target = ctypes.c_uint64(array.address + offset)
         self.in_context(
@@ -100,17 +103,20 @@ class FakeGpu:
 
     def read(self, array, offset, size, stream):
         """Return bytes after all earlier work of a stream."""
-        target = self._host(size)
+        target = self._host(size, stream)
         source = ctypes.c_uint64(array.address + offset)
         self.in_context(
             "cuMemcpyDtoHAsync_v2", target, source, ctypes.c_size_t(size), _handle(stream)
         )
         self.finish(stream)
+        # The buffer is free by now, and nothing else uses it before the next call.
         return ctypes.string_at(target, size)
 
     def finish(self, stream):
         """Wait for all work of a stream."""
         self.in_context("cuStreamSynchronize", _handle(stream))
+        for size, buffer in self._in_flight.pop(stream, ()):
+            self._free.setdefault(size, []).append(buffer)
 
     def hold(self, name):
         """Hold the work that a function starts, until `release`."""
@@ -125,10 +131,15 @@ class FakeGpu:
         self._lib.fakeCudaCount.restype = ctypes.c_uint64
         return self._lib.fakeCudaCount(name.encode())
 
-    def _host(self, size):
-        """Allocate host memory that the device may copy. It lives as long as the process."""
-        buffer = ctypes.c_void_p()
-        self.in_context("cuMemAllocHost_v2", ctypes.byref(buffer), ctypes.c_size_t(max(1, size)))
+    def _host(self, size, stream):
+        """Return host memory for a copy, until the stream is finished."""
+        free = self._free.get(size)
+        buffer = free.pop() if free else ctypes.c_void_p()
+        if not buffer:
+            self.in_context(
+                "cuMemAllocHost_v2", ctypes.byref(buffer), ctypes.c_size_t(max(1, size))
+            )
+        self._in_flight.setdefault(stream, []).append((size, buffer))
         return buffer
 
 
