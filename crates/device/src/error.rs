@@ -142,6 +142,12 @@ pub enum CudaError {
         /// How many there are.
         count: usize,
     },
+    /// Two copies of one submission write the same bytes, in no order.
+    #[error("two copies of one submission both write the byte at {target:#x}")]
+    Overlap {
+        /// The first such byte, as an offset in the pool or an address of the device.
+        target: u64,
+    },
     /// A slab that is not of the registered pool.
     #[error("a slab is of another pool than the one that was registered with this copier")]
     OtherPool,
