@@ -4,7 +4,7 @@
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr::null_mut;
 
-use crate::exports::{contexts, copies, devices, memory, order, unsupported, write};
+use crate::exports::{contexts, copies, devices, kernels, memory, order, unsupported, write};
 use crate::settings::Settings;
 use crate::state::NOT_FOUND;
 use crate::world::{Needs, Status, World};
@@ -97,10 +97,10 @@ entries! {
     "cuPointerGetAttributes", "cuPointerGetAttributes", 7000, unsupported::pointer_get_attributes;
     "cuMemcpyPeerAsync", "cuMemcpyPeerAsync", 4000, unsupported::memcpy_peer;
     "cuMemcpy2DAsync", "cuMemcpy2DAsync_v2", 3020, unsupported::memcpy_rows;
-    "cuModuleLoadDataEx", "cuModuleLoadDataEx", 2010, unsupported::module_load;
-    "cuModuleGetFunction", "cuModuleGetFunction", 2000, unsupported::module_get_function;
-    "cuModuleUnload", "cuModuleUnload", 2000, unsupported::module_unload;
-    "cuLaunchKernel", "cuLaunchKernel", 4000, unsupported::launch_kernel;
+    "cuModuleLoadDataEx", "cuModuleLoadDataEx", 2010, kernels::load;
+    "cuModuleGetFunction", "cuModuleGetFunction", 2000, kernels::get_function;
+    "cuModuleUnload", "cuModuleUnload", 2000, kernels::unload;
+    "cuLaunchKernel", "cuLaunchKernel", 4000, kernels::launch;
     "cuMemGetAllocationGranularity", "cuMemGetAllocationGranularity", 10_020,
         unsupported::get_granularity;
     "cuMemCreate", "cuMemCreate", 10_020, unsupported::mem_create;

@@ -84,6 +84,13 @@ pub(crate) fn copy(target: usize, source: usize, bytes: usize) {
     unsafe { std::ptr::copy(source, target, bytes) };
 }
 
+/// Numbers at a mapped address.
+pub(crate) fn read_numbers(start: usize, count: usize) -> Vec<u64> {
+    let start = std::ptr::with_exposed_provenance::<u64>(start);
+    // SAFETY: as `copy`; arrays of a list may start anywhere.
+    (0..count).map(|at| unsafe { start.wrapping_add(at).read_unaligned() }).collect()
+}
+
 /// Writes one byte to mapped addresses.
 pub(crate) fn fill(target: usize, byte: u8, bytes: usize) {
     let target = std::ptr::with_exposed_provenance_mut::<u8>(target);

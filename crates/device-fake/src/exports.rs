@@ -9,6 +9,7 @@ pub(crate) mod contexts;
 pub(crate) mod control;
 pub(crate) mod copies;
 pub(crate) mod devices;
+pub(crate) mod kernels;
 pub(crate) mod memory;
 pub(crate) mod order;
 pub(crate) mod unsupported;

@@ -4,7 +4,8 @@
 //! `CASCADE_CUDA_LIBRARY`. Streams are threads. Addresses of its memory are mapped without access,
 //! so that an instruction that follows one ends the process, as it would be wrong on a GPU. It is
 //! stricter than a GPU: it refuses copies of host memory that is not registered, and copies over a
-//! border between two registrations; memory that is freed under a copy kills the context.
+//! border between two registrations; memory that is freed under a copy kills the context. Kernels
+//! are known by name and written in Rust; they access host memory by other addresses than copies do.
 //!
 //! Variables, read when the first function is called; lists are separated by commas:
 //!
@@ -18,7 +19,7 @@
 //!   registration by `cuMemHostRegister_v2`.
 //! - `FAKE_CUDA_HOLD`: work that was started by these functions waits until `fakeCudaRelease`.
 //! - `FAKE_CUDA_DIE_AT_COPY`: the Nth copy kills the context.
-//! - `FAKE_CUDA_SEED`: order of the copies of a batch.
+//! - `FAKE_CUDA_SEED`: order of the copies of a batch, and of the fragments of a kernel.
 //! - `FAKE_CUDA_REPORT`: file that gets the counts of live objects when the process ends.
 //!
 //! Names are the exported ones, such as `cuMemAlloc_v2`. Three functions of its own are for tests
@@ -27,6 +28,7 @@
 mod addresses;
 mod device_memory;
 mod exports;
+mod kernels;
 mod settings;
 mod state;
 mod streams;

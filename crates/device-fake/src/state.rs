@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use crate::device_memory::{Mapping, Space};
+use crate::kernels::Launch;
 
 /// `CUDA_ERROR_*`.
 pub(crate) const INVALID_VALUE: i32 = 1;
@@ -12,6 +13,7 @@ pub(crate) const NO_DEVICE: i32 = 100;
 pub(crate) const INVALID_DEVICE: i32 = 101;
 pub(crate) const INVALID_CONTEXT: i32 = 201;
 pub(crate) const INVALID_HANDLE: i32 = 400;
+pub(crate) const INVALID_PTX: i32 = 218;
 pub(crate) const NOT_FOUND: i32 = 500;
 pub(crate) const NOT_READY: i32 = 600;
 pub(crate) const ILLEGAL_ADDRESS: i32 = 700;
@@ -65,6 +67,7 @@ pub(crate) struct Transfer {
 #[derive(Debug)]
 pub(crate) enum Work {
     Transfers(Vec<Transfer>),
+    Kernel(Launch),
     Record {
         event: usize,
         count: u64,
@@ -117,6 +120,8 @@ pub(crate) struct State {
     pub(crate) host: BTreeMap<usize, Memory>,
     pub(crate) streams: BTreeMap<usize, Stream>,
     pub(crate) events: BTreeMap<usize, Event>,
+    /// The handle of the kernel that each module has, if it has one that is known.
+    pub(crate) modules: BTreeMap<usize, Option<usize>>,
     pub(crate) held: BTreeSet<String>,
     pub(crate) calls: BTreeMap<&'static str, u64>,
     pub(crate) call_count: u64,
@@ -186,7 +191,8 @@ impl State {
     pub(crate) fn live(&self) -> u64 {
         let streams = self.streams.values().filter(|stream| !stream.is_destroyed).count();
         let events = self.events.values().filter(|event| !event.is_destroyed).count();
-        (self.device.len() + self.host.len() + streams + events) as u64
+        let memory = self.device.len() + self.host.len();
+        (memory + streams + events + self.modules.len()) as u64
     }
 
     /// The counts that a report has.

@@ -8,6 +8,7 @@ use std::time::Duration;
 use cascade_runtime::{MutexGuard, sleep, thread, yield_now};
 
 use crate::device_memory::{copy, fill};
+use crate::kernels::Launch;
 use crate::state::{ILLEGAL_ADDRESS, INVALID_HANDLE, Item, State, Stream, Transfer, Work};
 use crate::world::{Status, World};
 
@@ -28,7 +29,11 @@ pub(crate) fn submit(
 ) -> Result<(), Status> {
     let queue = state.streams.get_mut(&stream).filter(|stream| !stream.is_destroyed);
     let queue = &mut queue.ok_or(INVALID_HANDLE)?.queue;
-    let transfers = if let Work::Transfers(transfers) = &work { transfers.clone() } else { vec![] };
+    let transfers = match &work {
+        Work::Transfers(transfers) => transfers.clone(),
+        Work::Kernel(launch) => launch.uses(),
+        _ => vec![],
+    };
     queue.push_back(Item { name, work });
     for transfer in &transfers {
         state.use_memory(transfer, true);
@@ -86,16 +91,8 @@ fn is_due(state: &State, item: &Item) -> bool {
 
 fn perform(world: &World, item: Item) {
     match item.work {
-        Work::Transfers(mut transfers) => {
-            let delay = Duration::from_micros(world.settings.delay_us(item.name));
-            shuffle(&mut transfers, world.settings.seed);
-            for transfer in &transfers {
-                if !move_bytes(world, transfer, delay) {
-                    return;
-                }
-                world.lock().use_memory(transfer, false);
-            }
-        }
+        Work::Transfers(transfers) => drop(move_all(world, item.name, transfers)),
+        Work::Kernel(launch) => run_kernel(world, item.name, &launch),
         Work::Record { event, count } => {
             if let Some(event) = world.lock().events.get_mut(&event) {
                 event.reached = event.reached.max(count);
@@ -111,6 +108,38 @@ fn perform(world: &World, item: Item) {
             };
             // SAFETY: the caller gave the argument for this function.
             unsafe { function(argument) };
+        }
+    }
+}
+
+/// Moves bytes in any order, of memory that counts as used. Returns false if the context is dead.
+fn move_all(world: &World, name: &'static str, mut transfers: Vec<Transfer>) -> bool {
+    let delay = Duration::from_micros(world.settings.delay_us(name));
+    shuffle(&mut transfers, world.settings.seed);
+    transfers.iter().all(|transfer| {
+        let moved = move_bytes(world, transfer, delay);
+        if moved {
+            world.lock().use_memory(transfer, false);
+        }
+        moved
+    })
+}
+
+/// Runs a kernel. Memory that is not there kills the context.
+fn run_kernel(world: &World, name: &'static str, launch: &Launch) {
+    let mut state = world.lock();
+    let Ok(transfers) = launch.transfers(&state) else {
+        state.death = Some(ILLEGAL_ADDRESS);
+        return;
+    };
+    for transfer in &transfers {
+        state.use_memory(transfer, true);
+    }
+    drop(state);
+    if move_all(world, name, transfers) {
+        let mut state = world.lock();
+        for used in launch.uses() {
+            state.use_memory(&used, false);
         }
     }
 }

@@ -18,6 +18,7 @@ mod error;
 mod event;
 mod foreign;
 mod functions;
+mod kernel;
 mod library;
 mod pinned;
 mod plan;

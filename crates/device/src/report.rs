@@ -8,6 +8,7 @@ use crate::context::device_number;
 use crate::driver::Driver;
 use crate::error::{CudaError, Unavailable};
 use crate::functions::{DeviceNumber, Function, Status, Uuid};
+use crate::kernel;
 use crate::version::DriverVersion;
 
 /// `CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR` and `_MINOR`.
@@ -48,6 +49,9 @@ pub struct DriverReport {
     pub batch: Option<BatchForm>,
     /// Functions that a driver of this version should have and this one has not.
     pub missing_functions: Vec<&'static str>,
+    /// Functions that kernels need and this driver lacks. With any of them, every copy is made by
+    /// the driver itself.
+    pub missing_for_kernels: Vec<&'static str>,
 }
 
 impl DriverReport {
@@ -67,6 +71,7 @@ impl DriverReport {
             devices,
             batch: BatchForm::of(&driver),
             missing_functions: driver.missing_functions(),
+            missing_for_kernels: kernel::missing_functions(&driver),
         })
     }
 

@@ -37,6 +37,7 @@ pub(crate) unsafe extern "C" fn release(device: c_int) -> Status {
             state.device.clear();
             state.host.clear();
             state.events.clear();
+            state.modules.clear();
             state.streams.values_mut().for_each(|stream| stream.is_destroyed = true);
         }
         Ok(())

@@ -8,6 +8,7 @@ use cascade_runtime::sleep;
 
 use super::write;
 use crate::device_memory::{Mapping, Space};
+use crate::kernels::device_address;
 use crate::state::{
     ALREADY_REGISTERED, INVALID_VALUE, Memory, NOT_REGISTERED, OUT_OF_MEMORY, Side, State,
 };
@@ -124,7 +125,7 @@ pub(crate) unsafe extern "C" fn get_device_pointer(
     World::call("cuMemHostGetDevicePointer_v2", Needs::Current, |_, state| {
         state.find(start.addr(), 1)?;
         // SAFETY: the caller's promise.
-        unsafe { write(address, start.addr() as u64) }
+        unsafe { write(address, device_address(start.addr())) }
     })
 }
 

@@ -1,7 +1,7 @@
 //! Functions that this fake has without doing anything: they answer `CUDA_ERROR_NOT_SUPPORTED`.
 #![expect(unsafe_code, reason = "exports functions with C's interface")]
 
-use std::ffi::{c_char, c_int, c_uint, c_ulonglong, c_void};
+use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
 
 use crate::state::NOT_SUPPORTED;
 use crate::world::{Needs, Status, World};
@@ -28,16 +28,6 @@ unsupported! {
     "cuMemcpyPeerAsync"
         memcpy_peer(u64, *mut c_void, u64, *mut c_void, usize, *mut c_void);
     "cuMemcpy2DAsync_v2" memcpy_rows(*const c_void, *mut c_void);
-    "cuModuleLoadDataEx" module_load(
-        *mut *mut c_void, *const c_void, c_uint, *mut c_uint, *mut *mut c_void
-    );
-    "cuModuleGetFunction"
-        module_get_function(*mut *mut c_void, *mut c_void, *const c_char);
-    "cuModuleUnload" module_unload(*mut c_void);
-    "cuLaunchKernel" launch_kernel(
-        *mut c_void, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, *mut c_void,
-        *mut *mut c_void, *mut *mut c_void
-    );
     "cuMemGetAllocationGranularity" get_granularity(*mut usize, *const c_void, c_uint);
     "cuMemCreate" mem_create(*mut u64, usize, *const c_void, c_ulonglong);
     "cuMemRelease" mem_release(u64);
