@@ -2,10 +2,11 @@
 #![expect(unsafe_code, reason = "calls the driver")]
 
 use std::fmt;
-use std::ptr::null_mut;
+use std::ptr::{NonNull, null_mut};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::driver::Driver;
-use crate::error::CudaError;
+use crate::error::{CudaError, NOT_SUPPORTED};
 use crate::functions::{ACCESS_IN_STREAM_ORDER, Address, CopyAttributes, Handle, Status};
 use crate::stream::Stream;
 
@@ -44,26 +45,114 @@ impl BatchForm {
     }
 }
 
-/// Addresses of copies, each in its own registration.
+/// The memory that a copy reads and writes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Sides {
+    ToDevice,
+    ToHost,
+    Within,
+}
+
+/// Addresses of copies, each in its own registration. Those of host memory are exposed.
 #[derive(Debug, Default)]
 pub(crate) struct Batch {
-    pub(crate) targets: Vec<Address>,
-    pub(crate) sources: Vec<Address>,
-    pub(crate) lengths: Vec<usize>,
+    sides: Vec<Sides>,
+    targets: Vec<Address>,
+    sources: Vec<Address>,
+    lengths: Vec<usize>,
+}
+
+/// Starts batches: by the batched copy, or by a call for each copy where the driver has none or
+/// refuses it.
+#[derive(Debug)]
+pub(crate) struct Batcher {
+    form: Option<BatchForm>,
+    /// Whether the driver has a batched copy and refused it.
+    is_refused: AtomicBool,
+}
+
+impl Batcher {
+    pub(crate) fn new(driver: &Driver) -> Self {
+        Self { form: BatchForm::of(driver), is_refused: AtomicBool::new(false) }
+    }
+
+    /// The form in use; none if each copy is one call.
+    pub(crate) fn form(&self) -> Option<BatchForm> {
+        // Relaxed: a thread that reads the old value is refused again.
+        self.form.filter(|_| !self.is_refused.load(Ordering::Relaxed))
+    }
+
+    /// The copies that one call makes.
+    pub(crate) fn copies_per_call(&self) -> usize {
+        if self.form().is_some() { BATCH_MAX } else { 1 }
+    }
+
+    /// Starts all copies of a batch.
+    ///
+    /// # Safety
+    /// As `Stream::copy_to_device` and `Stream::copy_to_host`, for each copy.
+    pub(crate) unsafe fn start(&self, stream: &Stream, batch: &mut Batch) -> Result<(), CudaError> {
+        let mut first = 0;
+        while let Some(form) = self.form().filter(|_| first + 1 < batch.lengths.len()) {
+            // SAFETY: the caller's promise.
+            match unsafe { batch.start(form, stream, first) } {
+                Ok(count) => first += count,
+                Err(CudaError::Call(error)) if error.code == NOT_SUPPORTED => {
+                    self.is_refused.store(true, Ordering::Relaxed);
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        for at in first..batch.lengths.len() {
+            // SAFETY: the caller's promise.
+            unsafe { batch.start_one(stream, at) }?;
+        }
+        Ok(())
+    }
+}
+
+/// The pointer of an exposed host address.
+pub(crate) fn host_pointer(address: Address) -> Result<NonNull<u8>, CudaError> {
+    let address = usize::try_from(address).unwrap_or_default();
+    let pointer = std::ptr::with_exposed_provenance_mut::<u8>(address);
+    NonNull::new(pointer).ok_or(CudaError::OtherPool)
 }
 
 impl Batch {
-    pub(crate) fn push(&mut self, target: Address, source: Address, bytes: usize) {
+    pub(crate) fn push(&mut self, sides: Sides, target: Address, source: Address, bytes: usize) {
+        self.sides.push(sides);
         self.targets.push(target);
         self.sources.push(source);
         self.lengths.push(bytes);
     }
 
+    /// Starts one copy.
+    ///
+    /// # Safety
+    /// As `Batcher::start`.
+    unsafe fn start_one(&self, stream: &Stream, at: usize) -> Result<(), CudaError> {
+        let (target, source, bytes) = (self.targets[at], self.sources[at], self.lengths[at]);
+        match self.sides[at] {
+            Sides::ToDevice => {
+                let source = host_pointer(source)?;
+                // SAFETY: the caller's promise.
+                unsafe { stream.copy_to_device(target, source, bytes) }
+            }
+            Sides::ToHost => {
+                let target = host_pointer(target)?;
+                // SAFETY: the caller's promise.
+                unsafe { stream.copy_to_host(target, source, bytes) }
+            }
+            // SAFETY: the caller's promise.
+            Sides::Within => unsafe { stream.copy_within(target, source, bytes) },
+        }
+    }
+
     /// Starts at most [`BATCH_MAX`] copies, from the one at `first`. Returns how many.
     ///
     /// # Safety
-    /// As `Stream::copy_to_device` and `Stream::copy_to_host`, for each copy.
-    pub(crate) unsafe fn start(
+    /// As `Batcher::start`.
+    unsafe fn start(
         &mut self,
         form: BatchForm,
         stream: &Stream,

@@ -82,6 +82,11 @@ impl Context {
         &self.driver
     }
 
+    /// The driver's number of its device.
+    pub(crate) fn device(&self) -> DeviceNumber {
+        self.device
+    }
+
     /// The clock of its waits.
     pub(crate) fn clock(&self) -> &dyn Clock {
         &*self.clock

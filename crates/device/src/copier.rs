@@ -8,7 +8,6 @@ use std::any::Any;
 use std::fmt;
 use std::ops::Range;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError};
 
 use cascade_memory::{HostSlab, HostSlabMut};
@@ -16,15 +15,19 @@ use cascade_runtime::{Deadline, LeafMutex};
 
 use crate::abandoned;
 use crate::allocation::DevicePiece;
-use crate::batch::{Batch, BatchForm};
+use crate::batch::{Batch, BatchForm, Batcher, Sides, host_pointer};
 use crate::context::Context;
-use crate::error::{CudaError, NOT_SUPPORTED};
+use crate::costs::Costs;
+use crate::error::CudaError;
 use crate::event::Event;
 use crate::functions::Address;
+use crate::kernel::FRAGMENTS_MAX;
+use crate::plan::{Call, Direction, Limits, PlannedCopy, plan};
 use crate::registered::RegisteredPool;
 use crate::staging::Staging;
 use crate::stream::Stream;
 use crate::transfer::Transfer;
+use crate::ways::{Launch, Loan, Route, SLICE_BYTES, Ways, sides};
 
 /// The buffers for slabs that are not registered: copies of these wait for each other.
 const STAGING_BYTES: usize = 256 << 10;
@@ -64,9 +67,11 @@ struct Inner {
     stream: Stream,
     pool: Arc<RegisteredPool>,
     staging: Staging,
-    batch: Option<BatchForm>,
-    /// Whether the driver has a batched copy and refused it.
-    batch_is_refused: AtomicBool,
+    batcher: Batcher,
+    /// None if all copies are direct.
+    ways: Option<Arc<Ways>>,
+    /// Why there are no kernels, though there is a table of costs.
+    kernel_refusal: Option<CudaError>,
     /// Copies that their callers no longer wait for.
     parked: LeafMutex<Vec<Flight<Box<dyn Any + Send>>>>,
 }
@@ -77,6 +82,8 @@ struct Flight<T> {
     used: T,
     /// None if it could not be recorded: then the whole stream has to be over.
     event: Option<Event>,
+    /// Lists that kernels read.
+    loan: Loan,
 }
 
 /// Copies that were submitted, with what they use. If it is dropped, that is freed once the copies
@@ -93,18 +100,47 @@ impl Copier {
     /// # Errors
     /// If the driver refuses the stream or the small buffers.
     pub fn new(context: &Arc<Context>, pool: Arc<RegisteredPool>) -> Result<Self, CudaError> {
+        Self::build(context, pool, None, None)
+    }
+
+    /// A copier whose transfers take the fastest way by a table of costs. Where the driver refuses
+    /// the kernel or the memory for it, all copies are direct, see [`Copier::kernel_refusal`].
+    ///
+    /// # Errors
+    /// As [`Copier::new`].
+    pub fn with_costs(
+        context: &Arc<Context>,
+        pool: Arc<RegisteredPool>,
+        costs: Costs,
+    ) -> Result<Self, CudaError> {
+        match Ways::new(context, costs) {
+            Ok(ways) => Self::build(context, pool, Some(Arc::new(ways)), None),
+            Err(error) => Self::build(context, pool, None, Some(error)),
+        }
+    }
+
+    fn build(
+        context: &Arc<Context>,
+        pool: Arc<RegisteredPool>,
+        ways: Option<Arc<Ways>>,
+        kernel_refusal: Option<CudaError>,
+    ) -> Result<Self, CudaError> {
         let stream = Stream::new(context)?;
         let staging = Staging::new(context, STAGING_BYTES, STAGING_COUNT)?;
-        let batch = BatchForm::of(context.driver());
-        let batch_is_refused = AtomicBool::new(false);
+        let batcher = Batcher::new(context.driver());
         let parked = LeafMutex::default();
-        Ok(Self(Arc::new(Inner { stream, pool, staging, batch, batch_is_refused, parked })))
+        let inner = Inner { stream, pool, staging, batcher, ways, kernel_refusal, parked };
+        Ok(Self(Arc::new(inner)))
+    }
+
+    /// Why it copies without kernels, though it was given a table of costs.
+    pub fn kernel_refusal(&self) -> Option<&CudaError> {
+        self.0.kernel_refusal.as_ref()
     }
 
     /// The form of the batched copy in use; none if each copy is one call.
     pub fn batch_form(&self) -> Option<BatchForm> {
-        // Relaxed: a thread that reads the old value is refused again.
-        self.0.batch.filter(|_| !self.0.batch_is_refused.load(Ordering::Relaxed))
+        self.0.batcher.form()
     }
 
     /// Its stream, for work that has to wait for its copies.
@@ -138,8 +174,7 @@ impl Copier {
         mut transfer: Transfer,
         after: Option<&Event>,
     ) -> Result<Pending<Transfer>, CudaError> {
-        let mut plan = Plan::default();
-        transfer.plan(&self.0.pool, &mut plan)?;
+        let plan = self.0.plan_transfer(&mut transfer)?;
         self.submit_plan(plan, transfer, after)
     }
 
@@ -151,16 +186,16 @@ impl Copier {
         after: Option<&Event>,
     ) -> Result<Pending<T>, CudaError> {
         self.0.sweep();
-        let flight = Some(Flight { used, event: None });
+        let flight = Flight { used, event: None, loan: Loan::new(self.0.ways.as_ref()) };
         // Before the first copy starts: from then on, its drop keeps what they use.
-        let mut pending = Pending { inner: Arc::clone(&self.0), flight };
+        let mut pending = Pending { inner: Arc::clone(&self.0), flight: Some(flight) };
         let stream = &self.0.stream;
-        let event = stream.context().with(|| {
-            after.map_or(Ok(()), |event| stream.wait_for(event))?;
-            self.start(plan)?;
-            stream.record()
-        })?;
         if let Some(flight) = &mut pending.flight {
+            let event = stream.context().with(|| {
+                after.map_or(Ok(()), |event| stream.wait_for(event))?;
+                self.start(plan, &mut flight.loan)?;
+                stream.record()
+            })?;
             flight.event = Some(event);
         }
         Ok(pending)
@@ -169,44 +204,40 @@ impl Copier {
     /// Waits until all copies that were ever submitted are over, also those of failed submissions.
     /// If they are not in time, the context is lost: then nobody uses what they write.
     pub fn drain(&self) {
-        let stream = &self.0.stream;
-        let context = stream.context();
-        let drained = context.wait("copies", context.deadline(), || stream.is_idle());
+        let context = self.0.stream.context();
+        let drained = context.wait("copies", context.deadline(), || self.0.is_idle());
         if let Err(error) = drained {
             context.lose(error);
         }
     }
 
-    fn start(&self, mut plan: Plan) -> Result<(), CudaError> {
+    /// Starts copies. They use `loan` until the flight is over.
+    fn start(&self, mut plan: Plan, loan: &mut Loan) -> Result<(), CudaError> {
         let inner = &*self.0;
-        let context = inner.stream.context();
-        let mut first = 0;
-        while let Some(form) = self.batch_form().filter(|_| first + 1 < plan.batch.lengths.len()) {
-            // SAFETY: the flight holds both sides of each copy until it is over.
-            match unsafe { plan.batch.start(form, &inner.stream, first) } {
-                Ok(count) => first += count,
-                Err(CudaError::Call(error)) if error.code == NOT_SUPPORTED => {
-                    inner.batch_is_refused.store(true, Ordering::Relaxed);
-                }
-                Err(error) => return Err(error),
-            }
+        let stream = &inner.stream;
+        let ways = inner.ways.as_ref().filter(|_| !plan.kernels.is_empty());
+        if let Some(ways) = ways {
+            ways.begin(stream)?;
         }
-        for (at, direction) in plan.directions.iter().enumerate().skip(first) {
-            let (target, source) = (plan.batch.targets[at], plan.batch.sources[at]);
-            inner.start_one(*direction, target, source, plan.batch.lengths[at])?;
+        // SAFETY: the flight holds both sides of each copy until it is over.
+        unsafe { inner.batcher.start(stream, &mut plan.batch) }?;
+        if let Some(ways) = ways {
+            let route = Route { pool: &inner.pool, main: stream, batcher: &inner.batcher };
+            // SAFETY: as above, and the flight holds the loan.
+            unsafe { ways.start(&route, &plan.kernels, loan) }?;
         }
         for staged in plan.staged {
-            let deadline = context.deadline();
+            let deadline = stream.context().deadline();
             match staged {
                 Staged::ToDevice { target, source, bytes } => {
                     // SAFETY: the flight holds the slab, which nothing writes.
                     let source = unsafe { std::slice::from_raw_parts(source.as_ptr(), bytes) };
-                    inner.staging.copy_in(&inner.stream, target, source, deadline)?;
+                    inner.staging.copy_in(stream, target, source, deadline)?;
                 }
                 Staged::ToHost { target, source, bytes } => {
                     // SAFETY: the flight holds the slab, which nothing else accesses.
                     let target = unsafe { std::slice::from_raw_parts_mut(target.as_ptr(), bytes) };
-                    inner.staging.copy_out(&inner.stream, source, target, deadline)?;
+                    inner.staging.copy_out(stream, source, target, deadline)?;
                 }
             }
         }
@@ -216,18 +247,10 @@ impl Copier {
 
 /// What the copies of a submission become.
 #[derive(Default)]
-pub(crate) struct Plan {
+struct Plan {
     batch: Batch,
-    /// The direction of each copy of the batch.
-    directions: Vec<Direction>,
+    kernels: Vec<Launch>,
     staged: Vec<Staged>,
-}
-
-#[derive(Debug, Clone, Copy)]
-enum Direction {
-    ToDevice,
-    ToHost,
-    Within,
 }
 
 /// A part of a slab that is not registered.
@@ -259,38 +282,56 @@ impl Inner {
                 }
                 Copy::Within { source, target } => {
                     check_lengths(source.bytes(), target.bytes())?;
-                    plan.directions.push(Direction::Within);
-                    plan.batch.push(target.address(), source.address(), source.bytes());
+                    let (target, source, bytes) =
+                        (target.address(), source.address(), source.bytes());
+                    plan.batch.push(Sides::Within, target, source, bytes);
                 }
             }
         }
         Ok(plan)
     }
 
-    fn start_one(
-        &self,
-        direction: Direction,
-        target: Address,
-        source: Address,
-        bytes: usize,
-    ) -> Result<(), CudaError> {
-        let stream = &self.stream;
-        match direction {
-            Direction::ToDevice => {
-                // SAFETY: the flight holds the slab and the device's memory until it is over.
-                unsafe { stream.copy_to_device(target, host_pointer(source)?, bytes) }
+    /// Plans the copies of a transfer by the table of costs, if there is one.
+    fn plan_transfer(&self, transfer: &mut Transfer) -> Result<Plan, CudaError> {
+        let (direction, copies) = transfer.copies(&self.pool)?;
+        let borders = self.pool.borders();
+        let addresses = self.ways.as_ref().and_then(|_| self.pool.device_addresses(&borders));
+        let costs = self.ways.as_ref().and_then(|ways| ways.costs(addresses.is_some()));
+        let limits = Limits {
+            copies_per_call: self.batcher.copies_per_call(),
+            fragments_per_launch: FRAGMENTS_MAX,
+            slice_bytes: SLICE_BYTES,
+        };
+        let planned = plan(direction, &copies, &borders, &limits, costs)?;
+        let mut plan = Plan::default();
+        for call in planned.calls {
+            match call {
+                Call::Direct(copies) => plan.add(&self.pool, direction, &copies),
+                Call::Unregistered(copies) => plan.add_staged(&self.pool, direction, &copies)?,
+                Call::Staged(slice) => plan.kernels.push(Launch::Staged(direction, slice)),
+                Call::Mapped(copies) => {
+                    let mapped = copies.iter().map(|copy| {
+                        let piece = copy.offset / borders.piece_bytes;
+                        let first = addresses.as_ref().and_then(|it| it.get(piece));
+                        let first = first.ok_or(CudaError::OtherPool)?;
+                        let host = first + (copy.offset % borders.piece_bytes) as Address;
+                        Ok(sides(direction, host, copy))
+                    });
+                    plan.kernels.push(Launch::Mapped(mapped.collect::<Result<_, CudaError>>()?));
+                }
             }
-            Direction::ToHost => {
-                // SAFETY: as above; nothing else accesses the slab.
-                unsafe { stream.copy_to_host(host_pointer(target)?, source, bytes) }
-            }
-            // SAFETY: the flight holds both pieces until it is over.
-            Direction::Within => unsafe { stream.copy_within(target, source, bytes) },
         }
+        Ok(plan)
     }
 
     fn is_over<T>(&self, flight: &Flight<T>) -> Result<bool, CudaError> {
-        flight.event.as_ref().map_or_else(|| self.stream.is_idle(), Event::is_over)
+        flight.event.as_ref().map_or_else(|| self.is_idle(), Event::is_over)
+    }
+
+    /// Whether nothing is left to do, also for kernels that no event of the copier covers.
+    fn is_idle(&self) -> Result<bool, CudaError> {
+        let kernels_are_over = self.ways.as_ref().map_or(Ok(true), |ways| ways.is_idle())?;
+        Ok(kernels_are_over && self.stream.is_idle()?)
     }
 
     /// Frees the slabs of parked copies that are over.
@@ -310,35 +351,54 @@ impl Inner {
 }
 
 impl Plan {
-    pub(crate) fn add_to_device(
+    /// Adds copies of registered memory.
+    fn add(&mut self, pool: &RegisteredPool, direction: Direction, copies: &[PlannedCopy]) {
+        let kind = match direction {
+            Direction::ToDevice => Sides::ToDevice,
+            Direction::ToHost => Sides::ToHost,
+        };
+        for copy in copies {
+            let (target, source, bytes) = sides(direction, pool.host_address(copy.offset), copy);
+            self.batch.push(kind, target, source, bytes);
+        }
+    }
+
+    /// Adds copies of memory that is not registered.
+    fn add_staged(
         &mut self,
-        to: Address,
-        from: NonNull<u8>,
-        part: Range<usize>,
-        direct: bool,
-    ) {
+        pool: &RegisteredPool,
+        direction: Direction,
+        copies: &[PlannedCopy],
+    ) -> Result<(), CudaError> {
+        for copy in copies {
+            let (host, bytes) = (host_pointer(pool.host_address(copy.offset))?, copy.bytes);
+            self.staged.push(match direction {
+                Direction::ToDevice => {
+                    Staged::ToDevice { target: copy.address, source: host, bytes }
+                }
+                Direction::ToHost => Staged::ToHost { source: copy.address, target: host, bytes },
+            });
+        }
+        Ok(())
+    }
+
+    fn add_to_device(&mut self, to: Address, from: NonNull<u8>, part: Range<usize>, direct: bool) {
         let (target, bytes) = (to + part.start as Address, part.len());
         let source = offset(from, part.start);
         if direct {
-            self.directions.push(Direction::ToDevice);
-            self.batch.push(target, source.as_ptr().expose_provenance() as Address, bytes);
+            let source = source.as_ptr().expose_provenance() as Address;
+            self.batch.push(Sides::ToDevice, target, source, bytes);
         } else {
             self.staged.push(Staged::ToDevice { target, source, bytes });
         }
     }
 
-    pub(crate) fn add_to_host(
-        &mut self,
-        from: Address,
-        to: NonNull<u8>,
-        part: Range<usize>,
-        direct: bool,
-    ) {
+    fn add_to_host(&mut self, from: Address, to: NonNull<u8>, part: Range<usize>, direct: bool) {
         let (source, bytes) = (from + part.start as Address, part.len());
         let target = offset(to, part.start);
         if direct {
-            self.directions.push(Direction::ToHost);
-            self.batch.push(target.as_ptr().expose_provenance() as Address, source, bytes);
+            let target = target.as_ptr().expose_provenance() as Address;
+            self.batch.push(Sides::ToHost, target, source, bytes);
         } else {
             self.staged.push(Staged::ToHost { source, target, bytes });
         }
@@ -349,13 +409,6 @@ impl Plan {
 fn offset(start: NonNull<u8>, offset: usize) -> NonNull<u8> {
     // SAFETY: parts of a slab lie in it.
     unsafe { start.add(offset) }
-}
-
-/// The pointer of a host address that a plan exposed.
-fn host_pointer(address: Address) -> Result<NonNull<u8>, CudaError> {
-    let address = usize::try_from(address).unwrap_or_default();
-    let pointer = std::ptr::with_exposed_provenance_mut::<u8>(address);
-    NonNull::new(pointer).ok_or(CudaError::OtherPool)
 }
 
 fn check_lengths(source_bytes: usize, target_bytes: usize) -> Result<(), CudaError> {
@@ -398,8 +451,8 @@ impl<T: Send + 'static> Pending<T> {
 
 impl<T: Send + 'static> Drop for Pending<T> {
     fn drop(&mut self) {
-        if let Some(Flight { used, event }) = self.flight.take() {
-            self.inner.park(Flight { used: Box::new(used), event });
+        if let Some(Flight { used, event, loan }) = self.flight.take() {
+            self.inner.park(Flight { used: Box::new(used), event, loan });
             self.inner.sweep();
         }
     }
@@ -422,6 +475,6 @@ impl Drop for Inner {
 
 impl fmt::Debug for Inner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Copier").field("batch", &self.batch).finish_non_exhaustive()
+        f.debug_struct("Copier").field("batcher", &self.batcher).finish_non_exhaustive()
     }
 }

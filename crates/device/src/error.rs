@@ -142,6 +142,10 @@ pub enum CudaError {
         /// How many there are.
         count: usize,
     },
+    /// An earlier error left a buffer for staged copies in an unknown state: the next transfer is
+    /// direct.
+    #[error("an earlier error ended staged copies; the next transfer is made without them")]
+    Broken,
     /// Two copies of one submission write the same bytes, in no order.
     #[error("two copies of one submission both write the byte at {target:#x}")]
     Overlap {
@@ -199,7 +203,10 @@ pub(crate) fn known_name(code: i32) -> &'static str {
         NO_DEVICE => "CUDA_ERROR_NO_DEVICE",
         101 => "CUDA_ERROR_INVALID_DEVICE",
         201 => "CUDA_ERROR_INVALID_CONTEXT",
+        209 => "CUDA_ERROR_NO_BINARY_FOR_GPU",
         214 => "CUDA_ERROR_ECC_UNCORRECTABLE",
+        218 => "CUDA_ERROR_INVALID_PTX",
+        222 => "CUDA_ERROR_UNSUPPORTED_PTX_VERSION",
         400 => "CUDA_ERROR_INVALID_HANDLE",
         500 => "CUDA_ERROR_NOT_FOUND",
         NOT_READY => "CUDA_ERROR_NOT_READY",
@@ -221,6 +228,7 @@ fn advice(code: i32) -> &'static str {
         3 => "if this process was forked after CUDA was started, start it with `spawn`",
         46 | 101 => "check that the device is free, and CUDA_VISIBLE_DEVICES",
         NO_DEVICE => "check nvidia-smi and the devices of the container",
+        209 | 218 | 221 | 222 => "the driver compiles no kernel for this GPU: update the driver",
         214 | 220 | 226 => "the hardware reports damage: check nvidia-smi -q, replace the device",
         700 | 714..=719 => "a kernel or copy accessed wrong memory: restart the process",
         712 => "the memory is registered already: register a pool once in a process",

@@ -159,20 +159,23 @@ impl List {
         Ok(Self { buffer, address, count: 0 })
     }
 
-    /// Replaces its fragments: target, source and length of each, at most [`FRAGMENTS_MAX`]. Call
-    /// it only while no kernel reads the list.
-    pub(crate) fn fill(&mut self, fragments: impl Iterator<Item = (Address, Address, usize)>) {
+    /// Replaces its fragments: target, source and length of each. Call it only while no kernel
+    /// reads the list.
+    ///
+    /// # Panics
+    /// If there are more than [`FRAGMENTS_MAX`].
+    pub(crate) fn fill(&mut self, fragments: &[(Address, Address, usize)]) {
+        assert!(fragments.len() <= FRAGMENTS_MAX, "a plan keeps to its limits");
         let (targets, rest) = self.buffer.bytes().split_at_mut(ARRAY_BYTES);
         let (sources, lengths) = rest.split_at_mut(ARRAY_BYTES);
-        self.count = 0;
-        for ((target, source, length), at) in fragments.zip(0..FRAGMENTS_MAX) {
+        for (at, (target, source, length)) in fragments.iter().enumerate() {
             let place = at * size_of::<u64>()..(at + 1) * size_of::<u64>();
             // Every host and device with CUDA is little endian.
             targets[place.clone()].copy_from_slice(&target.to_le_bytes());
             sources[place.clone()].copy_from_slice(&source.to_le_bytes());
-            lengths[place].copy_from_slice(&(length as u64).to_le_bytes());
-            self.count += 1;
+            lengths[place].copy_from_slice(&(*length as u64).to_le_bytes());
         }
+        self.count = fragments.len();
     }
 
     /// The arguments of the kernel.

@@ -9,6 +9,7 @@
 mod abandoned;
 mod allocation;
 mod batch;
+mod calibration;
 mod context;
 mod copier;
 mod costs;
@@ -28,6 +29,7 @@ mod staging;
 mod stream;
 mod transfer;
 mod version;
+mod ways;
 
 pub use allocation::{DeviceAllocation, DevicePiece};
 pub use batch::BatchForm;

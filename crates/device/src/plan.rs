@@ -42,6 +42,9 @@ pub struct PlannedCopy {
     pub offset: usize,
     /// Where they are on the device.
     pub address: u64,
+    /// Which memory of the device has them. A driver may refuse a copy that ends in another memory
+    /// than it begins in, so copies of two are never merged.
+    pub memory: usize,
     /// How many.
     pub bytes: usize,
 }
@@ -174,7 +177,7 @@ fn merge(direction: Direction, fragments: &[PlannedCopy]) -> Result<Vec<PlannedC
     };
     let mut ordered: Vec<PlannedCopy> = Vec::with_capacity(fragments.len());
     for fragment in fragments.iter().filter(|fragment| fragment.bytes > 0) {
-        let PlannedCopy { offset, address, bytes } = *fragment;
+        let PlannedCopy { offset, address, bytes, .. } = *fragment;
         if offset.checked_add(bytes).is_none() || address.checked_add(bytes as u64).is_none() {
             return Err(CudaError::Outside { offset, bytes, length: usize::MAX });
         }
@@ -190,7 +193,9 @@ fn merge(direction: Direction, fragments: &[PlannedCopy]) -> Result<Vec<PlannedC
         if target(&fragment) < target(last) + last.bytes as u64 {
             return Err(CudaError::Overlap { target: target(&fragment) });
         }
-        if follows(last, &fragment) && last.address + last.bytes as u64 == fragment.address {
+        let is_next =
+            last.memory == fragment.memory && last.address + last.bytes as u64 == fragment.address;
+        if is_next && follows(last, &fragment) {
             last.bytes += fragment.bytes;
         } else {
             merged.push(fragment);
@@ -213,7 +218,7 @@ fn split(copies: &[PlannedCopy], borders: &Borders) -> (Vec<PlannedCopy>, Vec<Pl
         while at < end {
             let border = borders.next(at).min(end);
             let address = copy.address + (at - copy.offset) as u64;
-            let part = PlannedCopy { offset: at, address, bytes: border - at };
+            let part = PlannedCopy { offset: at, address, bytes: border - at, ..*copy };
             if at < borders.registered_bytes {
                 registered.push(part);
             } else {
@@ -347,7 +352,7 @@ impl Choice<'_> {
             let copies = &self.copies[run.copies.clone()];
             let Some(first) = copies.first() else { continue };
             let (offset, bytes) = (first.offset, run.bytes);
-            slice.runs.push(PlannedCopy { offset, address: place as u64, bytes });
+            slice.runs.push(PlannedCopy { offset, address: place as u64, memory: 0, bytes });
             slice.fragments.extend(copies.iter().map(|copy| {
                 let offset = place + (copy.offset - first.offset);
                 PlannedCopy { offset, ..*copy }

@@ -13,10 +13,15 @@ use cascade_runtime::{LeafMutex, thread};
 
 use crate::context::Context;
 use crate::error::CudaError;
-use crate::functions::Status;
+use crate::functions::{Address, Status};
+use crate::kernel::device_address;
+use crate::plan::Borders;
 
 /// `CU_MEMHOSTREGISTER_PORTABLE`: registered for all contexts of the process.
 const PORTABLE: u32 = 1;
+/// `CU_MEMHOSTREGISTER_DEVICEMAP`: kernels can access it, too. Where they cannot, the driver says so
+/// when it is asked for the address.
+const MAPPED: u32 = 2;
 
 /// How far the registration of a pool is.
 #[derive(Debug, Clone)]
@@ -46,6 +51,8 @@ pub struct RegisteredPool {
     /// As in the report, for copies. It only grows.
     registered_bytes: AtomicUsize,
     report: LeafMutex<RegistrationReport>,
+    /// Addresses of the first pieces for kernels; fewer than are registered if the driver has none.
+    device_addresses: LeafMutex<Vec<Address>>,
     /// Keeps the memory mapped until it is unregistered: another mapping at the same address would
     /// not be what the device reads.
     _memory: Arc<dyn HostMemory>,
@@ -132,9 +139,16 @@ impl RegisteredPool {
             took: Duration::ZERO,
         });
         let (context, registered_bytes) = (Arc::clone(context), AtomicUsize::new(0));
-        let pool =
-            Self { context, start, bytes, piece_bytes, registered_bytes, report, _memory: memory };
-        Ok(pool)
+        Ok(Self {
+            context,
+            start,
+            bytes,
+            piece_bytes,
+            registered_bytes,
+            report,
+            device_addresses: LeafMutex::default(),
+            _memory: memory,
+        })
     }
 
     /// Registers one more piece; false if there is nothing more to register. One thread calls it.
@@ -148,6 +162,9 @@ impl RegisteredPool {
         // Without the lock: the driver takes a tenth of a second per GiB.
         let registered = register(&self.context, address(self.start, first), length);
         let took = self.context.clock().monotonic().saturating_sub(began);
+        if registered.is_ok() {
+            self.add_device_address(first);
+        }
         let mut report = self.lock();
         report.took += took;
         match registered {
@@ -165,6 +182,44 @@ impl RegisteredPool {
             }
         }
         !report.is_complete
+    }
+
+    /// Asks for the address of a piece for kernels. Without it, kernels do not access the pool.
+    fn add_device_address(&self, first: usize) {
+        let start = NonNull::new(address(self.start, first).cast::<u8>());
+        let found = start.map(|start| device_address(&self.context, start));
+        let mut known = self.device_addresses.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(Ok(address)) = found
+            && known.len() * self.piece_bytes == first
+        {
+            known.push(address);
+        }
+    }
+
+    /// What of it is registered now.
+    pub(crate) fn borders(&self) -> Borders {
+        let registered_bytes = self.registered_bytes.load(Ordering::Acquire);
+        Borders { piece_bytes: self.piece_bytes, registered_bytes }
+    }
+
+    /// The addresses of its pieces for kernels; none if not all that is in `borders` has one.
+    pub(crate) fn device_addresses(&self, borders: &Borders) -> Option<Vec<Address>> {
+        let known = self.device_addresses.lock().unwrap_or_else(PoisonError::into_inner);
+        let are_all = known.len() >= borders.registered_bytes.div_ceil(borders.piece_bytes);
+        are_all.then(|| known.clone())
+    }
+
+    /// Where a slab starts in it. Exposes the address of the slab, for copies.
+    pub(crate) fn expose(&self, slab: NonNull<[u8]>) -> Result<usize, CudaError> {
+        let first = slab.cast::<u8>().as_ptr().expose_provenance();
+        let offset = first.checked_sub(self.start.as_ptr().addr());
+        let offset = offset.filter(|offset| offset.saturating_add(slab.len()) <= self.bytes);
+        offset.ok_or(CudaError::OtherPool)
+    }
+
+    /// The host address of a place in it.
+    pub(crate) fn host_address(&self, offset: usize) -> Address {
+        (self.start.as_ptr().addr() + offset) as Address
     }
 
     /// What was registered so far, and what not and why.
@@ -234,7 +289,7 @@ fn register(context: &Context, start: *mut c_void, bytes: usize) -> Result<(), C
     type Call = unsafe extern "C" fn(*mut c_void, usize, u32) -> Status;
     let register = |register: Call| {
         // SAFETY: the driver pins the pages and checks that they are mapped.
-        unsafe { register(start, bytes, PORTABLE) }
+        unsafe { register(start, bytes, PORTABLE | MAPPED) }
     };
     let mut is_registered = false;
     let registered = context.with(|| {

@@ -4,7 +4,7 @@
 use std::ffi::{CStr, c_char};
 
 use crate::batch::BatchForm;
-use crate::context::device_number;
+use crate::context::{Context, device_number};
 use crate::driver::Driver;
 use crate::error::{CudaError, Unavailable};
 use crate::functions::{DeviceNumber, Function, Status, Uuid};
@@ -32,7 +32,7 @@ pub struct DeviceFacts {
 impl DeviceFacts {
     /// Whether it is a stand-in for tests, which says so in its name.
     pub fn is_fake(&self) -> bool {
-        self.name.to_ascii_lowercase().contains("fake")
+        is_fake_name(&self.name)
     }
 }
 
@@ -87,6 +87,17 @@ fn devices(driver: &Driver) -> Result<Vec<DeviceFacts>, CudaError> {
     // SAFETY: writes to a local variable.
     driver.run(&functions.device_get_count, |get| unsafe { get(&raw mut count) })?;
     (0..usize::try_from(count).unwrap_or_default()).map(|at| facts(driver, at)).collect()
+}
+
+/// Whether a device is a stand-in for tests.
+pub(crate) fn is_fake(context: &Context) -> Result<bool, CudaError> {
+    let driver = context.driver();
+    let name = text(driver, &driver.functions.device_get_name, context.device())?;
+    Ok(is_fake_name(&name))
+}
+
+fn is_fake_name(name: &str) -> bool {
+    name.to_ascii_lowercase().contains("fake")
 }
 
 fn facts(driver: &Driver, index: usize) -> Result<DeviceFacts, CudaError> {

@@ -6,9 +6,9 @@ use std::sync::Arc;
 
 use cascade_memory::{HostSlab, HostSlabMut};
 
-use crate::copier::Plan;
 use crate::error::CudaError;
 use crate::foreign::ForeignMemory;
+use crate::plan::{Direction, PlannedCopy};
 use crate::registered::RegisteredPool;
 
 /// Copies between slabs of one pool and memory of the device, all in one direction.
@@ -18,7 +18,8 @@ pub struct Transfer {
     pub slabs: Slabs,
     /// The memory of the device.
     pub memory: Vec<Arc<ForeignMemory>>,
-    /// What is copied. Fragments of one transfer have no order: no two may write one byte.
+    /// What is copied. Fragments of one transfer have no order: a transfer of which two write the
+    /// same byte is refused.
     pub fragments: Vec<Fragment>,
 }
 
@@ -47,38 +48,32 @@ pub struct Fragment {
 }
 
 impl Transfer {
-    /// Adds its copies to a plan.
-    pub(crate) fn plan(&mut self, pool: &RegisteredPool, plan: &mut Plan) -> Result<(), CudaError> {
-        match &mut self.slabs {
+    /// Its copies, by offsets in the pool.
+    pub(crate) fn copies(
+        &mut self,
+        pool: &RegisteredPool,
+    ) -> Result<(Direction, Vec<PlannedCopy>), CudaError> {
+        let place = |slab: NonNull<[u8]>| Ok((pool.expose(slab)?, slab.len()));
+        let (direction, slabs) = match &mut self.slabs {
             Slabs::ToDevice(slabs) => {
-                let count = slabs.len();
-                for fragment in &self.fragments {
-                    let slab = slabs.get(fragment.slab).ok_or_else(|| fragment.no_slab(count))?;
-                    let bytes = &slab[fragment.in_slab(slab.len())?];
-                    let target = fragment.address(&self.memory)?;
-                    let start = NonNull::from(bytes).cast::<u8>();
-                    for (part, is_registered) in pool.parts(bytes)? {
-                        plan.add_to_device(target, start, part, is_registered);
-                    }
-                }
+                let slabs = slabs.iter().map(|slab| place(NonNull::from(&**slab)));
+                (Direction::ToDevice, slabs.collect::<Result<Vec<_>, CudaError>>()?)
             }
             Slabs::ToHost(slabs) => {
-                let count = slabs.len();
-                for fragment in &self.fragments {
-                    let slab = slabs.get_mut(fragment.slab);
-                    let slab = slab.ok_or_else(|| fragment.no_slab(count))?;
-                    let part = fragment.in_slab(slab.len())?;
-                    let bytes = &mut slab[part];
-                    let source = fragment.address(&self.memory)?;
-                    let parts = pool.parts(bytes)?;
-                    let start = NonNull::from(bytes).cast::<u8>();
-                    for (part, is_registered) in parts {
-                        plan.add_to_host(source, start, part, is_registered);
-                    }
-                }
+                let slabs = slabs.iter_mut().map(|slab| place(NonNull::from(&mut **slab)));
+                (Direction::ToHost, slabs.collect::<Result<Vec<_>, CudaError>>()?)
             }
-        }
-        Ok(())
+        };
+        let copy = |fragment: &Fragment| {
+            let slab = slabs.get(fragment.slab).ok_or_else(|| fragment.no_slab(slabs.len()))?;
+            let (first, length) = *slab;
+            let offset = first + fragment.in_slab(length)?.start;
+            let address = fragment.address(&self.memory)?;
+            let (memory, bytes) = (fragment.memory, fragment.bytes);
+            Ok(PlannedCopy { offset, address, memory, bytes })
+        };
+        let copies = self.fragments.iter().map(copy).collect::<Result<Vec<_>, CudaError>>()?;
+        Ok((direction, copies))
     }
 }
 

@@ -12,13 +12,13 @@ use std::time::Duration;
 
 use cascade_block::with_causes;
 use cascade_device::{
-    Context, Copier, Copy, CudaError, CudaMemory, CudaMemoryConfig, DeviceAllocation, Driver,
-    DriverReport, RegisteredPool,
+    Context, Copier, Copy, Costs, CudaError, CudaMemory, CudaMemoryConfig, DeviceAllocation,
+    Driver, DriverReport, Fragment, RegisteredPool, Slabs, Transfer,
 };
 use cascade_memory::DeviceMemory as _;
 use cascade_runtime::SystemClock;
 
-use fake::{command, empty, finish, pattern, pool, slab, soon};
+use fake::{Fastest, command, costs, empty, finish, foreign, pattern, pool, slab, soon};
 
 const CHILD: &str = "use_everything_in_a_child";
 /// Children that run at once.
@@ -64,9 +64,23 @@ fn use_memory(driver: &Arc<Driver>) -> Result<(), CudaError> {
 }
 
 fn use_copier(driver: &Arc<Driver>) -> Result<(), CudaError> {
+    in_context(driver, copy_blocks)
+}
+
+fn use_ways(driver: &Arc<Driver>) -> Result<(), CudaError> {
+    in_context(driver, |context| {
+        Costs::measure_any(context)?;
+        [Fastest::Staged, Fastest::Mapped].into_iter().try_for_each(|it| transfer(context, it))
+    })
+}
+
+fn in_context(
+    driver: &Arc<Driver>,
+    run: impl FnOnce(&Arc<Context>) -> Result<(), CudaError>,
+) -> Result<(), CudaError> {
     let limit = Duration::from_secs(5);
     let context = Context::retain(driver, 0, Arc::new(SystemClock), limit)?;
-    let result = copy_blocks(&context);
+    let result = run(&context);
     if context.poison().is_some() {
         say("lost");
     }
@@ -101,6 +115,35 @@ fn copy_blocks(context: &Arc<Context>) -> Result<(), CudaError> {
     Ok(())
 }
 
+/// Loads pages from slabs and saves them.
+fn transfer(context: &Arc<Context>, fastest: Fastest) -> Result<(), CudaError> {
+    const PAGE: usize = 5000;
+    let memory = DeviceAllocation::new(context, 1 << 20)?;
+    let pool = pool(1 << 20);
+    let registered = RegisteredPool::new(context, Arc::new(pool.clone()), 256 << 10)?;
+    let copier = Copier::with_costs(context, registered, costs(fastest))?;
+    let block = |seed: u8| pattern(seed, 4 * PAGE);
+    let fragments = (0..16).map(|at| Fragment {
+        slab: at / 4,
+        slab_offset: at % 4 * PAGE,
+        memory: 0,
+        memory_offset: at * 7 % 16 * 2 * PAGE,
+        bytes: PAGE,
+    });
+    let fragments: Vec<Fragment> = fragments.collect();
+    let memory = vec![foreign(context, &memory, 0)];
+    let slabs = Slabs::ToDevice((0..4).map(|seed| slab(&pool, &block(seed))).collect());
+    let load = Transfer { slabs, memory: memory.clone(), fragments: fragments.clone() };
+    copier.submit_transfer(load, None)?.wait(soon())?;
+    let slabs = Slabs::ToHost((0..4).map(|_| empty(&pool, 4 * PAGE)).collect());
+    let saved = copier.submit_transfer(Transfer { slabs, memory, fragments }, None)?.wait(soon())?;
+    let Slabs::ToHost(slabs) = saved.unwrap().slabs else { panic!("a save") };
+    for (slab, seed) in slabs.iter().zip(0..) {
+        assert!(slab[..] == block(seed)[..], "wrong bytes without an error");
+    }
+    Ok(())
+}
+
 /// A use of the driver, which may fail and checks what it copied.
 type Use = fn(&Arc<Driver>) -> Result<(), CudaError>;
 
@@ -116,8 +159,8 @@ fn use_everything_in_a_child() {
     }
     let report = DriverReport::examine();
     say(&format!("report: {}", report.map_or_else(|error| with_causes(&error), |_| "ok".into())));
-    let uses: [Use; 2] = [use_memory, use_copier];
-    for (name, run) in ["memory", "copier"].into_iter().zip(uses) {
+    let uses: [Use; 3] = [use_memory, use_copier, use_ways];
+    for (name, run) in ["memory", "copier", "ways"].into_iter().zip(uses) {
         let result = Driver::load().map_err(CudaError::from).and_then(|driver| run(&driver));
         match result {
             Ok(()) => say(&format!("{name}: ok")),
@@ -171,7 +214,6 @@ fn used() -> Vec<&'static str> {
         "cuMemGetInfo_v2",
         "cuPointerGetAttributes",
         "cuMemGetAddressRange_v2",
-        "cuMemHostGetDevicePointer_v2",
         "cuMemcpyPeerAsync",
         "cuMemcpy2DAsync_v2",
         "cuMemcpyBatchAsync",
@@ -180,7 +222,7 @@ fn used() -> Vec<&'static str> {
         "cuEventSynchronize",
         "cuEventElapsedTime",
     ];
-    let later = ["cuModule", "cuLaunch", "cuIpc", "cuDeviceCan", "cuCtxEnable", "cuMemGet"];
+    let later = ["cuIpc", "cuDeviceCan", "cuCtxEnable", "cuMemGet"];
     let virtual_memory =
         ["cuMemCreate", "cuMemRelease", "cuMemAddress", "cuMemMap", "cuMemUnmap", "cuMemSetAccess"];
     let handles = ["cuMemExport", "cuMemImport"];
@@ -195,7 +237,7 @@ fn used() -> Vec<&'static str> {
 fn without_faults_all_works_and_nothing_is_left() {
     let texts = check_all(&[Vec::new()]);
     assert!(texts[0].contains("report: ok\n"), "{}", texts[0]);
-    assert!(texts[0].contains("memory: ok\ncopier: ok\n"), "{}", texts[0]);
+    assert!(texts[0].contains("memory: ok\ncopier: ok\nways: ok\n"), "{}", texts[0]);
     assert!(names().len() > 55, "{:?}", names());
 }
 
@@ -207,7 +249,7 @@ fn each_function_may_be_absent() {
     assert_eq!(texts.len(), names.len());
     // Most are not needed for this, and none may be needed by accident.
     let broken = texts.iter().filter(|text| text.contains(" has no cu")).count();
-    let works = texts.iter().filter(|text| text.contains("memory: ok\ncopier: ok\n")).count();
+    let works = texts.iter().filter(|text| text.contains("copier: ok\nways: ok\n")).count();
     assert!(broken >= 15 && works >= 30, "{broken} {works}");
 }
 
@@ -226,7 +268,7 @@ fn each_function_may_fail_at_once_or_later() {
 #[test]
 fn calls_may_fail_at_any_point() {
     let failures: Vec<String> =
-        (1..30).flat_map(|at| CODES.map(|code| format!("*={code}@{}", at * 17))).collect();
+        (1..40).flat_map(|at| CODES.map(|code| format!("*={code}@{}", at * 17))).collect();
     let cases: Vec<_> =
         failures.iter().map(|failure| vec![("FAKE_CUDA_FAIL", &**failure)]).collect();
     assert_eq!(check_all(&cases).len(), cases.len());

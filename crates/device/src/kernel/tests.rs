@@ -1,7 +1,5 @@
 //! The text of the kernel: that it says what the launch assumes, and that it assembles.
 
-#![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
-
 use std::path::PathBuf;
 use std::process::Command;
 
@@ -41,7 +39,6 @@ fn the_text_and_the_launch_agree() {
     assert_eq!(parameters.join(" "), expected.join(", "), "as `List::arguments` gives them");
     assert_eq!(directive(".maxntid"), format!("{THREADS}, 1, 1"));
     assert!(THREADS.is_multiple_of(32), "the kernel waits for whole warps");
-    assert!(BLOCKS > 0);
 }
 
 /// The assembler of NVIDIA, where it is installed.

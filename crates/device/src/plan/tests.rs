@@ -17,7 +17,7 @@ pub(super) fn count_step() {
     STEPS.set(STEPS.get() + 1);
 }
 
-const LIMITS: Limits = Limits { copies_per_call: 4, fragments_per_launch: 5, slice_bytes: 1024 };
+const LIMITS: Limits = Limits { copies_per_call: 4, fragments_per_launch: 5, slice_bytes: 300 };
 const BORDERS: Borders = Borders { piece_bytes: 700, registered_bytes: 4000 };
 const POOL_BYTES: usize = 5000;
 
@@ -92,7 +92,7 @@ fn follow_slice(direction: Direction, slice: &Slice, limits: &Limits, bytes: &mu
         for at in 0..copy.bytes {
             let offset = staged.remove(&(copy.offset + at)).unwrap();
             let (address, bytes_of_it) = (copy.address + at as u64, 1);
-            add(bytes, direction, &PlannedCopy { offset, address, bytes: bytes_of_it });
+            add(bytes, direction, &PlannedCopy { offset, address, bytes: bytes_of_it, ..*copy });
         }
     }
     assert!(staged.is_empty(), "bytes are staged and not used: {staged:?}");
@@ -115,7 +115,7 @@ fn copies(direction: Direction) -> impl Strategy<Value = Vec<PlannedCopy>> {
                     _ => offset,
                 };
                 if offset + bytes <= POOL_BYTES {
-                    copies.push(PlannedCopy { offset, address: address as u64, bytes });
+                    copies.push(PlannedCopy { offset, address: address as u64, memory: 0, bytes });
                     address += bytes;
                     offset += bytes;
                 }
@@ -126,7 +126,7 @@ fn copies(direction: Direction) -> impl Strategy<Value = Vec<PlannedCopy>> {
 }
 
 fn curve() -> impl Strategy<Value = Curve> {
-    (0..4000_u64, 0..300_u64, prop::collection::vec((1..200_usize, 1..2000_u64), 0..3)).prop_map(
+    (0..300_u64, 0..2000_u64, prop::collection::vec((1..200_usize, 1..2000_u64), 0..3)).prop_map(
         |(call_ns, fragment_ns, mut rates)| {
             rates.sort_unstable();
             let rate = |(fragment_bytes, bytes_per_us)| Rate { fragment_bytes, bytes_per_us };
@@ -273,6 +273,29 @@ fn flat(call_ns: u64, fragment_ns: u64, bytes_per_us: u64) -> Curve {
     Curve { call_ns, fragment_ns, rates: vec![Rate { fragment_bytes: 1, bytes_per_us }] }
 }
 
+#[test]
+fn a_slice_ends_before_a_run_that_does_not_fit() {
+    let copy = |at: usize| PlannedCopy {
+        offset: at / 2 * 400 + at % 2 * 100,
+        address: (at * 200) as u64,
+        memory: 0,
+        bytes: 100,
+    };
+    let copies: Vec<PlannedCopy> = (0..6).map(copy).collect();
+    let mut costs = invented();
+    (costs.to_host.direct.call_ns, costs.to_host.within) = (0, Some(Curve::default()));
+    let planned = |copies: &[PlannedCopy], slice_bytes| {
+        let limits = Limits { slice_bytes, ..REAL };
+        plan(Direction::ToHost, copies, &LARGE, &limits, Some(&costs)).unwrap()
+    };
+    let plan = planned(&copies, 712);
+    let Some(Call::Staged(slice)) = plan.calls.first() else { panic!("{plan:?}") };
+    let runs: Vec<_> = slice.runs.iter().map(|run| (run.address, run.bytes)).collect();
+    assert_eq!(runs, [(0, 200), (256, 200), (512, 200)]);
+    assert_eq!(ways(&planned(&copies, 711)), ["staged", "staged"], "the third ends at 712");
+    assert_eq!(ways(&planned(&copies[..1], 99)), ["direct"], "it is longer than a slice");
+}
+
 /// A machine of tests only. No figure of it was measured.
 fn invented() -> Costs {
     let ways = WayCosts {
@@ -288,6 +311,7 @@ fn scattered(slabs: usize, pages: usize, bytes: usize) -> Vec<PlannedCopy> {
     let copy = |at: usize| PlannedCopy {
         offset: (at / pages * 2 * pages + at % pages) * bytes,
         address: ((at * 7919 % (slabs * pages)) * 2 * bytes) as u64,
+        memory: 0,
         bytes,
     };
     (0..slabs * pages).map(copy).collect()
@@ -331,7 +355,7 @@ fn shifted(copy: &PlannedCopy, by: usize) -> PlannedCopy {
 
 #[test]
 fn neighbours_on_one_side_only_are_not_merged() {
-    let copy = |offset, address| PlannedCopy { offset, address, bytes: 64 };
+    let copy = |offset, address| PlannedCopy { offset, address, memory: 0, bytes: 64 };
     let planned = |copies: &[PlannedCopy]| {
         let plan = plan(Direction::ToHost, copies, &LARGE, &REAL, None).unwrap();
         let Some(Call::Direct(copies)) = plan.calls.into_iter().next() else { return Vec::new() };
@@ -339,16 +363,18 @@ fn neighbours_on_one_side_only_are_not_merged() {
     };
     assert_eq!(planned(&[copy(0, 1000), copy(64, 2000)]).len(), 2);
     assert_eq!(planned(&[copy(0, 1000), copy(128, 1064)]).len(), 2);
-    let whole = PlannedCopy { offset: 0, address: 1000, bytes: 192 };
+    let whole = PlannedCopy { offset: 0, address: 1000, memory: 0, bytes: 192 };
     assert_eq!(planned(&[copy(128, 1128), copy(0, 1000), copy(64, 1064)]), [whole]);
+    let other = PlannedCopy { memory: 1, ..copy(64, 1064) };
+    assert_eq!(planned(&[copy(0, 1000), other]).len(), 2, "two allocations side by side");
     assert_eq!(planned(&[]), []);
 }
 
 #[test]
 fn addresses_over_the_end_are_refused() {
     let copies = [
-        PlannedCopy { offset: usize::MAX, address: 0, bytes: 2 },
-        PlannedCopy { offset: 0, address: u64::MAX, bytes: 2 },
+        PlannedCopy { offset: usize::MAX, address: 0, memory: 0, bytes: 2 },
+        PlannedCopy { offset: 0, address: u64::MAX, memory: 0, bytes: 2 },
     ];
     for copy in copies {
         let result = plan(Direction::ToDevice, &[copy], &LARGE, &REAL, None);
@@ -359,7 +385,7 @@ fn addresses_over_the_end_are_refused() {
 /// One source for many pages: a load of a block that several sequences share.
 #[test]
 fn a_source_may_be_copied_to_several_targets() {
-    let copy = |at: u64| PlannedCopy { offset: 0, address: at * 100, bytes: 64 };
+    let copy = |at: u64| PlannedCopy { offset: 0, address: at * 100, memory: 0, bytes: 64 };
     let copies: Vec<PlannedCopy> = (0..3).map(copy).collect();
     let plan = plan(Direction::ToDevice, &copies, &LARGE, &REAL, None).unwrap();
     assert_eq!(plan.calls, [Call::Direct(copies)]);

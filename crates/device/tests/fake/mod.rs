@@ -12,7 +12,10 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use cascade_device::{Context, DeviceAllocation, DevicePiece, Driver, RegisteredPool};
+use cascade_device::{
+    Context, Costs, Curve, DeviceAllocation, DevicePiece, Driver, ForeignMemory, Rate,
+    RegisteredPool, WayCosts,
+};
 use cascade_memory::{HostSlab, HostSlabMut, HugePages, Pool, PoolConfig};
 use cascade_runtime::{Deadline, SystemClock};
 
@@ -161,4 +164,42 @@ pub(crate) fn empty(pool: &Pool, bytes: usize) -> HostSlabMut {
 
 pub(crate) fn piece(memory: &Arc<DeviceAllocation>, offset: usize, bytes: usize) -> DevicePiece {
     memory.piece(offset, bytes).unwrap()
+}
+
+fn curve(call_ns: u64, fragment_ns: u64) -> Curve {
+    let rates = vec![Rate { fragment_bytes: 1, bytes_per_us: 1000 }];
+    Curve { call_ns, fragment_ns, rates }
+}
+
+/// A machine where one way is the fastest.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum Fastest {
+    Direct,
+    Mapped,
+    Staged,
+}
+
+/// A table of such a machine. Nothing of it was measured.
+pub(crate) fn costs(fastest: Fastest) -> Costs {
+    let each = |way| if way == fastest { 1 } else { 1_000_000 };
+    let direct = if fastest == Fastest::Mapped { 1_000_000 } else { 1000 };
+    let within = Curve { rates: Vec::new(), ..curve(1, each(Fastest::Staged)) };
+    let ways = WayCosts {
+        direct: curve(1, direct),
+        mapped: Some(curve(1, each(Fastest::Mapped))),
+        within: Some(within),
+    };
+    Costs { to_device: ways.clone(), to_host: ways }
+}
+
+/// Memory of a device as that of another library, without its first bytes.
+pub(crate) fn foreign(
+    context: &Arc<Context>,
+    memory: &Arc<DeviceAllocation>,
+    first: usize,
+) -> Arc<ForeignMemory> {
+    let owner = Box::new(Arc::clone(memory));
+    let (start, bytes) = (memory.base() + first as u64, memory.bytes() - first);
+    // SAFETY: the owner keeps the memory; the tests order their work.
+    unsafe { ForeignMemory::new(context, start, bytes, owner) }
 }
