@@ -293,7 +293,9 @@ fn a_slice_ends_before_a_run_that_does_not_fit() {
     let runs: Vec<_> = slice.runs.iter().map(|run| (run.address, run.bytes)).collect();
     assert_eq!(runs, [(0, 200), (256, 200), (512, 200)]);
     assert_eq!(ways(&planned(&copies, 711)), ["staged", "staged"], "the third ends at 712");
-    assert_eq!(ways(&planned(&copies[..1], 99)), ["direct"], "it is longer than a slice");
+    let long = PlannedCopy { offset: 10_000, address: 10_000, memory: 0, bytes: 900 };
+    let plan = planned(&[&copies[..], &[long]].concat(), 712);
+    assert_eq!(ways(&plan), ["direct", "staged"], "one is longer than a slice");
 }
 
 /// A machine of tests only. No figure of it was measured.
