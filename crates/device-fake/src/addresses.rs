@@ -4,7 +4,9 @@
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr::null_mut;
 
-use crate::exports::{contexts, copies, devices, kernels, memory, order, unsupported, write};
+use crate::exports::{
+    contexts, copies, devices, kernels, memory, order, unsupported, virtual_memory, write,
+};
 use crate::settings::Settings;
 use crate::state::NOT_FOUND;
 use crate::world::{Needs, Status, World};
@@ -102,17 +104,17 @@ entries! {
     "cuModuleUnload", "cuModuleUnload", 2000, kernels::unload;
     "cuLaunchKernel", "cuLaunchKernel", 4000, kernels::launch;
     "cuMemGetAllocationGranularity", "cuMemGetAllocationGranularity", 10_020,
-        unsupported::get_granularity;
-    "cuMemCreate", "cuMemCreate", 10_020, unsupported::mem_create;
-    "cuMemRelease", "cuMemRelease", 10_020, unsupported::mem_release;
-    "cuMemAddressReserve", "cuMemAddressReserve", 10_020, unsupported::address_reserve;
-    "cuMemAddressFree", "cuMemAddressFree", 10_020, unsupported::address_free;
-    "cuMemMap", "cuMemMap", 10_020, unsupported::mem_map;
-    "cuMemUnmap", "cuMemUnmap", 10_020, unsupported::mem_unmap;
-    "cuMemSetAccess", "cuMemSetAccess", 10_020, unsupported::mem_set_access;
-    "cuMemExportToShareableHandle", "cuMemExportToShareableHandle", 10_020, unsupported::mem_export;
+        virtual_memory::get_granularity;
+    "cuMemCreate", "cuMemCreate", 10_020, virtual_memory::create;
+    "cuMemRelease", "cuMemRelease", 10_020, virtual_memory::release;
+    "cuMemAddressReserve", "cuMemAddressReserve", 10_020, virtual_memory::reserve;
+    "cuMemAddressFree", "cuMemAddressFree", 10_020, virtual_memory::free;
+    "cuMemMap", "cuMemMap", 10_020, virtual_memory::map;
+    "cuMemUnmap", "cuMemUnmap", 10_020, virtual_memory::unmap;
+    "cuMemSetAccess", "cuMemSetAccess", 10_020, virtual_memory::set_access;
+    "cuMemExportToShareableHandle", "cuMemExportToShareableHandle", 10_020, virtual_memory::export;
     "cuMemImportFromShareableHandle", "cuMemImportFromShareableHandle", 10_020,
-        unsupported::mem_import;
+        virtual_memory::import;
     "cuMemGetHandleForAddressRange", "cuMemGetHandleForAddressRange", 11_070,
         unsupported::get_handle_for_range;
     "cuDeviceCanAccessPeer", "cuDeviceCanAccessPeer", 4000, unsupported::can_access_peer;

@@ -1,12 +1,13 @@
 //! Memory that stands for that of a device: addresses without access, and bytes elsewhere.
 #![expect(unsafe_code, reason = "maps memory")]
 
+use std::os::fd::{AsRawFd as _, BorrowedFd};
 use std::ptr::null_mut;
 
 /// Address space of all devices. Addresses are never used twice, so that none is valid by chance.
 const SPACE_BYTES: usize = 256 << 30;
 /// Alignment of allocations: that of a GPU's pages.
-const PAGE_BYTES: usize = 2 << 20;
+pub(crate) const PAGE_BYTES: usize = 2 << 20;
 
 /// A mapping, unmapped on drop.
 #[derive(Debug)]
@@ -17,15 +18,25 @@ pub(crate) struct Mapping {
 
 impl Mapping {
     fn new(bytes: usize, access: i32) -> Option<Self> {
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        Self::map(bytes, access, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1)
+    }
+
+    fn map(bytes: usize, access: i32, flags: i32, file: i32) -> Option<Self> {
+        let flags = flags | libc::MAP_NORESERVE;
         // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing.
-        let start = unsafe { libc::mmap(null_mut(), bytes, access, flags, -1, 0) };
+        let start = unsafe { libc::mmap(null_mut(), bytes, access, flags, file, 0) };
         (start != libc::MAP_FAILED).then(|| Self { start: start.expose_provenance(), bytes })
     }
 
     /// Zeroed memory that can be read and written.
     pub(crate) fn accessible(bytes: usize) -> Option<Self> {
         Self::new(bytes.max(1), libc::PROT_READ | libc::PROT_WRITE)
+    }
+
+    /// Memory of a file, which other processes may have mapped, too.
+    pub(crate) fn shared(bytes: usize, file: BorrowedFd<'_>) -> Option<Self> {
+        let access = libc::PROT_READ | libc::PROT_WRITE;
+        Self::map(bytes, access, libc::MAP_SHARED, file.as_raw_fd())
     }
 
     pub(crate) fn start(&self) -> usize {

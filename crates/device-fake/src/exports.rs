@@ -13,6 +13,7 @@ pub(crate) mod kernels;
 pub(crate) mod memory;
 pub(crate) mod order;
 pub(crate) mod unsupported;
+pub(crate) mod virtual_memory;
 
 use crate::state::INVALID_VALUE;
 

@@ -12,6 +12,7 @@
 //! - `FAKE_CUDA_VERSION`: version of the driver; 13000.
 //! - `FAKE_CUDA_DEVICES`: number of devices; 1.
 //! - `FAKE_CUDA_BYTES`: memory of a device; 1 GiB.
+//! - `FAKE_CUDA_ATTRIBUTE`: `NUMBER=VALUE` of all devices.
 //! - `FAKE_CUDA_ABSENT`: functions that `cuGetProcAddress_v2` does not find.
 //! - `FAKE_CUDA_FAIL`: `NAME=CODE`: each call fails; `NAME=CODE@N`: the Nth call fails; `*` as
 //!   name: of all calls. A release that fails has released.
@@ -30,6 +31,7 @@ mod device_memory;
 mod exports;
 mod kernels;
 mod settings;
+mod shared_memory;
 mod state;
 mod streams;
 mod world;

@@ -18,6 +18,7 @@ pub(crate) struct Settings {
     absent: Vec<String>,
     failures: Vec<Failure>,
     delays_us: Vec<(String, u64)>,
+    attributes: Vec<(u32, i32)>,
     pub(crate) held: Vec<String>,
     pub(crate) die_at_copy: Option<u64>,
     pub(crate) seed: u64,
@@ -33,6 +34,7 @@ impl Settings {
             absent: list("ABSENT"),
             failures: list("FAIL").iter().filter_map(|text| failure(text)).collect(),
             delays_us: list("DELAY_US").iter().filter_map(|text| delay(text)).collect(),
+            attributes: list("ATTRIBUTE").iter().filter_map(|text| attribute(text)).collect(),
             held: list("HOLD"),
             die_at_copy: variable("DIE_AT_COPY").and_then(|text| text.parse().ok()),
             seed: number("SEED", 1),
@@ -52,6 +54,12 @@ impl Settings {
             is_named && failure.call.is_none_or(|call| call == number)
         };
         self.failures.iter().find(fails).map(|failure| failure.code)
+    }
+
+    /// The value of a device's attribute, if one was set.
+    pub(crate) fn attribute(&self, number: u32) -> Option<i32> {
+        let set = self.attributes.iter().find(|(set, _)| *set == number);
+        set.map(|(_, value)| *value)
     }
 
     pub(crate) fn delay_us(&self, name: &str) -> u64 {
@@ -84,4 +92,9 @@ fn failure(text: &str) -> Option<Failure> {
 fn delay(text: &str) -> Option<(String, u64)> {
     let (name, time) = text.split_once('=')?;
     Some((name.to_owned(), time.parse().ok()?))
+}
+
+fn attribute(text: &str) -> Option<(u32, i32)> {
+    let (number, value) = text.split_once('=')?;
+    Some((number.parse().ok()?, value.parse().ok()?))
 }

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use crate::device_memory::{Mapping, Space};
 use crate::kernels::Launch;
+use crate::shared_memory::Allocation;
 
 /// `CUDA_ERROR_*`.
 pub(crate) const INVALID_VALUE: i32 = 1;
@@ -13,6 +14,7 @@ pub(crate) const NO_DEVICE: i32 = 100;
 pub(crate) const INVALID_DEVICE: i32 = 101;
 pub(crate) const INVALID_CONTEXT: i32 = 201;
 pub(crate) const INVALID_HANDLE: i32 = 400;
+pub(crate) const PEER_ACCESS_UNSUPPORTED: i32 = 217;
 pub(crate) const INVALID_PTX: i32 = 218;
 pub(crate) const NOT_FOUND: i32 = 500;
 pub(crate) const NOT_READY: i32 = 600;
@@ -35,6 +37,17 @@ pub(crate) struct Memory {
     pub(crate) in_flight: usize,
     /// Unmapped with this value; none for registered memory.
     pub(crate) mapping: Option<Mapping>,
+    /// The allocation that was mapped by `cuMemMap`.
+    pub(crate) allocation: Option<u64>,
+    /// Whether a device may access it.
+    pub(crate) is_accessible: bool,
+}
+
+impl Memory {
+    pub(crate) fn new(bytes: usize, start: usize, mapping: Option<Mapping>) -> Self {
+        let allocation = None;
+        Self { bytes, start, in_flight: 0, mapping, allocation, is_accessible: true }
+    }
 }
 
 /// Which of the maps of memory.
@@ -118,6 +131,10 @@ pub(crate) struct State {
     pub(crate) device: BTreeMap<usize, Memory>,
     /// Registered, and allocated by the driver.
     pub(crate) host: BTreeMap<usize, Memory>,
+    /// Allocations of `cuMemCreate` and imported ones, by handle.
+    pub(crate) allocations: BTreeMap<u64, Allocation>,
+    /// Lengths of reserved ranges of addresses.
+    pub(crate) reservations: BTreeMap<usize, usize>,
     pub(crate) streams: BTreeMap<usize, Stream>,
     pub(crate) events: BTreeMap<usize, Event>,
     /// The handle of the kernel that each module has, if it has one that is known.
@@ -140,6 +157,14 @@ impl State {
         0xfa_0000 + self.next_handle
     }
 
+    /// Addresses of devices that were never used before.
+    pub(crate) fn take_addresses(&mut self, bytes: usize) -> Result<usize, i32> {
+        if self.space.is_none() {
+            self.space = Space::new();
+        }
+        self.space.as_mut().and_then(|space| space.take(bytes)).ok_or(OUT_OF_MEMORY)
+    }
+
     /// The memory that has these bytes, in one piece.
     pub(crate) fn find(&self, address: usize, bytes: usize) -> Result<Place, i32> {
         let is_device = self.space.as_ref().is_some_and(|space| space.contains(address));
@@ -149,7 +174,7 @@ impl State {
         let offset = address - key;
         let fits = offset.checked_add(bytes).is_some_and(|end| end <= memory.bytes);
         let place = Place { side, key: *key, start: memory.start + offset };
-        if fits { Ok(place) } else { Err(INVALID_VALUE) }
+        if fits && memory.is_accessible { Ok(place) } else { Err(INVALID_VALUE) }
     }
 
     pub(crate) fn map(&self, side: Side) -> &BTreeMap<usize, Memory> {
@@ -191,7 +216,8 @@ impl State {
     pub(crate) fn live(&self) -> u64 {
         let streams = self.streams.values().filter(|stream| !stream.is_destroyed).count();
         let events = self.events.values().filter(|event| !event.is_destroyed).count();
-        let memory = self.device.len() + self.host.len();
+        let handles = self.allocations.values().filter(|it| !it.is_released).count();
+        let memory = self.device.len() + self.host.len() + handles + self.reservations.len();
         (memory + streams + events + self.modules.len()) as u64
     }
 

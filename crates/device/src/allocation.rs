@@ -6,6 +6,7 @@ use std::sync::Arc;
 use crate::context::Context;
 use crate::error::CudaError;
 use crate::functions::{Address, Status};
+use crate::mapped::MappedMemory;
 
 /// Alignment of what this crate allocates, as pools need it.
 const ALIGNMENT: usize = 4096;
@@ -14,11 +15,27 @@ const ALIGNMENT: usize = 4096;
 /// addresses.
 #[derive(Debug)]
 pub struct DeviceAllocation {
+    /// Releases the memory.
+    _owner: Owner,
+    base: Address,
+    bytes: usize,
+}
+
+/// Whose memory it is.
+#[derive(Debug)]
+enum Owner {
+    /// Only this process can use it.
+    Private { _memory: PrivateMemory },
+    /// Other processes can map it.
+    Mapped { _memory: Arc<MappedMemory> },
+}
+
+/// Memory of `cuMemAlloc`, freed when it is dropped.
+#[derive(Debug)]
+struct PrivateMemory {
     context: Arc<Context>,
     /// What the driver gave, and what it takes back.
     start: Address,
-    base: Address,
-    bytes: usize,
 }
 
 impl DeviceAllocation {
@@ -37,8 +54,15 @@ impl DeviceAllocation {
             };
             context.call(|functions| &functions.mem_alloc, allocate)?;
             let base = start.next_multiple_of(ALIGNMENT as Address);
-            Ok(Arc::new(Self { context: Arc::clone(context), start, base, bytes }))
+            let memory = PrivateMemory { context: Arc::clone(context), start };
+            Ok(Arc::new(Self { _owner: Owner::Private { _memory: memory }, base, bytes }))
         })
+    }
+
+    /// All of some mapped memory.
+    pub(crate) fn mapped(memory: Arc<MappedMemory>) -> Arc<Self> {
+        let (base, bytes) = (memory.start(), memory.bytes());
+        Arc::new(Self { _owner: Owner::Mapped { _memory: memory }, base, bytes })
     }
 
     /// Address of the first byte, for the device.
@@ -69,10 +93,10 @@ impl DeviceAllocation {
     }
 }
 
-impl Drop for DeviceAllocation {
+impl Drop for PrivateMemory {
     fn drop(&mut self) {
         let free = |free: unsafe extern "C" fn(Address) -> Status| {
-            // SAFETY: allocated by `new` and freed once: copies hold the allocation until they are
+            // SAFETY: allocated once, and freed once: copies hold the allocation until they are
             // over.
             unsafe { free(self.start) }
         };

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use cascade_runtime::{Clock, Deadline, sleep, yield_now};
 
+use crate::device_uuid::DeviceUuid;
 use crate::driver::Driver;
 use crate::error::{CudaError, NOT_READY, SUCCESS};
 use crate::functions::{DeviceNumber, Function, Functions, Handle, Status};
@@ -85,6 +86,15 @@ impl Context {
     /// The driver's number of its device.
     pub(crate) fn device(&self) -> DeviceNumber {
         self.device
+    }
+
+    /// The UUID of its device.
+    ///
+    /// # Errors
+    /// If the driver does not say it.
+    pub fn device_uuid(&self) -> Result<DeviceUuid, CudaError> {
+        self.check()?;
+        DeviceUuid::of(&self.driver, self.device)
     }
 
     /// The clock of its waits.

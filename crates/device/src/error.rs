@@ -6,12 +6,17 @@ use std::time::Duration;
 
 use thiserror::Error;
 
+use crate::device_uuid::DeviceUuid;
 use crate::version::DriverVersion;
 
 /// `CUDA_SUCCESS`.
 pub(crate) const SUCCESS: i32 = 0;
+/// `CUDA_ERROR_INVALID_VALUE`.
+pub(crate) const INVALID_VALUE: i32 = 1;
 /// `CUDA_ERROR_NO_DEVICE`.
 pub(crate) const NO_DEVICE: i32 = 100;
+/// `CUDA_ERROR_OPERATING_SYSTEM`.
+pub(crate) const OPERATING_SYSTEM: i32 = 304;
 /// `CUDA_ERROR_NOT_READY`: the work before an event is not over.
 pub(crate) const NOT_READY: i32 = 600;
 /// `CUDA_ERROR_NOT_SUPPORTED`.
@@ -162,6 +167,39 @@ pub enum CudaError {
         #[source]
         source: Arc<io::Error>,
     },
+    /// The device or its driver has no memory that processes can share.
+    #[error(
+        "this GPU or its driver cannot share memory between processes: it has no {missing}, as in \
+         WSL2 and on some virtual GPUs; keep blocks that processes share in host memory"
+    )]
+    NotShareable {
+        /// What it lacks.
+        missing: &'static str,
+    },
+    /// Memory of another device than that of the context.
+    #[error(
+        "the memory is on the device {owner}, and this context is on {context}; open a context on \
+         that device"
+    )]
+    OtherDevice {
+        /// Where the memory is.
+        owner: DeviceUuid,
+        /// The device of the context.
+        context: DeviceUuid,
+    },
+    /// A descriptor that the driver does not take.
+    #[error("the file descriptor is not one of GPU memory that another process exported")]
+    NotExported {
+        /// The call that failed.
+        #[source]
+        source: CallError,
+    },
+    /// Another length than that of the memory that was exported.
+    #[error("the exported memory does not have {bytes} bytes; both processes need its full length")]
+    OtherLength {
+        /// The length that was wanted.
+        bytes: usize,
+    },
     /// Two sides of a copy with different lengths.
     #[error("a copy of {source_bytes} bytes into {target_bytes} bytes")]
     Lengths {
@@ -181,6 +219,11 @@ impl CudaError {
             _ => false,
         }
     }
+
+    /// Whether the driver refused a call and can be asked again.
+    pub(crate) fn is_refusal(&self) -> bool {
+        matches!(self, Self::Call(_)) && !self.is_fatal()
+    }
 }
 
 /// Whether the context is unusable after this error. These are the errors that CUDA documents as
@@ -196,7 +239,7 @@ pub(crate) fn is_fatal(code: i32) -> bool {
 /// Names of the errors that users meet, for drivers without `cuGetErrorName`.
 pub(crate) fn known_name(code: i32) -> &'static str {
     match code {
-        1 => "CUDA_ERROR_INVALID_VALUE",
+        INVALID_VALUE => "CUDA_ERROR_INVALID_VALUE",
         2 => "CUDA_ERROR_OUT_OF_MEMORY",
         3 => "CUDA_ERROR_NOT_INITIALIZED",
         4 => "CUDA_ERROR_DEINITIALIZED",
@@ -207,6 +250,7 @@ pub(crate) fn known_name(code: i32) -> &'static str {
         214 => "CUDA_ERROR_ECC_UNCORRECTABLE",
         218 => "CUDA_ERROR_INVALID_PTX",
         222 => "CUDA_ERROR_UNSUPPORTED_PTX_VERSION",
+        OPERATING_SYSTEM => "CUDA_ERROR_OPERATING_SYSTEM",
         400 => "CUDA_ERROR_INVALID_HANDLE",
         500 => "CUDA_ERROR_NOT_FOUND",
         NOT_READY => "CUDA_ERROR_NOT_READY",

@@ -5,9 +5,10 @@ use std::ffi::{CStr, c_char};
 
 use crate::batch::BatchForm;
 use crate::context::{Context, device_number};
+use crate::device_uuid::DeviceUuid;
 use crate::driver::Driver;
 use crate::error::{CudaError, Unavailable};
-use crate::functions::{DeviceNumber, Function, Status, Uuid};
+use crate::functions::{DeviceNumber, Function, Status};
 use crate::kernel;
 use crate::version::DriverVersion;
 
@@ -106,7 +107,7 @@ fn facts(driver: &Driver, index: usize) -> Result<DeviceFacts, CudaError> {
     Ok(DeviceFacts {
         name: text(driver, &functions.device_get_name, device)?,
         pci_address: said(text(driver, &functions.device_get_pci_bus_id, device)),
-        uuid: said(uuid(driver, device)),
+        uuid: said(DeviceUuid::of(driver, device).map(|uuid| uuid.to_string())),
         memory_bytes: said(memory_bytes(driver, device)),
         capability: CAPABILITY.map(|which| said(attribute(driver, device, which))),
     })
@@ -134,18 +135,6 @@ fn text(
     Ok(text.to_string_lossy().into_owned())
 }
 
-fn uuid(driver: &Driver, device: DeviceNumber) -> Result<String, CudaError> {
-    let mut uuid: Uuid = [0; 16];
-    let get = |get: unsafe extern "C" fn(*mut Uuid, DeviceNumber) -> Status| {
-        // SAFETY: writes 16 bytes to a local array.
-        unsafe { get(&raw mut uuid, device) }
-    };
-    driver.run(&driver.functions.device_get_uuid, get)?;
-    let hex: Vec<String> = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
-    let parts = [&hex[..4], &hex[4..6], &hex[6..8], &hex[8..10], &hex[10..]];
-    Ok(format!("GPU-{}", parts.map(<[String]>::concat).join("-")))
-}
-
 fn memory_bytes(driver: &Driver, device: DeviceNumber) -> Result<u64, CudaError> {
     let mut bytes = 0;
     let get = |get: unsafe extern "C" fn(*mut usize, DeviceNumber) -> Status| {
@@ -156,7 +145,11 @@ fn memory_bytes(driver: &Driver, device: DeviceNumber) -> Result<u64, CudaError>
     Ok(bytes as u64)
 }
 
-fn attribute(driver: &Driver, device: DeviceNumber, which: u32) -> Result<i32, CudaError> {
+pub(crate) fn attribute(
+    driver: &Driver,
+    device: DeviceNumber,
+    which: u32,
+) -> Result<i32, CudaError> {
     let mut value = 0;
     let get = |get: unsafe extern "C" fn(*mut i32, u32, DeviceNumber) -> Status| {
         // SAFETY: writes to a local variable.

@@ -35,6 +35,8 @@ pub(crate) unsafe extern "C" fn release(device: c_int) -> Status {
             // The driver frees what is left; somebody forgot it.
             state.leaked += state.live();
             state.device.clear();
+            state.allocations.clear();
+            state.reservations.clear();
             state.host.clear();
             state.events.clear();
             state.modules.clear();

@@ -47,6 +47,8 @@ pub(crate) unsafe extern "C" fn get_error_name(error: Status, text: *mut *const 
             3 => c"CUDA_ERROR_NOT_INITIALIZED",
             100 => c"CUDA_ERROR_NO_DEVICE",
             201 => c"CUDA_ERROR_INVALID_CONTEXT",
+            217 => c"CUDA_ERROR_PEER_ACCESS_UNSUPPORTED",
+            304 => c"CUDA_ERROR_OPERATING_SYSTEM",
             400 => c"CUDA_ERROR_INVALID_HANDLE",
             700 => c"CUDA_ERROR_ILLEGAL_ADDRESS",
             801 => c"CUDA_ERROR_NOT_SUPPORTED",
@@ -143,9 +145,15 @@ pub(crate) unsafe extern "C" fn get_attribute(
 ) -> Status {
     World::call("cuDeviceGetAttribute", Needs::Start, |world, _| {
         check_device(world, device)?;
-        // Major compute capability 9, as Hopper has it; all else is 0.
+        let default = match attribute {
+            // Major compute capability 9, as Hopper has it.
+            75 => 9,
+            // Virtual memory management, and descriptors of its memory.
+            102 | 103 => 1,
+            _ => 0,
+        };
         // SAFETY: the caller's promise.
-        unsafe { write(value, if attribute == 75 { 9 } else { 0 }) }
+        unsafe { write(value, world.settings.attribute(attribute).unwrap_or(default)) }
     })
 }
 
@@ -153,7 +161,9 @@ pub(crate) unsafe extern "C" fn get_attribute(
 pub(crate) unsafe extern "C" fn get_uuid(uuid: *mut [u8; 16], device: c_int) -> Status {
     World::call("cuDeviceGetUuid_v2", Needs::Start, |world, _| {
         check_device(world, device)?;
+        let mut bytes = [0xfa; 16];
+        bytes[15] = u8::try_from((0xfa + device) % 256).unwrap_or_default();
         // SAFETY: the caller's promise.
-        unsafe { write(uuid, [0xfa; 16]) }
+        unsafe { write(uuid, bytes) }
     })
 }

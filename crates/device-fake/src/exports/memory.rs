@@ -7,7 +7,7 @@ use std::time::Duration;
 use cascade_runtime::sleep;
 
 use super::write;
-use crate::device_memory::{Mapping, Space};
+use crate::device_memory::Mapping;
 use crate::kernels::device_address;
 use crate::state::{
     ALREADY_REGISTERED, INVALID_VALUE, Memory, NOT_REGISTERED, OUT_OF_MEMORY, Side, State,
@@ -33,17 +33,13 @@ pub(crate) unsafe extern "C" fn allocate(address: *mut u64, bytes: usize) -> Sta
         }
         let used = state.used_bytes.checked_add(bytes);
         let used = used.filter(|used| *used <= world.settings.bytes).ok_or(OUT_OF_MEMORY)?;
-        if state.space.is_none() {
-            state.space = Space::new();
-        }
-        let space = state.space.as_mut().ok_or(OUT_OF_MEMORY)?;
-        let key = space.take(bytes).ok_or(OUT_OF_MEMORY)?;
+        let key = state.take_addresses(bytes)?;
         let mapping = Mapping::accessible(bytes).ok_or(OUT_OF_MEMORY)?;
         // SAFETY: the caller's promise.
         unsafe { write(address, key as u64) }?;
         let start = mapping.start();
         state.used_bytes = used;
-        state.device.insert(key, Memory { bytes, start, in_flight: 0, mapping: Some(mapping) });
+        state.device.insert(key, Memory::new(bytes, start, Some(mapping)));
         Ok(())
     })
 }
@@ -52,6 +48,9 @@ pub(crate) unsafe extern "C" fn allocate(address: *mut u64, bytes: usize) -> Sta
 pub(crate) unsafe extern "C" fn free(address: u64) -> Status {
     World::release("cuMemFree_v2", Needs::Current, |state| {
         let key = usize::try_from(address).map_err(|_| INVALID_VALUE)?;
+        if state.device.get(&key).is_some_and(|memory| memory.allocation.is_some()) {
+            return Err(INVALID_VALUE);
+        }
         let memory = state.remove(Side::Device, key, INVALID_VALUE)?;
         state.used_bytes -= memory.bytes;
         Ok(())
@@ -100,7 +99,7 @@ pub(crate) unsafe extern "C" fn register(
         if overlaps(state, start, bytes) {
             return Err(ALREADY_REGISTERED);
         }
-        state.host.insert(start, Memory { bytes, start, in_flight: 0, mapping: None });
+        state.host.insert(start, Memory::new(bytes, start, None));
         Ok(())
     })
 }
@@ -137,8 +136,7 @@ pub(crate) unsafe extern "C" fn allocate_host(start: *mut *mut c_void, bytes: us
         // SAFETY: the caller's promise.
         unsafe { write(start, std::ptr::with_exposed_provenance_mut(key)) }?;
         let bytes = mapping.bytes();
-        let memory = Memory { bytes, start: key, in_flight: 0, mapping: Some(mapping) };
-        state.host.insert(key, memory);
+        state.host.insert(key, Memory::new(bytes, key, Some(mapping)));
         Ok(())
     })
 }

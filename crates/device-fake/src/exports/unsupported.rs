@@ -28,16 +28,6 @@ unsupported! {
     "cuMemcpyPeerAsync"
         memcpy_peer(u64, *mut c_void, u64, *mut c_void, usize, *mut c_void);
     "cuMemcpy2DAsync_v2" memcpy_rows(*const c_void, *mut c_void);
-    "cuMemGetAllocationGranularity" get_granularity(*mut usize, *const c_void, c_uint);
-    "cuMemCreate" mem_create(*mut u64, usize, *const c_void, c_ulonglong);
-    "cuMemRelease" mem_release(u64);
-    "cuMemAddressReserve" address_reserve(*mut u64, usize, usize, u64, c_ulonglong);
-    "cuMemAddressFree" address_free(u64, usize);
-    "cuMemMap" mem_map(u64, usize, usize, u64, c_ulonglong);
-    "cuMemUnmap" mem_unmap(u64, usize);
-    "cuMemSetAccess" mem_set_access(u64, usize, *const c_void, usize);
-    "cuMemExportToShareableHandle" mem_export(*mut c_void, u64, c_uint, c_ulonglong);
-    "cuMemImportFromShareableHandle" mem_import(*mut u64, *mut c_void, c_uint);
     "cuMemGetHandleForAddressRange"
         get_handle_for_range(*mut c_void, u64, usize, c_uint, c_ulonglong);
     "cuDeviceCanAccessPeer" can_access_peer(*mut c_int, c_int, c_int);
