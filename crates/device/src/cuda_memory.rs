@@ -11,6 +11,7 @@ use crate::allocation::DeviceAllocation;
 use crate::context::Context;
 use crate::driver::Driver;
 use crate::error::CudaError;
+use crate::shareable::ShareableMemory;
 use crate::staging::Staging;
 use crate::stream::Stream;
 
@@ -27,13 +28,17 @@ pub struct CudaMemoryConfig {
     pub buffers: usize,
     /// The longest that a copy may take before the device counts as lost. Default: 30 s.
     pub copy_timeout: Duration,
+    /// Whether other processes of the host can map it. Its length is rounded up then, to 2 MiB on
+    /// most devices. Default: false.
+    pub shareable: bool,
 }
 
 impl CudaMemoryConfig {
     /// The first device, with defaults.
     pub fn new(bytes: usize) -> Self {
         let copy_timeout = Duration::from_secs(30);
-        Self { device: 0, bytes, buffer_bytes: 1 << 20, buffers: 8, copy_timeout }
+        let (buffer_bytes, buffers) = (1 << 20, 8);
+        Self { device: 0, bytes, buffer_bytes, buffers, copy_timeout, shareable: false }
     }
 }
 
@@ -45,6 +50,7 @@ impl CudaMemoryConfig {
 pub struct CudaMemory {
     context: Arc<Context>,
     memory: Arc<DeviceAllocation>,
+    shareable: Option<ShareableMemory>,
     staging: Staging,
     /// One stream for each direction, since devices copy both ways at once.
     inward: Stream,
@@ -55,7 +61,8 @@ impl CudaMemory {
     /// Takes the memory. Its bytes are arbitrary.
     ///
     /// # Errors
-    /// If there is no GPU or not that much memory, or the driver lacks a function.
+    /// If there is no GPU or not that much memory, or the driver lacks a function or cannot share
+    /// memory.
     pub fn new(
         driver: &Arc<Driver>,
         config: &CudaMemoryConfig,
@@ -63,10 +70,20 @@ impl CudaMemory {
     ) -> Result<Arc<Self>, CudaError> {
         driver.need(&["cuMemsetD8Async", "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2"])?;
         let context = Context::retain(driver, config.device, clock, config.copy_timeout)?;
-        let memory = DeviceAllocation::new(&context, config.bytes)?;
+        let (memory, shareable) = if config.shareable {
+            let shareable = ShareableMemory::new(&context, config.bytes)?;
+            (Arc::clone(shareable.memory()), Some(shareable))
+        } else {
+            (DeviceAllocation::new(&context, config.bytes)?, None)
+        };
         let staging = Staging::new(&context, config.buffer_bytes.max(4096), config.buffers)?;
         let (inward, outward) = (Stream::new(&context)?, Stream::new(&context)?);
-        Ok(Arc::new(Self { context, memory, staging, inward, outward }))
+        Ok(Arc::new(Self { context, memory, shareable, staging, inward, outward }))
+    }
+
+    /// What other processes need to map it; none if it was not taken as shareable.
+    pub fn shareable(&self) -> Option<&ShareableMemory> {
+        self.shareable.as_ref()
     }
 
     /// The context of its device.

@@ -13,7 +13,8 @@ use std::time::Duration;
 use cascade_block::with_causes;
 use cascade_device::{
     Context, Copier, Copy, Costs, CudaError, CudaMemory, CudaMemoryConfig, DeviceAllocation,
-    Driver, DriverReport, Fragment, RegisteredPool, Slabs, Transfer,
+    Driver, DriverReport, Fragment, ImportedMemory, RegisteredPool, ShareableMemory, Slabs,
+    Transfer,
 };
 use cascade_memory::DeviceMemory as _;
 use cascade_runtime::SystemClock;
@@ -21,6 +22,10 @@ use cascade_runtime::SystemClock;
 use fake::{Fastest, command, costs, empty, finish, foreign, pattern, pool, slab, soon};
 
 const CHILD: &str = "use_everything_in_a_child";
+/// Set in children that only share memory, and start no copies.
+const ONLY_SHARING: &str = "ONLY_SHARING";
+/// What children print if all works.
+const ALL_OK: &str = "memory: ok\ncopier: ok\nways: ok\nsharing: ok\n";
 /// Children that run at once.
 const THREADS: usize = 4;
 /// `CUDA_ERROR_INVALID_VALUE`, which may be of one call, and `CUDA_ERROR_ILLEGAL_ADDRESS`, which
@@ -144,6 +149,43 @@ fn transfer(context: &Arc<Context>, fastest: Fastest) -> Result<(), CudaError> {
     Ok(())
 }
 
+fn use_shared(driver: &Arc<Driver>) -> Result<(), CudaError> {
+    in_context(driver, |context| share(context, fake::variable(ONLY_SHARING).is_none()))
+}
+
+/// Both sides in one process: what one copies there is read by the other, after the first is gone.
+fn share(context: &Arc<Context>, copies: bool) -> Result<(), CudaError> {
+    let owner = ShareableMemory::new(context, 100 << 10)?;
+    let (bytes, device) = (owner.memory().bytes(), owner.device());
+    let other = ImportedMemory::open(context, owner.export()?, bytes, device)?;
+    if !copies {
+        return Ok(());
+    }
+    let pool = pool(1 << 20);
+    let registered = RegisteredPool::new(context, Arc::new(pool.clone()), 1 << 20)?;
+    let copier = Copier::new(context, registered)?;
+    let bytes = pattern(5, 100 << 10);
+    let target = owner.memory().piece(4096, bytes.len())?;
+    drop(owner);
+    copier
+        .submit(vec![Copy::ToDevice { source: slab(&pool, &bytes), target }], None)?
+        .wait(soon())?;
+    let source = other.memory().piece(4096, bytes.len())?;
+    let save = Copy::ToHost { source, target: empty(&pool, bytes.len()) };
+    let copies = copier.submit(vec![save], None)?.wait(soon())?;
+    let copies = copies.unwrap();
+    let [Copy::ToHost { target, .. }] = &copies[..] else { panic!("{copies:?}") };
+    assert!(target[..] == bytes[..], "wrong bytes without an error");
+    Ok(())
+}
+
+/// Descriptors of the fake's memory that this process has.
+fn open_descriptors() -> usize {
+    let links = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
+    let names = links.filter_map(|link| std::fs::read_link(link.path()).ok());
+    names.filter(|name| name.to_string_lossy().contains("cascade-fake-gpu")).count()
+}
+
 /// A use of the driver, which may fail and checks what it copied.
 type Use = fn(&Arc<Driver>) -> Result<(), CudaError>;
 
@@ -159,14 +201,21 @@ fn use_everything_in_a_child() {
     }
     let report = DriverReport::examine();
     say(&format!("report: {}", report.map_or_else(|error| with_causes(&error), |_| "ok".into())));
-    let uses: [Use; 3] = [use_memory, use_copier, use_ways];
-    for (name, run) in ["memory", "copier", "ways"].into_iter().zip(uses) {
+    let uses: [(&str, Use); 4] = [
+        ("memory", use_memory),
+        ("copier", use_copier),
+        ("ways", use_ways),
+        ("sharing", use_shared),
+    ];
+    let first = if fake::variable(ONLY_SHARING).is_some() { 3 } else { 0 };
+    for (name, run) in uses.into_iter().skip(first) {
         let result = Driver::load().map_err(CudaError::from).and_then(|driver| run(&driver));
         match result {
             Ok(()) => say(&format!("{name}: ok")),
             Err(error) => say(&format!("{name}: {}", with_causes(&error))),
         }
     }
+    say(&format!("descriptors left: {}", open_descriptors()));
     say("over");
 }
 
@@ -188,7 +237,8 @@ fn check(directory: &Path, variables: &[(&str, &str)]) -> String {
     assert_eq!(count("misused"), 0, "{variables:?}: memory was freed under a copy: {text}");
     let is_lost = text.contains("lost") || count("deaths") > 0;
     let left = (count("live"), count("contexts"));
-    assert!(is_lost || left == (0, 0), "{variables:?} left {left:?}: {text}");
+    let has_closed = text.contains("descriptors left: 0\n");
+    assert!(is_lost || left == (0, 0) && has_closed, "{variables:?} left {left:?}: {text}");
     text
 }
 
@@ -222,14 +272,9 @@ fn used() -> Vec<&'static str> {
         "cuEventSynchronize",
         "cuEventElapsedTime",
     ];
-    let later = ["cuIpc", "cuDeviceCan", "cuCtxEnable", "cuMemGet"];
-    let virtual_memory =
-        ["cuMemCreate", "cuMemRelease", "cuMemAddress", "cuMemMap", "cuMemUnmap", "cuMemSetAccess"];
-    let handles = ["cuMemExport", "cuMemImport"];
-    let is_later = |name: &&str| {
-        let mut prefixes = later.iter().chain(&virtual_memory).chain(&handles);
-        unused.contains(name) || prefixes.any(|prefix| name.starts_with(prefix))
-    };
+    let later = ["cuIpc", "cuDeviceCan", "cuCtxEnable", "cuMemGetHandle"];
+    let is_later =
+        |name: &&str| unused.contains(name) || later.iter().any(|prefix| name.starts_with(prefix));
     names().into_iter().filter(|name| !is_later(name)).collect()
 }
 
@@ -237,7 +282,7 @@ fn used() -> Vec<&'static str> {
 fn without_faults_all_works_and_nothing_is_left() {
     let texts = check_all(&[Vec::new()]);
     assert!(texts[0].contains("report: ok\n"), "{}", texts[0]);
-    assert!(texts[0].contains("memory: ok\ncopier: ok\nways: ok\n"), "{}", texts[0]);
+    assert!(texts[0].contains(ALL_OK), "{}", texts[0]);
     assert!(names().len() > 55, "{:?}", names());
 }
 
@@ -272,6 +317,24 @@ fn calls_may_fail_at_any_point() {
     let cases: Vec<_> =
         failures.iter().map(|failure| vec![("FAKE_CUDA_FAIL", &**failure)]).collect();
     assert_eq!(check_all(&cases).len(), cases.len());
+}
+
+/// Without copies there are no polls, so the number of calls is always the same and each can fail.
+#[test]
+fn each_call_of_sharing_may_fail() {
+    // The report and the driver's start look for each function before.
+    let first = 2 * names().len();
+    let calls = first..first + 100;
+    let last = calls.end;
+    let failures: Vec<String> =
+        calls.flat_map(|at| CODES.map(|code| format!("*={code}@{at}"))).collect();
+    let case = |failure| vec![(ONLY_SHARING, "1"), ("FAKE_CUDA_FAIL", failure)];
+    let cases: Vec<_> = failures.iter().map(|failure| case(&**failure)).collect();
+    let texts = check_all(&cases);
+    let failed = texts.iter().filter(|text| !text.contains("sharing: ok\n")).count();
+    assert!(failed >= 60, "{failed}");
+    let after = check_all(&[case(&format!("*=1@{last}"))]);
+    assert!(after[0].contains("report: ok\nsharing: ok\n"), "there are more calls: {after:?}");
 }
 
 #[test]

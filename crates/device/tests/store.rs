@@ -31,6 +31,9 @@ const BLOCK: usize = 64 << 10;
 const NOW: CallOptions =
     CallOptions { timeout: Some(std::time::Duration::from_secs(30)), writer: None };
 const DIRECTORY: &str = "KILL_DIRECTORY";
+/// Whether the memory of a store on the device is one that other processes can map.
+const SHAREABLE: &str = "SHAREABLE_MEMORY";
+const BOTH: [&str; 2] = ["false", "true"];
 
 fn key(n: u64) -> BlockKey {
     let mut bytes = [0; 32];
@@ -49,12 +52,20 @@ fn files(directory: &Path) -> FilesConfig {
 
 fn open_on_device(directory: &Path, mib: u64) -> Store {
     let driver = Driver::load().unwrap();
-    let config = CudaMemoryConfig::new(usize::try_from(mib * MIB).unwrap());
+    let shareable = fake::variable(SHAREABLE).unwrap() == "true";
+    let bytes = usize::try_from(mib * MIB).unwrap();
+    let config = CudaMemoryConfig { shareable, ..CudaMemoryConfig::new(bytes) };
     let memory = CudaMemory::new(&driver, &config, Arc::new(SystemClock)).unwrap();
+    assert_eq!(memory.shareable().is_some(), shareable);
     let pipeline = "Hbm|Files".to_owned();
     let config = StoreConfig { pipeline, files: Some(files(directory)), ..StoreConfig::default() };
     let (registry, clock) = (StageRegistry::default(), Arc::new(SystemClock));
     Store::open_on_device(config, memory, &registry, clock).unwrap()
+}
+
+/// As `is_child`, for each kind of memory.
+fn is_child_on_each(test: &str, variables: &[(&str, &str)]) -> bool {
+    BOTH.iter().any(|kind| is_child(test, &[variables, &[(SHAREABLE, *kind)]].concat()))
 }
 
 fn open_on_host(directory: &Path, pool_file: Option<&Path>) -> Store {
@@ -93,7 +104,7 @@ fn tiers(store: &Store, keys: &[BlockKey]) -> Vec<Option<&'static str>> {
 
 #[test]
 fn blocks_are_put_got_evicted_and_loaded_over_the_driver() {
-    if !is_child("blocks_are_put_got_evicted_and_loaded_over_the_driver", &[]) {
+    if !is_child_on_each("blocks_are_put_got_evicted_and_loaded_over_the_driver", &[]) {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
@@ -125,7 +136,7 @@ fn blocks_are_put_got_evicted_and_loaded_over_the_driver() {
 #[test]
 fn a_store_on_a_dead_device_fails_its_blocks_and_closes() {
     let dies = [("FAKE_CUDA_DIE_AT_COPY", "20")];
-    if !is_child("a_store_on_a_dead_device_fails_its_blocks_and_closes", &dies) {
+    if !is_child_on_each("a_store_on_a_dead_device_fails_its_blocks_and_closes", &dies) {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
@@ -144,9 +155,9 @@ fn a_store_on_a_dead_device_fails_its_blocks_and_closes() {
 }
 
 /// Runs a test in a child until it has said enough, and kills it.
-fn kill_after(test: &str, lines: usize, directory: &Path) -> usize {
+fn kill_after(test: &str, lines: usize, directory: &Path, shareable: &str) -> usize {
     let delay = ("FAKE_CUDA_DELAY_US", "*=300");
-    let variables = [(DIRECTORY, directory.to_str().unwrap()), delay];
+    let variables = [(DIRECTORY, directory.to_str().unwrap()), delay, (SHAREABLE, shareable)];
     let mut child = command(test, &variables).spawn().unwrap();
     let output = BufReader::new(child.stdout.take().unwrap());
     let said = output.lines().map_while(Result::ok).filter(|line| line.contains("copied"));
@@ -164,14 +175,16 @@ fn say(number: u64) {
 
 #[test]
 fn a_kill_under_a_device_leaves_whole_blocks_in_its_files() {
-    let directory = tempfile::tempdir().unwrap();
-    let mut found = 0;
-    for lines in [2, 9, 23] {
-        kill_after("put_on_a_device_until_killed", lines, directory.path());
-        let store = open_on_host(directory.path(), None);
-        found += tiers(&store, &keys(0..64)).iter().flatten().count();
+    for shareable in BOTH {
+        let directory = tempfile::tempdir().unwrap();
+        let mut found = 0;
+        for lines in [2, 9, 23] {
+            kill_after("put_on_a_device_until_killed", lines, directory.path(), shareable);
+            let store = open_on_host(directory.path(), None);
+            found += tiers(&store, &keys(0..64)).iter().flatten().count();
+        }
+        assert!(found > 0, "some blocks had reached the files");
     }
-    assert!(found > 0, "some blocks had reached the files");
 }
 
 #[test]
@@ -206,7 +219,7 @@ fn a_kill_with_copies_in_flight_leaves_nothing_torn_in_a_named_pool_and_its_file
     let directory = tempfile::tempdir().unwrap();
     let mut found = [0, 0];
     for lines in [2, 5, 11] {
-        kill_after("save_from_a_device_until_killed", lines, directory.path());
+        kill_after("save_from_a_device_until_killed", lines, directory.path(), "false");
         let pool_file = directory.path().join("pool");
         let store = open_on_host(&directory.path().join("files"), Some(&pool_file));
         for tier in tiers(&store, &keys(0..64)).into_iter().flatten() {
@@ -270,7 +283,7 @@ fn save_from_a_device_until_killed() {
 /// What the copying calls of a store see is what its device copied.
 #[test]
 fn calls_in_place_are_refused_on_a_device() {
-    if !is_child("calls_in_place_are_refused_on_a_device", &[]) {
+    if !is_child_on_each("calls_in_place_are_refused_on_a_device", &[]) {
         return;
     }
     let directory = tempfile::tempdir().unwrap();

@@ -130,8 +130,12 @@ pub(crate) fn soon() -> Deadline {
 }
 
 pub(crate) fn context() -> Arc<Context> {
+    context_on(0)
+}
+
+pub(crate) fn context_on(device: usize) -> Arc<Context> {
     let driver = Driver::load().unwrap();
-    Context::retain(&driver, 0, Arc::new(SystemClock), Duration::from_secs(30)).unwrap()
+    Context::retain(&driver, device, Arc::new(SystemClock), Duration::from_secs(30)).unwrap()
 }
 
 pub(crate) fn pool(bytes: usize) -> Pool {
