@@ -3,7 +3,7 @@
 
 use std::ffi::{CString, c_int, c_uint};
 use std::fs::{File, read_link};
-use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, FromRawFd as _, IntoRawFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
 
 use crate::device_memory::Mapping;
 
@@ -62,9 +62,12 @@ impl Allocation {
         Some(Self::new(file.into(), bytes, device, false))
     }
 
-    /// A new descriptor, for the caller of the driver.
+    /// A new descriptor, for the caller of the driver. Programs that the process starts get it, too:
+    /// no document says that those of a GPU's driver are closed then.
     pub(crate) fn export(&self) -> Option<c_int> {
-        self.file.try_clone().ok().map(OwnedFd::into_raw_fd)
+        // SAFETY: copies a descriptor of ours.
+        let copy = unsafe { libc::dup(self.file.as_raw_fd()) };
+        (copy != -1).then_some(copy)
     }
 
     /// Maps its first bytes into this process.

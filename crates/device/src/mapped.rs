@@ -36,7 +36,7 @@ struct AllocationProperties {
     handle_types: c_uint,
     location: MemoryLocation,
     windows_metadata: *const c_void,
-    /// Compression, GPUDirect RDMA, use: none of them.
+    /// Compression, RDMA, use: none of them.
     flags: [u8; 8],
 }
 

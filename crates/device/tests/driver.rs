@@ -207,12 +207,11 @@ fn an_instruction_that_follows_an_address_of_the_device_ends_the_process() {
         let driver = Driver::load().unwrap();
         let config = CudaMemoryConfig { shareable, ..CudaMemoryConfig::new(1 << 20) };
         let memory = CudaMemory::new(&driver, &config, Arc::new(SystemClock)).unwrap();
-        assert_ends_reader(memory.base());
+        assert_ends_reader(usize::try_from(memory.base()).unwrap());
     }
 }
 
-fn assert_ends_reader(base: u64) {
-    let base = usize::try_from(base).unwrap();
+fn assert_ends_reader(base: usize) {
     assert!(base.is_multiple_of(4096));
     // SAFETY: the child does nothing but read a byte and end.
     let child = unsafe { libc::fork() };

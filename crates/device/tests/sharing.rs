@@ -195,9 +195,19 @@ fn use_memory_of_a_killed_owner() {
     }
     let (side, socket) = (Side::new(), stdin());
     let used = import(&side, &socket);
+    hold("cuMemcpyDtoHAsync_v2");
+    let target = empty(&side.pool, MIB);
+    let copy = Copy::ToHost { source: piece(used.memory(), MIB, MIB), target };
+    let mut in_flight = side.copier.submit(vec![copy], None).unwrap();
     let mut out = std::io::stdout().lock();
     writeln!(out, "\nmapped").and_then(|()| out.flush()).unwrap();
     assert!(!next_step(&socket), "the owner has ended");
+    release();
+    let copies = in_flight.wait(soon()).unwrap();
+    let [Copy::ToHost { target, .. }] = &copies[..] else { panic!("{copies:?}") };
+    assert!(target[..] == pattern(1, MIB), "a copy in flight when the owner was killed");
+    // Copies hold the memory, and the copier, as `used` and `side` do.
+    drop((copies, in_flight));
     assert!(side.read(used.memory(), MIB, MIB) == pattern(1, MIB));
     side.write(used.memory(), 0, &pattern(2, MIB));
     assert!(side.read(used.memory(), 0, MIB) == pattern(2, MIB));
