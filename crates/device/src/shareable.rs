@@ -127,6 +127,7 @@ impl ImportedMemory {
 }
 
 fn check_support(context: &Context, functions: &[&'static str]) -> Result<(), CudaError> {
+    context.check()?;
     let driver = context.driver();
     for (which, missing) in ATTRIBUTES {
         // A driver that does not tell refuses the calls.

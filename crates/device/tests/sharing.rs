@@ -164,6 +164,7 @@ fn use_memory_in_a_child() {
     assert_nothing_left();
 }
 
+/// The user has a copy in flight when the owner is killed.
 #[test]
 fn a_process_goes_on_with_memory_whose_owner_was_killed() {
     let [mut owner, mut user] = start("own_memory_until_killed", "use_memory_of_a_killed_owner");
@@ -174,6 +175,52 @@ fn a_process_goes_on_with_memory_whose_owner_was_killed() {
     owner.wait().unwrap();
     let (succeeded, text) = finish(user);
     assert!(succeeded, "{text}");
+}
+
+#[test]
+fn an_owner_goes_on_when_a_process_that_uses_its_memory_was_killed() {
+    let [owner, mut user] = start("own_memory_of_a_killed_user", "use_memory_until_killed");
+    let mut output = BufReader::new(user.stdout.take().unwrap()).lines().map_while(Result::ok);
+    assert!(output.any(|line| line.contains("mapped")), "{:?}", finish(owner));
+    user.kill().unwrap();
+    user.wait().unwrap();
+    let (succeeded, text) = finish(owner);
+    assert!(succeeded, "{text}");
+}
+
+#[test]
+fn own_memory_of_a_killed_user() {
+    if !is_started("own_memory_of_a_killed_user") {
+        return;
+    }
+    let (side, socket) = (Side::new(), stdin());
+    let owned = ShareableMemory::new(&side.context, 4 * MIB).unwrap();
+    side.write(owned.memory(), MIB, &pattern(1, MIB));
+    send(&socket, &owned);
+    assert!(!next_step(&socket), "the user has ended");
+    assert!(side.read(owned.memory(), MIB, MIB) == pattern(1, MIB));
+    drop((owned, side));
+    assert_nothing_left();
+}
+
+#[test]
+fn use_memory_until_killed() {
+    if !is_started("use_memory_until_killed") {
+        return;
+    }
+    let (side, socket) = (Side::new(), stdin());
+    let used = import(&side, &socket);
+    hold("cuMemcpyHtoDAsync_v2");
+    let source = slab(&side.pool, &pattern(2, MIB));
+    let copy = Copy::ToDevice { source, target: piece(used.memory(), 0, MIB) };
+    let _in_flight = side.copier.submit(vec![copy], None).unwrap();
+    say_mapped();
+    assert!(next_step(&socket), "it is killed before");
+}
+
+fn say_mapped() {
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "\nmapped").and_then(|()| out.flush()).unwrap();
 }
 
 #[test]
@@ -199,8 +246,7 @@ fn use_memory_of_a_killed_owner() {
     let target = empty(&side.pool, MIB);
     let copy = Copy::ToHost { source: piece(used.memory(), MIB, MIB), target };
     let mut in_flight = side.copier.submit(vec![copy], None).unwrap();
-    let mut out = std::io::stdout().lock();
-    writeln!(out, "\nmapped").and_then(|()| out.flush()).unwrap();
+    say_mapped();
     assert!(!next_step(&socket), "the owner has ended");
     release();
     let copies = in_flight.wait(soon()).unwrap();
@@ -355,8 +401,38 @@ fn memory_is_unmapped_after_its_copies() {
         copy.wait(soon()).unwrap();
     }
     assert_eq!(count("cuMemUnmap"), unmapped + 2);
+    let driver = Arc::clone(side.context.driver());
     drop(side);
     assert_nothing_left();
+    assert_eq!(driver.failed_releases(), 0, "each is released once, in an order that is allowed");
+}
+
+/// No call reaches the driver after the context was lost: it may hang.
+#[test]
+fn a_lost_context_shares_nothing_and_releases_nothing() {
+    let dies = [("FAKE_CUDA_FAIL", "cuMemSetAccess=700@3")];
+    if !is_child("a_lost_context_shares_nothing_and_releases_nothing", &dies) {
+        return;
+    }
+    let context = context();
+    let owned = ShareableMemory::new(&context, 2 * MIB).unwrap();
+    let (descriptor, device) = (owned.export().unwrap(), owned.device());
+    let spare = descriptor.try_clone().unwrap();
+    let used = ImportedMemory::open(&context, descriptor, 2 * MIB, device).unwrap();
+    let lost = ShareableMemory::new(&context, 2 * MIB).expect_err("the third one is fatal");
+    assert!(lost.is_fatal(), "{lost}");
+    let functions = ["cuDeviceGetAttribute", "cuDeviceGetUuid_v2", "cuMemCreate", "cuMemUnmap"];
+    let calls = functions.map(count);
+    let errors = [
+        ShareableMemory::new(&context, 2 * MIB).expect_err("lost"),
+        ImportedMemory::open(&context, spare, 2 * MIB, device).expect_err("lost"),
+        owned.export().expect_err("lost"),
+    ];
+    drop((owned, used));
+    for error in errors {
+        assert!(matches!(error, CudaError::Poisoned { .. }), "{error}");
+    }
+    assert_eq!(functions.map(count), calls);
 }
 
 /// The memory of a store, as another process sees it.
