@@ -3,7 +3,8 @@
 //!
 //! Nothing here links with CUDA and nothing panics without it: what is missing is an
 //! [`Unavailable`] that says so. [`CudaMemory`] is the memory of a GPU for `Store::open_on_device`;
-//! [`Copier`] moves blocks between slabs and device memory in the order of a stream.
+//! [`Copier`] moves blocks between slabs and device memory in the order of a stream;
+//! [`ShareableMemory`] is memory that other processes map as [`ImportedMemory`].
 #![warn(clippy::disallowed_types)]
 
 mod abandoned;
