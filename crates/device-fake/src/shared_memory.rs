@@ -62,8 +62,8 @@ impl Allocation {
         Some(Self::new(file.into(), bytes, device, false))
     }
 
-    /// A new descriptor, for the caller of the driver. Programs that the process starts get it, too:
-    /// no document says that those of a GPU's driver are closed then.
+    /// A new descriptor, for the caller of the driver. Programs that the process starts get it,
+    /// too: no document says that those of a GPU's driver are closed then.
     pub(crate) fn export(&self) -> Option<c_int> {
         // SAFETY: copies a descriptor of ours.
         let copy = unsafe { libc::dup(self.file.as_raw_fd()) };

@@ -12,7 +12,7 @@ use cascade_runtime::{Clock, Deadline, sleep, yield_now};
 use crate::device_uuid::DeviceUuid;
 use crate::driver::Driver;
 use crate::error::{CudaError, NOT_READY, SUCCESS};
-use crate::functions::{DeviceNumber, Function, Functions, Handle, Status};
+use crate::functions::{DeviceNumber, Function, Functions, Handle, Status, Uuid};
 
 /// Without one of these nothing can be ordered, or nothing released.
 const NEEDED: [&str; 13] = [
@@ -94,7 +94,7 @@ impl Context {
     /// If the driver does not say it.
     pub fn device_uuid(&self) -> Result<DeviceUuid, CudaError> {
         self.check()?;
-        DeviceUuid::of(&self.driver, self.device)
+        uuid_of(&self.driver, self.device)
     }
 
     /// The clock of its waits.
@@ -262,4 +262,15 @@ pub(crate) fn device_number(driver: &Driver, index: usize) -> Result<DeviceNumbe
     // SAFETY: writes to a local variable.
     driver.run(&driver.functions.device_get, |get| unsafe { get(&raw mut device, index) })?;
     Ok(device)
+}
+
+/// The UUID of a device.
+pub(crate) fn uuid_of(driver: &Driver, device: DeviceNumber) -> Result<DeviceUuid, CudaError> {
+    let mut uuid: Uuid = [0; 16];
+    let get = |get: unsafe extern "C" fn(*mut Uuid, DeviceNumber) -> Status| {
+        // SAFETY: writes 16 bytes to a local array.
+        unsafe { get(&raw mut uuid, device) }
+    };
+    driver.run(&driver.functions.device_get_uuid, get)?;
+    Ok(DeviceUuid::from_bytes(uuid))
 }

@@ -1,11 +1,8 @@
 //! The UUID of a device, which names it in all processes of a host.
-#![expect(unsafe_code, reason = "calls the driver")]
 
 use std::fmt;
 
-use crate::driver::Driver;
-use crate::error::CudaError;
-use crate::functions::{DeviceNumber, Status, Uuid};
+use crate::functions::Uuid;
 
 /// The UUID of a device. Its index is no name: processes may see other devices, or another order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -20,16 +17,6 @@ impl DeviceUuid {
     /// Its bytes, to send them.
     pub fn bytes(&self) -> [u8; 16] {
         self.0
-    }
-
-    pub(crate) fn of(driver: &Driver, device: DeviceNumber) -> Result<Self, CudaError> {
-        let mut uuid: Uuid = [0; 16];
-        let get = |get: unsafe extern "C" fn(*mut Uuid, DeviceNumber) -> Status| {
-            // SAFETY: writes 16 bytes to a local array.
-            unsafe { get(&raw mut uuid, device) }
-        };
-        driver.run(&driver.functions.device_get_uuid, get)?;
-        Ok(Self(uuid))
     }
 }
 

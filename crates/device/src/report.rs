@@ -4,8 +4,7 @@
 use std::ffi::{CStr, c_char};
 
 use crate::batch::BatchForm;
-use crate::context::{Context, device_number};
-use crate::device_uuid::DeviceUuid;
+use crate::context::{Context, device_number, uuid_of};
 use crate::driver::Driver;
 use crate::error::{CudaError, Unavailable};
 use crate::functions::{DeviceNumber, Function, Status};
@@ -107,7 +106,7 @@ fn facts(driver: &Driver, index: usize) -> Result<DeviceFacts, CudaError> {
     Ok(DeviceFacts {
         name: text(driver, &functions.device_get_name, device)?,
         pci_address: said(text(driver, &functions.device_get_pci_bus_id, device)),
-        uuid: said(DeviceUuid::of(driver, device).map(|uuid| uuid.to_string())),
+        uuid: said(uuid_of(driver, device).map(|uuid| uuid.to_string())),
         memory_bytes: said(memory_bytes(driver, device)),
         capability: CAPABILITY.map(|which| said(attribute(driver, device, which))),
     })
