@@ -298,6 +298,32 @@ fn each_function_may_be_absent() {
     assert!(broken >= 15 && works >= 30, "{broken} {works}");
 }
 
+/// A driver without one of these shares nothing and says why. All else works.
+#[test]
+fn what_sharing_lacks_is_named_and_costs_nothing_else() {
+    let names = [
+        "cuDeviceGetUuid_v2",
+        "cuMemGetAllocationGranularity",
+        "cuMemCreate",
+        "cuMemRelease",
+        "cuMemAddressReserve",
+        "cuMemAddressFree",
+        "cuMemMap",
+        "cuMemUnmap",
+        "cuMemSetAccess",
+        "cuMemExportToShareableHandle",
+        "cuMemImportFromShareableHandle",
+    ];
+    let cases: Vec<_> = names.iter().map(|name| vec![("FAKE_CUDA_ABSENT", *name)]).collect();
+    let texts = check_all(&cases);
+    for name in names {
+        let expected = format!(
+            "copier: ok\nways: ok\nsharing: the CUDA driver has no {name}; update the driver\n"
+        );
+        assert_eq!(texts.iter().filter(|text| text.contains(&expected)).count(), 1, "{name}");
+    }
+}
+
 #[test]
 fn each_function_may_fail_at_once_or_later() {
     let mut failures = Vec::new();

@@ -249,7 +249,7 @@ fn use_memory_of_a_killed_owner() {
     say_mapped();
     assert!(!next_step(&socket), "the owner has ended");
     release();
-    let copies = in_flight.wait(soon()).unwrap();
+    let copies = in_flight.wait(soon()).unwrap().unwrap();
     let [Copy::ToHost { target, .. }] = &copies[..] else { panic!("{copies:?}") };
     assert!(target[..] == pattern(1, MIB), "a copy in flight when the owner was killed");
     // Copies hold the memory, and the copier, as `used` and `side` do.
