@@ -42,7 +42,15 @@ impl Driver {
     /// # Errors
     /// If there is no driver, no device, or one that does not start.
     pub fn load() -> Result<Arc<Self>, Unavailable> {
-        Self::open(library_name()).map(Arc::new)
+        Self::load_from(library_name())
+    }
+
+    /// Loads and starts the driver in this library.
+    ///
+    /// # Errors
+    /// As [`Driver::load`].
+    pub fn load_from(library: impl Into<OsString>) -> Result<Arc<Self>, Unavailable> {
+        Self::open(library.into()).map(Arc::new)
     }
 
     fn open(name: OsString) -> Result<Self, Unavailable> {

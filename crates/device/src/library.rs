@@ -9,7 +9,7 @@ use std::ptr::NonNull;
 pub const LIBRARY_VARIABLE: &str = "CASCADE_CUDA_LIBRARY";
 
 /// The library that every installation of the driver has.
-const LIBRARY: &str = "libcuda.so.1";
+pub const LIBRARY: &str = "libcuda.so.1";
 
 /// The library that this process is to use. An empty variable counts as not set.
 #[expect(clippy::disallowed_methods, reason = "a worker has no configuration of a node")]
