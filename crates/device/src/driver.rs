@@ -53,6 +53,18 @@ impl Driver {
         Self::open(library.into()).map(Arc::new)
     }
 
+    /// The same driver once more, without its batched copy: copiers of its contexts make one call
+    /// for each copy.
+    ///
+    /// # Errors
+    /// As [`Driver::load`].
+    pub fn without_batched_copy(&self) -> Result<Arc<Self>, Unavailable> {
+        let mut driver = Self::open(self.library().into())?;
+        driver.functions.memcpy_batch.pointer = None;
+        driver.functions.memcpy_batch_with_index.pointer = None;
+        Ok(Arc::new(driver))
+    }
+
     fn open(name: OsString) -> Result<Self, Unavailable> {
         let process = process_mark();
         if ![0, process].contains(&STARTED_BY.load(Ordering::SeqCst)) {

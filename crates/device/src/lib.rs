@@ -32,7 +32,7 @@ pub use cuda_memory::{CudaMemory, CudaMemoryConfig};
 pub use driver::Driver;
 pub use error::{CallError, CudaError, Unavailable};
 pub use event::Event;
-pub use library::{LIBRARY, LIBRARY_VARIABLE};
+pub use library::{LIBRARY, LIBRARY_VARIABLE, named_library};
 pub use registered::{HostMemory, RegisteredPool, RegistrationReport};
 pub use report::{DeviceFacts, DriverReport};
 pub use stream::Stream;
