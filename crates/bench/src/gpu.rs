@@ -151,8 +151,8 @@ fn fake_beside_program() -> Result<PathBuf, MeasureError> {
 
 /// There is no GPU: nothing is measured.
 fn absent(reason: Unavailable) -> MeasureError {
-    let what = "a GPU: there is none, so all rows are \"not measured\" (--fake checks the benchmark \
-                itself)";
+    let what = "a GPU: there is none, so all rows are \"not measured\" (--fake checks the \
+                benchmark itself)";
     MeasureError::measure(what, reason)
 }
 

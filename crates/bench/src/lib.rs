@@ -1,4 +1,5 @@
-//! The benchmarks `core`, `node` and `gpu`: figures of this build with limits measured in the same run.
+//! The benchmarks `core`, `node` and `gpu`: figures of this build, each beside a limit of the same
+//! run.
 #![expect(clippy::cast_precision_loss, reason = "53 bits are enough for printed figures")]
 
 mod both_tiers;

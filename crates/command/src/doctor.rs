@@ -21,9 +21,9 @@ Examples:
       Check this machine for a configuration file, with output as JSON.
 
 It creates and removes a probe file in the directories of file tiers and changes nothing else. It
-loads the CUDA driver, if there is one, in a process of its own. A machine without a GPU is fine. After
-a warning a node can serve, but slower or with less than it could. After a failure it cannot start
-or does not work as intended, and the exit code is 1. docs/doctor.md describes each check.")]
+loads the CUDA driver, if there is one, in a process of its own: a machine without a GPU is fine.
+After a warning a node can serve, but slower or with less than it could. After a failure it cannot
+start or does not work as intended, and the exit code is 1. docs/doctor.md describes each check.")]
 pub(super) struct DoctorArgs {
     #[command(flatten)]
     settings: Settings,

@@ -92,7 +92,7 @@ struct CheckOutcome {
     state: CheckState,
     found: String,
     remedy: Option<String>,
-    gpus: Option<GpuReport>,
+    gpus: Option<Box<GpuReport>>,
 }
 
 impl CheckOutcome {
@@ -221,6 +221,6 @@ fn finding(check: &Check, outcome: CheckOutcome) -> Finding {
         found: outcome.found,
         why: check.why.to_owned(),
         remedy: outcome.remedy,
-        gpus: outcome.gpus,
+        gpus: outcome.gpus.map(|report| *report),
     }
 }

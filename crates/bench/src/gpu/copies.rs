@@ -138,8 +138,8 @@ pub(super) fn run(
     Ok(())
 }
 
-/// All rows whose fragments fit into `total_max` bytes. If no number of [`COUNTS`] fits, the largest
-/// one that does.
+/// All rows whose fragments fit into `total_max` bytes. If no number of [`COUNTS`] fits, the
+/// largest one that does.
 fn rows(total_max: usize) -> impl Iterator<Item = Row> {
     let sizes = FRAGMENTS.iter().flat_map(move |&bytes| {
         let fitting = COUNTS.iter().copied().filter(|count| count * bytes <= total_max);

@@ -42,7 +42,7 @@ pub(crate) struct GpuArgs {
     /// Measure only figures whose name contains TEXT.
     #[arg(long, value_name = "TEXT")]
     only: Option<String>,
-    /// Use the fake driver: the library in CASCADE_CUDA_LIBRARY, else the one beside this program.
+    /// Use the fake driver: what `CASCADE_CUDA_LIBRARY` names, else the library beside cascade.
     #[arg(long)]
     fake: bool,
 }

@@ -51,7 +51,7 @@ fn found(report: GpuReport) -> CheckOutcome {
         let remedy = format!("update the driver, or check whose {LIBRARY} is found first");
         CheckOutcome::warning(text, remedy)
     };
-    CheckOutcome { gpus: Some(report), ..outcome }
+    CheckOutcome { gpus: Some(Box::new(report)), ..outcome }
 }
 
 /// One line: the driver, its batched copy, what it lacks, and the devices.
