@@ -197,14 +197,9 @@ fn measure_row(
     for round in 0..=rounds {
         fragments.iter_mut().for_each(Fragments::forget);
         let to_device = gib_per_second(plain.bytes, plain.fill_device()?);
-        let took = match &mut fragments[..] {
-            [one] => timed_copies([(copiers.of(one.direction()), &mut one.copies)])?,
-            [one, two] => timed_copies([
-                (copiers.of(one.direction()), &mut one.copies),
-                (copiers.of(two.direction()), &mut two.copies),
-            ])?,
-            _ => unreachable!("there are two directions"),
-        };
+        let submissions = fragments.iter_mut();
+        let submissions = submissions.map(|it| (copiers.of(it.direction()), &mut it.copies));
+        let took = timed_copies(submissions.collect())?;
         let to_host = gib_per_second(plain.bytes, plain.read_device()?);
         fragments.iter().try_for_each(|it| it.check(&name, plain))?;
         if round > 0 {

@@ -84,12 +84,12 @@ impl Plain {
 
     /// Fills the device's memory with the known bytes.
     pub(super) fn fill_device(&mut self) -> Result<Duration, MeasureError> {
-        timed_copies([(&self.copier, &mut self.to_device)])
+        timed_copies(vec![(&self.copier, &mut self.to_device)])
     }
 
     /// Reads the device's memory.
     pub(super) fn read_device(&mut self) -> Result<Duration, MeasureError> {
-        timed_copies([(&self.copier, &mut self.to_host)])
+        timed_copies(vec![(&self.copier, &mut self.to_host)])
     }
 
     /// What the last read of the device's memory returned.
@@ -189,10 +189,10 @@ fn check(name: &str, at: usize, found: &[u8], expected: &[u8]) -> Result<(), Mea
 }
 
 /// The time from the first submission until the last copy is over.
-pub(super) fn timed_copies<const N: usize>(
-    submissions: [(&Copier, &mut Vec<Copy>); N],
+pub(super) fn timed_copies(
+    submissions: Vec<(&Copier, &mut Vec<Copy>)>,
 ) -> Result<Duration, MeasureError> {
-    let mut pending: Vec<(Pending, &mut Vec<Copy>)> = Vec::with_capacity(N);
+    let mut pending: Vec<(Pending, &mut Vec<Copy>)> = Vec::with_capacity(submissions.len());
     let began = SystemClock.monotonic();
     for (copier, copies) in submissions {
         let started = copier.submit(std::mem::take(copies), None).map_err(failed)?;
