@@ -64,6 +64,10 @@ DEV_PYTHON := PYTHONPATH=$(CURDIR)/python $(BIN)/python
 # own copies of third-party crates.
 CARGO_TEST := cargo test --locked --workspace
 
+# The CUDA driver over host memory, from the same build, and the Python tests that use it.
+FAKE_DRIVER := $(CARGO_TARGET_DIR)/debug/libcascade_device_fake.so
+DEVICE_TESTS := $(wildcard python/tests/test_device*.py)
+
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name '*.toml' 2>/dev/null) Cargo.toml Cargo.lock
 PYTHON_SOURCES := $(shell find python/cascadekv -name '*.py' -o -name '*.pyi' -o -name py.typed) \
 	pyproject.toml
@@ -97,6 +101,15 @@ test-rust: $(STAMPS)/python
 	unset MAKEFLAGS MFLAGS; $(CARGO_TEST) --quiet --no-run --message-format=json-render-diagnostics \
 		| $(BIN)/python .ci/test-programs
 	unset MAKEFLAGS MFLAGS; $(CARGO_TEST) --quiet --doc
+
+# All tests of the device crates; of other crates those with `gpu` in their name.
+.PHONY: test-gpu-fake ## Run the GPU tests over the fake driver
+test-gpu-fake: $(STAMPS)/dev $(STAMPS)/test
+	unset MAKEFLAGS MFLAGS; $(CARGO_TEST) --quiet --no-run --message-format=json-render-diagnostics \
+		| $(BIN)/python .ci/test-programs device device-fake
+	unset MAKEFLAGS MFLAGS; $(CARGO_TEST) --quiet --test doctor --test command -- gpu
+	$(if $(DEVICE_TESTS),CASCADE_CUDA_LIBRARY=$(FAKE_DRIVER) $(DEV_PYTHON) $(PYTEST) $(DEVICE_TESTS))
+	@echo "all over the fake driver: no GPU was used, and no time means anything"
 
 .PHONY: test-python ## Run the Python tests against a build with debug assertions
 test-python: $(STAMPS)/dev $(STAMPS)/test

@@ -28,6 +28,12 @@ pub struct Figure {
     /// What is known of the worst sample.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub detail: String,
+    /// The GPU that was measured, in figures of one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub device: Option<String>,
+    /// Whether that GPU is a fake one, whose figures mean nothing.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub fake: Option<bool>,
 }
 
 /// The target of a figure.
@@ -93,7 +99,14 @@ impl Figure {
             target,
             is_reached,
             detail: String::new(),
+            device: None,
+            fake: None,
         }
+    }
+
+    /// The figure of a GPU.
+    pub(super) fn on_device(self, device: &str, is_fake: bool) -> Self {
+        Self { device: Some(device.to_owned()), fake: Some(is_fake), ..self }
     }
 
     /// The figure with what is known of its worst sample. A row says it if the target was missed.
@@ -113,8 +126,9 @@ impl Figure {
         let (low, high) = spread(&self.samples);
         let is_missed = self.is_reached == Some(false) && !self.detail.is_empty();
         let detail = if is_missed { format!("\n  {}", self.detail) } else { String::new() };
+        let fake = if self.fake == Some(true) { "  FAKE" } else { "" };
         format!(
-            "{:<34}{:>9} {:<7}{:>9}{:>8}  {:<10}{:<9}{}..{}{detail}",
+            "{:<34}{:>9} {:<7}{:>9}{:>8}  {:<10}{:<9}{}..{}{fake}{detail}",
             self.name,
             number(self.value),
             self.unit,

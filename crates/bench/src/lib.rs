@@ -1,4 +1,5 @@
-//! The benchmarks `core` and `node`: figures of this build with limits measured in the same run.
+//! The benchmarks `core`, `node` and `gpu`: figures of this build, each beside a limit of the same
+//! run.
 #![expect(clippy::cast_precision_loss, reason = "53 bits are enough for printed figures")]
 
 mod both_tiers;
@@ -8,6 +9,7 @@ mod disk_limit;
 mod durable;
 mod error;
 mod figure;
+pub mod gpu;
 mod hashing;
 mod hold;
 mod index;

@@ -1,6 +1,7 @@
 //! `cascade bench`: measurements of this machine and this build.
 
 mod eviction;
+mod gpu;
 mod shadow;
 mod vllm;
 
@@ -13,6 +14,7 @@ use cascade_replay::environment::Environment;
 use clap::{Args, Subcommand};
 
 use crate::bench::eviction::EvictionArgs;
+use crate::bench::gpu::GpuArgs;
 use crate::bench::shadow::ShadowArgs;
 use crate::bench::vllm::VllmArgs;
 use crate::{EXIT_OK, Failure, Screen, write_json};
@@ -23,6 +25,8 @@ pub(super) enum BenchVerb {
     Core(CoreArgs),
     /// Measure a served node: control path, copies, hot reads, idle clients, soak.
     Node(NodeArgs),
+    /// Measure a GPU: copies by length, number and way, registration, cost of a submission.
+    Gpu(GpuArgs),
     /// Compare eviction policies and Belady's optimum over traces and capacities.
     Eviction(EvictionArgs),
     /// Compare the predictions of shadow caches with stores of those sizes.
@@ -106,6 +110,7 @@ pub(super) fn run(args: &BenchVerb, screen: &mut Screen) -> Result<i32, Failure>
     match args {
         BenchVerb::Core(args) => core(args, screen),
         BenchVerb::Node(args) => node(args, screen),
+        BenchVerb::Gpu(args) => gpu::run(args, screen),
         BenchVerb::Eviction(args) => eviction::run(args, screen),
         BenchVerb::Shadow(args) => shadow::run(args, screen),
         BenchVerb::Vllm(args) => vllm::run(args, screen),
@@ -119,7 +124,7 @@ pub(super) fn run(args: &BenchVerb, screen: &mut Screen) -> Result<i32, Failure>
 }
 
 fn core(args: &CoreArgs, screen: &mut Screen) -> Result<i32, Failure> {
-    let output = Output { json: args.json.as_deref(), only: args.only.as_deref() };
+    let output = Output::new(args.json.as_deref(), args.only.as_deref());
     output.measure(Some(&args.directory), screen, |deliver| {
         Bench {
             is_full: args.full,
@@ -132,7 +137,7 @@ fn core(args: &CoreArgs, screen: &mut Screen) -> Result<i32, Failure> {
 }
 
 fn node(args: &NodeArgs, screen: &mut Screen) -> Result<i32, Failure> {
-    let output = Output { json: args.json.as_deref(), only: args.only.as_deref() };
+    let output = Output::new(args.json.as_deref(), args.only.as_deref());
     let options = NodeOptions {
         is_short: args.short,
         trace: args.trace.clone(),
@@ -149,12 +154,18 @@ fn node(args: &NodeArgs, screen: &mut Screen) -> Result<i32, Failure> {
 struct Output<'a> {
     json: Option<&'a Path>,
     only: Option<&'a str>,
+    /// What is measured, if the environment does not say it.
+    subject: Option<&'a str>,
 }
 
 /// Called with each figure when it is measured.
 type Deliver<'d> = &'d mut dyn FnMut(Figure) -> Result<(), MeasureError>;
 
-impl Output<'_> {
+impl<'a> Output<'a> {
+    fn new(json: Option<&'a Path>, only: Option<&'a str>) -> Self {
+        Self { json, only, subject: None }
+    }
+
     /// Measures, prints each figure when it is ready, and writes the JSON at the end.
     fn measure(
         self,
@@ -167,9 +178,12 @@ impl Output<'_> {
         if environment.profile == "debug" {
             screen.notice("note: this is a debug build; its figures mean nothing")?;
         }
-        if !is_json_on_screen {
+        if is_json_on_screen {
+            self.subject.map_or(Ok(()), |subject| screen.notice(subject))?;
+        } else {
             let headline = screen.dim(&environment.headline());
             screen.line(headline)?;
+            self.subject.map_or(Ok(()), |subject| screen.line(screen.bold(subject)))?;
             let header = screen.bold(&table_header());
             screen.line(header)?;
         }

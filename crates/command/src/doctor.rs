@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use cascade_node::doctor::{self, CheckState, Finding, Machine, Report, ThisMachine};
+use cascade_node::doctor::{self, CheckState, Finding, GpuAnswer, Machine, Report, ThisMachine};
 use clap::Args;
 
 use crate::key_flags::Settings;
@@ -20,9 +20,10 @@ Examples:
   cascade doctor --config /etc/cascade/cascade.toml --json
       Check this machine for a configuration file, with output as JSON.
 
-It creates and removes a probe file in the directories of file tiers and changes nothing else. After
-a warning a node can serve, but slower or with less than it could. After a failure it cannot start
-or does not work as intended, and the exit code is 1. docs/doctor.md describes each check.")]
+It creates and removes a probe file in the directories of file tiers and changes nothing else. It
+loads the CUDA driver, if there is one, in a process of its own: a machine without a GPU is fine.
+After a warning a node can serve, but slower or with less than it could. After a failure it cannot
+start or does not work as intended, and the exit code is 1. docs/doctor.md describes each check.")]
 pub(super) struct DoctorArgs {
     #[command(flatten)]
     settings: Settings,
@@ -31,8 +32,14 @@ pub(super) struct DoctorArgs {
     json: bool,
 }
 
+/// The hidden command that loads the CUDA driver and prints what it says.
+pub(super) const GPU_COMMAND: &str = "gpu-report";
+
 pub(super) fn run(args: &DoctorArgs, screen: &mut Screen) -> Result<i32, Failure> {
-    let machine: Arc<dyn Machine> = Arc::new(ThisMachine);
+    let program = std::env::current_exe();
+    let program = program.map_err(|error| Failure::other("find this program", error))?;
+    let gpu_command = vec![program.into_os_string(), GPU_COMMAND.into()];
+    let machine: Arc<dyn Machine> = Arc::new(ThisMachine { gpu_command });
     let report = doctor::examine(args.settings.load(), &machine, doctor::TIME_LIMIT);
     if args.json {
         write_json(Path::new("-"), &report, screen)?;
@@ -40,6 +47,13 @@ pub(super) fn run(args: &DoctorArgs, screen: &mut Screen) -> Result<i32, Failure
         show(&report, screen)?;
     }
     Ok(if report.is_ready { EXIT_OK } else { EXIT_FAILED })
+}
+
+/// Runs as the process of its own in which the doctor has the CUDA driver loaded.
+pub(super) fn print_gpus(screen: &mut Screen) -> Result<i32, Failure> {
+    let answer = serde_json::to_string(&GpuAnswer::of_this_process());
+    screen.line(answer.map_err(|error| Failure::other("print what the driver says", error))?)?;
+    Ok(EXIT_OK)
 }
 
 fn show(report: &Report, screen: &mut Screen) -> Result<(), Failure> {

@@ -81,6 +81,9 @@ enum Verb {
     Serve(Box<serve::ServeArgs>),
     /// Check whether this machine is ready to run a node.
     Doctor(Box<doctor::DoctorArgs>),
+    /// Load the CUDA driver and print what it says about GPUs, for `doctor`.
+    #[command(hide = true, name = doctor::GPU_COMMAND)]
+    GpuReport,
     /// Replay a request trace through a store, check every byte, and show the hit rate.
     Replay(Box<ReplayArgs>),
     /// Measure this build against the limits of this machine.
@@ -162,6 +165,7 @@ fn run(verb: Verb, screen: &mut Screen) -> Result<i32, Failure> {
     match verb {
         Verb::Serve(args) => serve::run(*args, screen),
         Verb::Doctor(args) => doctor::run(&args, screen),
+        Verb::GpuReport => doctor::print_gpus(screen),
         Verb::Replay(args) => replay::run(&args, screen),
         Verb::Bench(args) => bench::run(&args, screen),
         Verb::Sim(args) => sim::run(&args, screen),

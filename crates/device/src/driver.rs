@@ -42,7 +42,27 @@ impl Driver {
     /// # Errors
     /// If there is no driver, no device, or one that does not start.
     pub fn load() -> Result<Arc<Self>, Unavailable> {
-        Self::open(library_name()).map(Arc::new)
+        Self::load_from(library_name())
+    }
+
+    /// Loads and starts the driver in this library.
+    ///
+    /// # Errors
+    /// As [`Driver::load`].
+    pub fn load_from(library: impl Into<OsString>) -> Result<Arc<Self>, Unavailable> {
+        Self::open(library.into()).map(Arc::new)
+    }
+
+    /// The same driver once more, without its batched copy: copiers of its contexts make one call
+    /// for each copy.
+    ///
+    /// # Errors
+    /// As [`Driver::load`].
+    pub fn without_batched_copy(&self) -> Result<Arc<Self>, Unavailable> {
+        let mut driver = Self::open(self.library().into())?;
+        driver.functions.memcpy_batch.pointer = None;
+        driver.functions.memcpy_batch_with_index.pointer = None;
+        Ok(Arc::new(driver))
     }
 
     fn open(name: OsString) -> Result<Self, Unavailable> {

@@ -46,7 +46,7 @@ pub use driver::Driver;
 pub use error::{CallError, CudaError, Unavailable};
 pub use event::Event;
 pub use foreign::ForeignMemory;
-pub use library::LIBRARY_VARIABLE;
+pub use library::{LIBRARY, LIBRARY_VARIABLE, named_library};
 pub use plan::{Borders, Call, CopyPlan, Direction, Limits, PlannedCopy, Slice, Way, plan};
 pub use registered::{HostMemory, RegisteredPool, RegistrationReport};
 pub use report::{DeviceFacts, DriverReport};

@@ -9,13 +9,17 @@ use std::ptr::NonNull;
 pub const LIBRARY_VARIABLE: &str = "CASCADE_CUDA_LIBRARY";
 
 /// The library that every installation of the driver has.
-const LIBRARY: &str = "libcuda.so.1";
+pub const LIBRARY: &str = "libcuda.so.1";
 
-/// The library that this process is to use. An empty variable counts as not set.
+/// The library that [`LIBRARY_VARIABLE`] names. An empty variable counts as not set.
 #[expect(clippy::disallowed_methods, reason = "a worker has no configuration of a node")]
+pub fn named_library() -> Option<OsString> {
+    std::env::var_os(LIBRARY_VARIABLE).filter(|name| !name.is_empty())
+}
+
+/// The library that this process is to use.
 pub(crate) fn library_name() -> OsString {
-    let named = std::env::var_os(LIBRARY_VARIABLE).filter(|name| !name.is_empty());
-    named.unwrap_or_else(|| LIBRARY.into())
+    named_library().unwrap_or_else(|| LIBRARY.into())
 }
 
 /// An open library. Never closed: the driver has threads that would run on without their code.

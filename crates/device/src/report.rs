@@ -60,8 +60,15 @@ impl DriverReport {
     /// # Errors
     /// Why there is no GPU.
     pub fn examine() -> Result<Self, Unavailable> {
-        let driver = Driver::load()?;
-        let devices = devices(&driver).map_err(|error| driver.unavailable(error))?;
+        Self::of(&*Driver::load()?)
+    }
+
+    /// Asks a driver about its devices. Creates no context.
+    ///
+    /// # Errors
+    /// If it finds no device, or does not answer.
+    pub fn of(driver: &Driver) -> Result<Self, Unavailable> {
+        let devices = devices(driver).map_err(|error| driver.unavailable(error))?;
         if devices.is_empty() {
             return Err(Unavailable::NoDevice { library: driver.library().to_owned() });
         }
@@ -69,7 +76,7 @@ impl DriverReport {
             library: driver.library().to_owned(),
             version: driver.version(),
             devices,
-            batch: BatchForm::of(&driver),
+            batch: BatchForm::of(driver),
             missing_functions: driver.missing_functions(),
             missing_for_kernels: kernel::missing_functions(&driver),
         })

@@ -89,6 +89,19 @@ fn the_version_decides_the_form_of_the_batch() {
     }
 }
 
+/// For comparisons: one call for each copy, beside the same driver with its batches.
+#[test]
+fn a_driver_without_its_batched_copy_leaves_the_other_one_its_own() {
+    if !is_child("a_driver_without_its_batched_copy_leaves_the_other_one_its_own", &[]) {
+        return;
+    }
+    let driver = Driver::load_from(fake::library()).unwrap();
+    let unbatched = driver.without_batched_copy().unwrap();
+    assert_eq!(BatchForm::of(&unbatched), None);
+    assert_eq!(BatchForm::of(&driver), Some(BatchForm::WithoutIndex));
+    assert_eq!(DriverReport::of(&unbatched).unwrap().devices.len(), 1);
+}
+
 #[test]
 fn the_form_in_a_child() {
     let Some(expected) = fake::variable("EXPECTED_FORM") else { return };

@@ -4,7 +4,10 @@
 //! through the trait [`Machine`], so that a test can inject any fault.
 
 mod devices;
+mod driver_process;
 mod files;
+mod gpu_answer;
+mod gpus;
 mod machine;
 mod memory;
 mod network;
@@ -21,6 +24,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::NodeConfig;
 use crate::config::ConfigError;
+pub use gpu_answer::{GpuAnswer, GpuDevice, GpuReport};
 pub use machine::{Machine, ProbeFile, ThisMachine};
 pub use space::{DiskSpace, FileSystem};
 
@@ -66,6 +70,9 @@ pub struct Finding {
     pub why: String,
     /// What to do, as a command if there is one.
     pub remedy: Option<String>,
+    /// The driver and its devices, in the finding `cuda` of a host that has some.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gpus: Option<GpuReport>,
 }
 
 /// The findings of all checks.
@@ -85,23 +92,24 @@ struct CheckOutcome {
     state: CheckState,
     found: String,
     remedy: Option<String>,
+    gpus: Option<Box<GpuReport>>,
 }
 
 impl CheckOutcome {
     fn ok(found: impl Into<String>) -> Self {
-        Self { state: CheckState::Ok, found: found.into(), remedy: None }
+        Self { state: CheckState::Ok, found: found.into(), remedy: None, gpus: None }
     }
 
     fn absent(found: impl Into<String>) -> Self {
-        Self { state: CheckState::Absent, found: found.into(), remedy: None }
+        Self { state: CheckState::Absent, ..Self::ok(found) }
     }
 
     fn warning(found: impl Into<String>, remedy: impl Into<String>) -> Self {
-        Self { state: CheckState::Warning, found: found.into(), remedy: Some(remedy.into()) }
+        Self { state: CheckState::Warning, remedy: Some(remedy.into()), ..Self::ok(found) }
     }
 
     fn failed(found: impl Into<String>, remedy: impl Into<String>) -> Self {
-        Self { state: CheckState::Failed, found: found.into(), remedy: Some(remedy.into()) }
+        Self { state: CheckState::Failed, remedy: Some(remedy.into()), ..Self::ok(found) }
     }
 }
 
@@ -141,7 +149,7 @@ const CHECKS: &[Check] = &[
     network::PORT,
     network::EXPOSURE,
     devices::CLOCK,
-    devices::CUDA,
+    gpus::CUDA,
     devices::RDMA,
     devices::VALKEY,
 ];
@@ -213,5 +221,6 @@ fn finding(check: &Check, outcome: CheckOutcome) -> Finding {
         found: outcome.found,
         why: check.why.to_owned(),
         remedy: outcome.remedy,
+        gpus: outcome.gpus.map(|report| *report),
     }
 }

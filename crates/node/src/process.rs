@@ -185,7 +185,8 @@ fn reload_config(node: &Node) {
 /// Runs the checks of `cascade doctor` and logs those that failed, as operators often start a node
 /// without running the doctor first.
 fn log_failed_checks(config: &NodeConfig) {
-    let machine: Arc<dyn Machine> = Arc::new(ThisMachine);
+    // The CUDA driver is not asked: a node does not use it, and it would delay the start.
+    let machine: Arc<dyn Machine> = Arc::new(ThisMachine::default());
     let report = doctor::examine(Ok(config.clone()), &machine, doctor::TIME_LIMIT);
     for finding in report.checks.iter().filter(|finding| finding.state == CheckState::Failed) {
         let Finding { id: check, found, why, remedy, .. } = finding;

@@ -4,6 +4,7 @@
 
 mod admin;
 mod damage;
+mod gpu;
 mod hit_rate;
 mod node;
 mod port;

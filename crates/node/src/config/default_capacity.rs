@@ -56,10 +56,10 @@ impl AvailableSpace {
 fn measure(directory: &Path) -> io::Result<AvailableSpace> {
     let existing = directory.ancestors().find(|path| path.exists());
     let existing = existing.map_or_else(|| PathBuf::from("/"), Path::to_owned);
-    let space = ThisMachine.space(&existing)?;
+    let space = ThisMachine::default().space(&existing)?;
     // If the directory is missing, files in its parent do not belong to the tier.
     let is_own = existing == directory && directory.is_dir();
-    let own_bytes = if is_own { ThisMachine.used_bytes(directory, "")? } else { 0 };
+    let own_bytes = if is_own { ThisMachine::default().used_bytes(directory, "")? } else { 0 };
     Ok(AvailableSpace { file_system: space.file_system, free_bytes: space.free_bytes, own_bytes })
 }
 

@@ -14,7 +14,7 @@ use super::settings::{SettingSource, Settings};
 const CONFIG: &str = "CASCADE_CONFIG";
 const NODE: &str = "CASCADE_NODE";
 /// Known variables that set no key.
-const OTHERS: [&str; 2] = [CONFIG, NODE];
+const OTHERS: [&str; 3] = [CONFIG, NODE, cascade_device::LIBRARY_VARIABLE];
 const RUNTIME_DIRECTORY: &str = "XDG_RUNTIME_DIR";
 const NOTIFY_SOCKET: &str = "NOTIFY_SOCKET";
 
@@ -137,6 +137,7 @@ mod tests {
         for name in [
             "CASCADE_NODE",
             "CASCADE_CONFIG",
+            "CASCADE_CUDA_LIBRARY",
             "CASCADE_NODE_SERVICE_HOST",
             "CASCADE_NODE_PORT",
             "CASCADE_NODE_PORT_9000_TCP_ADDR",

@@ -28,6 +28,8 @@ to change, and each one says why. `cascade serve -h` lists the first table, `--h
 - `packaging/cascade.toml` is an example file with every key at its default.
 - Unknown keys are refused, with the nearest existing name. So are variables `CASCADE_...` that are
   close to the variable of a key.
+- Three variables set no key: `CASCADE_CONFIG`, `CASCADE_NODE` (the node of a client) and
+  `CASCADE_CUDA_LIBRARY` (another library than `libcuda.so.1`, see `docs/gpu.md`).
 - `cascade doctor --config FILE` checks whether this host supports the configuration.
 
 ## Values

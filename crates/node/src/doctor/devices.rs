@@ -11,17 +11,6 @@ const CLOCK_MAX: u64 = 4_102_444_800;
 const FAST_CLOCKS: [&str; 5] =
     ["tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page", "xen"];
 
-/// The library of the NVIDIA driver, and the directories where it is installed.
-const CUDA_LIBRARY: &str = "libcuda.so.1";
-const LIBRARY_DIRECTORIES: [&str; 6] = [
-    "/usr/lib/x86_64-linux-gnu",
-    "/usr/lib/aarch64-linux-gnu",
-    "/usr/lib64",
-    "/usr/lib",
-    "/usr/lib/wsl/lib",
-    "/usr/local/nvidia/lib64",
-];
-
 pub(super) const KERNEL: Check = Check {
     id: "kernel",
     why: "a node allocates memory at start with MADV_POPULATE_WRITE (Linux 5.14), and uses \
@@ -69,28 +58,6 @@ pub(super) const CLOCK: Check = Check {
                 path.replace("current", "available")
             }),
         )
-    },
-};
-
-pub(super) const CUDA: Check = Check {
-    id: "cuda",
-    why: "blocks are copied to and from GPUs through the driver's library",
-    run: |_, machine| {
-        let Ok(version) = machine.read("/proc/driver/nvidia/version") else {
-            return CheckOutcome::absent("no NVIDIA driver");
-        };
-        let version = version.lines().next().unwrap_or_default().to_owned();
-        let has_library = |directory: &&&str| {
-            machine.list(directory).is_ok_and(|names| names.iter().any(|name| name == CUDA_LIBRARY))
-        };
-        match LIBRARY_DIRECTORIES.iter().find(has_library) {
-            Some(directory) => CheckOutcome::ok(format!("{version}; {directory}/{CUDA_LIBRARY}")),
-            None => CheckOutcome::warning(
-                format!("{version}, but no {CUDA_LIBRARY}"),
-                "install the driver's library (Debian: apt-get install libcuda1), or run the \
-                 container with --gpus all",
-            ),
-        }
     },
 };
 

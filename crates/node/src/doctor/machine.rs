@@ -1,11 +1,13 @@
 //! Access of the checks to the host: all that they read and try.
 
+use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
 use std::net::{SocketAddr, TcpListener};
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 use std::{fmt, io};
 
 use cascade_disk::io::{TransferEngine as _, UringEngine};
@@ -14,7 +16,8 @@ use cascade_runtime::{Clock as _, SystemClock};
 use cascade_store::LeftoverPool;
 use rustix::fs::{Access, OFlags, access, statfs};
 
-use super::{DiskSpace, FileSystem};
+use super::gpu_answer::GpuAnswer;
+use super::{DiskSpace, FileSystem, driver_process};
 use crate::socket_place::{self, SocketPathState, SocketPlaceError};
 
 /// Size of the pool for a trial: two huge pages.
@@ -68,11 +71,18 @@ pub trait Machine: Send + Sync + fmt::Debug {
 
     /// Seconds since 1970 by the host's clock.
     fn unix_seconds(&self) -> u64;
+
+    /// What the CUDA driver says about GPUs, within a time limit.
+    fn gpus(&self, time_limit: Duration) -> GpuAnswer;
 }
 
 /// The host that this process runs on.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct ThisMachine;
+#[derive(Debug, Clone, Default)]
+pub struct ThisMachine {
+    /// A command that loads the CUDA driver and prints a [`GpuAnswer`] as JSON: program and
+    /// arguments. Without one the driver is not asked.
+    pub gpu_command: Vec<OsString>,
+}
 
 impl Machine for ThisMachine {
     fn read(&self, path: &str) -> io::Result<String> {
@@ -151,6 +161,10 @@ impl Machine for ThisMachine {
 
     fn unix_seconds(&self) -> u64 {
         SystemClock.unix_ms() / 1000
+    }
+
+    fn gpus(&self, time_limit: Duration) -> GpuAnswer {
+        driver_process::ask(&self.gpu_command, time_limit)
     }
 }
 

@@ -1,0 +1,78 @@
+//! `cascade bench gpu`: the options, the header that names the GPU, and what was not measured.
+
+use std::path::{Path, PathBuf};
+
+use cascade_bench::gpu::{Gpu, GpuOptions};
+use cascade_bench::{Bench, MeasureError};
+use clap::Args;
+
+use crate::bench::Output;
+use crate::{Failure, Screen};
+
+/// The measurements of a GPU.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  cascade bench gpu
+      All figures of the first GPU. Takes 3 GiB of host memory and 1 GiB of the GPU's.
+  cascade bench gpu --device 1 --only /64KiB/ --json gpu.json
+      Copies of 64 KiB on the second GPU.
+  cascade bench gpu --fake
+      Check that the benchmark works, without a GPU, over a fake driver: small sizes, no meaning.
+
+Names of copies: to-device, to-host or both (at once), length of a fragment, fragments of a
+submission, way: batch (many copies by a call of the driver) or single (a call for each copy).
+Fragments follow each other in pinned host memory and are scattered on the GPU. The limit is one
+plain copy of 1 GiB in the same direction, measured before or after each sample; plain/ has it as a
+row. The limit of registration/ is the first touch of the same memory. cpu/ is processor time of the
+calling thread. Every byte of every copy is compared, outside of the measured time.
+
+Without a GPU nothing is measured: the reason is printed, and the exit code is 1. In JSON, each row
+has `device` and `fake`.
+
+Exit codes: 0 measured; 1 there is no GPU, or it failed, or a byte was wrong; 2 no such device or no
+fake driver.")]
+pub(crate) struct GpuArgs {
+    /// Write the figures as JSON to FILE; - is standard output.
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// Index of the GPU; `cascade doctor` lists them.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    device: usize,
+    /// Measure only figures whose name contains TEXT.
+    #[arg(long, value_name = "TEXT")]
+    only: Option<String>,
+    /// Use the fake driver: what `CASCADE_CUDA_LIBRARY` names, else the library beside cascade.
+    #[arg(long)]
+    fake: bool,
+}
+
+pub(super) fn run(args: &GpuArgs, screen: &mut Screen) -> Result<i32, Failure> {
+    screen.notice("loading the CUDA driver, which may take seconds")?;
+    let gpu = Gpu::open(GpuOptions { device: args.device, is_fake: args.fake })?;
+    let subject = gpu.headline();
+    let output = Output {
+        subject: Some(&subject),
+        ..Output::new(args.json.as_deref(), args.only.as_deref())
+    };
+    let mut not_measured = Vec::new();
+    let code = output.measure(None, screen, |deliver| {
+        let (directory, only) = (PathBuf::from("."), args.only.clone());
+        let mut count = 0;
+        let deliver = &mut |figure| {
+            count += 1;
+            deliver(figure)
+        };
+        not_measured = gpu.measure(&mut Bench { is_full: false, directory, only, deliver })?;
+        match not_measured.first() {
+            Some(row) if count == 0 => Err(MeasureError::measure("any of these rows", &**row)),
+            _ => Ok(()),
+        }
+    })?;
+    let is_json_on_screen = args.json.as_deref() == Some(Path::new("-"));
+    for row in not_measured {
+        let line = format!("not measured: {row}");
+        if is_json_on_screen { screen.notice(line)? } else { screen.line(line)? }
+    }
+    Ok(code)
+}

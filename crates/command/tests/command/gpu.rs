@@ -1,0 +1,188 @@
+//! GPUs as users see them, over the fake driver and without one.
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+use std::process::{Command, Output};
+
+use serde_json::{Value, json};
+
+use crate::{cascade, stderr};
+
+/// The fake driver, which Cargo builds beside the tests.
+fn fake_driver() -> PathBuf {
+    std::env::current_exe().unwrap().with_file_name("libcascade_device_fake.so")
+}
+
+/// The command with this driver, and without variables of the process that runs the tests.
+fn cascade_with(driver: &str) -> Command {
+    let mut command = cascade();
+    command.env("CASCADE_CUDA_LIBRARY", driver);
+    command
+}
+
+fn cascade_with_fake() -> Command {
+    cascade_with(fake_driver().to_str().unwrap())
+}
+
+/// The finding about GPUs, and what was printed.
+fn examine(mut command: Command) -> (Value, Output) {
+    let directory = tempfile::TempDir::new().unwrap();
+    command.args(["doctor", "--json", "--socket"]).arg(directory.path().join("cascade.sock"));
+    let output = command.output().unwrap();
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let checks = report["checks"].as_array().unwrap();
+    (checks.iter().find(|check| check["id"] == "cuda").unwrap().clone(), output)
+}
+
+#[test]
+fn the_doctor_names_the_driver_and_its_devices() {
+    let mut command = cascade_with_fake();
+    command.env("FAKE_CUDA_DEVICES", "2").env("FAKE_CUDA_ABSENT", "cuMemMap");
+    let (found, output) = examine(command);
+    assert_eq!(stderr(&output), "", "no warning about the variable");
+    assert_eq!(found["state"], "warning", "{found}");
+    assert!(found["found"].as_str().unwrap().starts_with("FAKE driver: 0: fake GPU"), "{found}");
+    assert!(found["remedy"].as_str().unwrap().contains("CASCADE_CUDA_LIBRARY"), "{found}");
+    let gpus = &found["gpus"];
+    assert_eq!(gpus["is_fake"], true, "{gpus}");
+    assert_eq!(gpus["library"], fake_driver().to_str().unwrap());
+    assert_eq!(gpus["cuda_version"], "13.0");
+    assert_eq!(gpus["batched_copy"], "cuMemcpyBatchAsync_v2");
+    assert_eq!(gpus["missing_functions"], json!(["cuMemMap"]));
+    assert_eq!(
+        gpus["devices"][1],
+        json!({
+            "name": "fake GPU of cascade (host memory)",
+            "uuid": "GPU-fafafafa-fafa-fafa-fafa-fafafafafafa",
+            "pci_address": "0000:FA:CE.0",
+            "memory_bytes": 1_u64 << 30,
+            "compute_capability": "9.0",
+        })
+    );
+    assert_eq!(gpus["devices"].as_array().unwrap().len(), 2);
+}
+
+#[test]
+fn the_doctor_explains_why_there_is_no_gpu() {
+    let (found, _) = examine(cascade_with("/no/such/driver.so"));
+    assert_eq!((&found["state"], &found["gpus"]), (&json!("warning"), &Value::Null), "{found}");
+    let reason = found["found"].as_str().unwrap();
+    assert!(reason.contains("cannot load the CUDA driver /no/such/driver.so"), "{reason}");
+    assert!(found["remedy"].as_str().unwrap().contains("--gpus all"), "{found}");
+    let mut command = cascade_with_fake();
+    command.env("FAKE_CUDA_FAIL", "cuInit=803");
+    let (found, _) = examine(command);
+    assert!(found["found"].as_str().unwrap().contains("(803)"), "{found}");
+    assert!(found["remedy"].as_str().unwrap().contains("reboot"), "{found}");
+}
+
+/// Runs the benchmark over the fake driver with these variables; the figures, if it wrote some.
+fn bench_fake(args: &[&str], variables: &[(&str, &str)]) -> (Output, Option<Vec<Value>>) {
+    let directory = tempfile::TempDir::new().unwrap();
+    let path = directory.path().join("gpu.json");
+    let mut command = cascade_with_fake();
+    command.args(["bench", "gpu", "--fake", "--json"]).arg(&path).args(args);
+    let output = command.envs(variables.iter().copied()).output().unwrap();
+    let figures = path.exists().then(|| crate::json(&path).as_array().unwrap().clone());
+    (output, figures)
+}
+
+fn names(figures: &[Value]) -> Vec<&str> {
+    figures.iter().map(|figure| figure["name"].as_str().unwrap()).collect()
+}
+
+#[test]
+fn every_figure_of_a_fake_gpu_is_measured_and_says_fake() {
+    let (output, figures) = bench_fake(&[], &[]);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let figures = figures.unwrap();
+    let found: BTreeSet<&str> = names(&figures).into_iter().collect();
+    assert_eq!(found.len(), figures.len(), "names are unique: {found:?}");
+    for name in [
+        "plain/to-device/8MiB",
+        "plain/to-host/8MiB",
+        "to-device/4KiB/x1024/batch",
+        "to-host/16KiB/x128/single",
+        "both/2MiB/x2/batch",
+        "cpu/submit",
+        "cpu/copy/batch",
+        "cpu/copy/single",
+        "registration/4KiB-pages",
+    ] {
+        assert!(found.contains(name), "{name} is missing: {found:?}");
+    }
+    for figure in &figures {
+        let number = |field: &str| figure[field].as_f64();
+        assert_eq!(figure["fake"], true, "{figure}");
+        assert_eq!(figure["device"], "fake GPU of cascade (host memory)");
+        assert_eq!((&figure["target"], &figure["is_reached"]), (&json!("none"), &Value::Null));
+        assert!(figure["samples"].as_array().unwrap().len() >= 5, "{figure}");
+        let (name, value) = (figure["name"].as_str().unwrap(), number("value").unwrap());
+        let has_limit = !name.starts_with("plain/") && !name.starts_with("cpu/");
+        let has_share = number("limit").zip(number("share")).map(|(limit, share)| {
+            let expected = if figure["unit"] == "GiB/s" { value / limit } else { limit / value };
+            assert!((share / expected - 1.0).abs() < 1e-9, "{expected}: {figure}");
+        });
+        assert_eq!(has_share.is_some(), has_limit, "{figure}");
+    }
+    let table = String::from_utf8(output.stdout).unwrap();
+    assert!(table.contains("FAKE DRIVER over host memory: these times stand for nothing"));
+    let rows = table.lines().filter(|line| line.ends_with("  FAKE")).count();
+    assert_eq!(rows, figures.len(), "{table}");
+}
+
+#[test]
+fn without_a_gpu_nothing_is_measured() {
+    let directory = tempfile::TempDir::new().unwrap();
+    let path = directory.path().join("gpu.json");
+    let mut command = cascade_with("/no/such/driver.so");
+    let output = command.args(["bench", "gpu", "--json"]).arg(&path).output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    let message = stderr(&output);
+    for part in ["\"not measured\"", "/no/such/driver.so", "install the NVIDIA driver"] {
+        assert!(message.contains(part), "{part}: {message}");
+    }
+    assert!(output.stdout.is_empty() && !path.exists(), "no figure was made up");
+}
+
+#[test]
+fn a_device_that_does_not_exist_is_refused_with_those_that_do() {
+    let (output, figures) = bench_fake(&["--device", "3"], &[("FAKE_CUDA_DEVICES", "2")]);
+    assert_eq!((output.status.code(), figures), (Some(2), None));
+    let message = stderr(&output);
+    assert!(message.contains("there is no device 3"), "{message}");
+    assert!(message.contains("1: fake GPU of cascade"), "{message}");
+}
+
+/// A driver before CUDA 12.8.
+#[test]
+fn batches_are_not_measured_with_a_driver_that_has_none() {
+    let old = [("FAKE_CUDA_VERSION", "12040")];
+    let (output, figures) = bench_fake(&["--only", "to-host/4KiB/x16/"], &old);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    assert_eq!(names(&figures.unwrap()), ["to-host/4KiB/x16/single"]);
+    let table = String::from_utf8(output.stdout).unwrap();
+    assert!(table.contains("not measured: to-host/4KiB/x16/batch: the driver has no"), "{table}");
+    let (output, figures) = bench_fake(&["--only", "to-host/4KiB/x16/batch"], &old);
+    assert_eq!((output.status.code(), figures), (Some(1), None));
+    assert!(stderr(&output).contains("no batched copy"), "{}", stderr(&output));
+}
+
+#[test]
+fn a_missing_fake_driver_is_explained_with_how_to_build_it() {
+    // A program without the library beside it.
+    let directory = tempfile::TempDir::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let program = directory.path().join("cascade");
+    std::fs::hard_link(env!("CARGO_BIN_EXE_cascade"), &program).unwrap();
+    let mut command = Command::new(program);
+    command.args(["bench", "gpu", "--fake"]).env_remove("CASCADE_CUDA_LIBRARY");
+    let output = command.output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    let message = stderr(&output);
+    assert!(message.contains("cargo build -p cascade-device-fake"), "{message}");
+    // Some other library is no driver.
+    let mut command = cascade_with("/proc/version");
+    let output = command.args(["bench", "gpu", "--fake"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(stderr(&output).contains("cannot load the fake driver"), "{}", stderr(&output));
+}
