@@ -23,7 +23,7 @@ pub(super) fn run(
     }
     let count = if gpu.is_fake() { 256 } else { 4096 };
     let bytes = count * FRAGMENT;
-    let plain = Plain::new(&gpu.context, bytes)?;
+    let mut plain = Plain::new(&gpu.context, bytes)?;
     let pinned = Pinned::new(&gpu.context, 2 * bytes + (4 << 20))?;
     let shape = |count| (FRAGMENT, count);
     let mut one = Fragments::new(&pinned, &plain, Direction::ToDevice, shape(1), 0)?;
@@ -32,9 +32,10 @@ pub(super) fn run(
     let single = pinned.copier(&gpu.unbatched)?;
     let (mut submit, mut by_batch, mut by_single) = (Vec::new(), Vec::new(), Vec::new());
     for round in 0..=bench.rounds() {
-        let alone = cpu_us(&batched, &mut one)?;
+        let alone = cpu_us(&batched, &mut one, &mut plain)?;
         let per_copy = |all: f64| (all - alone).max(0.0) / (count - 1) as f64;
-        let (batch, calls) = (cpu_us(&batched, &mut many)?, cpu_us(&single, &mut many)?);
+        let batch = cpu_us(&batched, &mut many, &mut plain)?;
+        let calls = cpu_us(&single, &mut many, &mut plain)?;
         if round > 0 {
             submit.push(alone);
             by_batch.push(per_copy(batch));
@@ -54,8 +55,14 @@ pub(super) fn run(
     gpu.deliver(bench, cost(single_name, by_single, Target::None))
 }
 
-/// Processor time of the calling thread for one submission, in microseconds.
-fn cpu_us(copier: &Copier, fragments: &mut Fragments) -> Result<f64, MeasureError> {
+/// Processor time of the calling thread for one submission, in microseconds. The bytes of the last
+/// one are compared.
+fn cpu_us(
+    copier: &Copier,
+    fragments: &mut Fragments,
+    plain: &mut Plain,
+) -> Result<f64, MeasureError> {
+    plain.fill_device()?;
     let mut spent = 0.0;
     for _ in 0..REPEATS {
         let copies = std::mem::take(&mut fragments.copies);
@@ -64,5 +71,7 @@ fn cpu_us(copier: &Copier, fragments: &mut Fragments) -> Result<f64, MeasureErro
         spent += thread_cpu_time().saturating_sub(before).as_secs_f64();
         fragments.copies = pending.wait(soon()).map_err(failed)?;
     }
+    plain.read_device()?;
+    fragments.check("the cost of submissions", plain)?;
     Ok(spent * 1e6 / f64::from(REPEATS))
 }

@@ -25,7 +25,7 @@ submission, way: batch (many copies by a call of the driver) or single (a call f
 Fragments follow each other in pinned host memory and are scattered on the GPU. The limit is one
 plain copy of 1 GiB in the same direction, measured before or after each sample; plain/ has it as a
 row. The limit of registration/ is the first touch of the same memory. cpu/ is processor time of the
-calling thread. Every byte of every copy is compared, outside of the measured time.
+calling thread. Every byte that was copied is compared, outside of the measured time.
 
 Without a GPU nothing is measured: the reason is printed, and the exit code is 1. In JSON, each row
 has `device` and `fake`.
