@@ -1,7 +1,7 @@
 //! The kernels that this fake knows, in Rust.
 
 use crate::device_memory::read_numbers;
-use crate::state::{INVALID_VALUE, Place, Side, State, Transfer};
+use crate::state::{INVALID_VALUE, Launch, Place, Side, State, Transfer};
 
 /// The kernel that copies a list of fragments: addresses of targets, addresses of sources, lengths.
 pub(crate) const COPY: &str = "cascade_copy";
@@ -13,14 +13,6 @@ const ALIAS: u64 = 1 << 56;
 /// The address by which kernels access host memory.
 pub(crate) fn device_address(host: usize) -> u64 {
     host as u64 | ALIAS
-}
-
-/// A launch of the kernel that copies.
-#[derive(Debug)]
-pub(crate) struct Launch {
-    /// The arrays. A kernel reads them when it runs.
-    lists: [Place; 3],
-    count: usize,
 }
 
 impl Launch {

@@ -3,7 +3,6 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use crate::device_memory::{Mapping, Space};
-use crate::kernels::Launch;
 use crate::shared_memory::Allocation;
 
 /// `CUDA_ERROR_*`.
@@ -74,6 +73,14 @@ pub(crate) struct Transfer {
     /// None for a fill with a byte.
     pub(crate) source: Result<Place, u8>,
     pub(crate) bytes: usize,
+}
+
+/// A launch of the kernel that copies.
+#[derive(Debug)]
+pub(crate) struct Launch {
+    /// The arrays. A kernel reads them when it runs.
+    pub(crate) lists: [Place; 3],
+    pub(crate) count: usize,
 }
 
 /// Work of a stream.

@@ -8,8 +8,7 @@ use std::time::Duration;
 use cascade_runtime::{MutexGuard, sleep, thread, yield_now};
 
 use crate::device_memory::{copy, fill};
-use crate::kernels::Launch;
-use crate::state::{ILLEGAL_ADDRESS, INVALID_HANDLE, Item, State, Stream, Transfer, Work};
+use crate::state::{ILLEGAL_ADDRESS, INVALID_HANDLE, Item, Launch, State, Stream, Transfer, Work};
 use crate::world::{Status, World};
 
 /// A new stream, with its thread.

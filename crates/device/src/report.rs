@@ -78,7 +78,7 @@ impl DriverReport {
             devices,
             batch: BatchForm::of(driver),
             missing_functions: driver.missing_functions(),
-            missing_for_kernels: kernel::missing_functions(&driver),
+            missing_for_kernels: kernel::missing_functions(driver),
         })
     }
 

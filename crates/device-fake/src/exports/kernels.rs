@@ -6,8 +6,8 @@ use std::ffi::{CStr, c_char, c_uint, c_void};
 use std::slice;
 
 use super::write;
-use crate::kernels::{COPY, Launch};
-use crate::state::{INVALID_HANDLE, INVALID_PTX, INVALID_VALUE, NOT_FOUND, Work};
+use crate::kernels::COPY;
+use crate::state::{INVALID_HANDLE, INVALID_PTX, INVALID_VALUE, Launch, NOT_FOUND, Work};
 use crate::streams::submit;
 use crate::world::{Needs, Status, World};
 
