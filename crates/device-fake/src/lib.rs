@@ -5,7 +5,7 @@
 //! so that an instruction that follows one ends the process, as it would be wrong on a GPU. It is
 //! stricter than a GPU: it refuses copies of host memory that is not registered, and copies over a
 //! border between two registrations; memory that is freed under a copy kills the context. Kernels
-//! are known by name and written in Rust; they access host memory by other addresses than copies do.
+//! are known by name and written in Rust. They access host memory by other addresses than copies.
 //!
 //! Variables, read when the first function is called; lists are separated by commas:
 //!
@@ -16,8 +16,8 @@
 //! - `FAKE_CUDA_ABSENT`: functions that `cuGetProcAddress_v2` does not find.
 //! - `FAKE_CUDA_FAIL`: `NAME=CODE`: each call fails; `NAME=CODE@N`: the Nth call fails; `*` as
 //!   name: of all calls. A release that fails has released.
-//! - `FAKE_CUDA_DELAY_US`: `NAME=TIME`: a pause in the middle of each copy that it starts, or before a
-//!   registration by `cuMemHostRegister_v2`.
+//! - `FAKE_CUDA_DELAY_US`: `NAME=TIME`: a pause in the middle of each copy that it starts, or before
+//!   a registration by `cuMemHostRegister_v2`.
 //! - `FAKE_CUDA_HOLD`: work that was started by these functions waits until `fakeCudaRelease`.
 //! - `FAKE_CUDA_DIE_AT_COPY`: the Nth copy kills the context.
 //! - `FAKE_CUDA_SEED`: order of the copies of a batch, and of the fragments of a kernel.

@@ -1,5 +1,5 @@
-//! The pages of an engine's memory as a table: the regions, their strides, and where each page is in
-//! a block. It knows addresses as numbers only.
+//! The pages of an engine's memory as a table: the regions, their strides, and where each page is
+//! in a block. It knows addresses as numbers only.
 
 use std::ops::Range;
 
@@ -13,7 +13,8 @@ use crate::arguments::type_error;
 /// Limit of the regions of one memory; usual are a few per layer.
 const REGIONS_MAX: usize = 1 << 16;
 
-/// Regions with the same number of pages each. A block is page i of each region, one after the other.
+/// Regions with the same number of pages each. A block is page i of each region, one after the
+/// other.
 pub(crate) struct PageTable {
     regions: Vec<TableRegion>,
     pages: usize,
@@ -96,8 +97,8 @@ impl PageTable {
         Ok(())
     }
 
-    /// Refuses pages that share bytes, because a copy to one would damage the other. Two objects may
-    /// be views of the same memory, so addresses are compared.
+    /// Refuses pages that share bytes, because a copy to one would damage the other. Two objects
+    /// may be views of the same memory, so addresses are compared.
     fn check_disjoint(&self) -> PyResult<()> {
         for (at, region) in self.regions.iter().enumerate() {
             let shares = |other: &TableRegion| region.pages.overlaps(&other.pages);

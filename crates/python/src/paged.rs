@@ -39,8 +39,8 @@ pub(crate) struct PyPagedMemory {
 
 struct Starts(Vec<NonNull<u8>>);
 
-// SAFETY: the pointers point into buffers that the `PyPagedMemory` around them keeps exported, which
-// is memory without thread affinity.
+// SAFETY: the pointers point into buffers that the `PyPagedMemory` around them keeps exported,
+// which is memory without thread affinity.
 unsafe impl Send for Starts {}
 // SAFETY: as above. Pages are read and written through a shared reference; the class requires that
 // its user never lets two threads do so with the same page at once.

@@ -207,7 +207,7 @@ pub(super) fn timed_copies(
     }
     let took = SystemClock.monotonic().saturating_sub(began);
     for (mut started, copies) in pending {
-        *copies = started.wait(deadline).map_err(failed)?;
+        *copies = started.wait(deadline).map_err(failed)?.unwrap_or_default();
     }
     Ok(took)
 }

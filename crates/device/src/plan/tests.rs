@@ -194,7 +194,8 @@ proptest! {
         for copy in &planned {
             let goes_on = |next: &&PlannedCopy| {
                 let ends = (copy.offset + copy.bytes, copy.address + copy.bytes as u64);
-                ends == (next.offset, next.address) && !next.offset.is_multiple_of(BORDERS.piece_bytes)
+                let is_border = next.offset.is_multiple_of(BORDERS.piece_bytes);
+                ends == (next.offset, next.address) && !is_border
             };
             prop_assert_eq!(planned.iter().find(goes_on), None);
         }
@@ -212,7 +213,7 @@ proptest! {
     }
 
     #[test]
-    fn a_plan_takes_what_it_says_and_no_single_way_takes_less((direction, copies, costs) in case()) {
+    fn a_plan_takes_what_it_says_and_no_way_takes_less((direction, copies, costs) in case()) {
         let Some(costs) = costs else { return Ok(()) };
         let whole = plan(direction, &copies, &BORDERS, &LIMITS, Some(&costs)).unwrap();
         let said = u64::try_from(whole.estimate.unwrap().as_nanos()).unwrap();
@@ -232,7 +233,8 @@ proptest! {
     #[test]
     fn no_other_choice_takes_less((direction, copies, costs) in case()) {
         let Some(costs) = costs else { return Ok(()) };
-        let limits = Limits { copies_per_call: 9999, fragments_per_launch: 9999, slice_bytes: 1 << 20 };
+        let (most, slice_bytes) = (9999, 1 << 20);
+        let limits = Limits { copies_per_call: most, fragments_per_launch: most, slice_bytes };
         let (mut copies, _) = split(&merge(direction, &copies).unwrap(), &BORDERS);
         sort(&mut copies, |copy| copy.offset as u64);
         let choice = Choice { limits: &limits, costs: &costs.to_host, copies: &copies };
