@@ -16,8 +16,8 @@
 //! - `FAKE_CUDA_ABSENT`: functions that `cuGetProcAddress_v2` does not find.
 //! - `FAKE_CUDA_FAIL`: `NAME=CODE`: each call fails; `NAME=CODE@N`: the Nth call fails; `*` as
 //!   name: of all calls. A release that fails has released.
-//! - `FAKE_CUDA_DELAY_US`: `NAME=TIME`: a pause in the middle of each copy that it starts, or before
-//!   a registration by `cuMemHostRegister_v2`.
+//! - `FAKE_CUDA_DELAY_US`: `NAME=TIME`: a pause in the middle of each copy that it starts; for
+//!   `cuMemHostRegister_v2`, before it registers.
 //! - `FAKE_CUDA_HOLD`: work that was started by these functions waits until `fakeCudaRelease`.
 //! - `FAKE_CUDA_DIE_AT_COPY`: the Nth copy kills the context.
 //! - `FAKE_CUDA_SEED`: order of the copies of a batch, and of the fragments of a kernel.
