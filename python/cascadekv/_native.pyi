@@ -343,8 +343,9 @@ class Gpu:
         `torch.cuda.current_stream().cuda_stream`; 0 is the default stream.
         """
     def report(self) -> dict[str, str | int | float | bool | None]:
-        """Return the driver's `library` and `version`, and the registration of the pool.
+        """Return the driver's `library` and `version`, the `device`, and the pool's registration.
 
+        `is_fake`: whether the device is a stand-in for tests, whose times mean nothing.
         `registered_bytes`, `staged_bytes` (not registered), `registration_seconds`, `is_complete`,
         and `refusal`: why the driver refused to register more, or `None`.
         """

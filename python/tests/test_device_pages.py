@@ -207,6 +207,8 @@ def test_the_pool_is_registered_once_and_again_for_another_store(fake, store, ev
     assert all(result.ok for result in save(store, engine, range(3), range(3)))
     eventually(lambda: engine.gpu.report()["is_complete"])
     report = engine.gpu.report()
+    assert report["is_fake"]
+    assert "fake" in report["device"]
     assert report["refusal"] is None
     assert (report["registered_bytes"], report["staged_bytes"]) == (16 << 20, 0)
     with cascadekv.Store(dram="4MiB", huge_pages=False) as other:

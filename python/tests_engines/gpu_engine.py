@@ -68,6 +68,7 @@ class GpuEngine(ScheduledEngine):
             return GpuPages(Gpu(0), arrays[0], regions, count, lambda: stream)
 
         super().__init__(model, store, memory=memory, pages=pages, **options)
+        self._fake = fake
         (array,) = arrays
         device = fake, array, stream
         self._kv = [Layer(device, at * pages * PAGE_BYTES) for at in range(len(LAYERS))]
@@ -76,6 +77,14 @@ class GpuEngine(ScheduledEngine):
         """Step until all requests are finished and all blocks are sealed."""
         super().run(*limits)
         self.settle()
+
+    def hold_saves(self):
+        """Hold the copies of saves; the engine's next kernels then wait, too."""
+        self._fake.hold("cuMemcpyBatchAsync_v2")
+
+    def release_saves(self):
+        """Let the copies go on."""
+        self._fake.release()
 
     def settle(self):
         """Wait until the saves of all steps so far are over."""

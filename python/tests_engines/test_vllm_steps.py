@@ -6,6 +6,7 @@ import random
 import threading
 
 import pytest
+from cascadekv import Gpu
 from cascadekv.bench.models import make_model
 from cascadekv.connectors.vllm import events as events_module
 from cascadekv.connectors.vllm import scheduler as scheduler_module
@@ -14,6 +15,7 @@ from conftest import MODELS
 from gpu_engine import GpuEngine
 from scheduled_engine import BLOCK, LIMIT_S, ScheduledEngine
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed.kv_events import BlockStored
 from vllm.distributed.parallel_state import (
     cleanup_dist_env_and_memory,
     ensure_model_parallel_initialized,
@@ -322,6 +324,28 @@ def test_a_slow_node_does_not_delay_events(start, serve, monkeypatch):
     engine.ask(prompt(4 * BLOCK + 3, "events"))
     held.set()
     assert [thread.name for thread in callers] == ["cascade-events_0"]
+
+
+def test_blocks_that_a_gpu_copies_after_the_end_of_their_request_are_announced(start, eventually):
+    engine = start({**DRAM, **WAYS["sync"]}, memory=None, has_events=True)
+    engine.ask(prompt(2 * BLOCK, "registers the pool"))
+    # Before that, a copy is over when its call returns.
+    eventually(lambda: Gpu(0).report()["is_complete"])
+    engine.connector.take_events()
+    # One step: the engine's next kernel would wait for the copies.
+    first = prompt(3 * BLOCK + 3, "late")
+    engine.hold_saves()
+    engine.add(first, 1)
+    while engine.scheduler.has_requests():
+        engine.step()
+    assert not any(engine.store().contains(engine.keys(first)))
+    engine.release_saves()
+    engine.settle()
+    # The report of the saves comes with the next step.
+    engine.ask(prompt(BLOCK, "next"))
+    stored = [event for event in engine.connector.take_events() if isinstance(event, BlockStored)]
+    announced = [token for event in stored for token in event.token_ids]
+    assert announced[: 3 * BLOCK] == first[: 3 * BLOCK]
 
 
 def test_hints_and_dropped_trace_lines_are_counted(start, tmp_path, caplog):

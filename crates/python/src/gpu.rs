@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use cascade_block::with_causes;
 use cascade_device::{
-    Context, Copier, CudaError, Driver, Event, ForeignMemory, Fragment, Pending, RegisteredPool,
-    RegistrationReport, Slabs, Stream, Transfer,
+    Context, Copier, CudaError, DeviceFacts, Driver, DriverReport, Event, ForeignMemory, Fragment,
+    Pending, RegisteredPool, RegistrationReport, Slabs, Stream, Transfer,
 };
 use cascade_memory::{BackingMemory, HostSlab, HostSlabMut};
 use cascade_runtime::{Deadline, SystemClock};
@@ -88,6 +88,7 @@ struct Flight {
 #[derive(Debug)]
 struct Device {
     context: Arc<Context>,
+    facts: Option<DeviceFacts>,
     /// Of the last pool that was used.
     copies: Mutex<Option<Arc<PoolCopies>>>,
 }
@@ -107,8 +108,10 @@ impl Device {
         if let Some(device) = in_use.get(&index).and_then(Weak::upgrade) {
             return Ok(device);
         }
-        let context = Context::retain(&Driver::load()?, index, Arc::new(SystemClock), WAIT_MAX)?;
-        let device = Arc::new(Self { context, copies: Mutex::default() });
+        let driver = Driver::load()?;
+        let context = Context::retain(&driver, index, Arc::new(SystemClock), WAIT_MAX)?;
+        let facts = DriverReport::of(&driver)?.devices.into_iter().nth(index);
+        let device = Arc::new(Self { context, facts, copies: Mutex::default() });
         in_use.insert(index, Arc::downgrade(&device));
         Ok(device)
     }
@@ -171,6 +174,9 @@ impl PyGpu {
         let report = PyDict::new(py);
         report.set_item("library", driver.library())?;
         report.set_item("version", driver.version().to_string())?;
+        let facts = self.0.facts.as_ref();
+        report.set_item("device", facts.map(|facts| &facts.name))?;
+        report.set_item("is_fake", facts.is_some_and(DeviceFacts::is_fake))?;
         let registration = self.0.registration();
         let registration = registration.as_ref();
         report.set_item("registered_bytes", registration.map_or(0, |it| it.registered_bytes))?;

@@ -479,7 +479,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             block_tokens=self._block_tokens,
             choose=self._choose,
             hints_of=self._hints_of,
-            on_saved=self._announce_saved,
+            on_saved=self._announce_saved if self._has_events() else None,
             background=self._background,
         )
         self._follow_changes(list(parts))
@@ -499,10 +499,13 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
                 max_files=max_files,
             )
 
+    def _has_events(self) -> bool:
+        events = self._vllm_config.kv_events_config
+        return events is not None and bool(events.enable_kv_cache_events)
+
     def _follow_changes(self, parts: Sequence[str]) -> None:
         """Follow the store's changes if the engine publishes KV events."""
-        events = self._vllm_config.kv_events_config
-        if events is None or not events.enable_kv_cache_events:
+        if not self._has_events():
             return
         self._event_parts = parts
         if self._background is not None:

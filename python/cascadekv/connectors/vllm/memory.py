@@ -377,6 +377,8 @@ def memory_of(buffer: "torch.Tensor", regions: Sequence["Region"], pages: int) -
         device: int = buffer.device.index or 0
         try:
             gpu = Gpu(device)
+            if gpu.report()["is_fake"]:
+                _LOG.warning("Cascade: the driver of this GPU is a FAKE, for tests only")
             return GpuPages(gpu, buffer, regions, pages, lambda: _current_stream(device))
         except GpuError as error:
             _LOG.warning("Cascade: copies go through pageable memory, and wait: %s", error)

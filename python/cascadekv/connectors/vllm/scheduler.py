@@ -45,6 +45,8 @@ LOOKAHEAD_BUDGET_S = 0.02
 """Most time that lookahead for one request takes; a store that needs longer is overloaded."""
 LOOKUP_WAIT_S = 0.002
 """How long the scheduler's thread waits for a node's result, if no other call is queued."""
+FINISHED_MAX = 256
+"""Requests that are remembered after their end, if KV events are published."""
 SAVE_RETRY_S = 5.0
 """Delay before a request's blocks are saved again after a save that stored none of them."""
 
@@ -149,6 +151,8 @@ class Scheduler:
         self._on_saved = on_saved
         self._background = background
         self._tracked: dict[str, _TrackedRequest] = {}
+        self._finished: dict[str, _TrackedRequest] = {}
+        """The last requests that finished, for saves of GPUs that end after their request."""
         self._loads: list[Load] = []
         """Loads for the next plan."""
         self._last_plan = self._completed_plan = 0
@@ -338,8 +342,9 @@ class Scheduler:
                 cpu_seconds=saved.cpu_seconds,
             )
             tracked = self._tracked.get(saved.request)
-            if tracked is not None and stored and self._on_saved is not None:
-                self._on_saved(tracked.request, tracked.keys, saved)
+            announced = tracked or self._finished.get(saved.request)
+            if announced is not None and stored and self._on_saved is not None:
+                self._on_saved(announced.request, announced.keys, saved)
             if tracked is not None and not any(saved.stored):
                 # The store is unavailable or slow. Blocks after a gap are useless, so the same
                 # blocks are saved again later.
@@ -355,6 +360,10 @@ class Scheduler:
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return None
+        if self._on_saved is not None and tracked.saved:
+            self._finished[request.request_id] = tracked
+            if len(self._finished) > FINISHED_MAX:
+                del self._finished[next(iter(self._finished))]
         hints = add_hints(tracked.hints)
         if hints != Hints() and tracked.keys.blocks:
             self._run(functools.partial(self._send_hints, tracked.keys, hints))
@@ -373,6 +382,7 @@ class Scheduler:
 
     def reset_keys(self) -> None:
         """Drop all lookup results after a cache reset: the keys of all blocks have changed."""
+        self._finished.clear()
         for tracked in self._tracked.values():
             request = tracked.request
             tracked.keys = self._keys_of(request)
