@@ -151,8 +151,8 @@ fn stream_of(context: &Arc<Context>, number: usize) -> Stream {
 #[pymethods]
 impl PyGpu {
     #[new]
-    fn new(py: Python<'_>, #[pyo3(from_py_with = of::device)] index: usize) -> PyResult<Self> {
-        py.detach(|| Device::open(index)).map(Self).map_err(|error| to_python(&error))
+    fn new(py: Python<'_>, #[pyo3(from_py_with = of::device)] device: usize) -> PyResult<Self> {
+        py.detach(|| Device::open(device)).map(Self).map_err(|error| to_python(&error))
     }
 
     /// The work of a stream so far. `stream` is the number of a stream of this GPU, such as

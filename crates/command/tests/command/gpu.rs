@@ -53,7 +53,7 @@ fn the_doctor_names_the_driver_and_its_devices() {
         gpus["devices"][1],
         json!({
             "name": "fake GPU of cascade (host memory)",
-            "uuid": "GPU-fafafafa-fafa-fafa-fafa-fafafafafafa",
+            "uuid": "GPU-fafafafa-fafa-fafa-fafa-fafafafafafb",
             "pci_address": "0000:FA:CE.0",
             "memory_bytes": 1_u64 << 30,
             "compute_capability": "9.0",
