@@ -95,8 +95,8 @@ everywhere = pytest.mark.parametrize(
         (way, memory, scheduler)
         for way in WAYS
         for memory in MEMORIES
-        # Each page of the fake GPU is a call of its driver: the two that differ most.
-        for scheduler in (("plain", "both") if memory == "gpu" else SCHEDULERS)
+        # Slow, since each access to a page of the fake GPU is a call of its driver.
+        for scheduler in (("both",) if memory == "gpu" else SCHEDULERS)
     ],
 )
 
@@ -201,7 +201,8 @@ def test_random_steps_keep_every_page_right(start, memory, scheduler):
 
     engine.between = delete_some
     waiting = []
-    for _ in range(STEPS):
+    steps = STEPS // 4 if memory == "gpu" else STEPS
+    for _ in range(steps):
         if chance.random() < 0.4 and engine.scheduler.get_num_unfinished_requests() < 12:
             waiting.append(engine.add(new(), chance.randrange(1, 20)))
         if waiting and chance.random() < 0.05:
@@ -217,7 +218,7 @@ def test_random_steps_keep_every_page_right(start, memory, scheduler):
     for base in bases:
         engine.stored(base)
     print(f"{way}: {engine.facts.compared_pages} pages, {engine.facts.loads_failed} not loaded")
-    assert engine.facts.compared_pages > STEPS
+    assert engine.facts.compared_pages > steps
 
 
 def test_the_failure_policy_fail_is_respected(start, caplog):
