@@ -327,12 +327,21 @@ def test_a_slow_node_does_not_delay_events(start, serve, monkeypatch):
     assert [thread.name for thread in callers] == ["cascade-events_0"]
 
 
-def test_blocks_that_a_gpu_copies_after_the_end_of_their_request_are_announced(start, eventually):
+def test_blocks_that_a_gpu_copies_after_their_request_are_announced(start, eventually, monkeypatch):
     engine = start({**DRAM, **WAYS["sync"]}, memory=None, has_events=True)
     engine.ask(prompt(2 * BLOCK, "registers the pool"))
     # Before that, a copy is over when its call returns.
     eventually(lambda: Gpu(0).report()["is_complete"])
-    engine.connector.take_events()
+    taken, take = [], engine.connector.take_events
+
+    def recorded():
+        events = list(take())
+        taken.extend(events)
+        return events
+
+    recorded()
+    taken.clear()
+    monkeypatch.setattr(engine.connector, "take_events", recorded)
     # One step: the engine's next kernel would wait for the copies.
     first = prompt(3 * BLOCK + 3, "late")
     engine.hold_saves()
@@ -340,11 +349,13 @@ def test_blocks_that_a_gpu_copies_after_the_end_of_their_request_are_announced(s
     while engine.scheduler.has_requests():
         engine.step()
     assert not any(engine.store().contains(engine.keys(first)))
+    assert not taken
     engine.release_saves()
     engine.settle()
     # The report of the saves comes with the next step.
     engine.ask(prompt(BLOCK, "next"))
-    stored = [event for event in engine.connector.take_events() if isinstance(event, BlockStored)]
+    recorded()
+    stored = [event for event in taken if isinstance(event, BlockStored)]
     announced = [token for event in stored for token in event.token_ids]
     assert announced[: 3 * BLOCK] == first[: 3 * BLOCK]
 

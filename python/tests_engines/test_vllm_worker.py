@@ -281,10 +281,10 @@ def test_a_layerwise_load_in_batches_keeps_the_deadline_of_its_step(saved):
     engine.store = NoRoomStore()
     deadlines, load = [], engine.worker._load  # noqa: SLF001 # what loads in batches
 
-    def recorded(plan, deadline=None):
+    def recorded(plan, orders, deadline):
         deadlines.append(deadline)
         engine.store = saved
-        return load(plan, deadline)
+        return load(plan, orders, deadline)
 
     engine.worker._load = recorded  # noqa: SLF001
     before = time.monotonic()
