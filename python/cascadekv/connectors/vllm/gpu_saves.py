@@ -2,7 +2,7 @@
 
 import logging
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from cascadekv import CascadeError, PreparedPut, PutResult, PutStatus
 from cascadekv.connectors.failures import FailureLog
@@ -108,8 +108,9 @@ class SaveQueue:
         return results
 
     def close(self) -> None:
-        """Wait for all saves: each ends by its timeout."""
-        self._finisher.shutdown(wait=True)
+        """Wait for all saves, at most for the timeout of one; those behind it are dropped."""
+        wait([future for _, future in self._saves], FINISH_S)
+        self._finisher.shutdown(wait=True, cancel_futures=True)
 
 
 def _release_after(order: LoadOrder) -> None:

@@ -105,10 +105,18 @@ class SynchronousOrder:
         """Return: the pages are written."""
 
 
-class HostMemory:
-    """Pages in host memory, which the store copies directly."""
+class _SynchronousMemory:
+    """A memory whose copies are over when the call returns."""
 
     is_asynchronous = False
+
+    def order(self) -> LoadOrder:
+        """Return an order without effect."""
+        return SynchronousOrder()
+
+
+class HostMemory(_SynchronousMemory):
+    """Pages in host memory, which the store copies directly."""
 
     def __init__(self, buffer: "torch.Tensor", regions: Sequence["Region"], pages: int) -> None:
         """Wrap a tensor of bytes in host memory."""
@@ -123,10 +131,6 @@ class HostMemory:
     def save(self, prepared: "PreparedPut", pages: Sequence[int]) -> None:
         """Copy pages into the memory of a prepared put."""
         prepared.gather(self.paged, pages)
-
-    def order(self) -> LoadOrder:
-        """Return an order without effect."""
-        return SynchronousOrder()
 
     def load(
         self,
@@ -228,19 +232,27 @@ class GpuPages:
         self, views: "Views", pages: Sequence[int], order: LoadOrder | None = None
     ) -> list[bool]:
         """Start to copy blocks to pages; false for each missing block."""
-        if not isinstance(order, GpuOrder):
-            raise TypeError("a load of a GPU needs the order from `order()`")
-        copies = views.start_scatter(self._memory, pages, after=order.after)
-        order.add(copies)
-        return copies.copied
+        return self._start_load(views, pages, order)
 
     def load_layer(
         self, views: "Views", pages: Sequence[int], layer: int, order: LoadOrder
     ) -> list[bool]:
         """Start to copy one layer of blocks; false for each missing block."""
+        return self._start_load(views, pages, order, layer)
+
+    def _start_load(
+        self,
+        views: "Views",
+        pages: Sequence[int],
+        order: LoadOrder | None,
+        layer: int | None = None,
+    ) -> list[bool]:
         if not isinstance(order, GpuOrder):
             raise TypeError("a load of a GPU needs the order from `order()`")
-        copies = views.start_scatter(self._memory, pages, after=order.after, first=layer, count=1)
+        first, count = (0, None) if layer is None else (layer, 1)
+        copies = views.start_scatter(
+            self._memory, pages, after=order.after, first=first, count=count
+        )
         order.add(copies, layer)
         return copies.copied
 
@@ -266,14 +278,12 @@ class GpuPages:
             )
 
 
-class DeviceMemory:
+class DeviceMemory(_SynchronousMemory):
     """Pages on a device, copied through staging buffers on the host.
 
     Several threads load and save at the same time. Each call uses a staging buffer of its own, and
     returns it to the free list once the device has finished the copy.
     """
-
-    is_asynchronous = False
 
     def __init__(self, buffer: "torch.Tensor", regions: Sequence["Region"], pages: int) -> None:
         """Wrap a tensor of bytes on a device."""
@@ -299,10 +309,6 @@ class DeviceMemory:
                 # Blocking: the engine may reuse the pages for another request after the step.
                 rows[: len(pages)].copy_(region.index_select(0, indices))
             prepared.gather(staging.paged, range(len(pages)))
-
-    def order(self) -> LoadOrder:
-        """Return an order without effect."""
-        return SynchronousOrder()
 
     def load(
         self,
