@@ -6,8 +6,8 @@ use crate::state::{INVALID_VALUE, Launch, Place, Side, State, Transfer};
 /// The kernel that copies a list of fragments: addresses of targets, addresses of sources, lengths.
 pub(crate) const COPY: &str = "cascade_copy";
 
-/// Added to addresses of host memory for kernels, so that nobody takes one kind for the other. A
-/// GPU may have equal ones.
+/// The difference between the address of host memory for kernels and that for the processor. On a
+/// GPU both may be equal; here they differ, so that a test fails if one is used for the other.
 const ALIAS: u64 = 1 << 56;
 
 /// The address by which kernels access host memory.

@@ -202,7 +202,7 @@ impl Copier {
     }
 
     /// Waits until all copies that were ever submitted are over, also those of failed submissions.
-    /// If they are not in time, the context is lost: then nobody uses what they write.
+    /// If they are not over in time, the context counts as lost, and all later calls fail.
     pub fn drain(&self) {
         let context = self.0.stream.context();
         let drained = context.wait("copies", context.deadline(), || self.0.is_idle());
@@ -437,8 +437,8 @@ impl<T: Send + 'static> Pending<T> {
         self.flight.as_ref().map_or(Ok(true), |flight| self.inner.is_over(flight))
     }
 
-    /// Waits until all copies are over and gives back what they used; none if that was given back
-    /// before.
+    /// Waits until all copies are over and gives back what they used. The second call gives back
+    /// nothing.
     ///
     /// # Errors
     /// If the device failed, or they are not over at the deadline. They may be waited for again.

@@ -30,7 +30,7 @@ pub(crate) const FRAGMENTS_MAX: usize = 4096;
 /// Bytes of an array of a list.
 const ARRAY_BYTES: usize = FRAGMENTS_MAX * size_of::<u64>();
 
-/// Functions that kernels need, each of which may be absent.
+/// Functions that kernels need. A driver may lack any of them.
 const NEEDED: [&str; 5] = [
     "cuModuleLoadDataEx",
     "cuModuleGetFunction",

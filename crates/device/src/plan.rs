@@ -111,8 +111,8 @@ pub struct Slice {
 pub struct CopyPlan {
     /// The calls.
     pub calls: Vec<Call>,
-    /// The time that they take by the table, one after the other; none without a table. Without
-    /// what is not registered.
+    /// The time of the calls by the table, one after the other. Copies of unregistered memory are
+    /// not counted. None without a table.
     pub estimate: Option<Duration>,
 }
 
@@ -231,7 +231,7 @@ fn split(copies: &[PlannedCopy], borders: &Borders) -> (Vec<PlannedCopy>, Vec<Pl
 }
 
 impl Borders {
-    /// The first border after a place. There is none in what is not registered.
+    /// The first border after a place. Unregistered memory has no borders.
     fn next(&self, at: usize) -> usize {
         if at >= self.registered_bytes {
             return usize::MAX;

@@ -19,8 +19,8 @@ use crate::plan::Borders;
 
 /// `CU_MEMHOSTREGISTER_PORTABLE`: registered for all contexts of the process.
 const PORTABLE: u32 = 1;
-/// `CU_MEMHOSTREGISTER_DEVICEMAP`: kernels can access it, too. Where they cannot, the driver says
-/// so when it is asked for the address.
+/// `CU_MEMHOSTREGISTER_DEVICEMAP`: kernels can access the memory, too. On a device where they cannot,
+/// `cuMemHostGetDevicePointer` fails.
 const MAPPED: u32 = 2;
 
 /// How far the registration of a pool is.

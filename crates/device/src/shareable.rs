@@ -71,8 +71,8 @@ impl ShareableMemory {
     }
 
     /// A descriptor for another process, which needs the length of the memory and its device, too.
-    /// Whoever gets the descriptor may read and write all of the memory, and keeps it from being
-    /// freed.
+    /// A process with the descriptor can read and write all of the memory. The memory is not freed
+    /// while the descriptor is open.
     ///
     /// # Errors
     /// If the driver refuses.

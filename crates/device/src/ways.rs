@@ -188,7 +188,7 @@ impl Ways {
         staged
     }
 
-    /// Fills and empties a buffer. Nobody else uses it meanwhile.
+    /// Fills and empties a buffer. The caller holds the lock of the buffers.
     ///
     /// # Safety
     /// As `start`.

@@ -177,7 +177,7 @@ impl Fragments {
 
 /// `0..count` in an order in which no two neighbours follow each other, for counts over 2.
 fn scattered(count: usize) -> impl Iterator<Item = usize> {
-    // Odd, and no count here has a common divisor with it, so each place occurs once.
+    // The factor has no common divisor with any count here, so each place occurs once.
     (0..count).map(move |at| (at * 40_503 + count / 2) % count)
 }
 
