@@ -19,8 +19,8 @@ use crate::plan::Borders;
 
 /// `CU_MEMHOSTREGISTER_PORTABLE`: registered for all contexts of the process.
 const PORTABLE: u32 = 1;
-/// `CU_MEMHOSTREGISTER_DEVICEMAP`: kernels can access the memory, too. On a device where they cannot,
-/// `cuMemHostGetDevicePointer` fails.
+/// `CU_MEMHOSTREGISTER_DEVICEMAP`: kernels can access the memory, too. On a device where they
+/// cannot, `cuMemHostGetDevicePointer` fails.
 const MAPPED: u32 = 2;
 
 /// How far the registration of a pool is.

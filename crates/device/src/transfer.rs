@@ -18,8 +18,8 @@ pub struct Transfer {
     pub slabs: Slabs,
     /// The memory of the device.
     pub memory: Vec<Arc<ForeignMemory>>,
-    /// What is copied. The fragments of a transfer are copied in any order. If two of them write the
-    /// same byte, the transfer is refused.
+    /// What is copied. The fragments of a transfer are copied in any order. If two of them write
+    /// the same byte, the transfer is refused.
     pub fragments: Vec<Fragment>,
 }
 

@@ -17,8 +17,8 @@ const COUNTS: [usize; 5] = [16, 128, 1024, 8192, 65_536];
 const PLAIN_LIMIT: &str = "one plain copy of pinned memory in this direction, beside each sample";
 const BOTH_LIMIT: &str = "the sum of one plain copy each way, alone, before and after each sample";
 
-/// Which calls of the driver make the copies of a submission. A way that uses a kernel needs one more
-/// variant, and its copiers in [`Copiers`].
+/// Which calls of the driver make the copies of a submission. A way that uses a kernel needs one
+/// more variant, and its copiers in [`Copiers`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Way {
     /// By batched copies.
