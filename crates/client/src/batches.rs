@@ -201,8 +201,8 @@ impl ClientInner {
         if copies.are_late(bytes.len()) {
             return Err(on.timeout_error("copy a put"));
         }
-        let is_copied = |at| on.link.attachment.fill(at, bytes);
-        let is_copied = usize::try_from(offset).is_ok_and(is_copied);
+        let offset = usize::try_from(offset).map_err(|_| self.outside_pool())?;
+        let is_copied = on.link.attachment.fill(offset, bytes).map_err(StoreError::Device)?;
         is_copied.then_some(()).ok_or_else(|| self.outside_pool())
     }
 

@@ -8,7 +8,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId};
-use cascade_memory::{SlabMut, process_mark};
+use cascade_memory::{DeviceImporter, SlabMut, process_mark};
 use cascade_runtime::{Deadline, SystemClock};
 use cascade_tier::{
     BlockStore, CallOptions, ChangeCursor, Changes, GetOutcome, PrefixMatch, PrepareOutcome, Put,
@@ -35,6 +35,9 @@ pub struct ConnectOptions {
     pub name: String,
     /// Timeout of calls that have none of their own. Default: 5 s.
     pub timeout: Duration,
+    /// Maps the pool of a node whose blocks are in the memory of a device. Default: none, and such a
+    /// node is refused.
+    pub devices: Option<Arc<dyn DeviceImporter>>,
 }
 
 impl ConnectOptions {
@@ -46,6 +49,7 @@ impl ConnectOptions {
             token: None,
             name: format!("process {}", std::process::id()),
             timeout: Duration::from_secs(5),
+            devices: None,
         }
     }
 }
@@ -91,10 +95,11 @@ pub(crate) const PROBE_TIMEOUT: Duration = Duration::from_millis(200);
 #[derive(Debug)]
 enum LinkState {
     Linked(Arc<Link>),
-    /// The node does not answer. The link is kept for when it answers again.
+    /// The node does not answer. The link is kept for when it answers again; none once the session
+    /// of a pool in device memory has ended, because the node may have given that memory back.
     Unavailable {
         reason: String,
-        link: Arc<Link>,
+        link: Option<Arc<Link>>,
         /// Whether its process seems to have ended. Then each call tries to connect, which costs
         /// one failed `connect`. With a stopped process each try would take the call's whole
         /// timeout.
@@ -106,12 +111,12 @@ enum LinkState {
 impl Client {
     /// Connects to a running node.
     pub fn connect(options: ConnectOptions) -> Result<Self, StoreError> {
-        let ConnectOptions { socket, access, token, name, timeout } = options;
+        let ConnectOptions { socket, access, token, name, timeout, devices } = options;
         if timeout.is_zero() {
             let reason = "must be at least 1 ms".to_owned();
             return Err(StoreError::Config { setting: "timeout", reason });
         }
-        let identity = Identity { socket, access, token, name };
+        let identity = Identity { socket, access, token, name, devices };
         let tasks = Arc::new(BackgroundTasks::default());
         let link = Link::open(&identity, &tasks, Deadline::after(&SystemClock, timeout))?;
         let state = Mutex::new(LinkState::Linked(Arc::new(link)));
@@ -237,6 +242,20 @@ impl ClientInner {
         self.reconnect_ended.notify_all();
     }
 
+    /// Whether the pool of its node may be in device memory.
+    pub(crate) fn may_use_devices(&self) -> bool {
+        self.identity.devices.is_some()
+    }
+
+    /// Notices that the node has closed the connections of a session without calls.
+    pub(crate) fn look_for_hang_up(&self) {
+        if let Ok(link) = self.linked()
+            && link.session.is_closed_by_node()
+        {
+            self.mark_unavailable(CONNECTION_CLOSED, &link, true);
+        }
+    }
+
     pub(crate) fn deadline(&self, options: CallOptions) -> (Deadline, Duration) {
         let time = options.timeout.unwrap_or(self.timeout).max(CALL_TIMEOUT_MIN);
         (Deadline::after(&SystemClock, time), time)
@@ -250,7 +269,7 @@ impl ClientInner {
         if matches!(&*state, LinkState::Linked(current) if Arc::ptr_eq(current, link)) {
             *state = LinkState::Unavailable {
                 reason: reason.to_owned(),
-                link: Arc::clone(link),
+                link: Some(Arc::clone(link)),
                 is_gone,
             };
             drop(state);
@@ -261,10 +280,11 @@ impl ClientInner {
     /// Tries to reach an unavailable node: first the known session, then a new one.
     pub(crate) fn reconnect(&self, deadline: Deadline) -> bool {
         let link = match &*self.state() {
-            LinkState::Unavailable { link, .. } => Arc::clone(link),
+            LinkState::Unavailable { link, .. } => link.clone(),
             LinkState::Linked(_) | LinkState::Closed => return true,
         };
         // The lock of the state is not held, so other calls can read it meanwhile.
+        let Some(link) = link else { return self.take_link(self.open_link(deadline)) };
         let found = match link.session.reconnect(deadline) {
             Ok(()) => Ok(link),
             // The node does not answer, so it would not answer a new session either.
@@ -276,9 +296,33 @@ impl ClientInner {
             }
             Err(CallError::Broken(_)) => {
                 // The session is lost: the node ended it, was restarted or is gone.
-                Link::open(&self.identity, &self.tasks, deadline).map(Arc::new)
+                self.forget_device_pool(&link);
+                drop(link);
+                self.open_link(deadline)
             }
         };
+        self.take_link(found)
+    }
+
+    fn open_link(&self, deadline: Deadline) -> Result<Arc<Link>, StoreError> {
+        Link::open(&self.identity, &self.tasks, deadline).map(Arc::new)
+    }
+
+    /// Unmaps a pool in device memory, as soon as no slab of it is in use.
+    fn forget_device_pool(&self, lost: &Link) {
+        if lost.attachment.device().is_none() {
+            return;
+        }
+        let before = match &mut *self.state() {
+            LinkState::Unavailable { link, .. } => link.take(),
+            LinkState::Linked(_) | LinkState::Closed => None,
+        };
+        // Outside the lock: ending a session sends its releases and unmaps the pool.
+        drop(before);
+    }
+
+    /// Ends an attempt to reconnect. Whether the client is no longer unavailable.
+    fn take_link(&self, found: Result<Arc<Link>, StoreError>) -> bool {
         let mut state = self.state();
         // The state may have changed meanwhile. Only an unavailable client takes the result.
         let LinkState::Unavailable { reason, is_gone, .. } = &mut *state else {

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use cascade_memory::{Attachment, Lender, process_mark};
+use cascade_memory::{Attachment, DeviceImporter, Lender, process_mark};
 use cascade_runtime::{Clock, Deadline, SystemClock};
 use cascade_tier::{StoreError, TierName, intern};
 use cascade_wire::{
@@ -33,6 +33,8 @@ pub(crate) struct Identity {
     pub(crate) access: Access,
     pub(crate) token: Option<Vec<u8>>,
     pub(crate) name: String,
+    /// Maps the pool of a node whose blocks are in the memory of a device.
+    pub(crate) devices: Option<Arc<dyn DeviceImporter>>,
 }
 
 /// The connections of a session. Slabs that the node lent keep it alive: the node releases what a
@@ -130,8 +132,19 @@ impl Link {
         })?;
         let lender = Arc::clone(&session) as Arc<dyn Lender>;
         let is_writable = identity.access == Access::Write;
-        let attachment = Attachment::map(pool, bytes, is_writable, lender)
-            .map_err(|error| StoreError::Memory(Arc::new(error)))?;
+        let attachment = if let Some(device) = welcome.device {
+            let importer = identity.devices.as_ref().ok_or_else(|| StoreError::Refused {
+                socket: socket(),
+                reason: "the blocks of this node are in the memory of a GPU; connect with a GPU \
+                         that can reach it"
+                    .to_owned(),
+            })?;
+            let memory = importer.import(pool, bytes, device).map_err(StoreError::Device)?;
+            Attachment::of_device(memory, is_writable, lender)
+        } else {
+            Attachment::map(pool, bytes, is_writable, lender)
+                .map_err(|error| StoreError::Memory(Arc::new(error)))?
+        };
         let tiers = welcome.tiers.iter().map(|tier| intern(tier)).collect();
         Ok(Self { session, attachment, tiers, welcome })
     }
@@ -161,6 +174,7 @@ impl Session {
             access: Access::Write,
             token: None,
             name: String::new(),
+            devices: None,
         };
         let welcome = Welcome {
             version: VERSION,
@@ -173,6 +187,7 @@ impl Session {
             tiers: Vec::new(),
             tenant: "of-a-test".to_owned(),
             node_version: String::new(),
+            device: None,
         };
         Self::new(&identity, Connection::over(stream), &welcome, tasks)
     }

@@ -18,11 +18,13 @@ use crate::allocation::DevicePiece;
 use crate::batch::{Batch, BatchForm, Batcher, Sides, host_pointer};
 use crate::context::Context;
 use crate::costs::Costs;
+use crate::cuda_memory::CudaMemory;
 use crate::error::CudaError;
 use crate::event::Event;
 use crate::functions::Address;
 use crate::kernel::FRAGMENTS_MAX;
 use crate::plan::{Call, Direction, Limits, PlannedCopy, plan};
+use crate::pool_side::{PoolSide, plan_on_device};
 use crate::registered::RegisteredPool;
 use crate::staging::Staging;
 use crate::stream::Stream;
@@ -65,7 +67,7 @@ pub struct Copier(Arc<Inner>);
 
 struct Inner {
     stream: Stream,
-    pool: Arc<RegisteredPool>,
+    pool: PoolSide,
     staging: Staging,
     batcher: Batcher,
     /// None if all copies are direct.
@@ -100,7 +102,22 @@ impl Copier {
     /// # Errors
     /// If the driver refuses the stream or the small buffers.
     pub fn new(context: &Arc<Context>, pool: Arc<RegisteredPool>) -> Result<Self, CudaError> {
-        Self::build(context, pool, None, None)
+        Self::build(context, PoolSide::Host(pool), None, None)
+    }
+
+    /// A copier for slabs of a pool on a device, which is mapped for this context. The pool may be on
+    /// another device. All copies are direct.
+    ///
+    /// # Errors
+    /// If the pool is mapped for another context, or as [`Copier::new`].
+    pub fn for_device_pool(
+        context: &Arc<Context>,
+        pool: &Arc<CudaMemory>,
+    ) -> Result<Self, CudaError> {
+        if pool.context().device() != context.device() {
+            return Err(CudaError::OtherPool);
+        }
+        Self::build(context, PoolSide::Device(Arc::downgrade(pool)), None, None)
     }
 
     /// A copier whose transfers take the fastest way by a table of costs. Where the driver refuses
@@ -114,14 +131,14 @@ impl Copier {
         costs: Costs,
     ) -> Result<Self, CudaError> {
         match Ways::new(context, costs) {
-            Ok(ways) => Self::build(context, pool, Some(Arc::new(ways)), None),
-            Err(error) => Self::build(context, pool, None, Some(error)),
+            Ok(ways) => Self::build(context, PoolSide::Host(pool), Some(Arc::new(ways)), None),
+            Err(error) => Self::build(context, PoolSide::Host(pool), None, Some(error)),
         }
     }
 
     fn build(
         context: &Arc<Context>,
-        pool: Arc<RegisteredPool>,
+        pool: PoolSide,
         ways: Option<Arc<Ways>>,
         kernel_refusal: Option<CudaError>,
     ) -> Result<Self, CudaError> {
@@ -222,7 +239,8 @@ impl Copier {
         // SAFETY: the flight holds both sides of each copy until it is over.
         unsafe { inner.batcher.start(stream, &mut plan.batch) }?;
         if let Some(ways) = ways {
-            let route = Route { pool: &inner.pool, main: stream, batcher: &inner.batcher };
+            let pool = inner.pool.host()?;
+            let route = Route { pool, main: stream, batcher: &inner.batcher };
             // SAFETY: as above, and the flight holds the loan.
             unsafe { ways.start(&route, &plan.kernels, loan) }?;
         }
@@ -247,8 +265,8 @@ impl Copier {
 
 /// What the copies of a submission become.
 #[derive(Default)]
-struct Plan {
-    batch: Batch,
+pub(crate) struct Plan {
+    pub(crate) batch: Batch,
     kernels: Vec<Launch>,
     staged: Vec<Staged>,
 }
@@ -266,7 +284,7 @@ impl Inner {
             match copy {
                 Copy::ToDevice { source, target } => {
                     check_lengths(source.len(), target.bytes())?;
-                    let parts = self.pool.parts(source)?;
+                    let parts = self.pool.host()?.parts(source)?;
                     let start = NonNull::from(&**source).cast::<u8>();
                     for (part, is_registered) in parts {
                         plan.add_to_device(target.address(), start, part, is_registered);
@@ -274,7 +292,7 @@ impl Inner {
                 }
                 Copy::ToHost { source, target } => {
                     check_lengths(source.bytes(), target.len())?;
-                    let parts = self.pool.parts(target)?;
+                    let parts = self.pool.host()?.parts(target)?;
                     let start = NonNull::from(&mut **target).cast::<u8>();
                     for (part, is_registered) in parts {
                         plan.add_to_host(source.address(), start, part, is_registered);
@@ -294,20 +312,24 @@ impl Inner {
     /// Plans the copies of a transfer by the table of costs, if there is one.
     fn plan_transfer(&self, transfer: &mut Transfer) -> Result<Plan, CudaError> {
         let (direction, copies) = transfer.copies(&self.pool)?;
-        let borders = self.pool.borders();
-        let addresses = self.ways.as_ref().and_then(|_| self.pool.device_addresses(&borders));
-        let costs = self.ways.as_ref().and_then(|ways| ways.costs(addresses.is_some()));
         let limits = Limits {
             copies_per_call: self.batcher.copies_per_call(),
             fragments_per_launch: FRAGMENTS_MAX,
             slice_bytes: SLICE_BYTES,
         };
+        let pool = match &self.pool {
+            PoolSide::Host(pool) => pool,
+            PoolSide::Device(pool) => return plan_on_device(pool, direction, &copies, &limits),
+        };
+        let borders = pool.borders();
+        let addresses = self.ways.as_ref().and_then(|_| pool.device_addresses(&borders));
+        let costs = self.ways.as_ref().and_then(|ways| ways.costs(addresses.is_some()));
         let planned = plan(direction, &copies, &borders, &limits, costs)?;
         let mut plan = Plan::default();
         for call in planned.calls {
             match call {
-                Call::Direct(copies) => plan.add(&self.pool, direction, &copies),
-                Call::Unregistered(copies) => plan.add_staged(&self.pool, direction, &copies)?,
+                Call::Direct(copies) => plan.add(pool, direction, &copies),
+                Call::Unregistered(copies) => plan.add_staged(pool, direction, &copies)?,
                 Call::Staged(slice) => plan.kernels.push(Launch::Staged(direction, slice)),
                 Call::Mapped(copies) => {
                     let mapped = copies.iter().map(|copy| {
@@ -467,7 +489,7 @@ impl Drop for Inner {
             let over = context.wait("copies", context.deadline(), || self.is_over(&flight));
             if let Err(error) = over {
                 context.lose(error);
-                abandoned::keep((flight, Arc::clone(&self.pool)));
+                abandoned::keep((flight, self.pool.clone()));
             }
         }
     }

@@ -1,17 +1,19 @@
 //! Memory of a GPU as a pool divides it into slabs: `cascade_memory::DeviceMemory` over the driver.
 #![expect(unsafe_code, reason = "zeroes a piece of its memory")]
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use cascade_memory::{DeviceError, DeviceMemory};
+use cascade_memory::{DeviceError, DeviceId, DeviceImporter, DeviceMemory, SharedDeviceMemory};
 use cascade_runtime::Clock;
 
 use crate::allocation::DeviceAllocation;
 use crate::context::Context;
+use crate::device_uuid::DeviceUuid;
 use crate::driver::Driver;
 use crate::error::CudaError;
-use crate::shareable::ShareableMemory;
+use crate::shareable::{ImportedMemory, ShareableMemory};
 use crate::staging::Staging;
 use crate::stream::Stream;
 
@@ -41,6 +43,10 @@ impl CudaMemoryConfig {
         Self { device: 0, bytes, buffer_bytes, buffers, copy_timeout, shareable: false }
     }
 }
+
+/// Buffers of memory that another process owns: only copies to and from the host need them.
+const IMPORT_BUFFER_BYTES: usize = 256 << 10;
+const IMPORT_BUFFERS: usize = 2;
 
 /// Memory of a GPU for the pool of a store.
 ///
@@ -76,9 +82,36 @@ impl CudaMemory {
         } else {
             (DeviceAllocation::new(&context, config.bytes)?, None)
         };
-        let staging = Staging::new(&context, config.buffer_bytes.max(4096), config.buffers)?;
+        let buffers = (config.buffer_bytes.max(4096), config.buffers);
+        Self::over(context, (memory, shareable), buffers).map(Arc::new)
+    }
+
+    /// Memory of another process, for copies of this one.
+    ///
+    /// # Errors
+    /// If the driver refuses streams or buffers.
+    pub fn of_imported(
+        context: &Arc<Context>,
+        imported: &ImportedMemory,
+    ) -> Result<Arc<Self>, CudaError> {
+        let memory = Arc::clone(imported.memory());
+        let buffers = (IMPORT_BUFFER_BYTES, IMPORT_BUFFERS);
+        Self::over(Arc::clone(context), (memory, None), buffers).map(Arc::new)
+    }
+
+    fn over(
+        context: Arc<Context>,
+        (memory, shareable): (Arc<DeviceAllocation>, Option<ShareableMemory>),
+        (buffer_bytes, buffers): (usize, usize),
+    ) -> Result<Self, CudaError> {
+        let staging = Staging::new(&context, buffer_bytes, buffers)?;
         let (inward, outward) = (Stream::new(&context)?, Stream::new(&context)?);
-        Ok(Arc::new(Self { context, memory, shareable, staging, inward, outward }))
+        Ok(Self { context, memory, shareable, staging, inward, outward })
+    }
+
+    /// The memory.
+    pub(crate) fn memory(&self) -> &Arc<DeviceAllocation> {
+        &self.memory
     }
 
     /// What other processes need to map it; none if it was not taken as shareable.
@@ -142,6 +175,61 @@ impl DeviceMemory for CudaMemory {
     fn zero(&self, offset: usize, bytes: usize) -> Result<(), DeviceError> {
         let zeroed = self.write_zeroes(offset, bytes);
         zeroed.map_err(|error| failed("zero", offset, bytes, error))
+    }
+
+    fn shared(&self) -> Option<&dyn SharedDeviceMemory> {
+        self.shareable.as_ref().map(|shareable| shareable as &dyn SharedDeviceMemory)
+    }
+}
+
+impl SharedDeviceMemory for ShareableMemory {
+    fn device(&self) -> DeviceId {
+        ShareableMemory::device(self).bytes()
+    }
+
+    fn export(&self) -> Result<OwnedFd, DeviceError> {
+        let exported = ShareableMemory::export(self);
+        exported.map_err(|error| DeviceError::Export { source: Arc::new(error) })
+    }
+}
+
+/// Maps pools of nodes, for copies of one GPU.
+#[derive(Debug)]
+pub struct CudaImporter {
+    context: Arc<Context>,
+}
+
+impl CudaImporter {
+    /// For the device of a context, which may be another one than that of the pools.
+    pub fn new(context: &Arc<Context>) -> Self {
+        Self { context: Arc::clone(context) }
+    }
+
+    /// Maps the memory of another process.
+    ///
+    /// # Errors
+    /// As [`ImportedMemory::open`].
+    pub fn open(
+        &self,
+        descriptor: OwnedFd,
+        bytes: usize,
+        device: DeviceUuid,
+    ) -> Result<Arc<CudaMemory>, CudaError> {
+        let imported = ImportedMemory::open(&self.context, descriptor, bytes, device)?;
+        CudaMemory::of_imported(&self.context, &imported)
+    }
+}
+
+impl DeviceImporter for CudaImporter {
+    fn import(
+        &self,
+        descriptor: OwnedFd,
+        bytes: usize,
+        device: DeviceId,
+    ) -> Result<Arc<dyn DeviceMemory>, DeviceError> {
+        let opened = self.open(descriptor, bytes, DeviceUuid::from_bytes(device));
+        let memory = opened.map_err(|error| DeviceError::Import { bytes, source: Arc::new(error) })?;
+        Ok(memory)
     }
 }
 

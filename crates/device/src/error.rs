@@ -157,8 +157,8 @@ pub enum CudaError {
         /// The first such byte, as an offset in the pool or an address of the device.
         target: u64,
     },
-    /// A slab that is not of the registered pool.
-    #[error("a slab is of another pool than the one that was registered with this copier")]
+    /// A slab that is not of the copier's pool.
+    #[error("a slab is of another pool than that of this copier, or of one that was given back")]
     OtherPool,
     /// The system refused a thread.
     #[error("cannot start a thread to register memory; raise the limit of processes (ulimit -u)")]
@@ -178,8 +178,8 @@ pub enum CudaError {
     },
     /// Memory of another device than that of the context.
     #[error(
-        "the memory is on the device {owner}, and this context is on {context}; open a context on \
-         that device"
+        "the memory is on the device {owner}, which {context} cannot access; use a context on \
+         {owner}, or a GPU that is connected with it"
     )]
     OtherDevice {
         /// Where the memory is.

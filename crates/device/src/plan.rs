@@ -29,7 +29,7 @@ const SLICE_ALIGNMENT: usize = 256;
 /// Where the bytes go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
-    /// From the pool to the device.
+    /// From the pool, which mostly is in host memory, to the device.
     ToDevice,
     /// From the device to the pool.
     ToHost,

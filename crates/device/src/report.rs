@@ -5,6 +5,7 @@ use std::ffi::{CStr, c_char};
 
 use crate::batch::BatchForm;
 use crate::context::{Context, device_number, uuid_of};
+use crate::device_uuid::DeviceUuid;
 use crate::driver::Driver;
 use crate::error::{CudaError, Unavailable};
 use crate::functions::{DeviceNumber, Function, Status};
@@ -94,6 +95,29 @@ fn devices(driver: &Driver) -> Result<Vec<DeviceFacts>, CudaError> {
     // SAFETY: writes to a local variable.
     driver.run(&functions.device_get_count, |get| unsafe { get(&raw mut count) })?;
     (0..usize::try_from(count).unwrap_or_default()).map(|at| facts(driver, at)).collect()
+}
+
+/// Whether the device of a context can access memory of another one; none if this process does not
+/// see that device, or the driver does not say it.
+pub(crate) fn can_access(context: &Context, owner: DeviceUuid) -> Result<Option<bool>, CudaError> {
+    let driver = context.driver();
+    let functions = &driver.functions;
+    let mut count = 0;
+    // SAFETY: writes to a local variable.
+    driver.run(&functions.device_get_count, |get| unsafe { get(&raw mut count) })?;
+    for index in 0..usize::try_from(count).unwrap_or_default() {
+        let device = device_number(driver, index)?;
+        if uuid_of(driver, device)? == owner {
+            let (mut can_access, own) = (0, context.device());
+            let ask = |ask: unsafe extern "C" fn(*mut i32, DeviceNumber, DeviceNumber) -> Status| {
+                // SAFETY: writes to a local variable.
+                unsafe { ask(&raw mut can_access, own, device) }
+            };
+            let asked = driver.run(&functions.device_can_access_peer, ask);
+            return Ok(asked.is_ok().then_some(can_access != 0));
+        }
+    }
+    Ok(None)
 }
 
 /// Whether a device is a stand-in for tests.

@@ -13,7 +13,7 @@ use crate::context::Context;
 use crate::device_uuid::DeviceUuid;
 use crate::error::{CudaError, INVALID_VALUE};
 use crate::mapped::{Handle, MappedMemory, Reservation, granularity};
-use crate::report::attribute;
+use crate::report::{attribute, can_access};
 
 /// Attributes of a device that memory for several processes needs, and what they say.
 /// `CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED` and
@@ -91,7 +91,7 @@ impl ImportedMemory {
     /// Maps the memory of a descriptor: all of it, on the device that its owner named.
     ///
     /// # Errors
-    /// If the context is on another device, the descriptor is not one of exported memory, or the
+    /// If the context's device cannot access that one, the descriptor is not one of exported memory, or the
     /// memory has another length.
     pub fn open(
         context: &Arc<Context>,
@@ -102,7 +102,7 @@ impl ImportedMemory {
         check_support(context, &["cuMemImportFromShareableHandle"])?;
         let own = context.device_uuid()?;
         if own != device {
-            return Err(CudaError::OtherDevice { owner: device, context: own });
+            check_peer(context, own, device)?;
         }
         let granularity = granularity(context)?;
         let longer = bytes.checked_add(granularity);
@@ -138,6 +138,16 @@ fn check_support(context: &Context, functions: &[&'static str]) -> Result<(), Cu
     }
     driver.need(&NEEDED)?;
     driver.need(functions)
+}
+
+/// Refuses memory of a device that the context's own one cannot access. That of a device which this
+/// process does not see is left for the driver to refuse.
+fn check_peer(context: &Context, own: DeviceUuid, owner: DeviceUuid) -> Result<(), CudaError> {
+    let other = CudaError::OtherDevice { owner, context: own };
+    match can_access(context, owner)? {
+        Some(false) => Err(other),
+        Some(true) | None => Ok(()),
+    }
 }
 
 /// The driver refuses a descriptor of anything else.

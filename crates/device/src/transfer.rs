@@ -4,12 +4,12 @@ use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use cascade_memory::{HostSlab, HostSlabMut};
+use cascade_memory::{HostSlab, HostSlabMut, Slab, SlabMut};
 
 use crate::error::CudaError;
 use crate::foreign::ForeignMemory;
 use crate::plan::{Direction, PlannedCopy};
-use crate::registered::RegisteredPool;
+use crate::pool_side::PoolSide;
 
 /// Copies between slabs of one pool and memory of the device, all in one direction.
 #[derive(Debug)]
@@ -30,6 +30,10 @@ pub enum Slabs {
     ToDevice(Vec<HostSlab>),
     /// The slabs are written.
     ToHost(Vec<HostSlabMut>),
+    /// The slabs are in a pool on a device, and are read.
+    FromDevicePool(Vec<Slab>),
+    /// The slabs are in a pool on a device, and are written.
+    ToDevicePool(Vec<SlabMut>),
 }
 
 /// Consecutive bytes of a slab, and where they are in the device's memory.
@@ -51,16 +55,25 @@ impl Transfer {
     /// Its copies, by offsets in the pool.
     pub(crate) fn copies(
         &mut self,
-        pool: &RegisteredPool,
+        pool: &PoolSide,
     ) -> Result<(Direction, Vec<PlannedCopy>), CudaError> {
-        let place = |slab: NonNull<[u8]>| Ok((pool.expose(slab)?, slab.len()));
         let (direction, slabs) = match &mut self.slabs {
             Slabs::ToDevice(slabs) => {
-                let slabs = slabs.iter().map(|slab| place(NonNull::from(&**slab)));
+                let slabs = slabs.iter().map(|slab| pool.place(NonNull::from(&**slab)));
                 (Direction::ToDevice, slabs.collect::<Result<Vec<_>, CudaError>>()?)
             }
             Slabs::ToHost(slabs) => {
-                let slabs = slabs.iter_mut().map(|slab| place(NonNull::from(&mut **slab)));
+                let slabs = slabs.iter_mut().map(|slab| pool.place(NonNull::from(&mut **slab)));
+                (Direction::ToHost, slabs.collect::<Result<Vec<_>, CudaError>>()?)
+            }
+            Slabs::FromDevicePool(slabs) => {
+                let place = |slab: &Slab| pool.place_on_device(slab.device_address(), slab.len());
+                let slabs = slabs.iter().map(place);
+                (Direction::ToDevice, slabs.collect::<Result<Vec<_>, CudaError>>()?)
+            }
+            Slabs::ToDevicePool(slabs) => {
+                let place = |slab: &SlabMut| pool.place_on_device(slab.device_address(), slab.len());
+                let slabs = slabs.iter().map(place);
                 (Direction::ToHost, slabs.collect::<Result<Vec<_>, CudaError>>()?)
             }
         };

@@ -4,6 +4,7 @@ mod fake;
 
 use std::error::Error;
 use std::fmt;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use thiserror::Error;
@@ -43,6 +44,41 @@ pub trait DeviceMemory: fmt::Debug + Send + Sync {
     /// If the device fails, or the piece does not lie in the memory. It counts as not overwritten
     /// then.
     fn zero(&self, offset: usize, bytes: usize) -> Result<(), DeviceError>;
+
+    /// What other processes need to map the memory; none if they cannot.
+    fn shared(&self) -> Option<&dyn SharedDeviceMemory> {
+        None
+    }
+}
+
+/// Memory of a device that other processes of the host can map.
+pub trait SharedDeviceMemory: fmt::Debug + Send + Sync {
+    /// The device that it is on.
+    fn device(&self) -> DeviceId;
+
+    /// A descriptor of all of the memory. Its holder can read and write the memory, which is not
+    /// freed while a descriptor is open.
+    ///
+    /// # Errors
+    /// If the device refuses.
+    fn export(&self) -> Result<OwnedFd, DeviceError>;
+}
+
+/// Identifies a device on its host, for all processes: the UUID of a GPU.
+pub type DeviceId = [u8; 16];
+
+/// Maps the device memory of another process.
+pub trait DeviceImporter: fmt::Debug + Send + Sync {
+    /// Maps all of `bytes` bytes of `device` that a descriptor stands for.
+    ///
+    /// # Errors
+    /// If this process cannot reach that device, or the descriptor is of something else.
+    fn import(
+        &self,
+        descriptor: OwnedFd,
+        bytes: usize,
+        device: DeviceId,
+    ) -> Result<Arc<dyn DeviceMemory>, DeviceError>;
 }
 
 /// Why the bytes of a slab in device memory could not be read or written. A slab in host memory
@@ -59,6 +95,22 @@ pub enum DeviceError {
         offset: usize,
         /// Its length.
         bytes: usize,
+        /// The cause.
+        #[source]
+        source: Arc<dyn Error + Send + Sync>,
+    },
+    /// The memory of another process cannot be mapped.
+    #[error("cannot map {bytes} bytes of another process's device memory")]
+    Import {
+        /// Their number.
+        bytes: usize,
+        /// The cause.
+        #[source]
+        source: Arc<dyn Error + Send + Sync>,
+    },
+    /// The memory cannot be shared with another process.
+    #[error("cannot share device memory with another process")]
+    Export {
         /// The cause.
         #[source]
         source: Arc<dyn Error + Send + Sync>,

@@ -25,7 +25,9 @@ mod words;
 pub use advice::{prefer_huge_pages, prefetch};
 pub use config::PoolConfig;
 pub use copy::{copy_in, copy_out};
-pub use device::{DeviceError, DeviceMemory, FakeDevice};
+pub use device::{
+    DeviceError, DeviceId, DeviceImporter, DeviceMemory, FakeDevice, SharedDeviceMemory,
+};
 pub use error::MemoryError;
 pub use host_region::HostRegion;
 pub use named::{IdlePoolFiles, PoolFiles};

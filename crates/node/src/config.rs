@@ -48,6 +48,9 @@ pub struct NodeConfig {
     pub listen: Option<SocketAddr>,
     /// Authentication and TLS of the TCP port.
     pub security: SecurityConfig,
+    /// The GPU whose memory holds the blocks, by its UUID. Default: none, and DRAM holds them. Its
+    /// share of the memory is `StoreConfig::dram_bytes`.
+    pub gpu: Option<String>,
     /// The store of the default tenant.
     pub store: StoreConfig,
     /// All tenants except the default one, each with its own store.
@@ -135,6 +138,7 @@ impl NodeConfig {
             admin_group: None,
             listen: None,
             security: SecurityConfig::default(),
+            gpu: None,
             store: StoreConfig::default(),
             tenants: Vec::new(),
             encryption_key_file: None,

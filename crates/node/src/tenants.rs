@@ -13,8 +13,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use cascade_device::{CudaError, CudaMemory, CudaMemoryConfig, Driver, DriverReport};
 use cascade_memory::MemoryError;
 use cascade_runtime::{Clock as _, SystemClock};
+use cascade_store::stages::StageRegistry;
 use cascade_store::{CallOptions, EncryptionConfig, SecretError, Store, StoreConfig, StoreError};
 use ring::digest::{SHA256, digest};
 use thiserror::Error;
@@ -42,6 +44,25 @@ pub enum TenantError {
         /// The cause.
         #[source]
         source: StoreError,
+    },
+    /// The memory of the GPU cannot be used.
+    #[error("cannot take {bytes} bytes of GPU {gpu:?}")]
+    Gpu {
+        /// The UUID in the configuration.
+        gpu: String,
+        /// What was to be taken.
+        bytes: u64,
+        /// The cause.
+        #[source]
+        source: CudaError,
+    },
+    /// No GPU has the UUID of the configuration.
+    #[error("there is no GPU {gpu:?}; this host has {found}")]
+    NoSuchGpu {
+        /// The UUID in the configuration.
+        gpu: String,
+        /// The UUIDs of the GPUs that there are.
+        found: String,
     },
     /// A token file cannot be used.
     #[error("cannot use the token_file of tenant {tenant:?}")]
@@ -118,6 +139,14 @@ impl Tenant {
             let key_file = key_file.clone();
             store.encryption = Some(EncryptionConfig { key_file, scope: name.to_owned() });
         }
+        if let Some(gpu) = &node.gpu {
+            let device = gpu_memory(gpu, store.dram_bytes)?;
+            let (registry, clock) = (StageRegistry::default(), Arc::new(SystemClock));
+            let opened = Store::open_on_device(store, device, &registry, clock);
+            let store =
+                opened.map_err(|source| TenantError::Store { tenant: name.to_owned(), source })?;
+            return Ok(Self { name: name.to_owned(), store });
+        }
         let opened = match Store::open(store.clone()) {
             // Only for errors of the file: any other error would also occur with an anonymous pool.
             Err(StoreError::Memory(error)) if is_pool_file_error(&error) => {
@@ -157,6 +186,20 @@ impl Tenant {
             self.store.erase(CallOptions { timeout: Some(time), ..CallOptions::default() })?;
         Ok(Receipt::new(&self.name, began, erased))
     }
+}
+
+/// Memory of a GPU that processes of this host can map.
+fn gpu_memory(gpu: &str, bytes: u64) -> Result<Arc<CudaMemory>, TenantError> {
+    let failed = |source: CudaError| TenantError::Gpu { gpu: gpu.to_owned(), bytes, source };
+    let driver = Driver::load().map_err(|error| failed(error.into()))?;
+    let devices = DriverReport::of(&driver).map_err(|error| failed(error.into()))?.devices;
+    let Some(device) = devices.iter().position(|it| it.uuid.eq_ignore_ascii_case(gpu)) else {
+        let found: Vec<_> = devices.iter().map(|it| &*it.uuid).collect();
+        return Err(TenantError::NoSuchGpu { gpu: gpu.to_owned(), found: found.join(", ") });
+    };
+    let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+    let config = CudaMemoryConfig { device, shareable: true, ..CudaMemoryConfig::new(bytes) };
+    CudaMemory::new(&driver, &config, Arc::new(SystemClock)).map_err(failed)
 }
 
 /// All tenants of a node, the default one first.

@@ -10,6 +10,7 @@ use pyo3::prelude::*;
 
 use crate::arguments::{self, of};
 use crate::errors::{AwayError, ConfigError, to_python};
+use crate::gpu::PyGpu;
 use crate::store::PyStore;
 
 /// Default time-out of a call.
@@ -24,16 +25,19 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// `socket` is the path of the node's Unix socket, or `unix:PATH`. Its default is the value of
 /// `CASCADE_NODE` or `CASCADE_SOCKET`, else the default of `cascade serve` for this user. `token`
 /// is the token of a tenant. `access` is "write" or "read". `name` is shown in the node's status.
-/// `timeout` is the default time-out of calls.
+/// `timeout` is the default time-out of calls. `gpu` is a `Gpu`: it maps the pool of a node whose
+/// blocks are in the memory of a GPU (`docs/gpu.md`), of this one or of one that it can access.
 ///
 /// Raises `AwayError` if no node answers, and `RefusedError` if the node refuses this client. After
 /// that, calls return at once while the node is unavailable: reads miss and puts return `failed`.
 /// The client reconnects by itself.
 #[pyfunction]
 #[pyo3(signature = (
-    socket = None, *, token = None, access = Access::Write, name = None, timeout = None
+    socket = None, *, token = None, access = Access::Write, name = None, timeout = None, gpu = None
 ))]
-#[pyo3(text_signature = "(socket=None, *, token=None, access='write', name=None, timeout=5.0)")]
+#[pyo3(
+    text_signature = "(socket=None, *, token=None, access='write', name=None, timeout=5.0, gpu=None)"
+)]
 fn connect(
     py: Python<'_>,
     socket: Option<&Bound<'_, PyAny>>,
@@ -41,6 +45,7 @@ fn connect(
     #[pyo3(from_py_with = access_of)] access: Access,
     #[pyo3(from_py_with = of::name)] name: Option<String>,
     #[pyo3(from_py_with = of::timeout)] timeout: Option<Duration>,
+    gpu: Option<PyRef<'_, PyGpu>>,
 ) -> PyResult<PyStore> {
     let socket = match socket {
         Some(given) => socket_path(arguments::path("socket", given)?)?,
@@ -52,6 +57,7 @@ fn connect(
     options.token = token;
     options.name = name.unwrap_or(options.name);
     options.timeout = timeout.unwrap_or(TIMEOUT);
+    options.devices = gpu.map(|gpu| gpu.importer());
     let place = options.socket.display().to_string();
     let client = py.detach(|| Client::connect(options)).map_err(|error| match error {
         StoreError::Unavailable { .. } => AwayError::new_err(format!(

@@ -3,15 +3,20 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use cascade_block::with_causes;
 use cascade_device::{
-    Context, Copier, CudaError, DeviceFacts, Driver, DriverReport, Event, ForeignMemory, Fragment,
-    Pending, RegisteredPool, RegistrationReport, Slabs, Stream, Transfer,
+    Context, Copier, CudaError, CudaImporter, CudaMemory, DeviceFacts, DeviceUuid, Driver,
+    DriverReport, Event, ForeignMemory, Fragment, Pending, RegisteredPool, RegistrationReport,
+    Slabs, Stream, Transfer,
 };
-use cascade_memory::{BackingMemory, HostSlab, HostSlabMut};
+use cascade_memory::{
+    BackingMemory, DeviceError, DeviceId, DeviceImporter, DeviceMemory, HostSlab, HostSlabMut, Slab,
+    SlabMut,
+};
 use cascade_runtime::{Deadline, SystemClock};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -80,7 +85,7 @@ pub(crate) struct GpuSave(Flight);
 /// Copies that were started, and what stops them from being missed.
 struct Flight {
     pending: Pending<Transfer>,
-    copies: Arc<PoolCopies>,
+    copies: Arc<Copiers>,
     context: Arc<Context>,
 }
 
@@ -89,17 +94,59 @@ struct Flight {
 struct Device {
     context: Arc<Context>,
     facts: Option<DeviceFacts>,
-    /// Of the last pool that was used.
-    copies: Mutex<Option<Arc<PoolCopies>>>,
+    /// Of the last pool in host memory that was used.
+    copies: Mutex<Option<PoolCopies>>,
+    /// The pools on GPUs that are mapped for this one.
+    device_pools: Mutex<Vec<DevicePool>>,
 }
 
-/// The copiers of a pool: one for each direction, since GPUs copy both ways at once.
+/// The copiers of a pool in host memory.
 #[derive(Debug)]
 struct PoolCopies {
     backing: BackingMemory,
     registered: Arc<RegisteredPool>,
+    copiers: Arc<Copiers>,
+}
+
+/// The copiers of a pool that a node has in the memory of a GPU.
+#[derive(Debug)]
+struct DevicePool {
+    memory: Weak<CudaMemory>,
+    copiers: Arc<Copiers>,
+}
+
+/// The copiers of a pool: one for each direction, since GPUs copy both ways at once.
+#[derive(Debug)]
+struct Copiers {
     loads: Copier,
     saves: Copier,
+}
+
+/// Maps pools of nodes for a GPU.
+#[derive(Debug)]
+struct PoolImporter(Arc<Device>);
+
+impl DeviceImporter for PoolImporter {
+    fn import(
+        &self,
+        descriptor: OwnedFd,
+        bytes: usize,
+        device: DeviceId,
+    ) -> Result<Arc<dyn DeviceMemory>, DeviceError> {
+        let context = &self.0.context;
+        let opened = || {
+            let uuid = DeviceUuid::from_bytes(device);
+            let memory = CudaImporter::new(context).open(descriptor, bytes, uuid)?;
+            let copier = || Copier::for_device_pool(context, &memory);
+            let copiers = Arc::new(Copiers { loads: copier()?, saves: copier()? });
+            let pool = DevicePool { memory: Arc::downgrade(&memory), copiers };
+            self.0.lock_device_pools().push(pool);
+            Ok(memory)
+        };
+        opened().map(|memory| memory as Arc<dyn DeviceMemory>).map_err(|error: CudaError| {
+            DeviceError::Import { bytes, source: Arc::new(error) }
+        })
+    }
 }
 
 impl Device {
@@ -111,33 +158,73 @@ impl Device {
         let driver = Driver::load()?;
         let context = Context::retain(&driver, index, Arc::new(SystemClock), WAIT_MAX)?;
         let facts = DriverReport::of(&driver)?.devices.into_iter().nth(index);
-        let device = Arc::new(Self { context, facts, copies: Mutex::default() });
+        let (copies, device_pools) = (Mutex::default(), Mutex::default());
+        let device = Arc::new(Self { context, facts, copies, device_pools });
         in_use.insert(index, Arc::downgrade(&device));
         Ok(device)
     }
 
-    /// The copiers of a pool. Those of another pool end with their last copy.
-    fn copies(&self, backing: &BackingMemory) -> Result<Arc<PoolCopies>, CudaError> {
+    /// The copiers of a pool in host memory. Those of another pool end with their last copy.
+    fn copiers(&self, backing: &BackingMemory) -> Result<Arc<Copiers>, CudaError> {
         let mut current = self.lock();
         if let Some(copies) = current.as_ref().filter(|copies| copies.backing.is_same(backing)) {
-            return Ok(Arc::clone(copies));
+            return Ok(Arc::clone(&copies.copiers));
         }
         let memory = Arc::new(backing.clone());
         let registered = RegisteredPool::begin(&self.context, memory, PIECE_BYTES)?;
         let copier = || Copier::new(&self.context, Arc::clone(&registered));
-        let (loads, saves) = (copier()?, copier()?);
+        let copiers = Arc::new(Copiers { loads: copier()?, saves: copier()? });
         let backing = backing.clone();
-        let copies = Arc::new(PoolCopies { backing, registered, loads, saves });
-        *current = Some(Arc::clone(&copies));
-        Ok(copies)
+        *current = Some(PoolCopies { backing, registered, copiers: Arc::clone(&copiers) });
+        Ok(copiers)
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<Arc<PoolCopies>>> {
+    /// The copiers of the pool on a GPU that has a slab at this address. The slab keeps the pool.
+    fn device_copiers(&self, address: u64) -> Result<Arc<Copiers>, CudaError> {
+        let mut pools = self.lock_device_pools();
+        pools.retain(|pool| pool.memory.strong_count() > 0);
+        let has_it = |pool: &&DevicePool| {
+            let memory = pool.memory.upgrade();
+            memory.is_some_and(|it| address.wrapping_sub(it.base()) < it.bytes() as u64)
+        };
+        let found = pools.iter().find(has_it).map(|pool| Arc::clone(&pool.copiers));
+        found.ok_or(CudaError::OtherPool)
+    }
+
+    fn lock_device_pools(&self) -> MutexGuard<'_, Vec<DevicePool>> {
+        self.device_pools.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<PoolCopies>> {
         self.copies.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn registration(&self) -> Option<RegistrationReport> {
         self.lock().as_ref().map(|copies| copies.registered.report())
+    }
+}
+
+impl Device {
+    /// The copiers for slabs of one pool, and the slabs by where it is.
+    fn slabs_to_load(&self, slabs: Vec<Slab>) -> Result<(Arc<Copiers>, Slabs), CudaError> {
+        if let Some(address) = slabs.first().and_then(Slab::device_address) {
+            return Ok((self.device_copiers(address)?, Slabs::FromDevicePool(slabs)));
+        }
+        let slabs = slabs.into_iter().map(|slab| slab.into_host().map_err(|_| CudaError::OtherPool));
+        let slabs: Vec<HostSlab> = slabs.collect::<Result<_, _>>()?;
+        let first = slabs.first().ok_or(CudaError::OtherPool)?;
+        Ok((self.copiers(&first.backing())?, Slabs::ToDevice(slabs)))
+    }
+
+    /// The same for slabs that are written.
+    fn slabs_to_save(&self, slabs: Vec<SlabMut>) -> Result<(Arc<Copiers>, Slabs), CudaError> {
+        if let Some(address) = slabs.first().and_then(SlabMut::device_address) {
+            return Ok((self.device_copiers(address)?, Slabs::ToDevicePool(slabs)));
+        }
+        let slabs = slabs.into_iter().map(|slab| slab.into_host().map_err(|_| CudaError::OtherPool));
+        let slabs: Vec<HostSlabMut> = slabs.collect::<Result<_, _>>()?;
+        let first = slabs.first().ok_or(CudaError::OtherPool)?;
+        Ok((self.copiers(&first.backing())?, Slabs::ToHost(slabs)))
     }
 }
 
@@ -266,6 +353,13 @@ impl PyGpuMemory {
     }
 }
 
+impl PyGpu {
+    /// Maps pools of nodes for this GPU.
+    pub(crate) fn importer(&self) -> Arc<dyn DeviceImporter> {
+        Arc::new(PoolImporter(Arc::clone(&self.0)))
+    }
+}
+
 impl PyGpuMemory {
     /// The pages as a table.
     pub(crate) fn table(&self) -> &PageTable {
@@ -276,19 +370,18 @@ impl PyGpuMemory {
     pub(crate) fn start_load(
         &self,
         py: Python<'_>,
-        blocks: Vec<(HostSlab, usize)>,
+        blocks: Vec<(Slab, usize)>,
         regions: Range<usize>,
         after: &PyGpuEvent,
         copied: Vec<bool>,
     ) -> PyResult<PyGpuLoad> {
-        let Some((first, _)) = blocks.first() else {
+        if blocks.is_empty() {
             return Ok(PyGpuLoad { copied, flight: None });
-        };
-        let backing = first.backing();
+        }
         let flight = py.detach(|| {
-            let copies = self.device.copies(&backing)?;
             let (slabs, pages): (Vec<_>, Vec<_>) = blocks.into_iter().unzip();
-            let transfer = self.transfer(Slabs::ToDevice(slabs), &pages, regions);
+            let (copies, slabs) = self.device.slabs_to_load(slabs)?;
+            let transfer = self.transfer(slabs, &pages, regions);
             let started = copies.loads.submit_transfer(transfer, Some(&after.0));
             // Some may have started. The caller will compute the pages instead, so none may still
             // be written when it learns of the error.
@@ -303,16 +396,16 @@ impl PyGpuMemory {
     /// Starts to copy pages to slabs. The slabs are freed if it fails.
     pub(crate) fn start_save(
         &self,
-        blocks: Vec<(HostSlabMut, usize)>,
+        blocks: Vec<(SlabMut, usize)>,
         after: &PyGpuEvent,
     ) -> PyResult<Option<GpuSave>> {
-        let Some(backing) = blocks.first().map(|(slab, _)| slab.backing()) else {
+        if blocks.is_empty() {
             return Ok(None);
-        };
+        }
         let started = || {
-            let copies = self.device.copies(&backing)?;
             let (slabs, pages): (Vec<_>, Vec<_>) = blocks.into_iter().unzip();
-            let transfer = self.transfer(Slabs::ToHost(slabs), &pages, 0..self.places.len());
+            let (copies, slabs) = self.device.slabs_to_save(slabs)?;
+            let transfer = self.transfer(slabs, &pages, 0..self.places.len());
             let pending = copies.saves.submit_transfer(transfer, Some(&after.0))?;
             let context = Arc::clone(&self.device.context);
             Ok(Some(GpuSave(Flight { pending, copies, context })))
@@ -398,11 +491,12 @@ impl GpuSave {
 
     /// Waits for the copies and gives back the slabs, in the order in which they were given. None
     /// if that was done before.
-    pub(crate) fn wait(&mut self, timeout: Option<Duration>) -> PyResult<Vec<HostSlabMut>> {
+    pub(crate) fn wait(&mut self, timeout: Option<Duration>) -> PyResult<Vec<SlabMut>> {
         let transfer = self.0.pending.wait(deadline(timeout)).map_err(|error| to_python(&error))?;
         Ok(match transfer.map(|transfer| transfer.slabs) {
-            Some(Slabs::ToHost(slabs)) => slabs,
-            Some(Slabs::ToDevice(_)) | None => Vec::new(),
+            Some(Slabs::ToHost(slabs)) => slabs.into_iter().map(HostSlabMut::into_slab).collect(),
+            Some(Slabs::ToDevicePool(slabs)) => slabs,
+            Some(Slabs::ToDevice(_) | Slabs::FromDevicePool(_)) | None => Vec::new(),
         })
     }
 }

@@ -136,9 +136,8 @@ impl PyViews {
             if let ViewOutcome::Hit { slab, .. } = outcome
                 && slab.len() == memory.table().block_bytes()
             {
-                let slab = slab.clone().into_host().map_err(|_| in_device_memory())?;
                 copied[at] = true;
-                blocks.push((slab, page));
+                blocks.push((slab.clone(), page));
             }
         }
         memory.start_load(py, blocks, regions, after.get(), copied)

@@ -283,11 +283,13 @@ impl StoreCore {
         !self.stages.is_empty() || !self.sources.is_empty()
     }
 
-    /// Refuses an operation that gives access to blocks in place, if they are in device memory.
-    pub(crate) fn check_host_memory(&self, operation: &'static str) -> Result<(), StoreError> {
-        match self.pool.kind() {
-            RegionKind::Host => Ok(()),
-            RegionKind::Device => Err(self.not_host_memory(operation)),
+    /// Refuses an operation that gives access to blocks in place, if they are in device memory that
+    /// no other process maps. Callers of a store in shared device memory get slabs without host
+    /// bytes, which devices copy.
+    pub(crate) fn check_in_place(&self, operation: &'static str) -> Result<(), StoreError> {
+        match self.pool.region().device() {
+            Some(device) if device.shared().is_none() => Err(self.not_host_memory(operation)),
+            Some(_) | None => Ok(()),
         }
     }
 

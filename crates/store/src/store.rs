@@ -86,8 +86,9 @@ impl Store {
     }
 
     /// Opens a store in the memory of a device. Its pipeline has `Hbm` in place of `Dram`, and
-    /// `StoreConfig::dram_bytes` is the length of that memory. Blocks are put and read by copies:
-    /// calls that give access to blocks in place fail with [`StoreError::NotHostMemory`].
+    /// `StoreConfig::dram_bytes` is the length of that memory. Blocks are put and read by copies.
+    /// Calls that give access to blocks in place give slabs without host bytes if other processes
+    /// can map the memory, and else fail with [`StoreError::NotHostMemory`].
     ///
     /// # Errors
     /// As [`Store::open_with`]; or if a named pool or sources are configured.
@@ -161,7 +162,7 @@ impl Store {
     /// the block is evicted or deleted; dropping the last view of a block frees its memory.
     pub fn view(&self, keys: &[BlockKey], options: CallOptions) -> Vec<ViewOutcome> {
         let core = self.core();
-        if let Err(error) = core.check_host_memory("view blocks") {
+        if let Err(error) = core.check_in_place("view blocks") {
             return failed_views(keys, &error);
         }
         Reads::new(core, core.call(options)).view(keys)

@@ -32,6 +32,9 @@ pub struct Welcome {
     pub tenant: String,
     /// The node's version.
     pub node_version: String,
+    /// The device that the pool is on, by its UUID; none if it is in host memory. The descriptor
+    /// that comes with this message is that of memory of the device then.
+    pub device: Option<[u8; 16]>,
 }
 
 /// The answer for one block of a prepare.
@@ -124,6 +127,10 @@ impl Welcome {
         }
         into.text(&self.tenant);
         into.text(&self.node_version);
+        into.u8(u8::from(self.device.is_some()));
+        if let Some(device) = &self.device {
+            into.bytes(device);
+        }
     }
 
     fn read(from: &mut FieldReader<'_>) -> Result<Self, WireError> {
@@ -147,6 +154,7 @@ impl Welcome {
             tiers: tiers.collect::<Result<_, _>>()?,
             tenant: from.text("tenant")?.to_owned(),
             node_version: from.text("node version")?.to_owned(),
+            device: if from.flag("device")? { Some(from.array("device")?) } else { None },
         })
     }
 }

@@ -123,9 +123,11 @@ fn answers() -> Vec<Answer> {
         tiers: vec!["dram".to_owned(), "files".to_owned()],
         tenant: "default".to_owned(),
         node_version: "0.1.0".to_owned(),
+        device: None,
     };
     let mut all = vec![
-        Answer::Welcome(welcome),
+        Answer::Welcome(welcome.clone()),
+        Answer::Welcome(Welcome { device: Some([9; 16]), ..welcome }),
         Answer::Refused { reason: "no".to_owned() },
         Answer::Done,
         Answer::Prepared(vec![

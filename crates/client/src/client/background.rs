@@ -18,25 +18,41 @@ const RELEASE_DELAY: Duration = Duration::from_millis(1);
 const BACK_OFF_MIN: Duration = Duration::from_millis(20);
 /// The longest pause between two attempts.
 const BACK_OFF_MAX: Duration = Duration::from_secs(2);
+/// How often a client of a pool in device memory looks whether the node has closed its connections.
+/// The memory is given back only when all processes have unmapped it.
+const HANG_UP_INTERVAL: Duration = Duration::from_millis(100);
 /// Timeout of one attempt.
 const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Starts the background thread of a client. It ends with the client.
 pub(crate) fn start(client: &Arc<ClientInner>) -> std::io::Result<()> {
     let (weak, tasks) = (Arc::downgrade(client), Arc::clone(client.tasks()));
+    let is_watching = client.may_use_devices();
     std::thread::Builder::new()
         .name("cascade-client".to_owned())
         .stack_size(128 << 10)
-        .spawn(move || run(&weak, &tasks))
+        .spawn(move || run(&weak, &tasks, is_watching))
         .map(drop)
 }
 
-fn run(client: &Weak<ClientInner>, tasks: &BackgroundTasks) {
+fn run(client: &Weak<ClientInner>, tasks: &BackgroundTasks, is_watching: bool) {
     let mut back_off = BACK_OFF_MIN;
     loop {
         let mut pending = tasks.lock();
         while !pending.has_work() {
-            pending = tasks.changed.wait(pending).unwrap_or_else(PoisonError::into_inner);
+            if !is_watching {
+                pending = tasks.changed.wait(pending).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            }
+            let waited = tasks.changed.wait_timeout(pending, HANG_UP_INTERVAL);
+            pending = waited.unwrap_or_else(PoisonError::into_inner).0;
+            if !pending.has_work() {
+                drop(pending);
+                let Some(client) = client.upgrade() else { return };
+                client.look_for_hang_up();
+                drop(client);
+                pending = tasks.lock();
+            }
         }
         if pending.is_stopped {
             return;

@@ -29,6 +29,21 @@ pub(crate) unsafe extern "C" fn init(flags: c_uint) -> Status {
     })
 }
 
+#[unsafe(export_name = "cuDeviceCanAccessPeer")]
+pub(crate) unsafe extern "C" fn can_access_peer(
+    can_access: *mut c_int,
+    device: c_int,
+    peer: c_int,
+) -> Status {
+    World::call("cuDeviceCanAccessPeer", Needs::Start, |world, _| {
+        check_device(world, device)?;
+        check_device(world, peer)?;
+        let can = device != peer && world.settings.has_peers;
+        // SAFETY: the caller's promise.
+        unsafe { write(can_access, c_int::from(can)) }
+    })
+}
+
 #[unsafe(export_name = "cuDriverGetVersion")]
 pub(crate) unsafe extern "C" fn driver_get_version(version: *mut c_int) -> Status {
     World::call("cuDriverGetVersion", Needs::Nothing, |world, _: &mut State| {

@@ -273,7 +273,8 @@ pub(crate) unsafe extern "C" fn set_access(
             READ_AND_WRITE => true,
             _ => return Err(NOT_SUPPORTED),
         };
-        if state.allocations.get(&handle).is_some_and(|it| it.device != device) {
+        let is_others = state.allocations.get(&handle).is_some_and(|it| it.device != device);
+        if is_others && !world.settings.has_peers {
             return Err(PEER_ACCESS_UNSUPPORTED);
         }
         memory.is_accessible = is_accessible;

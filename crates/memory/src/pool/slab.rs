@@ -193,6 +193,11 @@ impl SlabMut {
         self.0.kind()
     }
 
+    /// As [`Slab::device_address`], before the slab is sealed.
+    pub fn device_address(&self) -> Option<u64> {
+        self.0.device_address()
+    }
+
     /// Length in bytes, without padding.
     pub fn len(&self) -> usize {
         self.0.len
@@ -240,7 +245,7 @@ impl SlabState {
     fn host_pointer(&self) -> Option<NonNull<u8>> {
         let base = match &self.owner {
             SlabOwner::Pool(pool, _) => pool.region.host()?.base(),
-            SlabOwner::Node(from, _) => from.base(),
+            SlabOwner::Node(from, _) => from.base()?,
         };
         // SAFETY: `new` and `lent` checked that the extent lies inside the mapping, which the pool
         // or the attachment that this slab holds keeps until it is dropped.
@@ -250,7 +255,7 @@ impl SlabState {
     fn device(&self) -> Option<&dyn DeviceMemory> {
         match &self.owner {
             SlabOwner::Pool(pool, _) => pool.region.device().map(|device| &**device),
-            SlabOwner::Node(..) => None,
+            SlabOwner::Node(from, _) => from.device().map(|device| &**device),
         }
     }
 

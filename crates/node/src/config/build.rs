@@ -26,7 +26,11 @@ pub(super) fn node_config(
     derive_files_capacity(&mut settings, environment);
     set_derived_defaults(&mut settings.node, environment);
     let values = &settings.node;
-    let store = store_config(values);
+    let gpu = values.text("gpu");
+    let mut store = store_config(values);
+    if let (Some(_), Some(bytes)) = (&gpu, values.bytes("hbm")) {
+        store.dram_bytes = bytes;
+    }
     let tenants = settings.tenants.iter().map(|tenant| tenant_config(tenant, &store, environment));
     let tenants = tenants.collect::<Result<_, _>>()?;
     let keep_pool = match values.choice("keep_pool") {
@@ -35,6 +39,7 @@ pub(super) fn node_config(
         _ => KeepPool::AfterCrash,
     };
     let pool_directory = values.path("pool_directory");
+    let has_gpu = gpu.is_some();
     let new = NodeConfig::new(values.path("socket").unwrap_or_default());
     let limits = LimitsConfig::default();
     let admin_group = admin_group(values, environment)?;
@@ -48,6 +53,7 @@ pub(super) fn node_config(
             private_key: values.path("tls_private_key"),
             client_authority: values.path("tls_client_ca"),
         },
+        gpu,
         store,
         tenants,
         encryption_key_file: values.path("encryption_key_file"),
@@ -58,7 +64,7 @@ pub(super) fn node_config(
                 .unwrap_or(limits.client_share_percent),
             threads_max: values.count("threads_max").unwrap_or(limits.threads_max),
         },
-        pool_directory: pool_directory.filter(|_| keep_pool != KeepPool::Never),
+        pool_directory: pool_directory.filter(|_| keep_pool != KeepPool::Never && !has_gpu),
         keep_pool,
         shutdown_timeout: values.duration("shutdown_timeout").unwrap_or(new.shutdown_timeout),
         log: LogConfig {
@@ -92,7 +98,12 @@ fn admin_group(
 fn set_derived_defaults(values: &mut Values, environment: &Environment) {
     values.set_default("socket", SettingValue::Path(environment.default_socket()));
     let has_files = values.path("files").is_some();
-    let pipeline = if has_files { "Dram|Files" } else { "Dram" };
+    let pipeline = match (values.text("gpu").is_some(), has_files) {
+        (false, true) => "Dram|Files",
+        (false, false) => "Dram",
+        (true, true) => "Hbm|Files",
+        (true, false) => "Hbm",
+    };
     values.set_default("pipeline", SettingValue::Text(pipeline.to_owned()));
     let capacity = values.bytes("files_capacity").unwrap_or_default();
     values.set_default("segment_size", SettingValue::Size(default_segment_bytes(capacity)));

@@ -26,6 +26,7 @@ impl NodeConfig {
     pub fn check(&self) -> Result<(), ConfigError> {
         self.check_socket()?;
         self.security.check(self.listen)?;
+        self.check_gpu()?;
         self.check_store(&self.store)?;
         self.check_files()?;
         self.check_tenants()?;
@@ -66,8 +67,40 @@ impl NodeConfig {
         Ok(())
     }
 
+    fn check_gpu(&self) -> Result<(), ConfigError> {
+        let hbm_is_given = self.settings.node.is_given("hbm");
+        match &self.gpu {
+            None if hbm_is_given => self.refuse(
+                &["hbm"],
+                "the HBM tier has a size, but no GPU is named for it",
+                "set gpu to the UUID of a GPU (`cascade doctor` lists them), or remove hbm",
+            ),
+            Some(_) if !hbm_is_given => self.refuse(
+                &["gpu"],
+                "a GPU is named, but not how much of its memory to take",
+                "set hbm, such as hbm = \"8GiB\"",
+            ),
+            Some(_) if !self.tenants.is_empty() => self.refuse(
+                &["gpu"],
+                "a node in the memory of a GPU has one tenant",
+                "start a node for each tenant, or remove the [[tenant]] tables",
+            ),
+            Some(_) if self.settings.node.is_given("dram") => self.refuse(
+                &["gpu", "dram"],
+                "the blocks of a node are in the memory of a GPU or in DRAM",
+                "remove dram, and start another node for DRAM",
+            ),
+            _ => Ok(()),
+        }
+    }
+
     fn check_store(&self, store: &StoreConfig) -> Result<(), ConfigError> {
-        let pipeline = Pipeline::parse(&store.pipeline, &StageRegistry::default());
+        let registry = StageRegistry::default();
+        let pipeline = if self.gpu.is_some() {
+            Pipeline::parse_on_device(&store.pipeline, &registry)
+        } else {
+            Pipeline::parse(&store.pipeline, &registry)
+        };
         let pipeline = pipeline.map_err(|error| {
             let advice = "join stages with |, such as Dram|Files";
             ConfigError::contradiction(self.with_sources(&["pipeline"]), error.to_string(), advice)

@@ -42,8 +42,18 @@ pub const KEYS: &[SettingKey] = &[
         .default_rule("80 % of the free space; at most 4GiB on a tmpfs or a container layer")
         .minimum("1MiB")
         .flag("files-capacity"),
+    SettingKey::new(
+        "gpu",
+        ValueKind::Text,
+        "UUID of a GPU, as `cascade doctor` prints it. Its memory holds the blocks in place of \
+         DRAM, for processes of this host that use GPUs. Without it the node uses no GPU.",
+    )
+    .flag("gpu"),
+    SettingKey::new("hbm", ValueKind::Size, "Size of the HBM tier, in the memory of `gpu`.")
+        .minimum("4MiB")
+        .flag("hbm"),
     SettingKey::new("pipeline", ValueKind::Text, "Tiers from fast to slow.")
-        .default_rule("`Dram|Files` with `files`, else `Dram`")
+        .default_rule("`Dram|Files` with `files`, else `Dram`; with `gpu`, `Hbm` in place of `Dram`")
         .flag("pipeline"),
     SettingKey::new("policy", ValueKind::Choice(POLICIES), "Eviction policy of DRAM.")
         .default("prefix-cost")

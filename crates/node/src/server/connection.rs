@@ -398,9 +398,7 @@ impl Connection {
                 if session.access == Access::Administer {
                     (&self.stream).write_all(&message)?;
                 } else if is_new {
-                    // `open_session` refuses clients of a store in device memory.
-                    let host = store.region().host().ok_or(CloseReason::Disconnected)?;
-                    let pool = descriptors::pool_for_client(host.file(), session.access)?;
+                    let pool = descriptors::pool_for_client(store.region(), session.access)?;
                     descriptors::send(self.fd(), &message, pool.as_fd())?;
                     shared.watch_process(self, &session);
                 } else {
@@ -436,6 +434,7 @@ impl Connection {
             tiers: store.tier_names().iter().map(|name| (*name).to_owned()).collect(),
             tenant: session.tenant.name().to_owned(),
             node_version: env!("CARGO_PKG_VERSION").to_owned(),
+            device: store.region().device().and_then(|it| it.shared()).map(|it| it.device()),
         })
     }
 
@@ -470,9 +469,15 @@ impl Connection {
             tenants.identify(self.peer.user, token)
         };
         let tenant = tenant.map_err(|refusal| refusal.to_string())?;
-        if !is_administrator && tenant.store().region().host().is_none() {
+        let device = tenant.store().region().device();
+        if !is_administrator && device.is_some_and(|it| it.shared().is_none()) {
             return Err("the blocks of this node are in device memory, which clients cannot map; \
                         serve a pipeline that begins with Dram"
+                .to_owned());
+        }
+        if device.is_some() && hello.access == Access::Read {
+            return Err("the blocks of this node are in device memory, which clients can only map \
+                        for reading and writing; connect with the access \"write\""
                 .to_owned());
         }
         let share = u64::from(shared.node.live_settings().client_share_percent);

@@ -5,12 +5,23 @@ use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
+use cascade_memory::Region;
 use cascade_wire::Access;
 use rustix::fs::{Mode, OFlags};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
-/// The pool's descriptor for a client; that of a reader cannot be mapped for writing.
-pub(super) fn pool_for_client(pool: &File, access: Access) -> io::Result<OwnedFd> {
+/// The descriptor of a pool for a client. In host memory, that of a reader cannot be mapped for
+/// writing.
+pub(super) fn pool_for_client(pool: &Region, access: Access) -> io::Result<OwnedFd> {
+    if let Some(host) = pool.host() {
+        return file_for_client(host.file(), access);
+    }
+    // Clients of memory that cannot be shared are refused before.
+    let shared = pool.device().and_then(|device| device.shared()).ok_or(io::ErrorKind::Unsupported)?;
+    shared.export().map_err(io::Error::other)
+}
+
+fn file_for_client(pool: &File, access: Access) -> io::Result<OwnedFd> {
     match access {
         Access::Write => pool.as_fd().try_clone_to_owned(),
         Access::Read | Access::Administer => {

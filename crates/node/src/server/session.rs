@@ -369,10 +369,10 @@ impl ClientSession {
     /// Whether the session stays open without a connection: its process runs, holds memory and may
     /// access it through its mapping of the pool. The memory must not be reused then.
     pub(super) fn outlives_connections(&self) -> bool {
-        // No process maps device memory.
         let host = || self.tenant.store().region().host();
+        // Whether a process maps memory of a device cannot be seen, so it may until it ends.
         let may_access =
-            || host().is_some_and(|host| mapped::may_access(self.peer.process, host.file()));
+            || host().is_none_or(|host| mapped::may_access(self.peer.process, host.file()));
         // The list of mappings is read last: it is the only check that reads a file.
         self.is_watched.load(Ordering::Acquire) && self.holds().bytes() > 0 && may_access()
     }

@@ -6,7 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use cascade_block::{BlockKey, NamespaceId};
-use cascade_memory::{HostSlabMut, SlabMut};
+use cascade_memory::SlabMut;
 use cascade_runtime::{Deadline, SystemClock};
 use cascade_store::{PrepareOutcome, Put, PutOutcome, PutSlab};
 use pyo3::exceptions::{PyTypeError, PyValueError};
@@ -152,7 +152,7 @@ impl Unsealed {
         self.gpu_save = None;
         for block in &mut self.blocks {
             if let PreparedBlock::Needed(block) = block {
-                block.slab = slabs.next().map(HostSlabMut::into_slab);
+                block.slab = slabs.next();
             }
         }
         self.gathered.add(0..block_bytes);
@@ -231,7 +231,7 @@ impl PyPreparedPut {
             for (block, page) in current.blocks.iter_mut().zip(pages) {
                 if let PreparedBlock::Needed(block) = block {
                     let slab = block.slab.take().ok_or_else(in_flight)?;
-                    to_save.push((slab.into_host().map_err(|_| in_device_memory())?, page));
+                    to_save.push((slab, page));
                 }
             }
             current.gpu_save = memory.start_save(to_save, after)?;

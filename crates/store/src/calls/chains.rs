@@ -45,7 +45,7 @@ impl Store {
     /// did not reach within its timeout.
     pub fn view_resident(&self, keys: &[BlockKey], options: CallOptions) -> Vec<ViewOutcome> {
         let core = self.core();
-        if let Err(error) = core.check_host_memory("view blocks") {
+        if let Err(error) = core.check_in_place("view blocks") {
             return failed_views(keys, &error);
         }
         ResidentViews(core).view(keys, ReadPurpose::Use, core.call(options))
@@ -54,7 +54,7 @@ impl Store {
     /// As [`Store::peek`], as far as it needs no wait for a tier; see [`Store::view_resident`].
     pub fn peek_resident(&self, keys: &[BlockKey], options: CallOptions) -> Vec<ViewOutcome> {
         let core = self.core();
-        if let Err(error) = core.check_host_memory("view blocks") {
+        if let Err(error) = core.check_in_place("view blocks") {
             return failed_views(keys, &error);
         }
         ResidentViews(core).view(keys, ReadPurpose::Compare, core.call(options))
@@ -67,7 +67,7 @@ fn acquire(
     (request, call): (&Request<'_>, CallContext),
     read_below: impl FnOnce(&[BlockKey]) -> Vec<ViewOutcome>,
 ) -> Vec<ViewOutcome> {
-    if let Err(error) = core.check_host_memory("view the blocks of a chain") {
+    if let Err(error) = core.check_in_place("view the blocks of a chain") {
         return failed_views(request.keys, &error);
     }
     let (mut views, below) = ResidentViews(core).acquire(request, call);

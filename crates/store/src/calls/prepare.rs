@@ -82,7 +82,7 @@ impl Store {
 
     /// The outcomes if no caller can fill slabs in place.
     fn refused_preparation(&self, batch: &[Put<'_>]) -> Option<Vec<PrepareOutcome>> {
-        let error = self.core().check_host_memory("prepare blocks").err()?;
+        let error = self.core().check_in_place("prepare blocks").err()?;
         let refused = |_| PrepareOutcome::Settled(PutOutcome::Failed(error.clone()));
         Some(batch.iter().map(refused).collect())
     }
@@ -96,7 +96,7 @@ impl Store {
     /// Views of blocks for a comparison. Does not count as an access, and promotes nothing.
     pub fn peek(&self, keys: &[BlockKey], options: CallOptions) -> Vec<ViewOutcome> {
         let core = self.core();
-        if let Err(error) = core.check_host_memory("view blocks") {
+        if let Err(error) = core.check_in_place("view blocks") {
             return failed_views(keys, &error);
         }
         Reads::new(core, core.call(options)).read(keys, ReadPurpose::Compare)
@@ -209,7 +209,7 @@ impl<'a> Preparation<'a> {
             }
             state = core.end_full_hold(state);
             state.charge(1);
-            let next = match admission.check_by_length(&mut state, put, *bytes, None) {
+            let next = match admission.check(&mut state, put, *bytes, None) {
                 PutCheck::Settled(outcome) => PrepareOutcome::Settled(outcome),
                 PutCheck::Compare => PrepareOutcome::Compare,
                 // A lookup stops at a missing parent, so that this block could never be matched.

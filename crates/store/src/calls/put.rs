@@ -14,7 +14,7 @@ use cascade_tier::{CallOptions, DeclineReason, Put, PutOutcome, StoreError};
 
 use crate::calls::put_check::{Admission, PutCheck};
 use crate::calls::put_end::DecidedPut;
-use crate::calls::put_facts::{facts, new_key};
+use crate::calls::put_facts::{PutBytes, facts, new_key};
 use crate::calls::put_room::{PutCandidate, resident_ancestor};
 use crate::calls::read::Reads;
 use crate::calls::write_through::waits_for_writes;
@@ -50,7 +50,7 @@ struct Round {
 pub(crate) fn put(core: &StoreCore, batch: &[Put<'_>], options: CallOptions) -> Vec<PutOutcome> {
     let mut round = Round::default();
     // `run` hashes before this copies, so that bytes already present are never copied.
-    PutBatch::new(core, batch, options).run(|puts, undecided| {
+    PutBatch::new(core, batch, PutBytes::of_puts(batch), options).run(|puts, undecided| {
         let mut rest = undecided;
         while !rest.is_empty() && !puts.fail_if_late(rest) {
             let done = puts.allocate_round(rest, &mut round.allocated);
@@ -66,7 +66,7 @@ pub(crate) fn reserve(
     bytes: usize,
     options: CallOptions,
 ) -> Result<SlabMut, StoreError> {
-    core.check_host_memory("reserve memory for a block")?;
+    core.check_in_place("reserve memory for a block")?;
     let call = core.call(options);
     let room = Room::new(core, call);
     let state = core.lock_or_time_out("allocate memory", call)?;
@@ -91,6 +91,7 @@ pub(crate) fn reserve(
 pub(super) struct PutBatch<'a> {
     core: &'a StoreCore,
     pub(super) batch: &'a [Put<'a>],
+    bytes: PutBytes<'a>,
     digests: Vec<Option<Digest>>,
     outcomes: Vec<Option<PutOutcome>>,
     /// The last block that was declined. Its descendants are declined too, also in later rounds:
@@ -104,13 +105,18 @@ pub(super) struct PutBatch<'a> {
 }
 
 impl<'a> PutBatch<'a> {
-    pub(super) fn new(core: &'a StoreCore, batch: &'a [Put<'a>], options: CallOptions) -> Self {
+    pub(super) fn new(
+        core: &'a StoreCore,
+        batch: &'a [Put<'a>],
+        bytes: PutBytes<'a>,
+        options: CallOptions,
+    ) -> Self {
         let outcomes = batch.iter().map(|_| None).collect();
         let digests = vec![None; batch.len()];
         let call = core.call(options);
         let awaited = Vec::new();
         let noted = (0, Duration::ZERO);
-        Self { core, batch, digests, outcomes, declined: None, awaited, noted, call }
+        Self { core, batch, bytes, digests, outcomes, declined: None, awaited, noted, call }
     }
 
     /// Puts the blocks. `put_undecided` decides the blocks with the given indices. A block with a
@@ -130,7 +136,7 @@ impl<'a> PutBatch<'a> {
             // the meantime, the comparison has no result and the next attempt puts a new block.
             self.compare_undecided();
         }
-        let Self { core, batch, outcomes, mut awaited, noted, call, .. } = self;
+        let Self { core, batch, bytes, outcomes, mut awaited, noted, call, .. } = self;
         // Only a key that others deleted in every attempt, between the check and the comparison,
         // has no outcome here.
         let retries_exhausted = || {
@@ -140,7 +146,7 @@ impl<'a> PutBatch<'a> {
         let outcomes =
             outcomes.into_iter().map(|outcome| outcome.unwrap_or_else(retries_exhausted));
         awaited.sort_unstable_by_key(|(index, _)| *index);
-        DecidedPut { core, batch, outcomes: outcomes.collect(), call }.end(&awaited, noted)
+        DecidedPut { core, batch, bytes, outcomes: outcomes.collect(), call }.end(&awaited, noted)
     }
 
     /// The blocks without an outcome so far.
@@ -169,7 +175,12 @@ impl<'a> PutBatch<'a> {
             if self.fail_if_late(&undecided[at..]) {
                 return;
             }
-            self.digests[at] = Some(Digest::of(algorithm, self.batch[at].bytes));
+            match self.bytes.read(at) {
+                Ok(bytes) => self.digests[at] = Some(Digest::of(algorithm, &bytes)),
+                Err(error) => {
+                    self.outcomes[at] = Some(PutOutcome::Failed(StoreError::Device(error)));
+                }
+            }
         }
     }
 
@@ -200,7 +211,7 @@ impl<'a> PutBatch<'a> {
             }
             state.charge(1);
             let put = &self.batch[*at];
-            match admission.check(&mut state, put, self.digests[*at]) {
+            match admission.check(&mut state, put, put.bytes.len(), self.digests[*at]) {
                 PutCheck::Settled(outcome) => self.outcomes[*at] = Some(outcome),
                 PutCheck::Compare => {}
                 // A lookup stops at a missing parent, so that this block could never be matched.
@@ -296,7 +307,7 @@ impl<'a> PutBatch<'a> {
         admission: Admission<'_>,
     ) {
         let (put, digest) = (&self.batch[index], self.digests[index]);
-        self.outcomes[index] = match admission.check(state, put, digest) {
+        self.outcomes[index] = match admission.check(state, put, slab.len(), digest) {
             PutCheck::Settled(outcome) => Some(outcome),
             PutCheck::Compare => None,
             PutCheck::New(known) => {
@@ -332,9 +343,20 @@ impl<'a> PutBatch<'a> {
 
     fn compare_undecided(&mut self) {
         let undecided = self.undecided();
-        let blocks: Vec<_> =
-            undecided.iter().map(|at| (self.batch[*at].key, self.batch[*at].bytes)).collect();
-        for (at, is_same) in undecided.iter().zip(Reads::new(self.core, self.call).compare(&blocks))
+        let mut blocks = Vec::with_capacity(undecided.len());
+        let mut compared = Vec::with_capacity(undecided.len());
+        for at in undecided {
+            match self.bytes.read(at) {
+                Ok(bytes) => {
+                    blocks.push((self.batch[at].key, bytes));
+                    compared.push(at);
+                }
+                Err(error) => {
+                    self.outcomes[at] = Some(PutOutcome::Failed(StoreError::Device(error)));
+                }
+            }
+        }
+        for (at, is_same) in compared.iter().zip(Reads::new(self.core, self.call).compare(&blocks))
         {
             self.outcomes[*at] = outcome_of_comparison(is_same);
         }
@@ -349,7 +371,7 @@ impl<'a> PutBatch<'a> {
         known: Option<KeyIndex>,
         now: Timestamps,
     ) -> Place {
-        let mut facts = facts(&*self.core.clock, put, digest);
+        let mut facts = facts(&*self.core.clock, put, slab.len(), digest);
         let bytes = u64::from(facts.bytes);
         state.counters.bytes_written += bytes;
         let (key, content) = if let Some(key) = known {

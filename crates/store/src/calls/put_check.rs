@@ -60,17 +60,8 @@ impl<'a> Admission<'a> {
         PutCheck::New(None)
     }
 
+    /// Decides about a block of this length, whose bytes need not be there yet.
     pub(super) fn check(
-        self,
-        state: &mut StoreState,
-        put: &Put<'_>,
-        digest: Option<Digest>,
-    ) -> PutCheck {
-        self.check_by_length(state, put, put.bytes.len(), digest)
-    }
-
-    /// As `check`, also before the bytes of the block are available.
-    pub(super) fn check_by_length(
         self,
         state: &mut StoreState,
         put: &Put<'_>,
@@ -154,7 +145,8 @@ impl<'a> Admission<'a> {
         digest: Option<Digest>,
         content: ContentIndex,
     ) -> PutOutcome {
-        let facts = facts(&*self.core.clock, put, digest);
+        let bytes = state.catalog.content(content).bytes as usize;
+        let facts = facts(&*self.core.clock, put, bytes, digest);
         let key = state.catalog.link(&new_key(&facts), content);
         state.history.forget(&put.key);
         if state.catalog.content(content).slab.is_some() {

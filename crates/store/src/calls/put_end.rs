@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use cascade_tier::{Put, PutOutcome};
 
+use crate::calls::put_facts::PutBytes;
 use crate::calls::write_through::{WriteThrough, waits_for_writes};
 use crate::core::awaited::Place;
 use crate::shared::StoreCore;
@@ -18,6 +19,7 @@ type Written = (usize, Option<Place>);
 pub(super) struct DecidedPut<'a> {
     pub(super) core: &'a StoreCore,
     pub(super) batch: &'a [Put<'a>],
+    pub(super) bytes: PutBytes<'a>,
     pub(super) call: CallContext,
     pub(super) outcomes: Vec<PutOutcome>,
 }
@@ -46,7 +48,7 @@ impl DecidedPut<'_> {
 
     /// Waits for the writes of each block until the deadline, then asks only which are written.
     fn wait_until_written(&mut self, written: &[Written]) {
-        let Self { core, batch, call, outcomes } = self;
+        let Self { core, batch, bytes, call, outcomes } = self;
         let (core, call) = (*core, *call);
         let writes = WriteThrough { core, call };
         let mut waited = 0;
@@ -54,14 +56,16 @@ impl DecidedPut<'_> {
             if waited > 0 && call.has_timed_out(&*core.clock) {
                 break;
             }
-            if let Err(error) = writes.wait_written(&batch[*at], &outcomes[*at], *place) {
+            let block = (&batch[*at], bytes.length(*at));
+            if let Err(error) = writes.wait_written(block, &outcomes[*at], *place) {
                 outcomes[*at] = PutOutcome::Failed(error);
             }
             waited += 1;
         }
         // A hold for each block would be too many, when other calls wait for the lock, too.
         core.in_holds(None, &written[waited..], |state, (at, place)| {
-            let result = writes.result_now(state, &batch[*at], &outcomes[*at], *place);
+            let block = (&batch[*at], bytes.length(*at));
+            let result = writes.result_now(state, block, &outcomes[*at], *place);
             place.inspect(|place| state.awaited.end(*place));
             let late = || Err(call.timeout_error("put"));
             if let Err(error) = result.unwrap_or_else(late) {
@@ -91,7 +95,8 @@ impl DecidedPut<'_> {
                 }
             }
             // The lock of the insight is never taken under the lock of the state.
-            core.insight().shadows.put(now, batch, outcomes);
+            let length = |at| self.bytes.length(piece * KEYS_PER_HOLD + at);
+            core.insight().shadows.put(now, batch, length, outcomes);
         }
     }
 }

@@ -3,11 +3,13 @@
 use std::time::Duration;
 
 use cascade_block::{BlockKey, DigestMode};
+use cascade_memory::RegionKind;
 use cascade_tier::{CallOptions, Put, PutOutcome, PutSlab};
 
 use crate::Store;
 use crate::calls::put::PutBatch;
 use crate::calls::put_check::Admission;
+use crate::calls::put_facts::PutBytes;
 use crate::calls::resident_views::needs_no_wait;
 use crate::calls::write_through::waits_for_writes;
 use crate::shared::StoreCore;
@@ -43,21 +45,26 @@ pub(crate) fn put_slabs(
         slabs.push(put.slab.seal());
     }
     // The slabs move no more, so that their bytes can be borrowed.
+    let is_on_device = core.pool.kind() == RegionKind::Device;
     for (put, slab) in puts.iter_mut().zip(&slabs) {
-        let Some(bytes) = slab.host() else {
+        if slab.kind() != core.pool.kind() || (is_on_device && !slab.is_of(&core.pool)) {
             // `reserve` and `prepare` give none of these.
             let refused = || PutOutcome::Failed(core.not_host_memory("put a slab"));
             return slabs.iter().map(|_| refused()).collect();
-        };
-        put.bytes = bytes;
+        }
+        put.bytes = slab.host().unwrap_or_default();
     }
+    let bytes = match is_on_device {
+        true => PutBytes::on_device(&puts, &slabs),
+        false => PutBytes::of_puts(&puts),
+    };
     let at_once = CallOptions { timeout: Some(Duration::ZERO), ..options };
     let waits = waits_for_writes(core)
         || !core.pipeline.keeps_in_memory
         || core.config.digest != DigestMode::Off;
     let mut has_permission = waits && may_wait();
     let first = if waits && !has_permission { at_once } else { options };
-    PutBatch::new(core, &puts, first).run(|puts, undecided| {
+    PutBatch::new(core, &puts, bytes, first).run(|puts, undecided| {
         for (at, round) in undecided.chunks(KEYS_PER_HOLD).enumerate() {
             if puts.fail_if_late(&undecided[at * KEYS_PER_HOLD..]) {
                 break;

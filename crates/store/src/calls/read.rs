@@ -1,5 +1,7 @@
 //! Get and view: hits in DRAM at once, hits below DRAM with one read for all waiting callers.
 
+use std::borrow::Cow;
+
 use cascade_block::BlockKey;
 use cascade_tier::{GetOutcome, StoreError, ViewOutcome};
 
@@ -57,7 +59,7 @@ impl<'a> Reads<'a> {
     /// count as an access, and promotes nothing.
     pub(crate) fn compare(
         self,
-        blocks: &[(BlockKey, &[u8])],
+        blocks: &[(BlockKey, Cow<'_, [u8]>)],
     ) -> Vec<Result<Option<bool>, StoreError>> {
         let Self { core, call } = self;
         let mut results = Vec::with_capacity(blocks.len());

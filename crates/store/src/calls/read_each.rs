@@ -22,7 +22,7 @@ impl Store {
         give: &mut dyn FnMut(usize, ViewOutcome),
     ) {
         let core = self.core();
-        if let Err(error) = core.check_host_memory("view blocks") {
+        if let Err(error) = core.check_in_place("view blocks") {
             let failed = failed_views(keys, &error).into_iter().enumerate();
             return failed.for_each(|(index, view)| give(index, view));
         }

@@ -31,7 +31,7 @@ impl<'a> WriteThrough<'a> {
     /// the block of a put that stored it; the writes of this block are awaited already.
     pub(super) fn wait_written(
         self,
-        put: &Put<'_>,
+        (put, bytes): (&Put<'_>, usize),
         outcome: &PutOutcome,
         place: Option<Place>,
     ) -> Result<(), StoreError> {
@@ -47,7 +47,7 @@ impl<'a> WriteThrough<'a> {
         let place = if let Some(place) = place {
             place
         } else {
-            let Some(place) = place_of(&state, put) else {
+            let Some(place) = place_of(&state, put, bytes) else {
                 return self.result_without_block(&state, put, 0);
             };
             state.awaited.begin(place);
@@ -73,7 +73,7 @@ impl<'a> WriteThrough<'a> {
     pub(super) fn result_now(
         self,
         state: &mut StoreState,
-        put: &Put<'_>,
+        (put, bytes): (&Put<'_>, usize),
         outcome: &PutOutcome,
         place: Option<Place>,
     ) -> Option<Result<(), StoreError>> {
@@ -81,7 +81,7 @@ impl<'a> WriteThrough<'a> {
         if !matches!(outcome, Stored | Deduplicated | Present) {
             return Some(Ok(()));
         }
-        let Some(place) = place.or_else(|| place_of(state, put)) else {
+        let Some(place) = place.or_else(|| place_of(state, put, bytes)) else {
             return Some(self.result_without_block(state, put, 0));
         };
         for stage in 0..self.core.stages.len() {
@@ -111,6 +111,7 @@ impl<'a> WriteThrough<'a> {
                     }
                 }
                 let content = state.catalog.content(place.0);
+                let content_bytes = content.bytes;
                 if content.dirty & (1 << stage) == 0 {
                     if was_queued || content.slab.is_none() || state.is_write_circuit_open(stage) {
                         let error = self.core.stage_error(&state, stage, "write a block");
@@ -118,7 +119,9 @@ impl<'a> WriteThrough<'a> {
                     }
                     was_queued = true;
                     let digest = state.catalog.digest_of(place.0).copied();
-                    state.push_block(stage, facts(&*self.core.clock, put, digest), place.0);
+                    let bytes = content_bytes as usize;
+                    let facts = facts(&*self.core.clock, put, bytes, digest);
+                    state.push_block(stage, facts, place.0);
                     self.core.notify_movers();
                 }
                 let (again, in_time) = self.core.wait_for_change(state, self.call);
@@ -184,9 +187,9 @@ impl<'a> WriteThrough<'a> {
 }
 
 /// The block of a put whose key was present.
-fn place_of(state: &StoreState, put: &Put<'_>) -> Option<Place> {
+fn place_of(state: &StoreState, put: &Put<'_>, bytes: usize) -> Option<Place> {
     let content = state.catalog.entry(state.catalog.find(&put.key)?).content;
     let entry = state.catalog.content(content);
     // Else it was removed after the put, and put with other bytes by another caller.
-    (entry.bytes as usize == put.bytes.len()).then_some((content, entry.generation))
+    (entry.bytes as usize == bytes).then_some((content, entry.generation))
 }

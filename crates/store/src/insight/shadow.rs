@@ -154,17 +154,23 @@ impl Shadows {
         }
     }
 
-    /// Blocks were put, with these outcomes.
-    pub(crate) fn put(&mut self, now: Duration, batch: &[Put<'_>], outcomes: &[PutOutcome]) {
+    /// Blocks of these lengths were put, with these outcomes.
+    pub(crate) fn put(
+        &mut self,
+        now: Duration,
+        batch: &[Put<'_>],
+        length: impl Fn(usize) -> usize,
+        outcomes: &[PutOutcome],
+    ) {
         use cascade_tier::DeclineReason::{Full, WorthLess};
-        for (put, outcome) in batch.iter().zip(outcomes) {
+        for (at, (put, outcome)) in batch.iter().zip(outcomes).enumerate() {
             let is_taken = match outcome {
                 PutOutcome::Stored | PutOutcome::Deduplicated | PutOutcome::Present => true,
                 // A larger tier may store what this one declines.
                 PutOutcome::Declined(reason) => matches!(reason, Full | WorthLess),
                 PutOutcome::Conflict | PutOutcome::Failed(_) => false,
             };
-            if let Some(bytes) = u32::try_from(put.bytes.len()).ok().filter(|_| is_taken) {
+            if let Some(bytes) = u32::try_from(length(at)).ok().filter(|_| is_taken) {
                 self.start(bytes);
                 self.insert_put(now, put, bytes);
             }

@@ -42,6 +42,11 @@ impl Pipeline {
         Self::parse_for(RegionKind::Host, text, registry)
     }
 
+    /// As [`Self::parse`], for a store in the memory of a device: `Hbm` takes the place of `Dram`.
+    pub fn parse_on_device(text: &str, registry: &StageRegistry) -> Result<Self, PipelineError> {
+        Self::parse_for(RegionKind::Device, text, registry)
+    }
+
     /// The tier of the store's own memory, if blocks are kept in it.
     pub(crate) fn memory_tier(&self) -> Option<TierName> {
         self.keeps_in_memory.then_some(self.memory)

@@ -46,7 +46,7 @@ impl BackingMemory {
     pub fn span(&self) -> Option<(NonNull<u8>, usize)> {
         match &self.0 {
             Backing::Pool(pool) => pool.region.host().map(|host| (host.base(), host.bytes())),
-            Backing::Node(from) => Some((from.base(), from.bytes())),
+            Backing::Node(from) => from.base().map(|base| (base, from.bytes())),
         }
     }
 

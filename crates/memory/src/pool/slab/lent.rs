@@ -13,7 +13,7 @@ use rustix::mm::ProtFlags;
 use crate::copy::copy_in;
 use crate::fault::Watch;
 use crate::mapping::Mapping;
-use crate::{MemoryError, Slab, SlabMut};
+use crate::{DeviceError, DeviceMemory, MemoryError, Slab, SlabMut};
 
 /// Releases holds of slabs that are no longer used here. Called from any thread that drops a slab.
 pub trait Lender: Send + Sync + fmt::Debug {
@@ -21,14 +21,23 @@ pub trait Lender: Send + Sync + fmt::Debug {
     fn release_hold(&self, hold: u64);
 }
 
-/// The mapping of a node's pool in this process. Slabs hold it, so it stays while any is in use.
+/// The mapping of a node's pool in this process: in host memory or in that of a device. Slabs hold
+/// it, so it stays while any is in use.
 #[derive(Debug)]
 pub struct Attachment {
-    mapping: Mapping,
+    memory: Memory,
     is_writable: bool,
     lender: Arc<dyn Lender>,
-    /// Other processes of the user may truncate a named pool.
-    _watch: Watch,
+}
+
+#[derive(Debug)]
+enum Memory {
+    Host {
+        mapping: Mapping,
+        /// Other processes of the user may truncate a named pool.
+        _watch: Watch,
+    },
+    Device(Arc<dyn DeviceMemory>),
 }
 
 impl Attachment {
@@ -54,12 +63,33 @@ impl Attachment {
         let watch = Watch::over(mapping.base().as_ptr().addr(), bytes).map_err(refused)?;
         // The mapping keeps the memory, so the descriptor is not needed any more.
         drop(File::from(file));
-        Ok(Arc::new(Self { mapping, is_writable, lender, _watch: watch }))
+        let memory = Memory::Host { mapping, _watch: watch };
+        Ok(Arc::new(Self { memory, is_writable, lender }))
+    }
+
+    /// A pool in the memory of a device, which is mapped already.
+    pub fn of_device(
+        memory: Arc<dyn DeviceMemory>,
+        is_writable: bool,
+        lender: Arc<dyn Lender>,
+    ) -> Arc<Self> {
+        Arc::new(Self { memory: Memory::Device(memory), is_writable, lender })
     }
 
     /// Length of the pool.
     pub fn bytes(&self) -> usize {
-        self.mapping.bytes()
+        match &self.memory {
+            Memory::Host { mapping, .. } => mapping.bytes(),
+            Memory::Device(device) => device.bytes(),
+        }
+    }
+
+    /// The device's memory, if the pool is in that of a device.
+    pub fn device(&self) -> Option<&Arc<dyn DeviceMemory>> {
+        match &self.memory {
+            Memory::Host { .. } => None,
+            Memory::Device(device) => Some(device),
+        }
     }
 
     /// A slab that the node lent for writing; `None` if it is outside the pool, or if the pool is
@@ -74,19 +104,26 @@ impl Attachment {
     /// Copies a block into a piece that the node lent for writing. False if the piece is outside
     /// the pool, or if the pool is mapped read-only. The caller keeps the hold of the piece: it
     /// seals or releases it, where [`Self::writable`] leaves that to a slab.
-    pub fn fill(&self, offset: usize, bytes: &[u8]) -> bool {
+    ///
+    /// # Errors
+    /// If a device fails: the bytes of the piece are arbitrary then.
+    pub fn fill(&self, offset: usize, bytes: &[u8]) -> Result<bool, DeviceError> {
         let end = offset.checked_add(bytes.len());
         if !self.is_writable || end.is_none_or(|end| end > self.bytes()) {
-            return false;
+            return Ok(false);
         }
+        let base = match &self.memory {
+            Memory::Host { mapping, .. } => mapping.base(),
+            Memory::Device(device) => return device.copy_in(offset, bytes).map(|()| true),
+        };
         // SAFETY: the piece lies inside the mapping, which `self` keeps until it is dropped.
-        let start = unsafe { self.base().add(offset) };
+        let start = unsafe { base.add(offset) };
         // SAFETY: the piece is mapped writable and initialised (the kernel zeroes it). The node
         // lends it to one writer until it is sealed or released, which is after this call, and no
         // slice of it exists beyond this call.
         let piece = unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), bytes.len()) };
         copy_in(piece, bytes);
-        true
+        Ok(true)
     }
 
     /// A block that the node leased; `None` if it is outside the pool.
@@ -94,8 +131,12 @@ impl Attachment {
         SlabMut::lent(Arc::clone(self), hold, offset, len).map(SlabMut::seal)
     }
 
-    pub(crate) fn base(&self) -> NonNull<u8> {
-        self.mapping.base()
+    /// The first byte, if the pool is in host memory.
+    pub(crate) fn base(&self) -> Option<NonNull<u8>> {
+        match &self.memory {
+            Memory::Host { mapping, .. } => Some(mapping.base()),
+            Memory::Device(_) => None,
+        }
     }
 
     pub(crate) fn release_hold(&self, hold: u64) {
@@ -146,7 +187,7 @@ mod tests {
         assert!(there.host().expect("host memory").iter().all(|byte| *byte == 42));
         assert_eq!(slab.into_hold(&here).expect("it was lent by this node"), 7);
         assert!(lender.0.lock().expect("not poisoned").is_empty(), "into_hold releases nothing");
-        assert!(here.fill(there.offset(), &[43; 5000]));
+        assert!(here.fill(there.offset(), &[43; 5000]).expect("host memory"));
         assert!(there.host().expect("host memory").iter().all(|byte| *byte == 43));
         drop(here.sealed(8, there.offset(), 5000));
         assert_eq!(*lender.0.lock().expect("not poisoned"), [8]);
@@ -159,9 +200,11 @@ mod tests {
         assert!(here.sealed(1, 1 << 20, 1).is_none());
         assert!(here.sealed(1, usize::MAX, 2).is_none());
         assert!(here.writable(1, 0, 64).is_none(), "mapped for reading");
-        assert!(!here.fill(0, &[1; 64]), "mapped for reading");
+        assert!(!here.fill(0, &[1; 64]).expect("host memory"), "mapped for reading");
         let writable = attach(&pool, true, &lender);
-        assert!(!writable.fill((1 << 20) - 63, &[1; 64]) && !writable.fill(usize::MAX, &[1; 2]));
+        for (offset, bytes) in [((1 << 20) - 63, &[1; 64][..]), (usize::MAX, &[1; 2])] {
+            assert!(!writable.fill(offset, bytes).expect("host memory"));
+        }
         let file = file_of(&pool);
         let other = Attachment::map(file.into(), 2 << 20, false, lender).expect_err("too long");
         assert!(matches!(other, MemoryError::Map { .. }), "{other}");

@@ -81,8 +81,9 @@ fn long_chains_are_reported_in_short_holds_with_the_same_result() {
             let put = |key: &BlockKey| Put::new(*key, &bytes);
             let puts: Vec<Put<'_>> = keys[900..].iter().map(put).collect();
             let stored: Vec<_> = puts.iter().map(|_| PutOutcome::Stored).collect();
-            parts.lock().shadows.put(lookup.at, &puts, &stored);
-            whole.shadows.put(lookup.at, &puts, &stored);
+            let length = |at: usize| puts[at].bytes.len();
+            parts.lock().shadows.put(lookup.at, &puts, length, &stored);
+            whole.shadows.put(lookup.at, &puts, length, &stored);
         }
         let parts = parts.lock();
         assert_eq!(parts.figures().0, whole.figures().0, "{policy:?}");
