@@ -64,6 +64,8 @@ class Node:
         watchdog.start()
         self.ready_line = self.process.stdout.readline()
         watchdog.cancel()
+        if "ready" not in self.ready_line:
+            self._wait()
         assert "ready" in self.ready_line, self.log()
         return self
 

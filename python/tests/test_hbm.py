@@ -1,7 +1,7 @@
 """A node whose blocks are in the memory of a GPU, over the fake driver: real processes map it."""
 
+import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from pathlib import Path
 import cascadekv
 import numpy as np
 import pytest
-from cascadekv import BlockKeys, ConfigError, Gpu, GpuMemory, RefusedError
+from cascadekv import BlockKeys, Gpu, GpuMemory, RefusedError
 from fake_gpu import FakeGpu, library
 
 LAYERS, PAGES, PAGE = 3, 12, 4096
@@ -81,9 +81,7 @@ class Engine:
     def save(self, store, numbers, pages):
         """Save pages as the connector does."""
         size = LAYERS * PAGE
-        with store.prepare(
-            keys_of(numbers), size, namespace=SPACE, timeout=LIMIT_S
-        ) as prepared:
+        with store.prepare(keys_of(numbers), size, namespace=SPACE, timeout=LIMIT_S) as prepared:
             prepared.start_gather(self.memory, pages, after=self.gpu.mark(self.stream))
             prepared.hold_back(self.stream)
             return prepared.seal(timeout=LIMIT_S)
@@ -119,3 +117,178 @@ def test_clients_that_cannot_map_the_memory_are_refused(serve_hbm):
         cascadekv.connect(socket)
     with pytest.raises(RefusedError, match='connect with the access "write"'):
         cascadekv.connect(socket, gpu=Gpu(0), access="read")
+
+
+def mappings(pid="self"):
+    """Return how often a process maps memory of fake GPUs."""
+    return Path(f"/proc/{pid}/maps").read_text().count("cascade-fake-gpu-memory")
+
+
+def run(*arguments):
+    return subprocess.run(  # noqa: S603 # our own command
+        [sys.executable, "-m", "cascadekv", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+
+def test_released_memory_is_unmapped_by_idle_processes(fake, serve_hbm, eventually):
+    node, engine = serve_hbm(), Engine(fake)
+    before = mappings()
+    store = cascadekv.connect(node.socket, gpu=engine.gpu)
+    assert mappings() == before + 1
+    engine.compute(1, block_of(0))
+    assert engine.save(store, [0], [1])[0].ok
+    status = run("hbm", "status", "--socket", str(node.socket))
+    assert "FAKE" in status.stdout, status
+    assert "16.0 MiB taken" in status.stdout, status
+    released = run("hbm", "release", "--socket", str(node.socket))
+    assert released.returncode == 0, released
+    assert f"process {os.getpid()}" in released.stdout, released
+    # Nobody calls the store: its own thread notices.
+    eventually(lambda: mappings() == before)
+    with store.view(keys_of([0])) as views:
+        assert views.hits == 0
+    assert not engine.save(store, [0], [1])[0].ok
+    store.close()
+    node.process.stdout.close()
+
+
+def test_a_block_in_use_keeps_its_memory_after_the_release(fake, serve_hbm, eventually):
+    node, engine = serve_hbm(), Engine(fake)
+    before = mappings()
+    with cascadekv.connect(node.socket, gpu=engine.gpu) as store:
+        engine.compute(1, block_of(0))
+        assert engine.save(store, [0], [1])[0].ok
+        views = store.view(keys_of([0]))
+        assert run("hbm", "release", "--socket", str(node.socket)).returncode == 0
+        eventually(lambda: store.lookup_prefix(keys_of([0])).blocks == 0)
+        load = views.start_scatter(engine.memory, [5], after=engine.gpu.mark(engine.stream))
+        load.wait(timeout=LIMIT_S)
+        assert engine.page(5) == block_of(0)
+        assert mappings() == before + 1
+        del load
+        views.release()
+        eventually(lambda: mappings() == before)
+    node.process.stdout.close()
+
+
+def test_a_killed_node_loses_its_blocks_and_nothing_else(fake, serve_hbm, eventually):
+    node, engine = serve_hbm(), Engine(fake)
+    before = mappings()
+    with cascadekv.connect(node.socket, gpu=engine.gpu) as store:
+        engine.compute(1, block_of(0))
+        assert engine.save(store, [0], [1])[0].ok
+        node.kill()
+        eventually(lambda: mappings() == before)
+        assert store.lookup_prefix(keys_of([0])).blocks == 0
+        node.start()
+        eventually(lambda: store.lookup_prefix(keys_of([0])).blocks == 0 and mappings() > before)
+        engine.compute(2, block_of(1))
+        eventually(lambda: engine.save(store, [1], [2])[0].ok)
+        engine.load(store, [1], [3]).wait(timeout=LIMIT_S)
+        assert engine.page(3) == block_of(1)
+
+
+def leases_of(node):
+    """Return the blocks of a node that are under lease."""
+    status = run("status", "--json", "--socket", str(node.socket))
+    return json.loads(status.stdout)["clients"]["leases"]
+
+
+def test_a_worker_killed_with_leases_gives_them_back(serve_hbm, eventually):
+    node = serve_hbm()
+    code = f"""
+        import sys, time, cascadekv
+        sys.path[:0] = {[str(Path(__file__).parent), str(Path(library()).parent)]!r}
+        sys.path.append({str(Path(__file__).parents[1] / "tests_engines")!r})
+        from test_hbm import Engine, FakeGpu, block_of, keys_of
+        engine = Engine(FakeGpu())
+        store = cascadekv.connect({str(node.socket)!r}, gpu=engine.gpu)
+        engine.compute(1, block_of(0))
+        assert engine.save(store, [0], [1])[0].ok
+        views = store.view(keys_of([0]))
+        print("held", flush=True)
+        time.sleep(600)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    with subprocess.Popen(  # noqa: S603 # our own command
+        command, stdout=subprocess.PIPE, text=True
+    ) as worker:
+        assert worker.stdout.readline() == "held\n"
+        assert leases_of(node) == 1
+        worker.send_signal(signal.SIGKILL)
+    eventually(lambda: leases_of(node) == 0)
+
+
+def test_a_node_stops_when_others_need_the_memory(serve_hbm, tmp_path, monkeypatch):
+    taken = tmp_path / "taken"
+    taken.write_text("0")
+    monkeypatch.setenv("FAKE_CUDA_TAKEN", str(taken))
+    node = serve_hbm("--hbm-reserve", "256MiB")
+    with cascadekv.connect(node.socket, gpu=Gpu(0)) as store:
+        assert store.put(keys_of([0]), [block_of(0)], namespace=SPACE)[0].ok
+        taken.write_text(str(900 << 20))
+        assert node.process.wait(LIMIT_S) == 0, node.log()
+        node.process.stdout.close()
+        assert "the memory of the GPU is needed" in node.log()
+        with store.view(keys_of([0])) as views:
+            assert views.hits == 0
+    with pytest.raises(AssertionError, match="less than hbm_reserve"):
+        serve_hbm("--hbm-reserve", "256MiB")
+
+
+def test_wrong_settings_are_refused(serve_hbm, serve):
+    with pytest.raises(AssertionError, match=f"no GPU .*set gpu to one of: {FIRST_GPU}"):
+        serve_hbm(gpu="GPU-0")
+    with pytest.raises(AssertionError, match="set hbm, such as"):
+        serve("--gpu", FIRST_GPU)
+    with pytest.raises(AssertionError, match="no GPU is named for it"):
+        serve("--hbm", "1GiB")
+    with pytest.raises(AssertionError, match="in the memory of a GPU or in DRAM"):
+        serve_hbm("--dram", "64MiB")
+    with pytest.raises(AssertionError, match="a store in device memory has no Dram"):
+        serve_hbm("--pipeline", "Hbm|Dram")
+    with pytest.raises(AssertionError, match="this host has no GPU"):
+        serve("--gpu", FIRST_GPU, "--hbm", "16MiB", cuda_library="/nonexistent.so")
+
+
+PEER = """
+    import sys
+    sys.path[:0] = {paths!r}
+    from test_hbm import *
+    fake = FakeGpu()
+    engine = Engine(fake, device=0)
+    try:
+        store = cascadekv.connect({socket!r}, gpu=engine.gpu)
+    except cascadekv.CascadeError as error:
+        print("refused:", error)
+    else:
+        engine.compute(1, block_of(0))
+        assert engine.save(store, [0], [1])[0].ok
+        engine.load(store, [0], [2]).wait(timeout=60)
+        assert engine.page(2) == block_of(0)
+        print("right")
+"""
+
+
+@pytest.mark.parametrize("has_peers", [True, False])
+def test_a_gpu_uses_memory_of_another_one_only_if_it_can_access_it(
+    serve_hbm, monkeypatch, has_peers
+):
+    monkeypatch.setenv("FAKE_CUDA_DEVICES", "2")
+    monkeypatch.setenv("FAKE_CUDA_PEERS", str(int(has_peers)))
+    node = serve_hbm(gpu=FIRST_GPU[:-1] + "b")
+    here = Path(__file__).parent
+    paths = [str(here), str(here.parent / "tests_engines")]
+    code = textwrap.dedent(PEER).format(paths=paths, socket=str(node.socket))
+    done = subprocess.run(  # noqa: S603 # our own command
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=True
+    )
+    if has_peers:
+        assert done.stdout == "right\n"
+    else:
+        assert "refused" in done.stdout
+        assert "cannot access" in done.stdout

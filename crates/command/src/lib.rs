@@ -8,6 +8,7 @@ mod connection;
 mod doctor;
 mod explain;
 mod failure;
+mod hbm;
 mod inspect;
 mod interrupt;
 mod key_flags;
@@ -118,6 +119,9 @@ enum Verb {
     Config(config::ConfigVerb),
     /// Explain which blocks of a chain hit, and why the next one misses.
     Explain(explain::ExplainArgs),
+    /// Show or give back the memory of a GPU that a node has taken.
+    #[command(subcommand)]
+    Hbm(hbm::HbmVerb),
     /// Manage the data of one tenant.
     #[command(subcommand)]
     Tenant(tenant::TenantVerb),
@@ -182,6 +186,7 @@ fn run(verb: Verb, screen: &mut Screen) -> Result<i32, Failure> {
         Verb::Reload(args) => maintenance::reload(&args, screen),
         Verb::Config(verb) => config::run(&verb, screen),
         Verb::Explain(args) => explain::run(&args, screen),
+        Verb::Hbm(verb) => hbm::run(&verb, screen),
         Verb::Tenant(verb) => tenant::run(&verb, screen),
         Verb::Inspect(args) => inspect::run(&args, screen),
         Verb::Completions { shell } => {

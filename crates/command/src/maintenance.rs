@@ -210,14 +210,14 @@ pub(super) fn drain(args: &DrainArgs, screen: &mut Screen) -> Result<i32, Failur
 
 /// A descriptor that becomes readable when the node's process ends. None if the process is not
 /// visible from here, such as in another PID namespace.
-fn open_process(identity: &NodeIdentity) -> Option<OwnedFd> {
+pub(super) fn open_process(identity: &NodeIdentity) -> Option<OwnedFd> {
     let process = Pid::from_raw(i32::try_from(identity.pid).ok()?)?;
     pidfd_open(process, PidfdFlags::empty()).ok()
 }
 
 /// Whether the node's process ends by the deadline. If the process is not visible, whether its
 /// socket is removed.
-fn wait_for_end(process: Option<&OwnedFd>, socket: &Path, deadline: Deadline) -> bool {
+pub(super) fn wait_for_end(process: Option<&OwnedFd>, socket: &Path, deadline: Deadline) -> bool {
     if let Some(process) = process {
         let time = Timespec::try_from(deadline.remaining(&SystemClock)).ok();
         let polled = poll(&mut [PollFd::new(process, PollFlags::IN)], time.as_ref());

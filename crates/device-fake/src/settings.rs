@@ -25,6 +25,8 @@ pub(crate) struct Settings {
     /// Whether devices can access each other's memory.
     pub(crate) has_peers: bool,
     pub(crate) report: Option<String>,
+    /// A file with the bytes that other processes have taken, read at each question.
+    taken: Option<String>,
 }
 
 impl Settings {
@@ -42,7 +44,14 @@ impl Settings {
             seed: number("SEED", 1),
             has_peers: number("PEERS", 0) != 0,
             report: variable("REPORT"),
+            taken: variable("TAKEN"),
         }
+    }
+
+    /// Memory that other processes have taken.
+    pub(crate) fn taken_bytes(&self) -> usize {
+        let text = self.taken.as_ref().and_then(|path| std::fs::read_to_string(path).ok());
+        text.and_then(|text| text.trim().parse().ok()).unwrap_or(0)
     }
 
     pub(crate) fn is_absent(&self, name: &str) -> bool {

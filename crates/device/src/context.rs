@@ -97,6 +97,20 @@ impl Context {
         uuid_of(&self.driver, self.device)
     }
 
+    /// Memory of the device that nobody has taken.
+    ///
+    /// # Errors
+    /// If the driver does not say it, or the context is lost.
+    pub fn free_bytes(&self) -> Result<u64, CudaError> {
+        let (mut free, mut total) = (0, 0);
+        let get = |get: unsafe extern "C" fn(*mut usize, *mut usize) -> Status| {
+            // SAFETY: writes to local variables.
+            unsafe { get(&raw mut free, &raw mut total) }
+        };
+        self.with(|| self.call(|functions| &functions.mem_get_info, get))?;
+        Ok(free as u64)
+    }
+
     /// The clock of its waits.
     pub(crate) fn clock(&self) -> &dyn Clock {
         &*self.clock

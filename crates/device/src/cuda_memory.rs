@@ -228,7 +228,8 @@ impl DeviceImporter for CudaImporter {
         device: DeviceId,
     ) -> Result<Arc<dyn DeviceMemory>, DeviceError> {
         let opened = self.open(descriptor, bytes, DeviceUuid::from_bytes(device));
-        let memory = opened.map_err(|error| DeviceError::Import { bytes, source: Arc::new(error) })?;
+        let memory =
+            opened.map_err(|error| DeviceError::Import { bytes, source: Arc::new(error) })?;
         Ok(memory)
     }
 }

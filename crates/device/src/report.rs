@@ -109,10 +109,11 @@ pub(crate) fn can_access(context: &Context, owner: DeviceUuid) -> Result<Option<
         let device = device_number(driver, index)?;
         if uuid_of(driver, device)? == owner {
             let (mut can_access, own) = (0, context.device());
-            let ask = |ask: unsafe extern "C" fn(*mut i32, DeviceNumber, DeviceNumber) -> Status| {
-                // SAFETY: writes to a local variable.
-                unsafe { ask(&raw mut can_access, own, device) }
-            };
+            let ask =
+                |ask: unsafe extern "C" fn(*mut i32, DeviceNumber, DeviceNumber) -> Status| {
+                    // SAFETY: writes to a local variable.
+                    unsafe { ask(&raw mut can_access, own, device) }
+                };
             let asked = driver.run(&functions.device_can_access_peer, ask);
             return Ok(asked.is_ok().then_some(can_access != 0));
         }

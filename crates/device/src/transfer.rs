@@ -72,7 +72,8 @@ impl Transfer {
                 (Direction::ToDevice, slabs.collect::<Result<Vec<_>, CudaError>>()?)
             }
             Slabs::ToDevicePool(slabs) => {
-                let place = |slab: &SlabMut| pool.place_on_device(slab.device_address(), slab.len());
+                let place =
+                    |slab: &SlabMut| pool.place_on_device(slab.device_address(), slab.len());
                 let slabs = slabs.iter().map(place);
                 (Direction::ToHost, slabs.collect::<Result<Vec<_>, CudaError>>()?)
             }

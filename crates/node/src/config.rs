@@ -51,6 +51,8 @@ pub struct NodeConfig {
     /// The GPU whose memory holds the blocks, by its UUID. Default: none, and DRAM holds them. Its
     /// share of the memory is `StoreConfig::dram_bytes`.
     pub gpu: Option<String>,
+    /// Memory of the GPU that stays free for others. Default: 512 MiB.
+    pub gpu_reserve_bytes: u64,
     /// The store of the default tenant.
     pub store: StoreConfig,
     /// All tenants except the default one, each with its own store.
@@ -139,6 +141,7 @@ impl NodeConfig {
             listen: None,
             security: SecurityConfig::default(),
             gpu: None,
+            gpu_reserve_bytes: 512 << 20,
             store: StoreConfig::default(),
             tenants: Vec::new(),
             encryption_key_file: None,

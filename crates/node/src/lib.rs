@@ -6,6 +6,7 @@ mod controls;
 pub mod doctor;
 mod error;
 pub mod explain;
+mod gpu;
 pub mod http;
 pub mod metrics;
 mod node;
@@ -24,5 +25,6 @@ pub mod traffic;
 
 pub use config::NodeConfig;
 pub use error::NodeError;
+pub use gpu::{GpuError, GpuStatus};
 pub use node::Node;
 pub use server::{ClientSnapshot, Server};

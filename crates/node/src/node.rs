@@ -13,6 +13,7 @@ use crate::NodeConfig;
 use crate::config::{self, ConfigDifference};
 use crate::controls::ProcessControls;
 use crate::error::NodeError;
+use crate::gpu::NodeGpu;
 use crate::process_stats::ProcessStats;
 use crate::samples::Samples;
 use crate::server::{ClientSessions, ClientSnapshot};
@@ -277,6 +278,7 @@ impl Node {
                 open_files: process.open_files,
                 open_files_max: process.open_files_max,
                 started_unix_s: process.started_unix_s,
+                gpu: inner.tenants.gpu().map(NodeGpu::status),
             },
             tenants,
             clients: ClientsStatus::of(&self.clients(), inner.sessions.reaped()),

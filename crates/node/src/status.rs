@@ -6,6 +6,8 @@ mod view;
 
 use serde::{Deserialize, Serialize};
 
+use crate::gpu::GpuStatus;
+
 pub use histogram::Histogram;
 pub use view::{ALL_TENANTS, StatusView};
 
@@ -86,6 +88,9 @@ pub struct NodeStatus {
     pub open_files_max: u64,
     /// Start time of the process, in seconds since 1970 UTC.
     pub started_unix_s: f64,
+    /// The GPU that holds the blocks, if it is not DRAM.
+    #[serde(default)]
+    pub gpu: Option<GpuStatus>,
 }
 
 /// The store of a tenant.

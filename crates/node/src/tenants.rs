@@ -13,7 +13,6 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use cascade_device::{CudaError, CudaMemory, CudaMemoryConfig, Driver, DriverReport};
 use cascade_memory::MemoryError;
 use cascade_runtime::{Clock as _, SystemClock};
 use cascade_store::stages::StageRegistry;
@@ -25,6 +24,7 @@ use self::identity::{Token, Tokens};
 pub use self::receipt::{Leftover, MemoryReceipt, Receipt, TierReceipt};
 use crate::NodeConfig;
 use crate::config::AdminGroup;
+use crate::gpu::{GpuError, NodeGpu};
 
 /// The user id of root, who may always administer the node.
 const ROOT_USER: u32 = 0;
@@ -45,25 +45,9 @@ pub enum TenantError {
         #[source]
         source: StoreError,
     },
-    /// The memory of the GPU cannot be used.
-    #[error("cannot take {bytes} bytes of GPU {gpu:?}")]
-    Gpu {
-        /// The UUID in the configuration.
-        gpu: String,
-        /// What was to be taken.
-        bytes: u64,
-        /// The cause.
-        #[source]
-        source: CudaError,
-    },
-    /// No GPU has the UUID of the configuration.
-    #[error("there is no GPU {gpu:?}; this host has {found}")]
-    NoSuchGpu {
-        /// The UUID in the configuration.
-        gpu: String,
-        /// The UUIDs of the GPUs that there are.
-        found: String,
-    },
+    /// The GPU cannot be used.
+    #[error(transparent)]
+    Gpu(#[from] GpuError),
     /// A token file cannot be used.
     #[error("cannot use the token_file of tenant {tenant:?}")]
     Token {
@@ -132,6 +116,7 @@ impl Tenant {
         mut store: StoreConfig,
         key: Option<&PathBuf>,
         node: &NodeConfig,
+        gpu: Option<&NodeGpu>,
     ) -> Result<Self, TenantError> {
         store.keep_pool = node.keep_pool;
         store.pool_file = pool_file(node, name);
@@ -139,8 +124,8 @@ impl Tenant {
             let key_file = key_file.clone();
             store.encryption = Some(EncryptionConfig { key_file, scope: name.to_owned() });
         }
-        if let Some(gpu) = &node.gpu {
-            let device = gpu_memory(gpu, store.dram_bytes)?;
+        if let Some(gpu) = gpu {
+            let device = Arc::clone(&gpu.memory);
             let (registry, clock) = (StageRegistry::default(), Arc::new(SystemClock));
             let opened = Store::open_on_device(store, device, &registry, clock);
             let store =
@@ -188,20 +173,6 @@ impl Tenant {
     }
 }
 
-/// Memory of a GPU that processes of this host can map.
-fn gpu_memory(gpu: &str, bytes: u64) -> Result<Arc<CudaMemory>, TenantError> {
-    let failed = |source: CudaError| TenantError::Gpu { gpu: gpu.to_owned(), bytes, source };
-    let driver = Driver::load().map_err(|error| failed(error.into()))?;
-    let devices = DriverReport::of(&driver).map_err(|error| failed(error.into()))?.devices;
-    let Some(device) = devices.iter().position(|it| it.uuid.eq_ignore_ascii_case(gpu)) else {
-        let found: Vec<_> = devices.iter().map(|it| &*it.uuid).collect();
-        return Err(TenantError::NoSuchGpu { gpu: gpu.to_owned(), found: found.join(", ") });
-    };
-    let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
-    let config = CudaMemoryConfig { device, shareable: true, ..CudaMemoryConfig::new(bytes) };
-    CudaMemory::new(&driver, &config, Arc::new(SystemClock)).map_err(failed)
-}
-
 /// All tenants of a node, the default one first.
 #[derive(Debug)]
 pub struct Tenants {
@@ -209,6 +180,8 @@ pub struct Tenants {
     /// By user id: index into `all`.
     users: BTreeMap<u32, usize>,
     tokens: Tokens,
+    /// The GPU that holds the blocks, if it is not DRAM.
+    gpu: Option<NodeGpu>,
     /// Administrators besides the node's own user and root.
     administrators: Option<AdminGroup>,
 }
@@ -266,23 +239,34 @@ impl Tenants {
         }
         // The last check: no store is opened for a configuration that is refused.
         check_directories(config, &ambiguous)?;
+        let open_gpu =
+            |gpu: &String| NodeGpu::open(gpu, config.store.dram_bytes, config.gpu_reserve_bytes);
+        let gpu = config.gpu.as_ref().map(open_gpu).transpose()?;
         let own = Tenant::open(
             DEFAULT_TENANT,
             config.store.clone(),
             config.encryption_key_file.as_ref(),
             config,
+            gpu.as_ref(),
         )?;
         let mut all = vec![Arc::new(own)];
         for tenant in &config.tenants {
             let key = tenant.encryption_key_file.as_ref();
-            all.push(Arc::new(Tenant::open(&tenant.name, tenant.store.clone(), key, config)?));
+            // A node in the memory of a GPU has no other tenants.
+            let store = tenant.store.clone();
+            all.push(Arc::new(Tenant::open(&tenant.name, store, key, config, None)?));
         }
-        Ok(Self { all, users, tokens, administrators: config.admin_group.clone() })
+        Ok(Self { all, users, tokens, gpu, administrators: config.admin_group.clone() })
     }
 
     /// All tenants, the default one first.
     pub fn all(&self) -> &[Arc<Tenant>] {
         &self.all
+    }
+
+    /// The GPU that holds the blocks, if it is not DRAM.
+    pub(crate) fn gpu(&self) -> Option<&NodeGpu> {
+        self.gpu.as_ref()
     }
 
     /// A tenant by its name.

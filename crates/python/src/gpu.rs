@@ -14,8 +14,8 @@ use cascade_device::{
     Slabs, Stream, Transfer,
 };
 use cascade_memory::{
-    BackingMemory, DeviceError, DeviceId, DeviceImporter, DeviceMemory, HostSlab, HostSlabMut, Slab,
-    SlabMut,
+    BackingMemory, DeviceError, DeviceId, DeviceImporter, DeviceMemory, HostSlab, HostSlabMut,
+    Slab, SlabMut,
 };
 use cascade_runtime::{Deadline, SystemClock};
 use pyo3::exceptions::{PyTypeError, PyValueError};
@@ -143,9 +143,9 @@ impl DeviceImporter for PoolImporter {
             self.0.lock_device_pools().push(pool);
             Ok(memory)
         };
-        opened().map(|memory| memory as Arc<dyn DeviceMemory>).map_err(|error: CudaError| {
-            DeviceError::Import { bytes, source: Arc::new(error) }
-        })
+        opened()
+            .map(|memory| memory as Arc<dyn DeviceMemory>)
+            .map_err(|error: CudaError| DeviceError::Import { bytes, source: Arc::new(error) })
     }
 }
 
@@ -210,7 +210,8 @@ impl Device {
         if let Some(address) = slabs.first().and_then(Slab::device_address) {
             return Ok((self.device_copiers(address)?, Slabs::FromDevicePool(slabs)));
         }
-        let slabs = slabs.into_iter().map(|slab| slab.into_host().map_err(|_| CudaError::OtherPool));
+        let slabs =
+            slabs.into_iter().map(|slab| slab.into_host().map_err(|_| CudaError::OtherPool));
         let slabs: Vec<HostSlab> = slabs.collect::<Result<_, _>>()?;
         let first = slabs.first().ok_or(CudaError::OtherPool)?;
         Ok((self.copiers(&first.backing())?, Slabs::ToDevice(slabs)))
@@ -221,7 +222,8 @@ impl Device {
         if let Some(address) = slabs.first().and_then(SlabMut::device_address) {
             return Ok((self.device_copiers(address)?, Slabs::ToDevicePool(slabs)));
         }
-        let slabs = slabs.into_iter().map(|slab| slab.into_host().map_err(|_| CudaError::OtherPool));
+        let slabs =
+            slabs.into_iter().map(|slab| slab.into_host().map_err(|_| CudaError::OtherPool));
         let slabs: Vec<HostSlabMut> = slabs.collect::<Result<_, _>>()?;
         let first = slabs.first().ok_or(CudaError::OtherPool)?;
         Ok((self.copiers(&first.backing())?, Slabs::ToHost(slabs)))

@@ -18,8 +18,9 @@ use crate::world::{Needs, Status, World};
 pub(crate) unsafe extern "C" fn get_info(free: *mut usize, total: *mut usize) -> Status {
     World::call("cuMemGetInfo_v2", Needs::Current, |world, state| {
         let all = world.settings.bytes;
+        let used = state.used_bytes.saturating_add(world.settings.taken_bytes());
         // SAFETY: the caller's promise.
-        unsafe { write(free, all.saturating_sub(state.used_bytes)) }?;
+        unsafe { write(free, all.saturating_sub(used)) }?;
         // SAFETY: as above.
         unsafe { write(total, all) }
     })

@@ -54,6 +54,7 @@ pub(super) fn node_config(
             client_authority: values.path("tls_client_ca"),
         },
         gpu,
+        gpu_reserve_bytes: values.bytes("hbm_reserve").unwrap_or(new.gpu_reserve_bytes),
         store,
         tenants,
         encryption_key_file: values.path("encryption_key_file"),

@@ -52,8 +52,18 @@ pub const KEYS: &[SettingKey] = &[
     SettingKey::new("hbm", ValueKind::Size, "Size of the HBM tier, in the memory of `gpu`.")
         .minimum("4MiB")
         .flag("hbm"),
+    SettingKey::new(
+        "hbm_reserve",
+        ValueKind::Size,
+        "Memory of `gpu` that stays free. When less is free, the node gives its part back and \
+         stops.",
+    )
+    .default("512MiB")
+    .flag("hbm-reserve"),
     SettingKey::new("pipeline", ValueKind::Text, "Tiers from fast to slow.")
-        .default_rule("`Dram|Files` with `files`, else `Dram`; with `gpu`, `Hbm` in place of `Dram`")
+        .default_rule(
+            "`Dram|Files` with `files`, else `Dram`; with `gpu`, `Hbm` in place of `Dram`",
+        )
         .flag("pipeline"),
     SettingKey::new("policy", ValueKind::Choice(POLICIES), "Eviction policy of DRAM.")
         .default("prefix-cost")

@@ -476,9 +476,11 @@ impl Connection {
                 .to_owned());
         }
         if device.is_some() && hello.access == Access::Read {
-            return Err("the blocks of this node are in device memory, which clients can only map \
+            return Err(
+                "the blocks of this node are in device memory, which clients can only map \
                         for reading and writing; connect with the access \"write\""
-                .to_owned());
+                    .to_owned(),
+            );
         }
         let share = u64::from(shared.node.live_settings().client_share_percent);
         // An administrator gets no pool, so its share is empty.

@@ -17,7 +17,8 @@ pub(super) fn pool_for_client(pool: &Region, access: Access) -> io::Result<Owned
         return file_for_client(host.file(), access);
     }
     // Clients of memory that cannot be shared are refused before.
-    let shared = pool.device().and_then(|device| device.shared()).ok_or(io::ErrorKind::Unsupported)?;
+    let shared =
+        pool.device().and_then(|device| device.shared()).ok_or(io::ErrorKind::Unsupported)?;
     shared.export().map_err(io::Error::other)
 }
 
