@@ -37,6 +37,7 @@ fn run(config: impl Fn(&std::path::Path) -> StoreConfig) {
         let counted = store.clone();
         Subject {
             deduplicates: store.config().digest != DigestMode::Off,
+            memory: "dram",
             store: Box::new(store),
             counters: Box::new(move || counted.stats().counters),
         }

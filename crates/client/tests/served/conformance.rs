@@ -33,6 +33,7 @@ fn run(configure: impl Fn(&mut StoreConfig, &std::path::Path)) {
         let subject = Subject {
             store: Box::new(host.connect()),
             deduplicates: counted.config().digest != DigestMode::Off,
+            memory: "dram",
             counters: Box::new(move || counted.stats().counters),
         };
         hosts.push((host, directory));

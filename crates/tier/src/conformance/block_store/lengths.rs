@@ -39,7 +39,7 @@ pub(super) fn every_call_accepts_a_batch_of_any_length(subject: &Subject) {
     assert!(all.iter().zip(&buffers).all(|(key, buffer)| bytes_of(key, 512) == buffer));
     let yes = vec![true; all.len()];
     assert_eq!(store.contains(&all), yes);
-    assert!(store.locate(&all).iter().all(|tiers| tiers.first() == Some(&"dram")));
+    assert!(store.locate(&all).iter().all(|tiers| tiers.first() == Some(&subject.memory)));
     assert_eq!(store.pin(&all), yes);
     assert_eq!(store.unpin(&all), yes);
     assert!(store.prefetch(&all) <= all.len());

@@ -79,7 +79,10 @@ pub(super) fn a_prepared_block_is_read_back_once_sealed(subject: &Subject) {
         let is_stored = |outcome: &PutOutcome| matches!(outcome, PutOutcome::Stored);
         assert!(outcomes.iter().all(is_stored), "{count} blocks of {length} bytes");
         let tiers = subject.read(&keys);
-        assert!(tiers.iter().all(|tier| *tier == Some("dram")), "{length} bytes: {tiers:?}");
+        assert!(
+            tiers.iter().all(|tier| *tier == Some(subject.memory)),
+            "{length} bytes: {tiers:?}"
+        );
     }
 }
 
@@ -112,7 +115,7 @@ pub(super) fn dropped_slabs_are_returned_and_not_counted(subject: &Subject) {
         let mut prepared = subject.prepare(&keys[8..], length, NOW);
         for one in &mut prepared {
             let PrepareOutcome::Slab(slab) = one else { panic!("{one:?}") };
-            slab.host_mut().expect("host memory").fill(0xDB);
+            slab.fill_from(&vec![0xDB; length]).expect("memory of a working device");
         }
         drop(prepared);
     }
