@@ -410,7 +410,7 @@ class GpuMemory:
         """Start to copy several views to pages, in one submission.
 
         `views` has each batch of views with its pages, as for `Views.start_scatter`; a page may
-        occur once in all of them. `GpuLoad.copied` has the blocks of all, one batch after the other.
+        occur once in all of them. `GpuLoad.copied` has the blocks of all batches in this order.
         """
 
 @final

@@ -268,9 +268,7 @@ def test_several_views_are_copied_in_one_submission(fake, registered):
         both = [(first, [4, 5]), (second, [6, 7])]
         load = engine.memory.start_scatter(both, after=engine.mark())
         with pytest.raises(ValueError, match="7 occurs twice"):
-            engine.memory.start_scatter(
-                [(first, [7, 5]), (second, [6, 7])], after=engine.mark()
-            )
+            engine.memory.start_scatter([(first, [7, 5]), (second, [6, 7])], after=engine.mark())
     assert submissions(fake) == before + 1
     assert load.copied == [True, False, True, True]
     load.hold_back(engine.stream)
