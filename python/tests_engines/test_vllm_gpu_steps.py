@@ -281,6 +281,7 @@ TIMES = """
             assert not any(each.bad for each in report.loaded)
             print(way, *(each.seconds for each in report.times))
             step.worker.close()
+        step = Step(fake, store)
         plan = StepPlan(number=2, tokens=32, requests=1)
         step.worker.begin_step(plan)
         step.engine.compute(1, block_of(1))

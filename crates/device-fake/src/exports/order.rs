@@ -79,6 +79,12 @@ pub(crate) unsafe extern "C" fn stream_synchronize(stream: *mut c_void) -> Statu
     synchronize("cuStreamSynchronize", |state| state.streams.get(&stream).is_none_or(is_idle))
 }
 
+/// For the library of an engine: we never wait by a call of the driver.
+#[unsafe(export_name = "cuCtxSynchronize")]
+pub(crate) unsafe extern "C" fn context_synchronize() -> Status {
+    synchronize("cuCtxSynchronize", |state| state.streams.values().all(is_idle))
+}
+
 #[unsafe(export_name = "cuLaunchHostFunc")]
 pub(crate) unsafe extern "C" fn launch_host_function(
     stream: *mut c_void,
