@@ -23,6 +23,7 @@ __all__ = [
     "GpuEvent",
     "GpuLoad",
     "GpuMemory",
+    "GpuSave",
     "Manifest",
     "Namespace",
     "PagedMemory",
@@ -336,11 +337,12 @@ class Gpu:
     """
 
     def __new__(cls, device: int) -> Self: ...
-    def mark(self, stream: int, /) -> GpuEvent:
+    def mark(self, stream: int, /, *, timed: bool = False) -> GpuEvent:
         """Return an event after all work of a stream so far.
 
         `stream` is the number of a stream of this GPU, such as
-        `torch.cuda.current_stream().cuda_stream`; 0 is the default stream.
+        `torch.cuda.current_stream().cuda_stream`; 0 is the default stream. With `timed`, the GPU
+        notes when it reached the event.
         """
     def report(self) -> dict[str, str | int | float | bool | None]:
         """Return the driver's `library` and `version`, the `device`, and the pool's registration.
@@ -356,6 +358,11 @@ class GpuEvent:
 
     def is_over(self) -> bool:
         """Return whether that work is over."""
+    def seconds_since(self, earlier: GpuEvent, /) -> float | None:
+        """Return the seconds between an earlier event and this one, by the GPU's clock.
+
+        Both must be over. `None` unless both are `timed` and the driver can tell.
+        """
 
 @final
 class GpuMemory:
@@ -380,14 +387,57 @@ class GpuMemory:
     @property
     def regions(self) -> int:
         """Number of regions."""
+    def start_gather(
+        self,
+        puts: Iterable[tuple[PreparedPut, Buffer | Iterable[int]]],
+        *,
+        after: GpuEvent,
+    ) -> GpuSave:
+        """Start to copy pages into the blocks of several puts, in one submission.
+
+        `puts` has each put with its pages, as for `PreparedPut.start_gather`. Each put is sealed or
+        released for itself. If the copies fail, all of these puts fail. `ValueError` changes
+        nothing; after another exception, all of these puts are released.
+        """
+    def start_scatter(
+        self,
+        views: Iterable[tuple[Views, Buffer | Iterable[int]]],
+        *,
+        after: GpuEvent,
+        first: int = 0,
+        count: int | None = None,
+    ) -> GpuLoad:
+        """Start to copy several views to pages, in one submission.
+
+        `views` has each batch of views with its pages, as for `Views.start_scatter`; a page may
+        occur once in all of them. `GpuLoad.copied` has the blocks of all batches in this order.
+        """
+
+@final
+class GpuSave:
+    """Copies of one submission from the memory of a GPU, from `GpuMemory.start_gather`."""
+
+    def hold_back(self, stream: int, /) -> None:
+        """Make all later work of a stream wait for the copies, so that it may write the pages.
+
+        An exception means that nothing is in flight any more.
+        """
+    def is_over(self) -> bool:
+        """Return whether the copies are over."""
 
 @final
 class GpuLoad:
-    """Blocks on their way to the memory of a GPU, from `Views.start_scatter`."""
+    """Blocks on their way to the memory of a GPU, from `start_scatter`."""
 
     @property
     def copied(self) -> list[bool]:
         """Whether each block is copied, in the order of the views."""
+    @property
+    def seconds(self) -> float | None:
+        """For how long the GPU made the copies, by its own clock.
+
+        `None` before they are over, without copies, and if the driver cannot tell.
+        """
     def hold_back(self, stream: int, /) -> None:
         """Make all later work of a stream wait for the copies.
 

@@ -201,6 +201,139 @@ def test_a_put_that_was_present_needs_no_copies(fake, store):
     assert fake.count("cuMemcpyBatchAsync_v2") == before
 
 
+def submissions(fake):
+    return fake.count("cuMemcpyBatchAsync_v2")
+
+
+def test_several_puts_are_copied_in_one_submission_and_sealed_one_by_one(fake, registered):
+    engine = Engine(fake)
+    for number in range(4):
+        engine.compute(number, block_of(number))
+    assert save(registered, engine, [3], [3])[0].ok
+    puts = [prepare(registered, numbers) for numbers in ([0], [1, 2], [3], [7])]
+    before = submissions(fake)
+    fake.hold("cuMemcpyBatchAsync_v2")
+    pages = [[0], [1, 2], [3], [9]]
+    copies = engine.memory.start_gather(zip(puts, pages, strict=True), after=engine.mark())
+    copies.hold_back(engine.stream)
+    assert submissions(fake) == before + 1
+    # The pages go to other requests at once.
+    for page in range(3):
+        engine.compute(page, block_of(100 + page))
+    assert not copies.is_over()
+    # A put that is released while its copies run costs the others nothing.
+    puts[3].release()
+    with pytest.raises(cascadekv.DeadlineError):
+        puts[1].seal(timeout=0.05)
+    # One that was present needs no copy, so it waits for none.
+    assert puts[2].seal(timeout=LIMIT_S)[0].ok
+    fake.release()
+    results = [put.seal(timeout=LIMIT_S) for put in (puts[1], puts[0])]
+    assert all(result.ok for each in results for result in each)
+    assert copies.is_over()
+    assert stored(registered, range(4)) == [block_of(number) for number in range(4)]
+    assert not registered.contains(keys_of([7]))[0]
+    assert engine.page(1) == block_of(101)
+
+
+def test_slabs_of_a_released_put_come_back_after_the_copies(fake, registered):
+    engine = Engine(fake)
+    numbers = range(200, 200 + (8 << 20) // (LAYERS * PAGE))
+    fake.hold("cuMemcpyBatchAsync_v2")
+    big, small = prepare(registered, numbers), prepare(registered, [1])
+    pages = [0] * len(numbers)
+    copies = engine.memory.start_gather([(big, pages), (small, [1])], after=engine.mark())
+    big.release()
+    others = range(2000, 2000 + (9 << 20) // (LAYERS * PAGE))
+    # The first half of the pool is in flight, so these do not fit.
+    with prepare_now(registered, others) as too_many:
+        assert len(too_many.needed) < len(others)
+    fake.release()
+    assert small.seal(timeout=LIMIT_S)[0].ok
+    # `copies` lives, and has none of them.
+    with prepare(registered, others) as enough:
+        assert len(enough.needed) == len(others)
+    assert copies.is_over()
+
+
+def prepare_now(store, numbers):
+    return store.prepare(keys_of(numbers), LAYERS * PAGE, namespace=SPACE, timeout=0.1)
+
+
+def test_several_views_are_copied_in_one_submission(fake, registered):
+    engine = Engine(fake)
+    registered.put(keys_of([0, 1, 2]), [block_of(at) for at in range(3)], namespace=SPACE)
+    before = submissions(fake)
+    with registered.view(keys_of([0, 5])) as first, registered.view(keys_of([1, 2])) as second:
+        both = [(first, [4, 5]), (second, [6, 7])]
+        load = engine.memory.start_scatter(both, after=engine.mark())
+        with pytest.raises(ValueError, match="7 occurs twice"):
+            engine.memory.start_scatter([(first, [7, 5]), (second, [6, 7])], after=engine.mark())
+    assert submissions(fake) == before + 1
+    assert load.copied == [True, False, True, True]
+    load.hold_back(engine.stream)
+    assert [engine.page(page) for page in (4, 6, 7)] == [block_of(at) for at in range(3)]
+    load.wait(timeout=LIMIT_S)
+
+
+def test_wrong_puts_of_a_submission_change_nothing(fake, store):
+    engine = Engine(fake)
+    good, used = prepare(store, [1]), prepare(store, [2])
+    used.release()
+    wrong = {
+        "sealed or released": [(good, [0]), (used, [1])],
+        "one occurs twice": [(good, [0]), (good, [1])],
+        "pages are from 0": [(good, [PAGES])],
+        "1 blocks but 0 pages": [(good, [])],
+    }
+    for message, puts in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            engine.memory.start_gather(puts, after=engine.mark())
+    for puts in (good, [good], [(object(), [0])]):
+        with pytest.raises(TypeError, match="puts"):
+            engine.memory.start_gather(puts, after=engine.mark())
+    with pytest.raises(TypeError, match="views"):
+        engine.memory.start_scatter([(object(), [0])], after=engine.mark())
+    engine.memory.start_gather([], after=engine.mark()).hold_back(engine.stream)
+    engine.memory.start_gather([(good, [3])], after=engine.mark())
+    assert good.seal(timeout=LIMIT_S)[0].ok
+
+
+def test_the_gpu_times_the_copies_of_a_load():
+    # Each copy takes 20 ms: the call that starts them has no part in it.
+    code = """
+        import cascadekv
+        from fake_gpu import FakeGpu
+        from test_device_pages import SPACE, Engine, block_of, keys_of, save
+        with cascadekv.Store(dram="16MiB", huge_pages=False) as store:
+            engine = Engine(FakeGpu())
+            assert save(store, engine, [1], [1])[0].ok
+            while not engine.gpu.report()["is_complete"]:
+                engine.fake.finish(engine.stream)
+            engine.fake.hold("cuMemcpyBatchAsync_v2")
+            before = engine.gpu.mark(engine.stream, timed=True)
+            with store.view(keys_of([1])) as views:
+                load = views.start_scatter(engine.memory, [2], after=before)
+            assert load.seconds is None
+            engine.fake.release()
+            load.hold_back(engine.stream)
+            after = engine.gpu.mark(engine.stream, timed=True)
+            load.wait()
+            engine.fake.finish(engine.stream)
+            print(load.seconds, after.seconds_since(before))
+            assert after.seconds_since(engine.mark()) is None
+            empty = engine.memory.start_scatter([], after=after)
+            assert empty.is_over() and empty.seconds is None
+    """
+    printed = in_process(code, FAKE_CUDA_DELAY_US="cuMemcpyBatchAsync_v2=20000")
+    copies, between = map(float, printed.split())
+    assert copies >= LAYERS * 0.02
+    assert between >= copies
+    # A driver without the function has no times, and copies as before.
+    printed = in_process(code, FAKE_CUDA_ABSENT="cuEventElapsedTime")
+    assert printed.split() == ["None", "None"]
+
+
 def test_the_pool_is_registered_once_and_again_for_another_store(fake, store, eventually):
     engine = Engine(fake)
     for number in range(3):
@@ -265,8 +398,7 @@ def test_wrong_arguments_are_refused(fake, store):
         twice.start_gather(engine.memory, [0], after=engine.mark())
         with pytest.raises(ValueError, match="copying these blocks already"):
             twice.start_gather(engine.memory, [1], after=engine.mark())
-        with pytest.raises(ValueError, match="sealed or released"):
-            twice.seal()
+        assert twice.seal(timeout=LIMIT_S)[0].ok
     with pytest.raises(GpuError, match="INVALID_DEVICE"):
         Gpu(7)
 

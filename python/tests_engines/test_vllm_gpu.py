@@ -35,23 +35,23 @@ def keys_of(*numbers):
 class Engine:
     """An engine's pages on the fake device, layer by layer, and the connector's view of them."""
 
-    def __init__(self, fake):
-        self.fake, self.stream = fake, fake.stream()
-        self.array = fake.array(LAYERS * PAGES * PAGE)
+    def __init__(self, fake, pages=PAGES):
+        self.fake, self.stream, self.pages = fake, fake.stream(), pages
+        self.array = fake.array(LAYERS * pages * PAGE)
         fake.write(self.array, 0, bytes(self.array.size), self.stream)
-        regions = [Region(layer * PAGES * PAGE, PAGE, PAGE) for layer in range(LAYERS)]
+        regions = [Region(layer * pages * PAGE, PAGE, PAGE) for layer in range(LAYERS)]
         self.gpu = Gpu(0)
-        self.memory = GpuPages(self.gpu, self.array, regions, PAGES, lambda: self.stream)
+        self.memory = GpuPages(self.gpu, self.array, regions, pages, lambda: self.stream)
 
     def compute(self, page, block):
         """Write a page in the order of the engine's stream; returns before it is written."""
         for layer in range(LAYERS):
-            place = (layer * PAGES + page) * PAGE
+            place = (layer * self.pages + page) * PAGE
             self.fake.write(self.array, place, block[layer * PAGE :][:PAGE], self.stream)
 
     def page(self, page):
         """Return a page as the engine's next kernel reads it."""
-        places = [(layer * PAGES + page) * PAGE for layer in range(LAYERS)]
+        places = [(layer * self.pages + page) * PAGE for layer in range(LAYERS)]
         return b"".join(self.fake.read(self.array, at, PAGE, self.stream) for at in places)
 
 

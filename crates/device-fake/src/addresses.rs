@@ -95,6 +95,7 @@ entries! {
     "cuEventQuery", "cuEventQuery", 2000, order::event_query;
     "cuEventSynchronize", "cuEventSynchronize", 2000, order::event_synchronize;
     "cuEventElapsedTime", "cuEventElapsedTime", 2000, order::event_elapsed_time;
+    "cuCtxSynchronize", "cuCtxSynchronize", 2000, order::context_synchronize;
     "cuEventDestroy", "cuEventDestroy_v2", 4000, order::event_destroy;
     "cuPointerGetAttributes", "cuPointerGetAttributes", 7000, unsupported::pointer_get_attributes;
     "cuMemcpyPeerAsync", "cuMemcpyPeerAsync", 4000, unsupported::memcpy_peer;

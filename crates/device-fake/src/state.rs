@@ -1,6 +1,7 @@
 //! What exists in the driver: contexts, memory, streams, events.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::time::Duration;
 
 use crate::device_memory::{Mapping, Space};
 use crate::shared_memory::Allocation;
@@ -122,6 +123,9 @@ pub(crate) struct Event {
     /// How often it was recorded, and how many of these records were reached.
     pub(crate) recorded: u64,
     pub(crate) reached: u64,
+    /// When the last record was reached; none without times.
+    pub(crate) time: Option<Duration>,
+    pub(crate) is_timed: bool,
     pub(crate) is_destroyed: bool,
 }
 

@@ -5,7 +5,7 @@ use std::ffi::c_void;
 use std::sync::PoisonError;
 use std::time::Duration;
 
-use cascade_runtime::{MutexGuard, sleep, thread, yield_now};
+use cascade_runtime::{Clock, MutexGuard, SystemClock, sleep, thread, yield_now};
 
 use crate::device_memory::{copy, fill};
 use crate::state::{ILLEGAL_ADDRESS, INVALID_HANDLE, Item, Launch, State, Stream, Transfer, Work};
@@ -95,6 +95,7 @@ fn perform(world: &World, item: Item) {
         Work::Record { event, count } => {
             if let Some(event) = world.lock().events.get_mut(&event) {
                 event.reached = event.reached.max(count);
+                event.time = event.is_timed.then(|| SystemClock.monotonic());
             }
         }
         Work::Wait { .. } => {}

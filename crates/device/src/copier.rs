@@ -9,6 +9,7 @@ use std::fmt;
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::{Arc, PoisonError};
+use std::time::Duration;
 
 use cascade_memory::{HostSlab, HostSlabMut};
 use cascade_runtime::{Deadline, LeafMutex};
@@ -82,8 +83,10 @@ struct Inner {
 #[derive(Debug)]
 struct Flight<T> {
     used: T,
+    /// Before the first copy; none if they are not timed.
+    started: Option<Event>,
     /// None if it could not be recorded: then the whole stream has to be over.
-    event: Option<Event>,
+    event: Option<Arc<Event>>,
     /// Lists that kernels read.
     loan: Loan,
 }
@@ -94,6 +97,8 @@ struct Flight<T> {
 pub struct Pending<T: Send + 'static = Vec<Copy>> {
     inner: Arc<Inner>,
     flight: Option<Flight<T>>,
+    /// Once the flight is taken.
+    copy_time: Option<Duration>,
 }
 
 impl Copier {
@@ -179,7 +184,7 @@ impl Copier {
         after: Option<&Event>,
     ) -> Result<Pending, CudaError> {
         let plan = self.0.plan(&mut copies)?;
-        self.submit_plan(plan, copies, after)
+        self.submit_plan(plan, copies, after, false)
     }
 
     /// Starts the copies of a transfer, as [`Copier::submit`] does.
@@ -192,7 +197,21 @@ impl Copier {
         after: Option<&Event>,
     ) -> Result<Pending<Transfer>, CudaError> {
         let plan = self.0.plan_transfer(&mut transfer)?;
-        self.submit_plan(plan, transfer, after)
+        self.submit_plan(plan, transfer, after, false)
+    }
+
+    /// As [`Copier::submit_transfer`]; the device measures the copies, see
+    /// [`Pending::copy_time`].
+    ///
+    /// # Errors
+    /// As [`Copier::submit_transfer`].
+    pub fn submit_timed(
+        &self,
+        mut transfer: Transfer,
+        after: Option<&Event>,
+    ) -> Result<Pending<Transfer>, CudaError> {
+        let plan = self.0.plan_transfer(&mut transfer)?;
+        self.submit_plan(plan, transfer, after, true)
     }
 
     /// Starts copies that use nothing but `used`.
@@ -201,17 +220,23 @@ impl Copier {
         plan: Plan,
         used: T,
         after: Option<&Event>,
+        is_timed: bool,
     ) -> Result<Pending<T>, CudaError> {
         self.0.sweep();
-        let flight = Flight { used, event: None, loan: Loan::new(self.0.ways.as_ref()) };
+        let loan = Loan::new(self.0.ways.as_ref());
+        let flight = Flight { used, started: None, event: None, loan };
         // Before the first copy starts: from then on, its drop keeps what they use.
-        let mut pending = Pending { inner: Arc::clone(&self.0), flight: Some(flight) };
+        let inner = Arc::clone(&self.0);
+        let mut pending = Pending { inner, flight: Some(flight), copy_time: None };
         let stream = &self.0.stream;
         if let Some(flight) = &mut pending.flight {
             let event = stream.context().with(|| {
                 after.map_or(Ok(()), |event| stream.wait_for(event))?;
+                if is_timed {
+                    flight.started = Some(stream.record_timed()?);
+                }
                 self.start(plan, &mut flight.loan)?;
-                stream.record()
+                if is_timed { stream.record_timed() } else { stream.record() }.map(Arc::new)
             })?;
             flight.event = Some(event);
         }
@@ -347,7 +372,7 @@ impl Inner {
     }
 
     fn is_over<T>(&self, flight: &Flight<T>) -> Result<bool, CudaError> {
-        flight.event.as_ref().map_or_else(|| self.is_idle(), Event::is_over)
+        flight.event.as_ref().map_or_else(|| self.is_idle(), |event| event.is_over())
     }
 
     /// Whether nothing is left to do, also for kernels that no event of the copier covers.
@@ -467,14 +492,37 @@ impl<T: Send + 'static> Pending<T> {
     pub fn wait(&mut self, deadline: Deadline) -> Result<Option<T>, CudaError> {
         let context = self.inner.stream.context();
         context.wait("copies", deadline, || self.is_over())?;
+        // A time that the driver does not tell fails no copies that are over.
+        self.copy_time = self.copy_time().ok().flatten();
         Ok(self.flight.take().map(|flight| flight.used))
+    }
+
+    /// The end of the copies, for threads that wait for it at the same time. None once
+    /// [`Pending::wait`] has given back what they used.
+    pub fn end(&self) -> Option<Arc<Event>> {
+        self.flight.as_ref().and_then(|flight| flight.event.clone())
+    }
+
+    /// How long the device made these copies, once they are over: from the end of what they waited
+    /// for, earlier copies of the copier included, to their own end. None if they are not timed, or
+    /// the driver cannot tell.
+    ///
+    /// # Errors
+    /// If they are not over, or the device failed.
+    pub fn copy_time(&self) -> Result<Option<Duration>, CudaError> {
+        let events = self.flight.as_ref().map(|flight| (&flight.started, &flight.event));
+        match events {
+            Some((Some(started), Some(ended))) => ended.time_since(started),
+            Some(_) => Ok(None),
+            None => Ok(self.copy_time),
+        }
     }
 }
 
 impl<T: Send + 'static> Drop for Pending<T> {
     fn drop(&mut self) {
-        if let Some(Flight { used, event, loan }) = self.flight.take() {
-            self.inner.park(Flight { used: Box::new(used), event, loan });
+        if let Some(Flight { used, started, event, loan }) = self.flight.take() {
+            self.inner.park(Flight { used: Box::new(used), started, event, loan });
             self.inner.sweep();
         }
     }

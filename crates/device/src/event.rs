@@ -4,6 +4,7 @@
 use std::fmt;
 use std::ptr::null_mut;
 use std::sync::Arc;
+use std::time::Duration;
 
 use cascade_runtime::Deadline;
 
@@ -13,11 +14,14 @@ use crate::functions::{Handle, Status};
 
 /// `CU_EVENT_DISABLE_TIMING`: events with times are slower.
 const NO_TIMING: u32 = 2;
+/// `CU_EVENT_DEFAULT`.
+const TIMING: u32 = 0;
 
 /// A point in a stream. Before it was recorded it counts as passed.
 pub struct Event {
     context: Arc<Context>,
     handle: Handle,
+    is_timed: bool,
 }
 
 // SAFETY: the handle is an address that only the driver follows, from any thread.
@@ -27,14 +31,24 @@ unsafe impl Sync for Event {}
 
 impl Event {
     pub(crate) fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
+        Self::create(context, false)
+    }
+
+    /// An event that knows when it was reached.
+    pub(crate) fn timed(context: &Arc<Context>) -> Result<Self, CudaError> {
+        Self::create(context, true)
+    }
+
+    fn create(context: &Arc<Context>, is_timed: bool) -> Result<Self, CudaError> {
+        let flags = if is_timed { TIMING } else { NO_TIMING };
         context.with(|| {
             let mut handle = null_mut();
             let create = |create: unsafe extern "C" fn(*mut Handle, u32) -> Status| {
                 // SAFETY: writes to a local variable.
-                unsafe { create(&raw mut handle, NO_TIMING) }
+                unsafe { create(&raw mut handle, flags) }
             };
             context.call(|functions| &functions.event_create, create)?;
-            Ok(Self { context: Arc::clone(context), handle })
+            Ok(Self { context: Arc::clone(context), handle, is_timed })
         })
     }
 
@@ -52,6 +66,35 @@ impl Event {
             unsafe { query(self.handle) }
         };
         self.context.query(|functions| &functions.event_query, query)
+    }
+
+    /// The time between an earlier event and this one, by the device's clock. Both are over. None
+    /// if one of them has no time, or the driver has no such function.
+    ///
+    /// # Errors
+    /// If one of them is not over, or the device failed.
+    pub fn time_since(&self, earlier: &Self) -> Result<Option<Duration>, CudaError> {
+        if !self.is_timed || !earlier.is_timed {
+            return Ok(None);
+        }
+        let mut time_ms = 0.0_f32;
+        let ask = |ask: unsafe extern "C" fn(*mut f32, Handle, Handle) -> Status| {
+            // SAFETY: writes to a local variable; both events exist until they are dropped.
+            unsafe { ask(&raw mut time_ms, earlier.handle, self.handle) }
+        };
+        let asked = self.context.with(|| {
+            let context = &self.context;
+            context.call(|functions| &functions.event_elapsed_time, ask)
+        });
+        match asked {
+            // Rounding may give a negative time, which is none.
+            Ok(()) => {
+                let seconds = f64::from(time_ms.max(0.0)) / 1e3;
+                Ok(Some(Duration::try_from_secs_f64(seconds).unwrap_or_default()))
+            }
+            Err(CudaError::MissingFunction { .. }) => Ok(None),
+            Err(error) => Err(error),
+        }
     }
 
     /// Waits until all work before it in its stream is over.

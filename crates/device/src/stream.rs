@@ -80,6 +80,16 @@ impl Stream {
         Ok(event)
     }
 
+    /// As [`Stream::record`], and the event knows when it was reached.
+    ///
+    /// # Errors
+    /// If the driver refuses.
+    pub fn record_timed(&self) -> Result<Event, CudaError> {
+        let event = Event::timed(&self.context)?;
+        self.record_again(&event)?;
+        Ok(event)
+    }
+
     /// Moves an event to the end of all work so far.
     pub(crate) fn record_again(&self, event: &Event) -> Result<(), CudaError> {
         let record = |record: unsafe extern "C" fn(Handle, Handle) -> Status| {

@@ -1,22 +1,19 @@
 //! Copies between blocks of the store and an engine's KV cache in the memory of a GPU.
 #![expect(unsafe_code, reason = "takes streams and addresses of other libraries as numbers")]
 
-use std::collections::BTreeMap;
+mod device;
+mod saves;
+
 use std::ops::Range;
-use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use cascade_block::with_causes;
 use cascade_device::{
-    Context, Copier, CudaError, CudaImporter, CudaMemory, DeviceFacts, DeviceUuid, Driver,
-    DriverReport, Event, ForeignMemory, Fragment, Pending, RegisteredPool, RegistrationReport,
-    Slabs, Stream, Transfer,
+    Context, CudaError, DeviceFacts, Event, ForeignMemory, Fragment, Pending, Slabs, Stream,
+    Transfer,
 };
-use cascade_memory::{
-    BackingMemory, DeviceError, DeviceId, DeviceImporter, DeviceMemory, HostSlab, HostSlabMut,
-    Slab, SlabMut,
-};
+use cascade_memory::{DeviceImporter, Slab};
 use cascade_runtime::{Deadline, SystemClock};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -24,22 +21,20 @@ use pyo3::types::PyDict;
 
 use crate::arguments::{of, type_error};
 use crate::errors::{DeadlineError, GpuError};
-use crate::page_table::{PageTable, RegionSpan};
+use crate::page_table::{PageTable, RegionSpan, check_distinct};
+use crate::store::{PyPreparedPut, start_gather};
+use crate::view::PyViews;
 
-/// The longest that work of ours on a GPU may take before the GPU counts as lost.
-const WAIT_MAX: Duration = Duration::from_secs(30);
-/// Pools are registered in pieces of this length: a tenth of a second each, by others' figures.
-const PIECE_BYTES: usize = 1 << 30;
+use device::{Copiers, Device, PoolImporter, WAIT_MAX};
+pub(crate) use saves::{PutSave, PyGpuSave, SavedBlocks};
+
 const ARRAY: &str = "an object with __cuda_array_interface__";
-
-/// The GPUs in use, by index. A pool can be registered once in a process, so all users of a GPU
-/// share its copiers.
-static IN_USE: Mutex<BTreeMap<usize, Weak<Device>>> = Mutex::new(BTreeMap::new());
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyGpu>()?;
     module.add_class::<PyGpuEvent>()?;
     module.add_class::<PyGpuMemory>()?;
+    module.add_class::<PyGpuSave>()?;
     module.add_class::<PyGpuLoad>()
 }
 
@@ -76,158 +71,23 @@ pub(crate) struct PyGpuMemory {
 pub(crate) struct PyGpuLoad {
     copied: Vec<bool>,
     /// None if nothing is copied.
-    flight: Option<Mutex<Flight>>,
+    flight: Option<Flight>,
 }
 
-/// Blocks on their way from the memory of a GPU.
-pub(crate) struct GpuSave(Flight);
+/// The blocks of a load with their pages, and for each view whether it is one of them.
+#[derive(Default)]
+pub(crate) struct LoadedBlocks {
+    pub(crate) blocks: Vec<(Slab, usize)>,
+    pub(crate) copied: Vec<bool>,
+}
 
 /// Copies that were started, and what stops them from being missed.
 struct Flight {
-    pending: Pending<Transfer>,
+    /// Locked only for moments: threads that wait for the copies wait for their end.
+    pending: Mutex<Pending<Transfer>>,
+    end: Arc<Event>,
     copies: Arc<Copiers>,
     context: Arc<Context>,
-}
-
-/// A GPU that this process uses.
-#[derive(Debug)]
-struct Device {
-    context: Arc<Context>,
-    facts: Option<DeviceFacts>,
-    /// Of the last pool in host memory that was used.
-    copies: Mutex<Option<PoolCopies>>,
-    /// The pools on GPUs that are mapped for this one.
-    device_pools: Mutex<Vec<DevicePool>>,
-}
-
-/// The copiers of a pool in host memory.
-#[derive(Debug)]
-struct PoolCopies {
-    backing: BackingMemory,
-    registered: Arc<RegisteredPool>,
-    copiers: Arc<Copiers>,
-}
-
-/// The copiers of a pool that a node has in the memory of a GPU.
-#[derive(Debug)]
-struct DevicePool {
-    memory: Weak<CudaMemory>,
-    copiers: Arc<Copiers>,
-}
-
-/// The copiers of a pool: one for each direction, since GPUs copy both ways at once.
-#[derive(Debug)]
-struct Copiers {
-    loads: Copier,
-    saves: Copier,
-}
-
-/// Maps pools of nodes for a GPU.
-#[derive(Debug)]
-struct PoolImporter(Arc<Device>);
-
-impl DeviceImporter for PoolImporter {
-    fn import(
-        &self,
-        descriptor: OwnedFd,
-        bytes: usize,
-        device: DeviceId,
-    ) -> Result<Arc<dyn DeviceMemory>, DeviceError> {
-        let context = &self.0.context;
-        let opened = || {
-            let uuid = DeviceUuid::from_bytes(device);
-            let memory = CudaImporter::new(context).open(descriptor, bytes, uuid)?;
-            let copier = || Copier::for_device_pool(context, &memory);
-            let copiers = Arc::new(Copiers { loads: copier()?, saves: copier()? });
-            let pool = DevicePool { memory: Arc::downgrade(&memory), copiers };
-            self.0.lock_device_pools().push(pool);
-            Ok(memory)
-        };
-        opened()
-            .map(|memory| memory as Arc<dyn DeviceMemory>)
-            .map_err(|error: CudaError| DeviceError::Import { bytes, source: Arc::new(error) })
-    }
-}
-
-impl Device {
-    fn open(index: usize) -> Result<Arc<Self>, CudaError> {
-        let mut in_use = IN_USE.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(device) = in_use.get(&index).and_then(Weak::upgrade) {
-            return Ok(device);
-        }
-        let driver = Driver::load()?;
-        let context = Context::retain(&driver, index, Arc::new(SystemClock), WAIT_MAX)?;
-        let facts = DriverReport::of(&driver)?.devices.into_iter().nth(index);
-        let (copies, device_pools) = (Mutex::default(), Mutex::default());
-        let device = Arc::new(Self { context, facts, copies, device_pools });
-        in_use.insert(index, Arc::downgrade(&device));
-        Ok(device)
-    }
-
-    /// The copiers of a pool in host memory. Those of another pool end with their last copy.
-    fn copiers(&self, backing: &BackingMemory) -> Result<Arc<Copiers>, CudaError> {
-        let mut current = self.lock();
-        if let Some(copies) = current.as_ref().filter(|copies| copies.backing.is_same(backing)) {
-            return Ok(Arc::clone(&copies.copiers));
-        }
-        let memory = Arc::new(backing.clone());
-        let registered = RegisteredPool::begin(&self.context, memory, PIECE_BYTES)?;
-        let copier = || Copier::new(&self.context, Arc::clone(&registered));
-        let copiers = Arc::new(Copiers { loads: copier()?, saves: copier()? });
-        let backing = backing.clone();
-        *current = Some(PoolCopies { backing, registered, copiers: Arc::clone(&copiers) });
-        Ok(copiers)
-    }
-
-    /// The copiers of the pool on a GPU that has a slab at this address. The slab keeps the pool.
-    fn device_copiers(&self, address: u64) -> Result<Arc<Copiers>, CudaError> {
-        let mut pools = self.lock_device_pools();
-        pools.retain(|pool| pool.memory.strong_count() > 0);
-        let has_it = |pool: &&DevicePool| {
-            let memory = pool.memory.upgrade();
-            memory.is_some_and(|it| address.wrapping_sub(it.base()) < it.bytes() as u64)
-        };
-        let found = pools.iter().find(has_it).map(|pool| Arc::clone(&pool.copiers));
-        found.ok_or(CudaError::OtherPool)
-    }
-
-    fn lock_device_pools(&self) -> MutexGuard<'_, Vec<DevicePool>> {
-        self.device_pools.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Option<PoolCopies>> {
-        self.copies.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn registration(&self) -> Option<RegistrationReport> {
-        self.lock().as_ref().map(|copies| copies.registered.report())
-    }
-}
-
-impl Device {
-    /// The copiers for slabs of one pool, and the slabs by where it is.
-    fn slabs_to_load(&self, slabs: Vec<Slab>) -> Result<(Arc<Copiers>, Slabs), CudaError> {
-        if let Some(address) = slabs.first().and_then(Slab::device_address) {
-            return Ok((self.device_copiers(address)?, Slabs::FromDevicePool(slabs)));
-        }
-        let slabs =
-            slabs.into_iter().map(|slab| slab.into_host().map_err(|_| CudaError::OtherPool));
-        let slabs: Vec<HostSlab> = slabs.collect::<Result<_, _>>()?;
-        let first = slabs.first().ok_or(CudaError::OtherPool)?;
-        Ok((self.copiers(&first.backing())?, Slabs::ToDevice(slabs)))
-    }
-
-    /// The same for slabs that are written.
-    fn slabs_to_save(&self, slabs: Vec<SlabMut>) -> Result<(Arc<Copiers>, Slabs), CudaError> {
-        if let Some(address) = slabs.first().and_then(SlabMut::device_address) {
-            return Ok((self.device_copiers(address)?, Slabs::ToDevicePool(slabs)));
-        }
-        let slabs =
-            slabs.into_iter().map(|slab| slab.into_host().map_err(|_| CudaError::OtherPool));
-        let slabs: Vec<HostSlabMut> = slabs.collect::<Result<_, _>>()?;
-        let first = slabs.first().ok_or(CudaError::OtherPool)?;
-        Ok((self.copiers(&first.backing())?, Slabs::ToHost(slabs)))
-    }
 }
 
 /// A stream of another library.
@@ -245,15 +105,19 @@ impl PyGpu {
     }
 
     /// The work of a stream so far. `stream` is the number of a stream of this GPU, such as
-    /// `torch.cuda.current_stream().cuda_stream`; 0 is the default stream.
-    #[pyo3(signature = (stream, /))]
+    /// `torch.cuda.current_stream().cuda_stream`; 0 is the default stream. With `timed` the event
+    /// knows when it was reached.
+    #[pyo3(signature = (stream, /, *, timed = false))]
     fn mark(
         &self,
         py: Python<'_>,
         #[pyo3(from_py_with = of::stream)] stream: usize,
+        timed: bool,
     ) -> PyResult<PyGpuEvent> {
-        let context = &self.0.context;
-        let marked = py.detach(|| stream_of(context, stream).record());
+        let marked = py.detach(|| {
+            let stream = stream_of(&self.0.context, stream);
+            if timed { stream.record_timed() } else { stream.record() }
+        });
         marked.map(PyGpuEvent).map_err(|error| to_python(&error))
     }
 
@@ -288,6 +152,19 @@ impl PyGpuEvent {
     /// Whether the work is over.
     fn is_over(&self, py: Python<'_>) -> PyResult<bool> {
         py.detach(|| self.0.is_over()).map_err(|error| to_python(&error))
+    }
+
+    /// Seconds on the GPU from an earlier event to this one. Both are over and were marked with
+    /// `timed`; None if one was not, or the driver cannot tell.
+    #[pyo3(signature = (earlier, /))]
+    fn seconds_since(
+        &self,
+        py: Python<'_>,
+        earlier: &Bound<'_, PyGpuEvent>,
+    ) -> PyResult<Option<f64>> {
+        let earlier = &earlier.get().0;
+        let time = py.detach(|| self.0.time_since(earlier)).map_err(|error| to_python(&error))?;
+        Ok(time.map(|time| time.as_secs_f64()))
     }
 }
 
@@ -345,6 +222,47 @@ impl PyGpuMemory {
         self.table.region_count()
     }
 
+    /// Starts to copy pages of this memory into the blocks of several puts, in one submission:
+    /// `puts` has pairs of a `PreparedPut` and its pages. Each put is sealed for itself.
+    #[pyo3(signature = (puts, *, after))]
+    fn start_gather(
+        &self,
+        py: Python<'_>,
+        puts: &Bound<'_, PyAny>,
+        after: &Bound<'_, PyGpuEvent>,
+    ) -> PyResult<PyGpuSave> {
+        let pairs = pairs(puts, "puts", "PreparedPut")?;
+        let mut given = Vec::with_capacity(pairs.len());
+        for (at, (put, pages)) in pairs.iter().enumerate() {
+            let wrong = |_| type_error(format_args!("puts[{at}][0]"), put, "a PreparedPut");
+            let put = put.cast::<PyPreparedPut>().map_err(wrong)?.get();
+            given.push((put, put.pages_of(&self.table, pages)?));
+        }
+        start_gather(py, self, &given, after.get())
+    }
+
+    /// Starts to copy blocks of several views to pages of this memory, in one submission: `views`
+    /// has pairs of `Views` and their pages. A page may occur once in all of them.
+    #[pyo3(signature = (views, *, after, first = 0, count = None))]
+    fn start_scatter(
+        &self,
+        py: Python<'_>,
+        views: &Bound<'_, PyAny>,
+        after: &Bound<'_, PyGpuEvent>,
+        #[pyo3(from_py_with = of::first)] first: usize,
+        #[pyo3(from_py_with = of::count)] count: Option<usize>,
+    ) -> PyResult<PyGpuLoad> {
+        let regions = self.table.region_range(first, count)?;
+        let mut loaded = LoadedBlocks::default();
+        for (at, (views, pages)) in pairs(views, "views", "Views")?.iter().enumerate() {
+            let wrong = |_| type_error(format_args!("views[{at}][0]"), views, "Views");
+            let views = views.cast::<PyViews>().map_err(wrong)?;
+            views.try_borrow()?.add_to_load(&self.table, pages, &mut loaded)?;
+        }
+        check_distinct(loaded.blocks.iter().map(|(_, page)| *page).collect())?;
+        self.start_load(py, loaded, regions, after)
+    }
+
     fn __reduce__(&self) -> PyResult<()> {
         Err(PyTypeError::new_err("a GpuMemory cannot be pickled; make one in each process"))
     }
@@ -372,11 +290,11 @@ impl PyGpuMemory {
     pub(crate) fn start_load(
         &self,
         py: Python<'_>,
-        blocks: Vec<(Slab, usize)>,
+        loaded: LoadedBlocks,
         regions: Range<usize>,
-        after: &PyGpuEvent,
-        copied: Vec<bool>,
+        after: &Bound<'_, PyGpuEvent>,
     ) -> PyResult<PyGpuLoad> {
+        let (LoadedBlocks { blocks, copied }, after) = (loaded, after.get());
         if blocks.is_empty() {
             return Ok(PyGpuLoad { copied, flight: None });
         }
@@ -384,35 +302,14 @@ impl PyGpuMemory {
             let (slabs, pages): (Vec<_>, Vec<_>) = blocks.into_iter().unzip();
             let (copies, slabs) = self.device.slabs_to_load(slabs)?;
             let transfer = self.transfer(slabs, &pages, regions);
-            let started = copies.loads.submit_transfer(transfer, Some(&after.0));
+            let started = copies.loads.submit_timed(transfer, Some(&after.0));
             // Some may have started. The caller will compute the pages instead, so none may still
             // be written when it learns of the error.
             let pending = started.inspect_err(|_| copies.loads.drain())?;
-            let context = Arc::clone(&self.device.context);
-            Ok(Flight { pending, copies, context })
+            Ok(Flight::new(pending, copies, &self.device.context))
         });
         let flight = flight.map_err(|error: CudaError| to_python(&error))?;
-        Ok(PyGpuLoad { copied, flight: Some(Mutex::new(flight)) })
-    }
-
-    /// Starts to copy pages to slabs. The slabs are freed if it fails.
-    pub(crate) fn start_save(
-        &self,
-        blocks: Vec<(SlabMut, usize)>,
-        after: &PyGpuEvent,
-    ) -> PyResult<Option<GpuSave>> {
-        if blocks.is_empty() {
-            return Ok(None);
-        }
-        let started = || {
-            let (slabs, pages): (Vec<_>, Vec<_>) = blocks.into_iter().unzip();
-            let (copies, slabs) = self.device.slabs_to_save(slabs)?;
-            let transfer = self.transfer(slabs, &pages, 0..self.places.len());
-            let pending = copies.saves.submit_transfer(transfer, Some(&after.0))?;
-            let context = Arc::clone(&self.device.context);
-            Ok(Some(GpuSave(Flight { pending, copies, context })))
-        };
-        started().map_err(|error: CudaError| to_python(&error))
+        Ok(PyGpuLoad { copied, flight: Some(flight) })
     }
 
     /// The copies of blocks: slab i and page `pages[i]` of each of these regions.
@@ -443,6 +340,16 @@ impl PyGpuLoad {
         self.copied.clone()
     }
 
+    /// Seconds for which the GPU made the copies; None before they are over, without copies, and if
+    /// the driver cannot tell.
+    #[getter]
+    fn seconds(&self, py: Python<'_>) -> PyResult<Option<f64>> {
+        let Some(flight) = &self.flight else { return Ok(None) };
+        let time = py
+            .detach(|| if flight.end.is_over()? { flight.pending().copy_time() } else { Ok(None) });
+        Ok(time.map_err(|error| to_python(&error))?.map(|time| time.as_secs_f64()))
+    }
+
     /// Makes all later work of a stream wait for the copies.
     #[pyo3(signature = (stream, /))]
     fn hold_back(
@@ -451,13 +358,13 @@ impl PyGpuLoad {
         #[pyo3(from_py_with = of::stream)] stream: usize,
     ) -> PyResult<()> {
         let Some(flight) = &self.flight else { return Ok(()) };
-        py.detach(|| lock(flight).hold_back(stream)).map_err(|error| to_python(&error))
+        py.detach(|| flight.hold_back(stream)).map_err(|error| to_python(&error))
     }
 
     /// Whether the copies are over.
     fn is_over(&self, py: Python<'_>) -> PyResult<bool> {
         let Some(flight) = &self.flight else { return Ok(true) };
-        py.detach(|| lock(flight).pending.is_over()).map_err(|error| to_python(&error))
+        py.detach(|| flight.end.is_over()).map_err(|error| to_python(&error))
     }
 
     /// Waits until the copies are over. `timeout` is a duration; by default 30 seconds.
@@ -469,42 +376,34 @@ impl PyGpuLoad {
     ) -> PyResult<()> {
         let Some(flight) = &self.flight else { return Ok(()) };
         let deadline = deadline(timeout);
-        let waited = py.detach(|| lock(flight).pending.wait(deadline).map(drop));
-        waited.map_err(|error| to_python(&error))
+        py.detach(|| flight.wait(deadline).map(drop)).map_err(|error| to_python(&error))
     }
 }
 
 impl Flight {
+    fn new(pending: Pending<Transfer>, copies: Arc<Copiers>, context: &Arc<Context>) -> Self {
+        let end = pending.end().expect("copies that were submitted have an end");
+        Self { pending: Mutex::new(pending), end, copies, context: Arc::clone(context) }
+    }
+
+    fn pending(&self) -> MutexGuard<'_, Pending<Transfer>> {
+        self.pending.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits for the copies and gives back what they used; the second call gives back nothing.
+    fn wait(&self, deadline: Deadline) -> Result<Option<Transfer>, CudaError> {
+        self.end.wait(deadline)?;
+        self.pending().wait(deadline)
+    }
+
     /// Makes a stream wait. If that fails, waits here: then nothing is in flight any more.
-    fn hold_back(&mut self, stream: usize) -> Result<(), CudaError> {
-        let held = self.pending.hold_back(&stream_of(&self.context, stream));
+    fn hold_back(&self, stream: usize) -> Result<(), CudaError> {
+        let held = stream_of(&self.context, stream).wait_for(&self.end);
         held.inspect_err(|_| {
             self.copies.loads.drain();
             self.copies.saves.drain();
         })
     }
-}
-
-impl GpuSave {
-    /// Makes all later work of a stream wait for the copies.
-    pub(crate) fn hold_back(&mut self, stream: usize) -> PyResult<()> {
-        self.0.hold_back(stream).map_err(|error| to_python(&error))
-    }
-
-    /// Waits for the copies and gives back the slabs, in the order in which they were given. None
-    /// if that was done before.
-    pub(crate) fn wait(&mut self, timeout: Option<Duration>) -> PyResult<Vec<SlabMut>> {
-        let transfer = self.0.pending.wait(deadline(timeout)).map_err(|error| to_python(&error))?;
-        Ok(match transfer.map(|transfer| transfer.slabs) {
-            Some(Slabs::ToHost(slabs)) => slabs.into_iter().map(HostSlabMut::into_slab).collect(),
-            Some(Slabs::ToDevicePool(slabs)) => slabs,
-            Some(Slabs::ToDevice(_) | Slabs::FromDevicePool(_)) | None => Vec::new(),
-        })
-    }
-}
-
-fn lock(flight: &Mutex<Flight>) -> MutexGuard<'_, Flight> {
-    flight.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn deadline(timeout: Option<Duration>) -> Deadline {
@@ -549,11 +448,26 @@ fn contiguous(shape: &[usize], item: usize) -> Vec<usize> {
 
 /// The exception for an error. Its message includes those of the causes.
 fn to_python(error: &CudaError) -> PyErr {
-    let message = with_causes(error);
+    exception(error, with_causes(error))
+}
+
+fn exception(error: &CudaError, message: String) -> PyErr {
     match error {
         CudaError::TimedOut { .. } => DeadlineError::new_err(message),
         _ => GpuError::new_err(message),
     }
+}
+
+/// Pairs of an object and its pages, from any iterable.
+fn pairs<'py>(
+    given: &Bound<'py, PyAny>,
+    name: &str,
+    what: &str,
+) -> PyResult<Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>)>> {
+    let what = format!("an iterable of ({what}, pages)");
+    let wrong = || type_error(name, given, &what);
+    let items = given.try_iter().map_err(|_| wrong())?;
+    items.map(|item| item?.extract().map_err(|_| wrong())).collect()
 }
 
 /// An engine's memory on a GPU.

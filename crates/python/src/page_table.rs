@@ -221,12 +221,7 @@ impl PageTable {
         count: usize,
     ) -> PyResult<Vec<usize>> {
         let pages = self.page_numbers(pages, count)?;
-        let mut sorted = pages.clone();
-        sorted.sort_unstable();
-        if let Some([twice, ..]) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
-            let message = format!("pages: {twice} occurs twice; a page takes one block");
-            return Err(PyValueError::new_err(message));
-        }
+        check_distinct(pages.clone())?;
         Ok(pages)
     }
 
@@ -240,6 +235,16 @@ impl PageTable {
             self.block_bytes
         )))
     }
+}
+
+/// Refuses a page that occurs twice.
+pub(crate) fn check_distinct(mut pages: Vec<usize>) -> PyResult<()> {
+    pages.sort_unstable();
+    if let Some([twice, ..]) = pages.windows(2).find(|pair| pair[0] == pair[1]) {
+        let message = format!("pages: {twice} occurs twice; a page takes one block");
+        return Err(PyValueError::new_err(message));
+    }
+    Ok(())
 }
 
 impl<'py> GivenRegion<'py> {

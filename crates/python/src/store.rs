@@ -30,7 +30,7 @@ use crate::stages::Stages;
 use crate::stats;
 use crate::view::PyViews;
 
-use prepared::PyPreparedPut;
+pub(crate) use prepared::{PyPreparedPut, start_gather};
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyStore>()?;

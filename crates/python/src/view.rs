@@ -8,7 +8,8 @@ use pyo3::types::{PyIterator, PyList, PySlice};
 use crate::arguments::{of, position, selected_by};
 use crate::buffers::{PyView, in_device_memory};
 use crate::errors;
-use crate::gpu::{PyGpuEvent, PyGpuLoad, PyGpuMemory, gpu_memory};
+use crate::gpu::{LoadedBlocks, PyGpuEvent, PyGpuLoad, PyGpuMemory, gpu_memory};
+use crate::page_table::PageTable;
 use crate::paged::{PyPagedMemory, memory};
 use crate::process_bound::ProcessBound;
 
@@ -31,6 +32,29 @@ impl PyViews {
 
     fn outcomes(&self) -> PyResult<&[ViewOutcome]> {
         Ok(self.0.get("batch of views")?)
+    }
+
+    /// Adds the blocks that a GPU is to copy to pages. Misses, and blocks of another length than
+    /// the table's, are not copied.
+    pub(crate) fn add_to_load(
+        &self,
+        table: &PageTable,
+        pages: &Bound<'_, PyAny>,
+        load: &mut LoadedBlocks,
+    ) -> PyResult<()> {
+        let outcomes = self.outcomes()?;
+        let pages = table.target_pages(pages, outcomes.len())?;
+        for (outcome, page) in outcomes.iter().zip(pages) {
+            let block = match outcome {
+                ViewOutcome::Hit { slab, .. } if slab.len() == table.block_bytes() => Some(slab),
+                ViewOutcome::Hit { .. } | ViewOutcome::Miss | ViewOutcome::Failed(_) => None,
+            };
+            load.copied.push(block.is_some());
+            if let Some(slab) = block {
+                load.blocks.push((slab.clone(), page));
+            }
+        }
+        Ok(())
     }
 
     fn view(&self, at: usize) -> PyResult<Option<PyView>> {
@@ -126,21 +150,11 @@ impl PyViews {
         #[pyo3(from_py_with = of::first)] first: usize,
         #[pyo3(from_py_with = of::count)] count: Option<usize>,
     ) -> PyResult<PyGpuLoad> {
-        let outcomes = self.outcomes()?;
         let memory = memory.get();
-        let pages = memory.table().target_pages(pages, outcomes.len())?;
         let regions = memory.table().region_range(first, count)?;
-        let mut blocks = Vec::new();
-        let mut copied = vec![false; outcomes.len()];
-        for (at, (outcome, page)) in outcomes.iter().zip(pages).enumerate() {
-            if let ViewOutcome::Hit { slab, .. } = outcome
-                && slab.len() == memory.table().block_bytes()
-            {
-                copied[at] = true;
-                blocks.push((slab.clone(), page));
-            }
-        }
-        memory.start_load(py, blocks, regions, after.get(), copied)
+        let mut loaded = LoadedBlocks::default();
+        self.add_to_load(memory.table(), pages, &mut loaded)?;
+        memory.start_load(py, loaded, regions, after)
     }
 
     /// Releases all blocks. The sequence is empty afterwards.

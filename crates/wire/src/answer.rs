@@ -127,7 +127,7 @@ impl Welcome {
         }
         into.text(&self.tenant);
         into.text(&self.node_version);
-        into.u8(u8::from(self.device.is_some()));
+        // The last field, and left out for host memory: so it was in version 1 from the start.
         if let Some(device) = &self.device {
             into.bytes(device);
         }
@@ -154,7 +154,7 @@ impl Welcome {
             tiers: tiers.collect::<Result<_, _>>()?,
             tenant: from.text("tenant")?.to_owned(),
             node_version: from.text("node version")?.to_owned(),
-            device: if from.flag("device")? { Some(from.array("device")?) } else { None },
+            device: if from.is_at_end() { None } else { Some(from.array("device")?) },
         })
     }
 }

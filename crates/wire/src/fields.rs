@@ -112,6 +112,11 @@ impl<'a> FieldReader<'a> {
         Self(body)
     }
 
+    /// Whether all fields are read.
+    pub(crate) fn is_at_end(&self) -> bool {
+        self.0.is_empty()
+    }
+
     /// Returns the message if no bytes remain.
     pub(crate) fn end<T>(self, message: T) -> Result<T, WireError> {
         if self.0.is_empty() { Ok(message) } else { Err(WireError::Field("end")) }

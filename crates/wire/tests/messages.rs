@@ -111,8 +111,8 @@ fn failures() -> Vec<StoreError> {
     ]
 }
 
-fn answers() -> Vec<Answer> {
-    let welcome = Welcome {
+fn welcome() -> Welcome {
+    Welcome {
         version: VERSION,
         epoch: 42,
         session: [7; 16],
@@ -124,10 +124,12 @@ fn answers() -> Vec<Answer> {
         tenant: "default".to_owned(),
         node_version: "0.1.0".to_owned(),
         device: None,
-    };
+    }
+}
+
+fn answers() -> Vec<Answer> {
     let mut all = vec![
-        Answer::Welcome(welcome.clone()),
-        Answer::Welcome(Welcome { device: Some([9; 16]), ..welcome }),
+        Answer::Welcome(welcome()),
         Answer::Refused { reason: "no".to_owned() },
         Answer::Done,
         Answer::Prepared(vec![
@@ -159,6 +161,16 @@ fn answers() -> Vec<Answer> {
         changes: vec![Change::Cleared, Change::Stored(key(1)), Change::Removed(key(2))],
     }));
     all
+}
+
+/// A part of the welcome that the fixture of version 1 does not contain.
+#[test]
+fn the_device_of_a_pool_is_decoded_as_encoded() {
+    let welcome = Welcome { device: Some([9; 16]), ..welcome() };
+    let mut bytes = Vec::new();
+    Answer::Welcome(welcome.clone()).write(&mut bytes, 1);
+    let frame = Frame::read(&bytes).expect("it was just written");
+    assert!(matches!(Answer::read(&frame), Ok(Answer::Welcome(read)) if read == welcome));
 }
 
 /// Failures that the fixture of version 1 does not contain.

@@ -4,10 +4,14 @@ import logging
 import threading
 import time
 
-__all__ = ["LOG_INTERVAL_S", "FailureLog"]
+from cascadekv import CascadeError
+
+__all__ = ["LOG_INTERVAL_S", "STORE_FAILURES", "FailureLog"]
 
 LOG_INTERVAL_S = 30.0
 """Least time between two log lines for one kind of failure."""
+STORE_FAILURES = (CascadeError, ValueError, BufferError)
+"""Exceptions of the store and of copies; any other exception is a bug and is logged as such."""
 
 
 class FailureLog:

@@ -2,11 +2,15 @@
 #![expect(unsafe_code, reason = "exports functions with C's interface")]
 
 use std::ffi::{c_int, c_uint, c_void};
+use std::time::Duration;
 
 use super::write;
-use crate::state::{INVALID_HANDLE, INVALID_VALUE, NOT_READY, State, Stream, Work};
+use crate::state::{Event, INVALID_HANDLE, INVALID_VALUE, NOT_READY, State, Stream, Work};
 use crate::streams::{create, submit, wait_until};
 use crate::world::{Needs, SUCCESS, Status, World};
+
+/// `CU_EVENT_DISABLE_TIMING`.
+const DISABLE_TIMING: c_uint = 2;
 
 #[unsafe(export_name = "cuStreamCreateWithPriority")]
 pub(crate) unsafe extern "C" fn stream_create(
@@ -75,6 +79,12 @@ pub(crate) unsafe extern "C" fn stream_synchronize(stream: *mut c_void) -> Statu
     synchronize("cuStreamSynchronize", |state| state.streams.get(&stream).is_none_or(is_idle))
 }
 
+/// For the library of an engine: we never wait by a call of the driver.
+#[unsafe(export_name = "cuCtxSynchronize")]
+pub(crate) unsafe extern "C" fn context_synchronize() -> Status {
+    synchronize("cuCtxSynchronize", |state| state.streams.values().all(is_idle))
+}
+
 #[unsafe(export_name = "cuLaunchHostFunc")]
 pub(crate) unsafe extern "C" fn launch_host_function(
     stream: *mut c_void,
@@ -98,7 +108,8 @@ pub(crate) unsafe extern "C" fn event_create(event: *mut *mut c_void, flags: c_u
         let handle = state.new_handle();
         // SAFETY: the caller's promise.
         unsafe { write(event, std::ptr::without_provenance_mut(handle)) }?;
-        state.events.insert(handle, crate::state::Event::default());
+        let is_timed = flags & DISABLE_TIMING == 0;
+        state.events.insert(handle, Event { is_timed, ..Event::default() });
         Ok(())
     })
 }
@@ -135,14 +146,25 @@ pub(crate) unsafe extern "C" fn event_synchronize(event: *mut c_void) -> Status 
 #[unsafe(export_name = "cuEventElapsedTime")]
 pub(crate) unsafe extern "C" fn event_elapsed_time(
     time_ms: *mut f32,
-    _first: *mut c_void,
-    _last: *mut c_void,
+    first: *mut c_void,
+    last: *mut c_void,
 ) -> Status {
-    World::call("cuEventElapsedTime", Needs::Context, |_, _| {
-        // A fake has no speed.
+    World::call("cuEventElapsedTime", Needs::Context, |_, state| {
+        let (first, last) = (time_of(state, first.addr())?, time_of(state, last.addr())?);
+        // Negative if the events are in the other order, as on a GPU.
+        let elapsed_ms = (last.as_secs_f64() - first.as_secs_f64()) * 1e3;
+        #[expect(clippy::cast_possible_truncation, reason = "the driver's type")]
+        let elapsed_ms = elapsed_ms as f32;
         // SAFETY: the caller's promise.
-        unsafe { write(time_ms, 0.0) }
+        unsafe { write(time_ms, elapsed_ms) }
     })
+}
+
+/// When an event was reached.
+fn time_of(state: &State, event: usize) -> Result<Duration, Status> {
+    let event = state.events.get(&event).filter(|it| it.is_timed && it.recorded > 0);
+    let event = event.ok_or(INVALID_HANDLE)?;
+    event.time.filter(|_| event.reached >= event.recorded).ok_or(NOT_READY)
 }
 
 #[unsafe(export_name = "cuEventDestroy_v2")]

@@ -15,7 +15,8 @@ use pyo3::prelude::*;
 use super::{PyStore, options};
 use crate::arguments::of;
 use crate::buffers::in_device_memory;
-use crate::gpu::{GpuSave, PyGpuEvent, PyGpuMemory, gpu_memory};
+use crate::gpu::{PutSave, PyGpuEvent, PyGpuMemory, PyGpuSave, SavedBlocks, gpu_memory};
+use crate::page_table::PageTable;
 use crate::paged::{PyPagedMemory, memory};
 use crate::process_bound::ProcessBound;
 use crate::results::PyPutResult;
@@ -43,7 +44,7 @@ struct Unsealed {
     blocks: Vec<PreparedBlock>,
     gathered: ByteRanges,
     /// The copies that a GPU makes now. They have the slabs.
-    gpu_save: Option<GpuSave>,
+    gpu_save: Option<PutSave>,
 }
 
 enum PreparedBlock {
@@ -69,6 +70,42 @@ impl NeededBlock {
         let Self { key, parent, namespace, is_prefix, is_partial, ttl_ms, slab } = self;
         Some(PutSlab { key, slab: slab?, parent, namespace, is_prefix, is_partial, ttl_ms })
     }
+}
+
+/// Starts to copy pages of a GPU's memory into the blocks of several puts, in one submission. If
+/// the arguments are wrong, nothing changes; if the copies do not start, all puts are released.
+pub(crate) fn start_gather(
+    py: Python<'_>,
+    memory: &PyGpuMemory,
+    puts: &[(&PyPreparedPut, Vec<usize>)],
+    after: &PyGpuEvent,
+) -> PyResult<PyGpuSave> {
+    let mut puts: Vec<(&PyPreparedPut, &[usize])> =
+        puts.iter().map(|(put, pages)| (*put, pages.as_slice())).collect();
+    // All are locked at once, in one order: two calls with the same puts do not wait for each other
+    // in a circle.
+    puts.sort_by_key(|(put, _)| std::ptr::from_ref(*put).addr());
+    if puts.windows(2).any(|pair| std::ptr::eq(pair[0].0, pair[1].0)) {
+        return Err(PyValueError::new_err("puts: one occurs twice; a put is gathered once"));
+    }
+    let mutexes = puts.iter().map(|(put, _)| put.unsealed()).collect::<PyResult<Vec<_>>>()?;
+    py.detach(|| {
+        let mut locked: Vec<_> = mutexes.into_iter().map(lock).collect();
+        for unsealed in &locked {
+            unsealed.as_ref().ok_or_else(used_up)?.check_slabs()?;
+        }
+        // Taken out: an error below releases them.
+        let mut taken: Vec<_> = locked.iter_mut().filter_map(|unsealed| unsealed.take()).collect();
+        let to_save =
+            taken.iter_mut().zip(&puts).map(|(current, (_, pages))| current.take_slabs(pages));
+        let to_save = to_save.collect::<PyResult<Vec<_>>>()?;
+        let (save, parts) = memory.start_save(to_save, after)?;
+        for ((unsealed, mut current), part) in locked.iter_mut().zip(taken).zip(parts) {
+            current.gpu_save = part;
+            **unsealed = Some(current);
+        }
+        Ok(save)
+    })
 }
 
 /// The gathered bytes of each needed block: ranges in order that neither overlap nor touch.
@@ -133,6 +170,16 @@ impl PyPreparedPut {
         Self { store, needed, block_count, block_bytes, unsealed }
     }
 
+    /// The page of each block, checked for a copy of a GPU.
+    pub(crate) fn pages_of(
+        &self,
+        table: &PageTable,
+        pages: &Bound<'_, PyAny>,
+    ) -> PyResult<Vec<usize>> {
+        table.check_block_bytes(self.block_bytes)?;
+        table.page_numbers(pages, self.block_count)
+    }
+
     /// The mutex of the blocks. Lock it only while detached from the interpreter: its holder may be
     /// copying blocks, and other Python threads must run meanwhile.
     fn unsealed(&self) -> PyResult<&Mutex<Option<Unsealed>>> {
@@ -145,9 +192,29 @@ fn lock(unsealed: &Mutex<Option<Unsealed>>) -> MutexGuard<'_, Option<Unsealed>> 
 }
 
 impl Unsealed {
+    fn check_slabs(&self) -> PyResult<()> {
+        let is_in_flight = |block: &PreparedBlock| match block {
+            PreparedBlock::Needed(block) => block.slab.is_none(),
+            PreparedBlock::Settled(_) => false,
+        };
+        if self.blocks.iter().any(is_in_flight) { Err(in_flight()) } else { Ok(()) }
+    }
+
+    /// Takes the slabs of the needed blocks, with the page for each.
+    fn take_slabs(&mut self, pages: &[usize]) -> PyResult<SavedBlocks> {
+        let mut slabs = Vec::new();
+        for (block, page) in self.blocks.iter_mut().zip(pages) {
+            if let PreparedBlock::Needed(block) = block {
+                let slab = block.slab.take().ok_or_else(in_flight)?;
+                slabs.push((slab, *page));
+            }
+        }
+        Ok(slabs)
+    }
+
     /// Waits for the copies of a GPU, and takes their slabs back.
     fn finish_gpu_save(&mut self, timeout: Option<Duration>, block_bytes: usize) -> PyResult<()> {
-        let Some(save) = &mut self.gpu_save else { return Ok(()) };
+        let Some(save) = &self.gpu_save else { return Ok(()) };
         let mut slabs = save.wait(timeout)?.into_iter();
         self.gpu_save = None;
         for block in &mut self.blocks {
@@ -210,8 +277,8 @@ impl PyPreparedPut {
     /// Starts to copy page `pages[i]` of an engine's memory on a GPU into block i, for every needed
     /// block, after the work of a stream before `after`. `seal` waits for the copies.
     ///
-    /// The pages may be written again once the copies are over: see `hold_back`. If this fails,
-    /// the put is released.
+    /// The pages may be written again once the copies are over: see `hold_back`. If the copies do
+    /// not start, the put is released.
     #[pyo3(signature = (memory, pages, *, after))]
     fn start_gather(
         &self,
@@ -220,24 +287,9 @@ impl PyPreparedPut {
         pages: &Bound<'_, PyAny>,
         after: &Bound<'_, PyGpuEvent>,
     ) -> PyResult<()> {
-        let (memory, after) = (memory.get(), after.get());
-        let pages = memory.table().page_numbers(pages, self.block_count)?;
-        memory.table().check_block_bytes(self.block_bytes)?;
-        let unsealed = self.unsealed()?;
-        py.detach(|| {
-            let mut unsealed = lock(unsealed);
-            let mut current = unsealed.take().ok_or_else(used_up)?;
-            let mut to_save = Vec::with_capacity(self.needed.len());
-            for (block, page) in current.blocks.iter_mut().zip(pages) {
-                if let PreparedBlock::Needed(block) = block {
-                    let slab = block.slab.take().ok_or_else(in_flight)?;
-                    to_save.push((slab, page));
-                }
-            }
-            current.gpu_save = memory.start_save(to_save, after)?;
-            *unsealed = Some(current);
-            Ok(())
-        })
+        let memory = memory.get();
+        let pages = self.pages_of(memory.table(), pages)?;
+        start_gather(py, memory, &[(self, pages)], after.get()).map(drop)
     }
 
     /// Makes all later work of a stream wait for the copies of `start_gather`, so that it may write
@@ -251,8 +303,8 @@ impl PyPreparedPut {
         let unsealed = self.unsealed()?;
         py.detach(|| {
             let mut unsealed = lock(unsealed);
-            let current = unsealed.as_mut().ok_or_else(used_up)?;
-            let held = current.gpu_save.as_mut().map_or(Ok(()), |save| save.hold_back(stream));
+            let current = unsealed.as_ref().ok_or_else(used_up)?;
+            let held = current.gpu_save.as_ref().map_or(Ok(()), |save| save.hold_back(stream));
             held.inspect_err(|_| drop(unsealed.take()))
         })
     }

@@ -33,7 +33,7 @@ from cascadekv.connectors.vllm.groups import groups_of
 from cascadekv.connectors.vllm.identity import adapter_fingerprint, manifest_of
 from cascadekv.connectors.vllm.keys import RequestKeys, origin_of
 from cascadekv.connectors.vllm.layout import HeldPart, LayoutError, Rank, describe
-from cascadekv.connectors.vllm.memory import HostMemory, memory_of
+from cascadekv.connectors.vllm.memory import GpuPages, HostMemory, memory_of
 from cascadekv.connectors.vllm.metadata import (
     Part,
     SaveResult,
@@ -163,6 +163,12 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         """Return this worker's description for the scheduler."""
         return self._facts
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Begin a step: the engine calls it before the step's kernels."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None and isinstance(connector_metadata, StepPlan):
+            self._worker.begin_step(connector_metadata)
+
     @_guarded(lambda: None)
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:  # noqa: ARG002
         """Load what the step needs, and start asynchronous loads."""
@@ -286,8 +292,8 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             return
         self._scheduler.apply_report(report)
         if self._load_or_compute is not None:
-            for loaded in report.loaded:
-                self._load_or_compute.observe_load(loaded.tier, loaded.blocks, loaded.seconds)
+            for each in report.times:
+                self._load_or_compute.observe_load(each.tier, each.blocks, each.seconds)
             if report.prefill is not None:
                 self._load_or_compute.observe_prefill(*report.prefill)
 
@@ -422,8 +428,9 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             is_layerwise=self.settings.layerwise,
         )
         self._worker.attach(attached, list(cache.kv_cache_groups[0].layer_names))
-        is_on_host = all(isinstance(memory, HostMemory) for _, memory in attached)
-        return WorkerFacts(manifest, [held.part for held in self._parts], is_on_host)
+        # Launches of other devices return before the work is done: times on the host are wrong.
+        is_timed = all(isinstance(memory, HostMemory | GpuPages) for _, memory in attached)
+        return WorkerFacts(manifest, [held.part for held in self._parts], is_timed)
 
     def _rank(self) -> Rank:
         from vllm.distributed.parallel_state import (  # noqa: PLC0415
@@ -484,9 +491,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._follow_changes(list(parts))
         block_bytes = sum(part.block_bytes for part in parts.values())
-        if settings.load_or_compute and all(each.is_on_host for each in facts):
-            # Not on a device: its launches return before the work is done, so the measured times
-            # would be wrong.
+        if settings.load_or_compute and all(each.is_timed for each in facts):
             self._load_or_compute = LoadOrCompute(
                 block_tokens=self._block_tokens, block_bytes=max(1, block_bytes)
             )

@@ -2,14 +2,16 @@
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 
 from cascadekv import CascadeError, PreparedPut, PutResult, PutStatus
-from cascadekv.connectors.failures import FailureLog
-from cascadekv.connectors.vllm.memory import GpuPages, LoadOrder
+from cascadekv.connectors.failures import STORE_FAILURES, FailureLog
+from cascadekv.connectors.vllm.memory import SUBMISSION_BYTES, GpuPages, LoadOrder
 from cascadekv.connectors.vllm.metadata import Save, SaveResult
 
-__all__ = ["GpuSave", "SaveQueue", "is_stored"]
+__all__ = ["GpuSave", "SaveQueue", "StepSaves", "is_stored"]
 
 _LOG = logging.getLogger("vllm.cascade")
 FINISH_S = 30.0
@@ -57,7 +59,7 @@ class GpuSave:
             try:
                 with prepared:
                     results = prepared.seal(timeout=FINISH_S)
-            except (CascadeError, ValueError, BufferError) as error:
+            except STORE_FAILURES as error:
                 self._failures.count("saving blocks", error)
                 self.fail(first, last)
                 continue
@@ -78,6 +80,68 @@ class GpuSave:
         return SaveResult(self._save.request, self._save.first, none_stored, 0, 0.0, 0.0)
 
 
+@dataclass(slots=True)
+class _Waiting:
+    """A put that waits for its submission."""
+
+    save: GpuSave
+    first: int
+    last: int
+    prepared: PreparedPut
+    pages: Sequence[int]
+
+
+class StepSaves:
+    """Collects the puts of one step, and starts their copies: a submission for each memory.
+
+    A submission has at most 64 MiB; what does not fit starts another one.
+    """
+
+    def __init__(self, failures: FailureLog) -> None:
+        """Begin without puts."""
+        self._failures = failures
+        self._waiting: dict[GpuPages, list[_Waiting]] = {}
+        self._bytes: dict[GpuPages, int] = {}
+
+    def add(
+        self,
+        memory: GpuPages,
+        save: GpuSave,
+        blocks: tuple[int, int],
+        prepared: PreparedPut,
+        pages: Sequence[int],
+    ) -> None:
+        """Add the put of a run of blocks of a save; `blocks` are the first and the end."""
+        first, last = blocks
+        save.add(first, last, prepared, memory)
+        size = len(prepared.needed) * memory.block_bytes
+        if not size:
+            return
+        if self._bytes.get(memory, 0) + size > SUBMISSION_BYTES:
+            self._submit(memory)
+        self._waiting.setdefault(memory, []).append(_Waiting(save, first, last, prepared, pages))
+        self._bytes[memory] = self._bytes.get(memory, 0) + size
+
+    def submit(self) -> None:
+        """Start the copies of all puts so far."""
+        for memory in list(self._waiting):
+            self._submit(memory)
+
+    def _submit(self, memory: GpuPages) -> None:
+        puts = self._waiting.pop(memory, [])
+        self._bytes[memory] = 0
+        if not puts:
+            return
+        try:
+            memory.start_saves([(put.prepared, put.pages) for put in puts])
+        except STORE_FAILURES as error:
+            # Puts whose copies failed are released, and not sealed.
+            reason = f"{len(puts)} saves of one submission: {error}"
+            self._failures.count("saving blocks", reason)
+            for put in puts:
+                put.save.fail(put.first, put.last)
+
+
 class SaveQueue:
     """Finishes saves in one thread, in their order. Without saves there is no thread."""
 
@@ -88,12 +152,11 @@ class SaveQueue:
 
     def finish(self, save: GpuSave) -> None:
         """Queue a save whose copies were started."""
-        save.pause()
         self._saves.append((save, self._finisher.submit(save.finish)))
 
-    def release_after(self, order: LoadOrder) -> None:
-        """Release the blocks of a load once the GPU has copied them."""
-        self._finisher.submit(_release_after, order)
+    def release_after(self, order: LoadOrder, then: Callable[[], None]) -> None:
+        """Release the blocks of loads once the GPU has copied them, then call `then`."""
+        self._finisher.submit(_release_after, order, then)
 
     def take_results(self) -> list[SaveResult]:
         """Return the results of the saves that ended since the last call."""
@@ -113,8 +176,9 @@ class SaveQueue:
         self._finisher.shutdown(wait=True, cancel_futures=True)
 
 
-def _release_after(order: LoadOrder) -> None:
+def _release_after(order: LoadOrder, then: Callable[[], None]) -> None:
     try:
         order.wait()
+        then()
     except CascadeError as error:
         _LOG.warning("Cascade: a load did not end on its GPU: %s", error)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from cascadekv.connectors.vllm.layout import Region
 
 __all__ = [
+    "SUBMISSION_BYTES",
     "DeviceMemory",
     "GpuPages",
     "HostMemory",
@@ -33,6 +34,8 @@ __all__ = [
 _LOG = logging.getLogger("vllm.cascade")
 STAGING_BYTES = 64 << 20
 """Most bytes of one call, and the size of a staging buffer."""
+SUBMISSION_BYTES = STAGING_BYTES
+"""Most bytes that a GPU copies in one submission for several requests."""
 
 
 class LoadOrder(Protocol):
@@ -41,6 +44,15 @@ class LoadOrder(Protocol):
     @property
     def has_copies(self) -> bool:
         """Whether copies were started that may go on."""
+        ...
+
+    @property
+    def copy_seconds(self) -> float | None:
+        """For how long a device made the copies that were waited for; `None` if it cannot tell."""
+        ...
+
+    def another(self) -> "LoadOrder":
+        """Return the same place for another load."""
         ...
 
     def wait(self) -> None:
@@ -94,6 +106,11 @@ class SynchronousOrder:
     """The order of loads that are over when the call returns."""
 
     has_copies = False
+    copy_seconds = 0.0
+
+    def another(self) -> "SynchronousOrder":
+        """Return this order, which has no state."""
+        return self
 
     def wait(self) -> None:
         """Return: the pages are written."""
@@ -161,6 +178,11 @@ class GpuOrder:
         self._stream = stream
         self._copies: list[GpuLoad] = []
         self._of_layer: dict[int, GpuLoad] = {}
+        self.copy_seconds: float | None = 0.0
+
+    def another(self) -> "GpuOrder":
+        """Return the same place for another load."""
+        return GpuOrder(self.after, self._stream)
 
     @property
     def has_copies(self) -> bool:
@@ -176,7 +198,10 @@ class GpuOrder:
     def wait(self) -> None:
         """Return once all pages of the load are written, and release its blocks."""
         while self._copies:
-            self._copies[-1].wait()
+            copies = self._copies[-1]
+            copies.wait()
+            took, known = copies.seconds, self.copy_seconds
+            self.copy_seconds = None if took is None or known is None else known + took
             self._copies.pop()
 
     def hold_back_engine(self) -> None:
@@ -216,13 +241,21 @@ class GpuPages:
         self._is_registration_logged = False
 
     def save(self, prepared: "PreparedPut", pages: Sequence[int]) -> None:
-        """Start to copy pages into the memory of a prepared put.
+        """Start to copy pages into the memory of a prepared put, as `start_saves` does."""
+        self.start_saves([(prepared, pages)])
+
+    def start_saves(self, puts: Sequence[tuple["PreparedPut", Sequence[int]]]) -> None:
+        """Start to copy pages into the memory of prepared puts, in one submission.
 
         The engine's later work waits for the copies, because it may write the pages.
         """
         stream = self._stream()
-        prepared.start_gather(self._memory, pages, after=self._gpu.mark(stream))
-        prepared.hold_back(stream)
+        copies = self._memory.start_gather(puts, after=self._gpu.mark(stream))
+        copies.hold_back(stream)
+
+    def mark(self) -> GpuEvent:
+        """Return an event after the engine's work so far, with its time."""
+        return self._gpu.mark(self._stream(), timed=True)
 
     def order(self) -> GpuOrder:
         """Return the place of a load after the engine's work so far."""
@@ -232,29 +265,28 @@ class GpuPages:
         self, views: "Views", pages: Sequence[int], order: LoadOrder | None = None
     ) -> list[bool]:
         """Start to copy blocks to pages; false for each missing block."""
-        return self._start_load(views, pages, order)
+        return self.start_loads([(views, pages)], order).copied
 
     def load_layer(
         self, views: "Views", pages: Sequence[int], layer: int, order: LoadOrder
     ) -> list[bool]:
         """Start to copy one layer of blocks; false for each missing block."""
-        return self._start_load(views, pages, order, layer)
+        return self.start_loads([(views, pages)], order, layer).copied
 
-    def _start_load(
+    def start_loads(
         self,
-        views: "Views",
-        pages: Sequence[int],
+        batches: Sequence[tuple["Views", Sequence[int]]],
         order: LoadOrder | None,
         layer: int | None = None,
-    ) -> list[bool]:
+    ) -> GpuLoad:
+        """Start to copy batches of blocks to their pages, in one submission."""
         if not isinstance(order, GpuOrder):
             raise TypeError("a load of a GPU needs the order from `order()`")
         first, count = (0, None) if layer is None else (layer, 1)
-        copies = views.start_scatter(
-            self._memory, pages, after=order.after, first=first, count=count
-        )
-        order.add(copies, layer)
-        return copies.copied
+        copies = self._memory.start_scatter(batches, after=order.after, first=first, count=count)
+        if any(copies.copied):
+            order.add(copies, layer)
+        return copies
 
     def log_registration(self) -> None:
         """Log once how the registration of the pool ended."""

@@ -9,8 +9,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 __all__ = [
+    "SLOW_TIERS",
     "Load",
     "LoadResult",
+    "LoadTime",
     "Part",
     "Save",
     "SaveResult",
@@ -18,6 +20,9 @@ __all__ = [
     "WorkerFacts",
     "WorkerReport",
 ]
+
+SLOW_TIERS = frozenset(("files", "posix"))
+"""Tiers whose blocks take long to read: their loads do not block a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +48,8 @@ class WorkerFacts(KVConnectorHandshakeMetadata):
     """The fields of the compatibility manifest; the same on every worker."""
     parts: list[Part]
     """The parts that this worker holds."""
-    is_on_host: bool = True
-    """Whether the KV is in host memory, where copies are synchronous."""
+    is_timed: bool = True
+    """Whether loads and steps are measured by the clock of the device that makes them."""
     refusal: str | None = None
     """Why this worker's KV cannot be stored; if set, the engine stores and loads nothing."""
 
@@ -122,6 +127,15 @@ class LoadResult:
     cpu_seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class LoadTime:
+    """How long a load took whose copies are over, with the lookup of its blocks."""
+
+    tier: str
+    blocks: int
+    seconds: float
+
+
 @dataclass(slots=True)
 class SaveResult:
     """The outcome of a save on one worker."""
@@ -142,6 +156,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
     loaded: list[LoadResult] = field(default_factory=list[LoadResult])
     saved: list[SaveResult] = field(default_factory=list[SaveResult])
+    times: list[LoadTime] = field(default_factory=list[LoadTime])
+    """Of the loads whose copies are over; on a GPU some time after their results."""
     prefill: tuple[int, int, float] | None = None
     """Tokens of the step, tokens before them, seconds."""
     workers: int = 1
@@ -157,6 +173,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
         return WorkerReport(
             [*self.loaded, *other.loaded],
             [*self.saved, *other.saved],
+            [*self.times, *other.times],
             slower,
             self.workers + other.workers,
             max(self.plan, other.plan),

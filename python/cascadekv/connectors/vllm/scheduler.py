@@ -21,6 +21,7 @@ from cascadekv.connectors.vllm.background import BackgroundThread
 from cascadekv.connectors.vllm.groups import CacheGroup, usable_prefix
 from cascadekv.connectors.vllm.keys import RequestKeys, UnkeyableRequest
 from cascadekv.connectors.vllm.metadata import (
+    SLOW_TIERS,
     Load,
     Part,
     Save,
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
 __all__ = ["LookupResult", "Scheduler", "SchedulerSettings"]
 
 _LOG = logging.getLogger("vllm.cascade")
-SLOW_TIERS = frozenset(("files", "posix"))
-"""Tiers whose loads do not block a step."""
 RESULT_MAX_AGE_S = 1.0
 """How long a lookup result is valid while the request waits."""
 LOOKAHEAD_BUDGET_S = 0.02

@@ -11,27 +11,30 @@ import dataclasses
 import functools
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 from cascadekv import (
-    BlockKeys,
-    CascadeError,
     Namespace,
     PreparedPut,
     Store,
     part_of_trace,
 )
-from cascadekv.connectors.failures import FailureLog
-from cascadekv.connectors.vllm.gpu_saves import GpuSave, SaveQueue, is_stored
-from cascadekv.connectors.vllm.keys import KEY_BYTES
+from cascadekv.connectors.failures import STORE_FAILURES, FailureLog
+from cascadekv.connectors.vllm.batches import Batches, SaveRun, runs_of, select
+from cascadekv.connectors.vllm.gpu_clock import StepClock
+from cascadekv.connectors.vllm.gpu_loads import FoundLoad, StepLoads
+from cascadekv.connectors.vllm.gpu_saves import GpuSave, SaveQueue, StepSaves, is_stored
 from cascadekv.connectors.vllm.layers import LayerwiseLoad
 from cascadekv.connectors.vllm.layout import HeldPart
 from cascadekv.connectors.vllm.memory import GpuPages, HostMemory, LoadOrder, Memory
 from cascadekv.connectors.vllm.metadata import (
+    SLOW_TIERS,
     Load,
     LoadResult,
+    LoadTime,
     Save,
     SaveResult,
     StepPlan,
@@ -48,8 +51,6 @@ SEAL_S = 0.01
 """Least time for sealing blocks that are copied already when the time for saves is over."""
 IDLE_WAIT_S = 0.002
 """How long a step without tokens waits for a load, so that the engine does not spin."""
-STORE_FAILURES = (CascadeError, ValueError, BufferError)
-"""Exceptions of the store and of copies; any other exception is a bug and is logged as such."""
 
 
 @dataclass(slots=True)
@@ -94,19 +95,30 @@ class Worker:
         self._is_idle = False
         """Whether the current step computes no tokens."""
         self._report = WorkerReport()
+        self._times: deque[LoadTime] = deque()
+        """Times of loads, to be reported; other threads append them."""
         self._failures = FailureLog(_LOG)
         self._tasks = TaskLog(_LOG)
+        self._clock: StepClock | None = None
+        """Of a GPU; on a host the worker measures steps."""
 
     def attach(self, parts: Sequence[tuple[HeldPart, Memory]], layers: Sequence[str]) -> None:
         """Set the KV memory; `layers` are the first part's layers, in the order of its regions."""
         self._parts = {held.part.name: (held, memory) for held, memory in parts}
         self._layers = {}
+        gpu = next((memory for _, memory in parts if isinstance(memory, GpuPages)), None)
+        self._clock = StepClock(gpu, self._failures) if gpu is not None else None
         by_layer = all(isinstance(memory, HostMemory | GpuPages) for _, memory in parts)
         if self._is_layerwise and len(parts) == 1 and by_layer:
             self._layers = {layer: index for index, layer in enumerate(layers)}
         elif self._is_layerwise:
             reason = "the KV is in several parts" if by_layer else "the KV is in device memory"
             _LOG.warning("Cascade: cascade.layerwise is ignored: %s", reason)
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Begin a step: called before the loads and the kernels of a plan."""
+        if self._clock is not None:
+            self._clock.begin(plan)
 
     def start_loads(self, plan: StepPlan) -> None:
         """Load what this step needs, and start the asynchronous loads."""
@@ -119,38 +131,118 @@ class Worker:
             for page, failed_in in self._invalid_pages.items()
             if failed_in > plan.completed
         }
-        # One deadline for all synchronous loads of the step.
-        deadline = time.monotonic() + self._load_timeout
-        for load in plan.loads:
-            try:
-                self._start(load, deadline)
-            except Exception as error:  # noqa: BLE001 # a bug here must not fail the engine
-                # The engine counts the blocks as loaded unless they are reported as failed.
-                self._failures.count("starting a load", error)
-                failed = _failed_load(load)
-                if load.is_async:
-                    future: Future[LoadResult] = Future()
-                    future.set_result(failed)
-                    self._async_loads[load.request] = (load, future)
-                else:
-                    self._finish_sync_load(load, failed)
+        if plan.loads:
+            self._start_all(plan.loads)
 
-    def _start(self, load: Load, deadline: float) -> None:
-        orders = {name: memory.order() for name, (_, memory) in self._parts.items()}
+    def _start_all(self, loads: Sequence[Load]) -> None:
+        # One deadline for all synchronous loads of the step, and one place in the engine's work.
+        deadline = time.monotonic() + self._load_timeout
+        together: list[Load] = []
+        try:
+            place = {name: memory.order() for name, (_, memory) in self._parts.items()}
+        except STORE_FAILURES as error:
+            for load in loads:
+                self._fail(load, error)
+            return
+        for load in loads:
+            try:
+                if not self._start(load, place, deadline):
+                    together.append(load)
+            except Exception as error:  # noqa: BLE001 # a bug here must not fail the engine
+                self._fail(load, error)
+        if together:
+            try:
+                self._load_together(together, place, deadline)
+            except Exception as error:  # noqa: BLE001 # likewise
+                for load in together:
+                    self._fail(load, error)
+        if self._clock is not None and (together or self._step.layerwise_loads):
+            # Loads of the step are no part of the time of its kernels.
+            self._clock.begin_after_loads(is_layerwise=bool(self._step.layerwise_loads))
+
+    def _fail(self, load: Load, error: Exception) -> None:
+        """Report a load as failed: the engine counts its blocks as loaded otherwise."""
+        self._failures.count("starting a load", error)
+        failed = _failed_load(load)
+        if load.is_async:
+            future: Future[LoadResult] = Future()
+            future.set_result(failed)
+            self._async_loads[load.request] = (load, future)
+        else:
+            self._finish_sync_load(load, failed)
+
+    def _start(self, load: Load, place: Mapping[str, LoadOrder], deadline: float) -> bool:
+        """Start a load, unless it is copied together with others: then return false."""
+        orders = {name: order.another() for name, order in place.items()}
         if load.is_async:
             future = self._loaders.submit(self._load_async, load, orders)
             self._async_loads[load.request] = (load, future)
         elif self._layers and load.keys and self._fits_one_batch(load):
             self._step.layerwise_loads.append(self._load_layerwise(load, orders, deadline))
+        elif self._clock is not None:
+            return False
         else:
             result = self._result_of(load, functools.partial(self._load, load, orders, deadline))
-            for order in orders.values():
-                # Also after a failure: some copies may have started. An exception means that no
-                # copy of the GPU is in flight any more.
-                order.hold_back_engine()
-                if order.has_copies:
-                    self._gpu_saves.release_after(order)
+            self._times.append(LoadTime(load.tier, result.blocks, result.seconds))
             self._finish_sync_load(load, result)
+        return True
+
+    def _load_together(
+        self, loads: Sequence[Load], orders: Mapping[str, LoadOrder], deadline: float
+    ) -> None:
+        """Load what the kernels of this step wait for, in one submission for each memory."""
+        step = StepLoads(self._parts, orders, deadline, self._failures, self._tasks)
+        try:
+            results = self._copy_together(loads, step, orders, deadline)
+        finally:
+            # Also after a failure: some copies may have started. An exception means that no copy
+            # of the GPU is in flight any more.
+            for order in orders.values():
+                order.hold_back_engine()
+        results += [(found.load, found.result()) for found in step.found]
+        for load, result in results:
+            self._finish_sync_load(load, result)
+        self._release_after(orders, step.found)
+
+    def _copy_together(
+        self,
+        loads: Sequence[Load],
+        step: StepLoads,
+        orders: Mapping[str, LoadOrder],
+        deadline: float,
+    ) -> list[tuple[Load, LoadResult]]:
+        """Look up the loads of a step and start their copies; returns those that were alone."""
+        results: list[tuple[Load, LoadResult]] = []
+        for load in loads:
+            if load.tier in SLOW_TIERS:
+                # The copies so far do not wait for the reads of this load.
+                step.submit()
+            try:
+                is_found = step.find(load, self._store())
+            except Exception as error:  # noqa: BLE001 # a bug here must not fail the other loads
+                self._failures.count("loading", error)
+                results.append((load, _failed_load(load)))
+                continue
+            if not is_found:
+                # More blocks than a batch, or than the pool has room for at the same time.
+                step.submit()
+                for order in orders.values():
+                    order.wait()
+                alone = functools.partial(self._load, load, orders, deadline)
+                results.append((load, self._result_of(load, alone)))
+        step.submit()
+        return results
+
+    def _release_after(self, orders: Mapping[str, LoadOrder], loads: Sequence[FoundLoad]) -> None:
+        """Release blocks, and note how long their loads took, once the GPU has copied them."""
+        *before, last = orders.values()
+        for order in before:
+            self._gpu_saves.release_after(order, lambda: None)
+
+        def note_times() -> None:
+            self._times.extend(filter(None, (found.time() for found in loads)))
+
+        self._gpu_saves.release_after(last, note_times)
 
     def wait_for_layer(self, layer: str) -> None:
         """Return once the layer's KV has arrived or its load has failed."""
@@ -164,24 +256,25 @@ class Worker:
     def save(self, plan: StepPlan) -> None:
         """Finish the loads of this step, and save the blocks that it computed."""
         since = self._step.computing_since
-        if since is not None and plan.requests == 1 and plan.tokens > 1:
+        if self._clock is not None:
+            self._clock.end(plan)
+        elif since is not None and plan.requests == 1 and plan.tokens > 1:
             seconds = time.perf_counter() - since
             self._report.prefill = (plan.tokens, plan.context_tokens, seconds)
         # Before the saves: blocks that were computed from failed loads must not be saved.
         for layerwise in self._step.layerwise_loads:
             result = self._result_of(layerwise.load, layerwise.result)
+            note_time = functools.partial(self._note_time, layerwise.load, result, layerwise.order)
             if layerwise.order.has_copies:
-                self._gpu_saves.release_after(layerwise.order)
+                self._gpu_saves.release_after(layerwise.order, note_time)
+            else:
+                note_time()
             self._finish_sync_load(layerwise.load, result)
         self._step = _StepState()
         deadline = time.monotonic() + self._save_timeout
-        for save in plan.saves:
-            if not self._depends_on_invalid_page(save):
-                saved = self._save(save, self._namespace(plan.generation), deadline)
-                if isinstance(saved, SaveResult):
-                    self._report.saved.append(saved)
-                else:
-                    self._gpu_saves.finish(saved)
+        saves = [save for save in plan.saves if not self._depends_on_invalid_page(save)]
+        if saves:
+            self._save_all(saves, self._namespace(plan.generation), deadline)
         self._report.saved += self._gpu_saves.take_results()
 
     def arrivals(self) -> tuple[set[str], set[str]]:
@@ -214,8 +307,12 @@ class Worker:
         """Return the outcomes of loads and saves since the last call; `None` without any."""
         report, self._report = self._report, WorkerReport()
         report.saved += self._gpu_saves.take_results()
+        while self._times:
+            report.times.append(self._times.popleft())
+        if self._clock is not None:
+            report.prefill = self._clock.take()
         report.plan = self._plan
-        has_content = report.loaded or report.saved or report.prefill
+        has_content = report.loaded or report.saved or report.times or report.prefill
         return report if has_content else None
 
     def close(self) -> None:
@@ -272,15 +369,29 @@ class Worker:
     def _load_async(self, load: Load, orders: Mapping[str, LoadOrder]) -> LoadResult:
         """Load while the engine computes; returns once the pages are written."""
         try:
-            return self._load(load, orders, time.monotonic() + self._load_timeout)
+            result = self._load(load, orders, time.monotonic() + self._load_timeout)
         finally:
             for order in orders.values():
                 order.wait()
+        copies = [order.copy_seconds for order in orders.values()]
+        if None not in copies:
+            # A device's copies are over only now, and it has their time.
+            seconds = result.seconds + sum(filter(None, copies))
+            result = dataclasses.replace(result, seconds=seconds)
+            self._times.append(LoadTime(load.tier, result.blocks, seconds))
+        return result
+
+    def _note_time(self, load: Load, result: LoadResult, order: LoadOrder) -> None:
+        """Note how long a load took whose copies are over."""
+        if order.copy_seconds is not None:
+            seconds = result.seconds + order.copy_seconds
+            self._times.append(LoadTime(load.tier, result.blocks, seconds))
 
     def _load(self, load: Load, orders: Mapping[str, LoadOrder], deadline: float) -> LoadResult:
         started, cpu = time.perf_counter(), time.thread_time()
         bad: set[int] = set()
         copied = count = 0
+        lookup_seconds = 0.0
         for name, (held, memory) in self._parts.items():
             pages = load.blocks[held.part.group]
             count = len(pages)
@@ -292,15 +403,20 @@ class Worker:
                 continue
             size = len(needed) * memory.block_bytes
             with self._tasks.load(len(needed), size, load.tier), part_of_trace(load.trace):
-                batches = _Batches(memory, orders[name], keys, pages, deadline)
+                batches = Batches(memory, orders[name], keys, pages, deadline)
                 missing = self._load_part(batches, needed)
+            lookup_seconds += batches.lookup_seconds
             copied += (len(needed) - len(missing)) * memory.block_bytes
             bad.update(missing)
-        times = time.perf_counter() - started, time.thread_time() - cpu
+        seconds, cpu_seconds = time.perf_counter() - started, time.thread_time() - cpu
+        if self._clock is not None:
+            # The copies go on, and their time is added once it is known.
+            seconds = lookup_seconds
+        times = seconds, cpu_seconds
         indices = sorted(load.first + at for at in bad)
         return LoadResult(load.request, load.first, load.tier, count, indices, copied, *times)
 
-    def _load_part(self, part: "_Batches", needed: Sequence[int]) -> list[int]:
+    def _load_part(self, part: "Batches", needed: Sequence[int]) -> list[int]:
         """Copy a part's blocks to their pages; returns the indices of missing blocks."""
         missing: list[int] = []
         remaining = list(needed)
@@ -312,7 +428,7 @@ class Worker:
             remaining = no_room + remaining
         return missing
 
-    def _load_batch(self, part: "_Batches", batch: list[int]) -> tuple[list[int], list[int]]:
+    def _load_batch(self, part: "Batches", batch: list[int]) -> tuple[list[int], list[int]]:
         """Copy a batch; returns the missing blocks, and those that had no room in the pool.
 
         Blocks without room are retried once the views of the others are released. If no block of
@@ -321,8 +437,10 @@ class Worker:
         store, left = self._store(), part.deadline - time.monotonic()
         if store is None or left <= 0:
             return batch, []
+        started = time.perf_counter()
         try:
-            with store.view(_select(part.keys, batch), timeout=left) as views:
+            with store.view(select(part.keys, batch), timeout=left) as views:
+                part.lookup_seconds += time.perf_counter() - started
                 pages = [part.pages[index] for index in batch]
                 copied = part.memory.load(views, pages, part.order)
                 failed = [views.error(at) is not None for at in range(len(batch))]
@@ -340,10 +458,18 @@ class Worker:
                 (no_room if has_failed and can_retry else missing).append(index)
         return missing, no_room
 
-    def _save(self, save: Save, namespace: Namespace, deadline: float) -> SaveResult | GpuSave:
-        """Save blocks, or start to if a GPU copies them."""
-        if any(memory.is_asynchronous for _, memory in self._parts.values()):
-            return self._start_save(save, namespace, deadline)
+    def _save_all(self, saves: Sequence[Save], namespace: Namespace, deadline: float) -> None:
+        """Save the blocks of a step, or start to if a GPU copies them."""
+        if self._clock is None:
+            self._report.saved += [self._save(save, namespace, deadline) for save in saves]
+            return
+        step = StepSaves(self._failures)
+        started = [self._start_save(save, step, namespace, deadline) for save in saves]
+        step.submit()
+        for save in started:
+            self._gpu_saves.finish(save)
+
+    def _save(self, save: Save, namespace: Namespace, deadline: float) -> SaveResult:
         started, cpu = time.perf_counter(), time.thread_time()
         # A block is stored if all parts that this worker writes are stored.
         stored = [True] * len(next(iter(save.blocks.values())))
@@ -352,10 +478,10 @@ class Worker:
             if not held.is_writer:
                 continue
             pages = save.blocks[held.part.group]
-            for first, last in _runs(pages, memory.batch_blocks):
+            for first, last in runs_of(pages, memory.batch_blocks):
                 size = (last - first) * memory.block_bytes
                 with self._tasks.save(last - first, size), part_of_trace(save.trace):
-                    run = _SaveRun(save, held.part.name, first, last, pages)
+                    run = SaveRun(save, held.part.name, first, last, pages)
                     results, written = self._save_run(run, memory, namespace, deadline)
                 copied += written
                 stored[first:last] = [
@@ -365,7 +491,7 @@ class Worker:
         return SaveResult(save.request, save.first, stored, copied, *times)
 
     def _save_run(
-        self, run: "_SaveRun", memory: Memory, namespace: Namespace, deadline: float
+        self, run: "SaveRun", memory: Memory, namespace: Namespace, deadline: float
     ) -> tuple[list[bool], int]:
         """Save consecutive blocks of a part; returns which are stored, and the bytes copied."""
         stored: list[bool] = []
@@ -382,7 +508,7 @@ class Worker:
         return stored, copied
 
     def _save_batch(
-        self, run: "_SaveRun", memory: Memory, namespace: Namespace, deadline: float
+        self, run: "SaveRun", memory: Memory, namespace: Namespace, deadline: float
     ) -> tuple[list[bool], int]:
         pages = run.pages[run.first : run.last]
         none_stored = [False] * len(pages)
@@ -401,31 +527,32 @@ class Worker:
             return none_stored, 0
         return [is_stored(result) for result in results], needed * memory.block_bytes
 
-    def _start_save(self, save: Save, namespace: Namespace, deadline: float) -> GpuSave:
-        """Start the copies of a save. What the store refuses now is not tried again."""
+    def _start_save(
+        self, save: Save, step: StepSaves, namespace: Namespace, deadline: float
+    ) -> GpuSave:
+        """Add a save to those of its step. What the store refuses now is not tried again."""
         pending = GpuSave(save, self._failures)
         for held, memory in self._parts.values():
             if not held.is_writer or not isinstance(memory, GpuPages):
                 continue
             pages = save.blocks[held.part.group]
-            for first, last in _runs(pages, memory.batch_blocks):
-                run = _SaveRun(save, held.part.name, first, last, pages)
+            for first, last in runs_of(pages, memory.batch_blocks):
+                run = SaveRun(save, held.part.name, first, last, pages)
                 try:
                     prepared = self._prepare(run, memory, namespace, deadline)
                     if prepared is None:
                         pending.fail(first, last)
                         continue
-                    pending.add(first, last, prepared, memory)
-                    if prepared.needed:
-                        memory.save(prepared, pages[first:last])
                 except STORE_FAILURES as error:
-                    # A put whose copies failed is released, and not sealed.
                     self._failures.count("saving blocks", error)
                     pending.fail(first, last)
+                    continue
+                step.add(memory, pending, (first, last), prepared, pages[first:last])
+        pending.pause()
         return pending
 
     def _prepare(
-        self, run: "_SaveRun", memory: Memory, namespace: Namespace, deadline: float
+        self, run: "SaveRun", memory: Memory, namespace: Namespace, deadline: float
     ) -> PreparedPut | None:
         store, left = self._store(), deadline - time.monotonic()
         if store is None or left <= 0:
@@ -439,59 +566,8 @@ class Worker:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Batches:
-    """What all batches of a load have in common."""
-
-    memory: Memory
-    order: LoadOrder
-    keys: bytes
-    pages: Sequence[int]
-    deadline: float
-
-
-@dataclass(frozen=True, slots=True)
-class _SaveRun:
-    """Consecutive blocks of one part to save."""
-
-    save: Save
-    part: str
-    first: int
-    last: int
-    pages: Sequence[int]
-    """The pages of all blocks of the save."""
-
-    def keys(self) -> BlockKeys:
-        return BlockKeys(self.save.keys[self.part][self.first * KEY_BYTES : self.last * KEY_BYTES])
-
-    def parent(self) -> bytes | None:
-        if not self.first:
-            return self.save.parents[self.part]
-        return self.save.keys[self.part][(self.first - 1) * KEY_BYTES : self.first * KEY_BYTES]
-
-
 def _failed_load(load: Load) -> LoadResult:
     """Return the result of a load in which all blocks failed."""
     count = max(len(pages) for pages in load.blocks.values())
     bad = list(range(load.first, load.first + count))
     return LoadResult(load.request, load.first, load.tier, count, bad, 0, 0.0, 0.0)
-
-
-def _select(keys: bytes, indices: Sequence[int]) -> BlockKeys:
-    first, last = indices[0], indices[-1] + 1
-    if last - first == len(indices):
-        return BlockKeys(keys[first * KEY_BYTES : last * KEY_BYTES])
-    return BlockKeys(b"".join(keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at in indices))
-
-
-def _runs(pages: Sequence[int], most: int) -> list[tuple[int, int]]:
-    """Return runs of consecutive blocks that have pages, each of at most `most` blocks."""
-    runs: list[tuple[int, int]] = []
-    for at, page in enumerate(pages):
-        if not page:
-            continue
-        if runs and runs[-1][1] == at and at - runs[-1][0] < most:
-            runs[-1] = (runs[-1][0], at + 1)
-        else:
-            runs.append((at, at + 1))
-    return runs
