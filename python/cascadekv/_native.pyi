@@ -663,13 +663,15 @@ def connect(
     access: str = "write",
     name: str | None = None,
     timeout: _Duration | None = 5.0,
+    gpu: Gpu | None = None,
 ) -> Store:
     """Connect to the node of this host; returns a `Store` with the interface of an embedded one.
 
     `socket` is the path of the node's Unix socket, or `unix:PATH`. The default is `CASCADE_NODE`,
     then `CASCADE_SOCKET`, then the default socket of `cascade serve` for this user. `access` is
     "write" or "read"; `token` authenticates a tenant; `name` labels this client in the node's
-    status; `timeout` is the deadline of calls that set none.
+    status; `timeout` is the deadline of calls that set none. `gpu` maps the pool of a node whose
+    blocks are in the memory of a GPU, of this one or of one that it can access.
 
     Raises `AwayError` if no node answers and `RefusedError` if the node refuses this client. If the
     node becomes unavailable later, calls return at once (reads as misses, puts as `failed`) and the

@@ -37,6 +37,7 @@ from cascadekv._native import (
     BlockKeys,
     Changes,
     GetResult,
+    Gpu,
     Namespace,
     PagedMemory,
     PrefixMatch,
@@ -417,6 +418,7 @@ def connect(  # noqa: PLR0913 # the keywords of cascadekv.connect
     access: str = "write",
     name: str | None = None,
     timeout: Duration = 5.0,
+    gpu: Gpu | None = None,
     threads: int = THREADS,
 ) -> _StoreOpener:
     """Connect to the node of this host: `await` it, or `async with` it.
@@ -425,7 +427,9 @@ def connect(  # noqa: PLR0913 # the keywords of cascadekv.connect
     """
 
     def make() -> Store:
-        return connect_blocking(socket, token=token, access=access, name=name, timeout=timeout)
+        return connect_blocking(
+            socket, token=token, access=access, name=name, timeout=timeout, gpu=gpu
+        )
 
     return _StoreOpener(lambda: _open(make, threads))
 

@@ -35,7 +35,7 @@ def fake():
 
 
 @pytest.fixture
-def serve_hbm(serve, fake):
+def serve_hbm(serve, fake):  # noqa: ARG001 # the driver is chosen before a store is opened
     """Start a node with 16 MiB of the memory of the first GPU, or of another one."""
 
     def start(*flags, gpu=FIRST_GPU, **settings):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cascadekv._native import Store, connect
+from cascadekv._native import Gpu, Store, connect
 from cascadekv.config import StoreConfig
 from cascadekv.errors import AwayError, CascadeError, ConfigError, PipelineError
 from cascadekv.messages import advice
@@ -69,8 +69,10 @@ def read_settings(options: Mapping[str, object]) -> StoreAddress:
     return StoreAddress(node=None, embedded=_embedded(given, timeout), timeout=timeout)
 
 
-def open_store(address: StoreAddress, *, name: str) -> Store:
+def open_store(address: StoreAddress, *, name: str, gpu: Gpu | None = None) -> Store:
     """Open the store; `name` labels this client in the node's status.
+
+    `gpu` maps the pool of a node whose blocks are in the memory of a GPU.
 
     Raises what `connect` and `Store` raise: `AwayError` if no node answers, `RefusedError` if the
     node refuses this client.
@@ -80,7 +82,7 @@ def open_store(address: StoreAddress, *, name: str) -> Store:
             return Store(address.embedded)
         except PipelineError as error:
             raise PipelineError(f"cascade.pipeline: {error}") from error
-    return connect(address.node, token=address.token, name=name, timeout=address.timeout)
+    return connect(address.node, token=address.token, name=name, timeout=address.timeout, gpu=gpu)
 
 
 class StoreLink:
@@ -91,7 +93,14 @@ class StoreLink:
     that, the client reconnects by itself.
     """
 
-    def __init__(self, address: StoreAddress, *, name: str, retry_s: float = RETRY_S) -> None:
+    def __init__(
+        self,
+        address: StoreAddress,
+        *,
+        name: str,
+        retry_s: float = RETRY_S,
+        gpu: Gpu | None = None,
+    ) -> None:
         """Open the store; raises what `open_store` raises, except `AwayError`.
 
         An unavailable node is retried every `retry_s` seconds.
@@ -99,6 +108,7 @@ class StoreLink:
         self._address = address
         self._retry_s = retry_s
         self._name = name
+        self._gpu = gpu
         self._lock = threading.Lock()
         self._retry_at = 0.0
         self._closed = False
@@ -107,7 +117,7 @@ class StoreLink:
         self.last_error: CascadeError | None = None
         """Why there is no store, for the caller's log."""
         try:
-            self._store = open_store(address, name=name)
+            self._store = open_store(address, name=name, gpu=gpu)
         except AwayError as error:
             self._schedule_retry(error)
 
@@ -127,7 +137,7 @@ class StoreLink:
         """Try to connect once; the store is closed again if the link was closed meanwhile."""
         store = None
         try:
-            store = open_store(self._address, name=self._name)
+            store = open_store(self._address, name=self._name, gpu=self._gpu)
         except CascadeError as error:
             self._schedule_retry(error)
         finally:

@@ -30,6 +30,7 @@ from cascadekv.connectors.vllm.background import BackgroundThread
 from cascadekv.connectors.vllm.engine_config import is_one_process, load_mode, log_at_start
 from cascadekv.connectors.vllm.events import DeferredStore, EventSource
 from cascadekv.connectors.vllm.groups import groups_of
+from cascadekv.connectors.vllm.hbm import open_hbm
 from cascadekv.connectors.vllm.identity import adapter_fingerprint, manifest_of
 from cascadekv.connectors.vllm.keys import RequestKeys, origin_of
 from cascadekv.connectors.vllm.layout import HeldPart, LayoutError, Rank, describe
@@ -379,9 +380,12 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
     def _arrivals(self) -> tuple[set[str], set[str]]:
         return self._worker.arrivals() if self._worker is not None else (set(), set())
 
+    def _engine_name(self) -> str:
+        return f"vllm {self._vllm_config.model_config.served_model_name}"
+
     def _open(self) -> EngineStore:
         config = self._vllm_config
-        address, name = self.settings.address, f"vllm {config.model_config.served_model_name}"
+        address, name = self.settings.address, self._engine_name()
         if self.role is KVConnectorRole.SCHEDULER:
             wait = self.settings.lookup_timeout
         else:
@@ -426,6 +430,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             load_timeout=self.settings.load_timeout,
             save_timeout=self.settings.save_timeout,
             is_layerwise=self.settings.layerwise,
+            hbm=open_hbm(self.settings, [memory for _, memory in attached], self._engine_name()),
         )
         self._worker.attach(attached, list(cache.kv_cache_groups[0].layer_names))
         # Launches of other devices return before the work is done: times on the host are wrong.

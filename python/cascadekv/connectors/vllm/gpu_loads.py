@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from cascadekv import GpuLoad, Store, Views, part_of_trace
 from cascadekv.connectors.failures import STORE_FAILURES, FailureLog
 from cascadekv.connectors.vllm.batches import select
+from cascadekv.connectors.vllm.hbm import TIER, TieredReader
 from cascadekv.connectors.vllm.layout import HeldPart
 from cascadekv.connectors.vllm.memory import SUBMISSION_BYTES, GpuPages, LoadOrder, Memory
 from cascadekv.connectors.vllm.metadata import Load, LoadResult, LoadTime
@@ -57,6 +58,12 @@ class _Batch:
     positions: Sequence[int]
     pages: Sequence[int]
 
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether the blocks are in the memory of a GPU: all are, or none is."""
+        first = self.views[0]
+        return first is not None and first.tier == TIER
+
 
 @dataclass(slots=True)
 class _Waiting:
@@ -69,6 +76,8 @@ class _Waiting:
 
 class StepLoads:
     """Collects the loads of one step, and starts their copies: a submission for each memory.
+
+    Blocks in the store and those in the memory of a GPU are in submissions of their own.
 
     A submission has at most 64 MiB. A batch that fits no more, or that writes a page of an earlier
     one, starts another submission.
@@ -88,10 +97,10 @@ class StepLoads:
         self._deadline = deadline
         self._failures = failures
         self._tasks = tasks
-        self._waiting: dict[str, _Waiting] = {}
+        self._waiting: dict[tuple[str, bool], _Waiting] = {}
         self.found: list[FoundLoad] = []
 
-    def find(self, load: Load, store: Store | None) -> bool:
+    def find(self, load: Load, store: Store | TieredReader | None) -> bool:
         """Look up the blocks of a load, to be copied with those of other loads.
 
         Returns false, and changes nothing, if they are more than a batch or than the pool has room
@@ -130,28 +139,29 @@ class StepLoads:
         return True
 
     def _add(self, part: str, memory: GpuPages, batch: _Batch) -> None:
-        waiting = self._waiting.setdefault(part, _Waiting(memory))
+        place = part, batch.is_on_gpu
+        waiting = self._waiting.setdefault(place, _Waiting(memory))
         size = (len(waiting.pages) + len(batch.pages)) * memory.block_bytes
         if size > SUBMISSION_BYTES or not waiting.pages.isdisjoint(batch.pages):
-            self._submit(part)
-            waiting = self._waiting[part] = _Waiting(memory)
+            self._submit(place)
+            waiting = self._waiting[place] = _Waiting(memory)
         waiting.batches.append(batch)
         waiting.pages.update(batch.pages)
 
     def submit(self) -> None:
         """Start the copies of all blocks so far, and release the views."""
-        for part in self._waiting:
-            self._submit(part)
+        for place in self._waiting:
+            self._submit(place)
         self._waiting = {}
 
-    def _submit(self, part: str) -> None:
-        waiting = self._waiting[part]
+    def _submit(self, place: tuple[str, bool]) -> None:
+        waiting = self._waiting[place]
         if not waiting.batches:
             return
         started = time.thread_time()
         given = [(batch.views, batch.pages) for batch in waiting.batches]
         try:
-            copies = waiting.memory.start_loads(given, self._orders[part])
+            copies = waiting.memory.start_loads(given, self._orders[place[0]])
         except STORE_FAILURES as error:
             reason = f"{len(given)} loads of one submission: {error}"
             self._failures.count("reading blocks", reason)

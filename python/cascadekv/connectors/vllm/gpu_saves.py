@@ -5,9 +5,11 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from typing import Protocol
 
 from cascadekv import CascadeError, PreparedPut, PutResult, PutStatus
 from cascadekv.connectors.failures import STORE_FAILURES, FailureLog
+from cascadekv.connectors.vllm.hbm import CopyPuts, HbmTier
 from cascadekv.connectors.vllm.memory import SUBMISSION_BYTES, GpuPages, LoadOrder
 from cascadekv.connectors.vllm.metadata import Save, SaveResult
 
@@ -23,12 +25,26 @@ def is_stored(result: PutResult) -> bool:
     return result.ok or result.status is PutStatus.CONFLICT
 
 
+class PutList(Protocol):
+    """The puts of a save in one place."""
+
+    def add(self, first: int, last: int, prepared: PreparedPut, memory: GpuPages) -> None:
+        """Add the put of a run of blocks, whose copies are started next."""
+        ...
+
+    def fail(self, first: int, last: int) -> None:
+        """Count a run of blocks as not stored."""
+        ...
+
+
 class GpuSave:
     """A save of one request, from the start of its copies to its result."""
 
-    def __init__(self, save: Save, failures: FailureLog) -> None:
+    def __init__(self, save: Save, failures: FailureLog, hbm: HbmTier | None = None) -> None:
         """Begin without copies."""
         self._save = save
+        self.on_gpu = None if hbm is None else CopyPuts(hbm)
+        """The puts of the same blocks in the memory of a GPU."""
         self._failures = failures
         # A block is stored if all parts that this worker writes are stored.
         self._stored = [True] * len(next(iter(save.blocks.values())))
@@ -68,6 +84,8 @@ class GpuSave:
                 self._stored[at] = self._stored[at] and is_stored(result)
             memory.log_registration()
         self._puts = []
+        if self.on_gpu is not None:
+            self.on_gpu.finish(self._stored)
         self._cpu_seconds += time.thread_time()
         save, seconds = self._save, time.perf_counter() - self._started
         return SaveResult(
@@ -84,7 +102,7 @@ class GpuSave:
 class _Waiting:
     """A put that waits for its submission."""
 
-    save: GpuSave
+    save: PutList
     first: int
     last: int
     prepared: PreparedPut
@@ -106,7 +124,7 @@ class StepSaves:
     def add(
         self,
         memory: GpuPages,
-        save: GpuSave,
+        save: PutList,
         blocks: tuple[int, int],
         prepared: PreparedPut,
         pages: Sequence[int],

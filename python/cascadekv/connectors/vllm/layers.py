@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from cascadekv import BlockKeys, CascadeError, Store, part_of_trace
 from cascadekv.connectors.failures import FailureLog
+from cascadekv.connectors.vllm.hbm import TieredReader
 from cascadekv.connectors.vllm.memory import GpuPages, HostMemory, LoadOrder
 from cascadekv.connectors.vllm.metadata import Load, LoadResult
 
@@ -52,7 +53,7 @@ class LayerwiseLoad:
     def begin(
         self,
         pool: ThreadPoolExecutor,
-        store: Callable[[], Store | None],
+        store: Callable[[], Store | TieredReader | None],
         keys: bytes,
         failures: FailureLog,
         load_all_layers: Callable[[], LoadResult],
@@ -93,7 +94,7 @@ class LayerwiseLoad:
 
     def _run(
         self,
-        store: Callable[[], Store | None],
+        store: Callable[[], Store | TieredReader | None],
         keys: BlockKeys,
         failures: FailureLog,
         load_all_layers: Callable[[], LoadResult],

@@ -240,6 +240,11 @@ class GpuPages:
         self.layers = self._memory.regions
         self._is_registration_logged = False
 
+    @property
+    def gpu(self) -> Gpu:
+        """The GPU."""
+        return self._gpu
+
     def save(self, prepared: "PreparedPut", pages: Sequence[int]) -> None:
         """Start to copy pages into the memory of a prepared put, as `start_saves` does."""
         self.start_saves([(prepared, pages)])

@@ -27,10 +27,12 @@ _SECONDS = f"a number of seconds from {SECONDS_MIN} to {SECONDS_MAX:g}"
 _LOOKAHEAD = f"a number of seconds from 0 to {SECONDS_MAX:g}"
 _FILE = "an existing file"
 _TRACE_PATH = "a directory or a file for traces"
+_SOCKET = "the path of the socket of a node in the memory of a GPU"
 _WEIGHTS = "sampled, full, or a name for the weights"
 _OWN = {
     "cascade.load": _LOAD,
     "cascade.layerwise": _BOOLEAN,
+    "cascade.hbm": _SOCKET,
     "cascade.hit_ratio": _SHARE,
     "cascade.min_tokens": _TOKENS,
     "cascade.lite": _BOOLEAN,
@@ -64,6 +66,8 @@ class ConnectorSettings:
     """
     layerwise: bool = False
     """Whether a synchronous load arrives layer by layer, while the step computes."""
+    hbm: str | None = None
+    """Socket of a node in the memory of a GPU, the tier above the store."""
     hit_ratio: float = 1.0
     """Largest share of a prompt that is loaded."""
     min_tokens: int = 0
@@ -177,6 +181,7 @@ _CHECKS: Mapping[str, Callable[[object], bool]] = {
     _FILE: lambda value: _is_text(value) and Path(str(value)).is_file(),
     _TRACE_PATH: _is_text,
     _WEIGHTS: _is_text,
+    _SOCKET: _is_text,
 }
 
 

@@ -27,6 +27,7 @@ from cascadekv.connectors.vllm.batches import Batches, SaveRun, runs_of, select
 from cascadekv.connectors.vllm.gpu_clock import StepClock
 from cascadekv.connectors.vllm.gpu_loads import FoundLoad, StepLoads
 from cascadekv.connectors.vllm.gpu_saves import GpuSave, SaveQueue, StepSaves, is_stored
+from cascadekv.connectors.vllm.hbm import HbmTier, TieredReader
 from cascadekv.connectors.vllm.layers import LayerwiseLoad
 from cascadekv.connectors.vllm.layout import HeldPart
 from cascadekv.connectors.vllm.memory import GpuPages, HostMemory, LoadOrder, Memory
@@ -64,7 +65,7 @@ class _StepState:
 class Worker:
     """Carries out the scheduler's plans on one worker's KV memory."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 # each is named by its caller
         self,
         store: Callable[[], Store | None],
         namespace: Callable[[str], Namespace],
@@ -72,13 +73,18 @@ class Worker:
         load_timeout: float,
         save_timeout: float,
         is_layerwise: bool = False,
+        hbm: HbmTier | None = None,
     ) -> None:
-        """`store` returns the store, or `None` while it is unavailable; time-outs in seconds."""
+        """`store` returns the store, or `None` while it is unavailable; time-outs in seconds.
+
+        `hbm` is the tier above the store, for KV in the memory of a GPU.
+        """
         self._store = store
         self._namespace = namespace
         self._load_timeout = load_timeout
         self._save_timeout = save_timeout
         self._is_layerwise = is_layerwise
+        self._hbm = hbm
         self._parts: dict[str, tuple[HeldPart, Memory]] = {}
         self._layers: dict[str, int] = {}
         """Index of each layer for layerwise loads; empty if they are off."""
@@ -218,7 +224,7 @@ class Worker:
                 # The copies so far do not wait for the reads of this load.
                 step.submit()
             try:
-                is_found = step.find(load, self._store())
+                is_found = step.find(load, self._reader())
             except Exception as error:  # noqa: BLE001 # a bug here must not fail the other loads
                 self._failures.count("loading", error)
                 results.append((load, _failed_load(load)))
@@ -320,6 +326,8 @@ class Worker:
         self._loaders.shutdown(wait=True, cancel_futures=True)
         self._gpu_saves.close()
         self._parts = {}
+        if self._hbm is not None:
+            self._hbm.close()
 
     def _result_of(self, load: Load, result: Callable[[], LoadResult]) -> LoadResult:
         """Return the result of a load; after a bug in it, all of its blocks count as failed."""
@@ -363,7 +371,7 @@ class Worker:
         layerwise = LayerwiseLoad(load, memory, orders[name], pages, deadline)
         load_all_layers = functools.partial(self._load, load, orders, deadline)
         keys = load.keys[name]
-        layerwise.begin(self._loaders, self._store, keys, self._failures, load_all_layers)
+        layerwise.begin(self._loaders, self._reader, keys, self._failures, load_all_layers)
         return layerwise
 
     def _load_async(self, load: Load, orders: Mapping[str, LoadOrder]) -> LoadResult:
@@ -434,7 +442,7 @@ class Worker:
         Blocks without room are retried once the views of the others are released. If no block of
         the batch was read, a retry cannot succeed, and all count as missing.
         """
-        store, left = self._store(), part.deadline - time.monotonic()
+        store, left = self._reader(), part.deadline - time.monotonic()
         if store is None or left <= 0:
             return batch, []
         started = time.perf_counter()
@@ -463,9 +471,11 @@ class Worker:
         if self._clock is None:
             self._report.saved += [self._save(save, namespace, deadline) for save in saves]
             return
-        step = StepSaves(self._failures)
-        started = [self._start_save(save, step, namespace, deadline) for save in saves]
+        # The copies in the memory of a GPU are in submissions of their own.
+        step, on_gpu = StepSaves(self._failures), StepSaves(self._failures)
+        started = [self._start_save(it, (step, on_gpu), namespace, deadline) for it in saves]
         step.submit()
+        on_gpu.submit()
         for save in started:
             self._gpu_saves.finish(save)
 
@@ -528,10 +538,15 @@ class Worker:
         return [is_stored(result) for result in results], needed * memory.block_bytes
 
     def _start_save(
-        self, save: Save, step: StepSaves, namespace: Namespace, deadline: float
+        self,
+        save: Save,
+        steps: tuple[StepSaves, StepSaves],
+        namespace: Namespace,
+        deadline: float,
     ) -> GpuSave:
         """Add a save to those of its step. What the store refuses now is not tried again."""
-        pending = GpuSave(save, self._failures)
+        step, on_gpu = steps
+        pending = GpuSave(save, self._failures, self._hbm)
         for held, memory in self._parts.values():
             if not held.is_writer or not isinstance(memory, GpuPages):
                 continue
@@ -548,8 +563,18 @@ class Worker:
                     pending.fail(first, last)
                     continue
                 step.add(memory, pending, (first, last), prepared, pages[first:last])
+                if self._hbm is None or pending.on_gpu is None:
+                    continue
+                copy = self._hbm.prepare(run, memory.block_bytes, namespace)
+                if copy is not None:
+                    on_gpu.add(memory, pending.on_gpu, (first, last), copy, pages[first:last])
         pending.pause()
         return pending
+
+    def _reader(self) -> Store | TieredReader | None:
+        """Return what blocks are read from; `None` while the store is unavailable."""
+        store = self._store()
+        return store if store is None or self._hbm is None else TieredReader(store, self._hbm)
 
     def _prepare(
         self, run: "SaveRun", memory: Memory, namespace: Namespace, deadline: float

@@ -1,0 +1,141 @@
+"""The tier in the memory of a GPU above vLLM's store, over the fake driver and a real node."""
+
+import cascadekv
+import pytest
+from cascadekv.connectors.vllm.hbm import HbmTier
+from cascadekv.connectors.vllm.layout import HeldPart
+from cascadekv.connectors.vllm.metadata import Part, StepPlan
+from cascadekv.connectors.vllm.worker import Worker
+from fake_gpu import FakeGpu, library
+from test_vllm_gpu import LAYERS, LIMIT_S, SPACE, block_of, keys_of
+from test_vllm_gpu_steps import BLOCK_BYTES, REQUESTS, Step
+
+FIRST_GPU = "GPU-fafafafa-fafa-fafa-fafa-fafafafafafa"
+
+
+@pytest.fixture(scope="module")
+def fake():
+    return FakeGpu()
+
+
+@pytest.fixture
+def node(serve):
+    flags = ["--gpu", FIRST_GPU, "--hbm", "16MiB"]
+    return serve(*flags, cuda_library=str(library()))
+
+
+class TieredStep(Step):
+    """A worker over both tiers."""
+
+    def __init__(self, fake, store, socket, *, is_layerwise=False):
+        super().__init__(fake, store)
+        self.register()
+        self.worker.close()
+        part = HeldPart(Part("all", 0, BLOCK_BYTES), (), is_writer=True)
+        self.hbm = HbmTier(str(socket), None, self.engine.gpu, name="test")
+        self.worker = Worker(
+            lambda: self.store,
+            lambda _: SPACE,
+            load_timeout=LIMIT_S,
+            save_timeout=LIMIT_S,
+            is_layerwise=is_layerwise,
+            hbm=self.hbm,
+        )
+        self.worker.attach([(part, self.engine.memory)], [f"layer {at}" for at in range(LAYERS)])
+
+    def is_on_gpu(self, *numbers):
+        """Return whether all of these blocks are in the memory of the GPU."""
+        views = self.hbm.view(keys_of(*numbers), LIMIT_S)
+        if views is None:
+            return False
+        assert views[0].tier == "hbm"
+        views.release()
+        return True
+
+
+@pytest.fixture(params=[False, True], ids=["together", "layerwise"])
+def step(request, fake, node):
+    with cascadekv.Store(dram="16MiB", huge_pages=False) as store:
+        step = TieredStep(fake, store, node.socket, is_layerwise=request.param)
+        yield step
+        step.worker.close()
+
+
+def save(step, numbers, plan=1):
+    for number in numbers:
+        step.engine.compute(number + 1, block_of(number))
+    step.run(StepPlan(number=plan, saves=step.save(*numbers)))
+    report = step.settle()
+    assert [each.stored for each in report.saved] == [[True]] * len(numbers)
+
+
+def load(step, numbers, plan=2):
+    """Load blocks, and return whether each arrived with its bytes."""
+    step.run(StepPlan(number=plan, loads=[step.load(number) for number in numbers]))
+    report = step.settle()
+    arrived = {each.request: not each.bad for each in report.loaded}
+    for number in numbers:
+        if arrived[f"request {number}"]:
+            assert step.engine.page(step.target(number)) == block_of(number)
+    return [arrived[f"request {number}"] for number in numbers]
+
+
+def test_saved_blocks_are_in_both_tiers_and_are_loaded_from_the_gpu(step):
+    numbers = range(REQUESTS)
+    save(step, numbers)
+    assert step.is_on_gpu(*numbers)
+    with step.store.view(keys_of(*numbers)) as views:
+        assert views.hits == REQUESTS
+    # The store cannot have served them.
+    step.store.clear()
+    assert load(step, numbers) == [True] * REQUESTS
+
+
+def test_loads_of_both_tiers_in_one_step(step):
+    save(step, range(4))
+    for number in range(4, 8):
+        assert step.store.put(keys_of(number), [block_of(number)], namespace=SPACE)[0].ok
+    assert not step.is_on_gpu(4)
+    assert load(step, range(8)) == [True] * 8
+
+
+def test_what_the_store_refused_is_not_kept_on_the_gpu(step):
+    step.engine.compute(1, block_of(0))
+    plan = step.save(0)
+    step.fake.hold("cuMemcpyBatchAsync_v2")
+    step.run(StepPlan(number=1, saves=plan))
+    # The put in the store is declined when it is sealed: the key is another block's by now.
+    held, step.store = step.store, None
+    step.fake.release()
+    step.settle()
+    step.store = held
+    assert step.is_on_gpu(0)
+    step.store.close()
+    step.engine.compute(2, block_of(1))
+    step.run(StepPlan(number=2, saves=step.save(1)))
+    assert [each.stored for each in step.settle().saved] == [[False]]
+    assert not step.is_on_gpu(1)
+
+
+@pytest.mark.parametrize("end", ["kill", "stop", "suspend"])
+def test_a_node_that_ends_costs_only_its_hits(step, node, end):
+    save(step, range(4))
+    assert step.is_on_gpu(*range(4))
+    getattr(node, end)()
+    assert load(step, range(4)) == [True] * 4
+    save(step, range(4, 8), plan=3)
+    assert load(step, range(8), plan=4) == [True] * 8
+    assert not step.is_on_gpu(4)
+    if end == "suspend":
+        node.resume()
+
+
+def test_a_gpu_that_cannot_reach_the_node_is_said_once(fake, serve, caplog):
+    node = serve("--dram", "16MiB")
+    with cascadekv.Store(dram="16MiB", huge_pages=False) as store:
+        step = TieredStep(fake, store, node.socket)
+        # A node in DRAM is none in the memory of a GPU, and is not used as one.
+        assert "cascade.hbm is not used" in caplog.text
+        save(step, range(2))
+        assert load(step, range(2)) == [True] * 2
+        step.worker.close()
