@@ -671,7 +671,8 @@ def connect(
     then `CASCADE_SOCKET`, then the default socket of `cascade serve` for this user. `access` is
     "write" or "read"; `token` authenticates a tenant; `name` labels this client in the node's
     status; `timeout` is the deadline of calls that set none. `gpu` maps the pool of a node whose
-    blocks are in the memory of a GPU, of this one or of one that it can access.
+    blocks are in the memory of a GPU, of this one or of one that it can access; other nodes are
+    refused with it.
 
     Raises `AwayError` if no node answers and `RefusedError` if the node refuses this client. If the
     node becomes unavailable later, calls return at once (reads as misses, puts as `failed`) and the

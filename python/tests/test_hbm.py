@@ -11,7 +11,7 @@ from pathlib import Path
 import cascadekv
 import numpy as np
 import pytest
-from cascadekv import BlockKeys, Gpu, GpuMemory, RefusedError
+from cascadekv import BlockKeys, ConfigError, Gpu, GpuMemory, RefusedError
 from fake_gpu import FakeGpu, library
 
 LAYERS, PAGES, PAGE = 3, 12, 4096
@@ -111,7 +111,9 @@ def test_pages_are_saved_and_loaded_within_the_gpu(fake, serve_hbm):
         assert engine.gpu.report()["registered_bytes"] == 0
 
 
-def test_clients_that_cannot_map_the_memory_are_refused(serve_hbm):
+def test_clients_that_cannot_map_the_memory_are_refused(serve_hbm, serve):
+    with pytest.raises(ConfigError, match="keeps its blocks in DRAM; leave gpu out"):
+        cascadekv.connect(serve("--dram", "16MiB").socket, gpu=Gpu(0))
     socket = serve_hbm().socket
     with pytest.raises(RefusedError, match="in the memory of a GPU; connect with a GPU"):
         cascadekv.connect(socket)

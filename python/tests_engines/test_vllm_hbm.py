@@ -130,12 +130,13 @@ def test_a_node_that_ends_costs_only_its_hits(step, node, end):
         node.resume()
 
 
-def test_a_gpu_that_cannot_reach_the_node_is_said_once(fake, serve, caplog):
+def test_a_node_in_dram_is_not_used_and_that_is_said_once(fake, serve, caplog):
     node = serve("--dram", "16MiB")
     with cascadekv.Store(dram="16MiB", huge_pages=False) as store:
         step = TieredStep(fake, store, node.socket)
         # A node in DRAM is none in the memory of a GPU, and is not used as one.
-        assert "cascade.hbm is not used" in caplog.text
         save(step, range(2))
         assert load(step, range(2)) == [True] * 2
+        assert caplog.text.count("cascade.hbm is not used") == 1
+        assert not step.is_on_gpu(0)
         step.worker.close()

@@ -26,7 +26,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// `CASCADE_NODE` or `CASCADE_SOCKET`, else the default of `cascade serve` for this user. `token`
 /// is the token of a tenant. `access` is "write" or "read". `name` is shown in the node's status.
 /// `timeout` is the default time-out of calls. `gpu` is a `Gpu`: it maps the pool of a node whose
-/// blocks are in the memory of a GPU (`docs/gpu.md`), of this one or of one that it can access.
+/// blocks are in the memory of a GPU (`docs/gpu.md`), of this one or of one that it can access;
+/// other nodes are refused with it.
 ///
 /// Raises `AwayError` if no node answers, and `RefusedError` if the node refuses this client. After
 /// that, calls return at once while the node is unavailable: reads miss and puts return `failed`.
@@ -59,6 +60,7 @@ fn connect(
     options.timeout = timeout.unwrap_or(TIMEOUT);
     options.devices = gpu.map(|gpu| gpu.importer());
     let place = options.socket.display().to_string();
+    let wants_device = options.devices.is_some();
     let client = py.detach(|| Client::connect(options)).map_err(|error| match error {
         StoreError::Unavailable { .. } => AwayError::new_err(format!(
             "{error}; start a node with `cascade serve --socket {place}`, or connect to the socket \
@@ -66,6 +68,13 @@ fn connect(
         )),
         _ => to_python(&error),
     })?;
+    let is_on_host = client.welcome().is_some_and(|welcome| welcome.device.is_none());
+    if wants_device && is_on_host {
+        return Err(ConfigError::new_err(format!(
+            "gpu: the node at {place} keeps its blocks in DRAM; leave gpu out, or connect to a node \
+             that was started with --gpu"
+        )));
+    }
     Ok(PyStore::of_client(Arc::new(client), format!("served at {place}")))
 }
 

@@ -22,7 +22,7 @@ use cascade_runtime::{Deadline, SystemClock};
 /// The test that a child process is to run.
 const CHILD: &str = "FAKE_CUDA_TEST";
 /// A child that takes longer hangs.
-const HANG: Duration = Duration::from_secs(100);
+const HANG: Duration = Duration::from_secs(400);
 
 /// The fake driver, which Cargo builds beside the tests.
 pub(crate) fn library() -> PathBuf {

@@ -85,9 +85,10 @@ class HbmTier:
 
     def close(self) -> None:
         """Close the connection. Blocks in use keep the memory."""
-        if self._link is not None:
+        link, self._link = self._link, None
+        if link is not None:
             try:
-                self._link.close()
+                link.close()
             except CascadeError as error:
                 _LOG.warning("Cascade: closing the connection of cascade.hbm failed: %s", error)
 
