@@ -1,9 +1,12 @@
 //! The benchmark `gpu`: copies between host memory and a GPU, beside plain copies of the same GPU.
 
 mod copies;
+mod kernel_check;
 mod memory;
 mod registration;
+mod rows;
 mod submit;
+mod work;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -40,6 +43,25 @@ pub struct Gpu {
     /// The context of the device by this driver, and by the same one without its batched copy.
     context: Arc<Context>,
     unbatched: Arc<Context>,
+}
+
+/// What a measurement found beside its figures.
+#[derive(Debug, Default)]
+pub struct Notes {
+    /// Rows that were left out, and why.
+    pub not_measured: Vec<String>,
+    /// Wrong bytes, and parts that failed.
+    pub failures: Vec<String>,
+    /// What is right.
+    pub findings: Vec<String>,
+    /// Whether the kernel copied a wrong byte. Then no row uses it.
+    kernel_is_wrong: bool,
+}
+
+impl Notes {
+    fn leave_out(&mut self, row: &str, reason: &str) {
+        self.not_measured.push(format!("{row}: {reason}"));
+    }
 }
 
 impl Gpu {
@@ -94,16 +116,29 @@ impl Gpu {
         name
     }
 
-    /// Measures all selected figures. Returns what was not measured, and why.
+    /// Measures all selected figures. A part that fails does not stop the others: what was measured
+    /// is kept.
     ///
     /// # Errors
-    /// If the GPU fails, refuses memory, or copies a wrong byte.
-    pub fn measure(&self, bench: &mut Bench<'_>) -> Result<Vec<String>, MeasureError> {
-        let mut not_measured = Vec::new();
-        copies::run(self, bench, &mut not_measured)?;
-        submit::run(self, bench, &mut not_measured)?;
-        registration::run(self, bench, &mut not_measured)?;
-        Ok(not_measured)
+    /// If a figure cannot be delivered.
+    pub fn measure(&self, bench: &mut Bench<'_>) -> Result<Notes, MeasureError> {
+        let mut notes = Notes::default();
+        for part in [kernel_check::run, copies::run, submit::run, registration::run] {
+            match part(self, bench, &mut notes) {
+                Err(error @ MeasureError::Deliver(_)) => return Err(error),
+                Err(error) => notes.failures.push(cascade_block::with_causes(&error)),
+                Ok(()) => {}
+            }
+        }
+        Ok(notes)
+    }
+
+    /// Why a way cannot be used. Fails if the GPU is lost.
+    fn reason(&self, error: CudaError) -> Result<String, MeasureError> {
+        if error.is_fatal() || self.context.poison().is_some() {
+            return Err(failed(error));
+        }
+        Ok(cascade_block::with_causes(&error))
     }
 
     fn name(&self) -> &str {

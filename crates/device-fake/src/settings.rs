@@ -22,6 +22,8 @@ pub(crate) struct Settings {
     pub(crate) held: Vec<String>,
     pub(crate) die_at_copy: Option<u64>,
     pub(crate) seed: u64,
+    /// Kernels write a wrong first byte to fragments of this length.
+    pub(crate) spoiled_length: Option<usize>,
     pub(crate) report: Option<String>,
 }
 
@@ -38,6 +40,7 @@ impl Settings {
             held: list("HOLD"),
             die_at_copy: variable("DIE_AT_COPY").and_then(|text| text.parse().ok()),
             seed: number("SEED", 1),
+            spoiled_length: variable("SPOIL_LENGTH").and_then(|text| text.parse().ok()),
             report: variable("REPORT"),
         }
     }

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use cascade_bench::gpu::{Gpu, GpuOptions};
+use cascade_bench::gpu::{Gpu, GpuOptions, Notes};
 use cascade_bench::{Bench, MeasureError};
 use clap::Args;
 
@@ -55,7 +55,7 @@ pub(super) fn run(args: &GpuArgs, screen: &mut Screen) -> Result<i32, Failure> {
         subject: Some(&subject),
         ..Output::new(args.json.as_deref(), args.only.as_deref())
     };
-    let mut not_measured = Vec::new();
+    let mut notes = Notes::default();
     let code = output.measure(None, screen, |deliver| {
         let (directory, only) = (PathBuf::from("."), args.only.clone());
         let mut count = 0;
@@ -63,16 +63,26 @@ pub(super) fn run(args: &GpuArgs, screen: &mut Screen) -> Result<i32, Failure> {
             count += 1;
             deliver(figure)
         };
-        not_measured = gpu.measure(&mut Bench { is_full: false, directory, only, deliver })?;
-        match not_measured.first() {
+        notes = gpu.measure(&mut Bench { is_full: false, directory, only, deliver })?;
+        match notes.failures.first().or(notes.not_measured.first()) {
             Some(row) if count == 0 => Err(MeasureError::measure("any of these rows", &**row)),
             _ => Ok(()),
         }
     })?;
     let is_json_on_screen = args.json.as_deref() == Some(Path::new("-"));
-    for row in not_measured {
-        let line = format!("not measured: {row}");
-        if is_json_on_screen { screen.notice(line)? } else { screen.line(line)? }
+    let mut tell =
+        |line: String| if is_json_on_screen { screen.notice(line) } else { screen.line(line) };
+    for row in notes.not_measured {
+        tell(format!("not measured: {row}"))?;
     }
-    Ok(code)
+    for finding in notes.findings {
+        tell(finding)?;
+    }
+    match notes.failures.is_empty() {
+        true => Ok(code),
+        false => Err(Failure::from(MeasureError::measure(
+            "everything: the figures above and in the file are complete, the rest is missing",
+            notes.failures.join("; "),
+        ))),
+    }
 }
