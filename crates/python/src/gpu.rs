@@ -3,13 +3,13 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
 use cascade_block::with_causes;
 use cascade_device::{
-    Context, Copier, CudaError, DeviceFacts, Driver, DriverReport, Event, ForeignMemory, Fragment,
-    Pending, RegisteredPool, RegistrationReport, Slabs, Stream, Transfer,
+    Context, Copier, Costs, CudaError, DeviceFacts, Driver, DriverReport, Event, ForeignMemory, Fragment,
+    Pending, RegisteredPool, RegistrationReport, Slabs, Stream, Transfer, Way,
 };
 use cascade_memory::{BackingMemory, HostSlab, HostSlabMut};
 use cascade_runtime::{Deadline, SystemClock};
@@ -43,7 +43,10 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// Loads the driver at run time. All objects for one index share the pool's registration, which
 /// starts with the first copy and goes on in a thread; until then copies go through small buffers.
 #[pyclass(name = "Gpu", module = "cascadekv", frozen)]
-pub(crate) struct PyGpu(Arc<Device>);
+pub(crate) struct PyGpu {
+    device: Arc<Device>,
+    ways: Ways,
+}
 
 /// The work of a stream up to a point.
 #[pyclass(name = "GpuEvent", module = "cascadekv", frozen)]
@@ -57,6 +60,7 @@ pub(crate) struct PyGpuEvent(Event);
 #[pyclass(name = "GpuMemory", module = "cascadekv", frozen)]
 pub(crate) struct PyGpuMemory {
     device: Arc<Device>,
+    ways: Ways,
     table: PageTable,
     /// The memory of each array.
     arrays: Vec<Arc<ForeignMemory>>,
@@ -89,14 +93,43 @@ struct Flight {
 struct Device {
     context: Arc<Context>,
     facts: Option<DeviceFacts>,
-    /// Of the last pool that was used.
-    copies: Mutex<Option<Arc<PoolCopies>>>,
+    /// Of the last pool that was used, by ways.
+    copies: Mutex<Vec<Arc<PoolCopies>>>,
+    /// What copies cost, once it was measured; none on a stand-in for tests.
+    costs: OnceLock<Option<Costs>>,
+}
+
+/// Which ways copies take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Ways {
+    /// The fastest ones by a table that is measured with the first copy.
+    Measured,
+    /// One way, where it is possible.
+    Only(Way),
+}
+
+impl Ways {
+    const NAMES: [(&'static str, Self); 4] = [
+        ("direct", Self::Only(Way::Direct)),
+        ("measured", Self::Measured),
+        ("staged", Self::Only(Way::Staged)),
+        ("mapped", Self::Only(Way::Mapped)),
+    ];
+
+    fn of(name: &str) -> PyResult<Self> {
+        let known = Self::NAMES.into_iter().find(|(known, _)| *known == name);
+        known.map(|(_, ways)| ways).ok_or_else(|| {
+            let names = Self::NAMES.map(|(name, _)| name).join(", ");
+            PyValueError::new_err(format!("ways must be one of {names}, not {name:?}"))
+        })
+    }
 }
 
 /// The copiers of a pool: one for each direction, since GPUs copy both ways at once.
 #[derive(Debug)]
 struct PoolCopies {
     backing: BackingMemory,
+    ways: Ways,
     registered: Arc<RegisteredPool>,
     loads: Copier,
     saves: Copier,
@@ -111,33 +144,59 @@ impl Device {
         let driver = Driver::load()?;
         let context = Context::retain(&driver, index, Arc::new(SystemClock), WAIT_MAX)?;
         let facts = DriverReport::of(&driver)?.devices.into_iter().nth(index);
-        let device = Arc::new(Self { context, facts, copies: Mutex::default() });
+        let (copies, costs) = (Mutex::default(), OnceLock::new());
+        let device = Arc::new(Self { context, facts, copies, costs });
         in_use.insert(index, Arc::downgrade(&device));
         Ok(device)
     }
 
     /// The copiers of a pool. Those of another pool end with their last copy.
-    fn copies(&self, backing: &BackingMemory) -> Result<Arc<PoolCopies>, CudaError> {
+    fn copies(&self, backing: &BackingMemory, ways: Ways) -> Result<Arc<PoolCopies>, CudaError> {
         let mut current = self.lock();
-        if let Some(copies) = current.as_ref().filter(|copies| copies.backing.is_same(backing)) {
+        let is_same = |copies: &&Arc<PoolCopies>| copies.backing.is_same(backing);
+        let of_pool = current.iter().find(is_same);
+        if let Some(copies) = current.iter().filter(is_same).find(|copies| copies.ways == ways) {
             return Ok(Arc::clone(copies));
         }
-        let memory = Arc::new(backing.clone());
-        let registered = RegisteredPool::begin(&self.context, memory, PIECE_BYTES)?;
-        let copier = || Copier::new(&self.context, Arc::clone(&registered));
-        let (loads, saves) = (copier()?, copier()?);
+        let registered = match of_pool {
+            Some(copies) => Arc::clone(&copies.registered),
+            None => {
+                let memory = Arc::new(backing.clone());
+                RegisteredPool::begin(&self.context, memory, PIECE_BYTES)?
+            }
+        };
+        let (loads, saves) = (self.copier(&registered, ways)?, self.copier(&registered, ways)?);
+        current.retain(|copies| copies.backing.is_same(backing));
         let backing = backing.clone();
-        let copies = Arc::new(PoolCopies { backing, registered, loads, saves });
-        *current = Some(Arc::clone(&copies));
+        let copies = Arc::new(PoolCopies { backing, ways, registered, loads, saves });
+        current.push(Arc::clone(&copies));
         Ok(copies)
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<Arc<PoolCopies>>> {
+    fn copier(&self, pool: &Arc<RegisteredPool>, ways: Ways) -> Result<Copier, CudaError> {
+        let pool = Arc::clone(pool);
+        let costs = match ways {
+            Ways::Only(way) => return Copier::with_way(&self.context, pool, way, None),
+            Ways::Measured => match self.costs.get() {
+                Some(costs) => costs.clone(),
+                None => {
+                    let costs = Costs::measure(&self.context)?;
+                    self.costs.get_or_init(|| costs).clone()
+                }
+            },
+        };
+        match costs {
+            Some(costs) => Copier::with_costs(&self.context, pool, costs),
+            None => Copier::new(&self.context, pool),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Arc<PoolCopies>>> {
         self.copies.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn registration(&self) -> Option<RegistrationReport> {
-        self.lock().as_ref().map(|copies| copies.registered.report())
+        self.lock().first().map(|copies| copies.registered.report())
     }
 }
 
@@ -151,8 +210,15 @@ fn stream_of(context: &Arc<Context>, number: usize) -> Stream {
 #[pymethods]
 impl PyGpu {
     #[new]
-    fn new(py: Python<'_>, #[pyo3(from_py_with = of::device)] device: usize) -> PyResult<Self> {
-        py.detach(|| Device::open(device)).map(Self).map_err(|error| to_python(&error))
+    #[pyo3(signature = (device, *, ways = String::from("direct")))]
+    fn new(
+        py: Python<'_>,
+        #[pyo3(from_py_with = of::device)] device: usize,
+        #[pyo3(from_py_with = of::ways)] ways: String,
+    ) -> PyResult<Self> {
+        let ways = Ways::of(&ways)?;
+        let device = py.detach(|| Device::open(device)).map_err(|error| to_python(&error))?;
+        Ok(Self { device, ways })
     }
 
     /// The work of a stream so far. `stream` is the number of a stream of this GPU, such as
@@ -163,21 +229,21 @@ impl PyGpu {
         py: Python<'_>,
         #[pyo3(from_py_with = of::stream)] stream: usize,
     ) -> PyResult<PyGpuEvent> {
-        let context = &self.0.context;
+        let context = &self.device.context;
         let marked = py.detach(|| stream_of(context, stream).record());
         marked.map(PyGpuEvent).map_err(|error| to_python(&error))
     }
 
     /// The driver, and how much of the pool is registered, as a dict.
     fn report<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let driver = self.0.context.driver();
+        let driver = self.device.context.driver();
         let report = PyDict::new(py);
         report.set_item("library", driver.library())?;
         report.set_item("version", driver.version().to_string())?;
-        let facts = self.0.facts.as_ref();
+        let facts = self.device.facts.as_ref();
         report.set_item("device", facts.map(|facts| &facts.name))?;
         report.set_item("is_fake", facts.is_some_and(DeviceFacts::is_fake))?;
-        let registration = self.0.registration();
+        let registration = self.device.registration();
         let registration = registration.as_ref();
         report.set_item("registered_bytes", registration.map_or(0, |it| it.registered_bytes))?;
         report.set_item("staged_bytes", registration.map_or(0, |it| it.staged_bytes))?;
@@ -211,7 +277,7 @@ impl PyGpuMemory {
         regions: &Bound<'_, PyAny>,
         #[pyo3(from_py_with = of::pages)] pages: usize,
     ) -> PyResult<Self> {
-        let device = Arc::clone(&gpu.get().0);
+        let (device, ways) = (Arc::clone(&gpu.get().device), gpu.get().ways);
         let mut spans: Vec<RegionSpan> = Vec::new();
         let mut arrays = Vec::new();
         let mut places = Vec::new();
@@ -235,7 +301,7 @@ impl PyGpuMemory {
         let place =
             |(region, array): (usize, usize)| (array, table.start(region) - spans[array].address);
         let places = places.into_iter().enumerate().map(place).collect();
-        Ok(Self { device, table, arrays, places })
+        Ok(Self { device, ways, table, arrays, places })
     }
 
     /// Bytes of a block: the sum of one page of each region.
@@ -286,7 +352,7 @@ impl PyGpuMemory {
         };
         let backing = first.backing();
         let flight = py.detach(|| {
-            let copies = self.device.copies(&backing)?;
+            let copies = self.device.copies(&backing, self.ways)?;
             let (slabs, pages): (Vec<_>, Vec<_>) = blocks.into_iter().unzip();
             let transfer = self.transfer(Slabs::ToDevice(slabs), &pages, regions);
             let started = copies.loads.submit_transfer(transfer, Some(&after.0));
@@ -310,7 +376,7 @@ impl PyGpuMemory {
             return Ok(None);
         };
         let started = || {
-            let copies = self.device.copies(&backing)?;
+            let copies = self.device.copies(&backing, self.ways)?;
             let (slabs, pages): (Vec<_>, Vec<_>) = blocks.into_iter().unzip();
             let transfer = self.transfer(Slabs::ToHost(slabs), &pages, 0..self.places.len());
             let pending = copies.saves.submit_transfer(transfer, Some(&after.0))?;

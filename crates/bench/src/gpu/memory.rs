@@ -277,6 +277,24 @@ mod tests {
         }
     }
 
+    /// Otherwise the rows of staged copies would measure something else: runs of one fragment.
+    #[test]
+    fn slabs_of_one_length_are_neighbours() {
+        for (bytes, count) in [(4 << 10, 4096), (16 << 10, 512), (2 << 20, 4)] {
+            let capacity_bytes = bytes * count + (4 << 20);
+            let config =
+                PoolConfig { capacity_bytes, huge_pages: HugePages::Never, populate: false };
+            let pool = Pool::new(&config).expect("a small pool");
+            let slab = |_| pool.allocate(bytes).expect("it fits").into_host().ok().expect("host");
+            let slabs: Vec<HostSlabMut> = (0..count).map(slab).collect();
+            let mut starts: Vec<usize> = slabs.iter().map(|slab| slab.as_ptr().addr()).collect();
+            starts.sort_unstable();
+            let gaps = starts.windows(2).filter(|pair| pair[0] + bytes != pair[1]).count();
+            // Few gaps, each the end of a run.
+            assert!(gaps * 1024 <= count, "{bytes}: {gaps} gaps");
+        }
+    }
+
     #[test]
     fn a_wrong_byte_is_found() {
         assert!(check("a", 0, &[1, 2, 3], &[1, 2, 3]).is_ok());
