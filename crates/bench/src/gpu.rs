@@ -33,6 +33,8 @@ pub struct GpuOptions {
     pub device: usize,
     /// Load the fake driver, to check that the benchmark works.
     pub is_fake: bool,
+    /// Never start the kernel: leave out what needs it.
+    pub without_kernel: bool,
 }
 
 /// A GPU, and the driver that was loaded for it.
@@ -40,6 +42,7 @@ pub struct GpuOptions {
 pub struct Gpu {
     report: DriverReport,
     device: usize,
+    without_kernel: bool,
     /// The context of the device by this driver, and by the same one without its batched copy.
     context: Arc<Context>,
     unbatched: Arc<Context>,
@@ -54,8 +57,8 @@ pub struct Notes {
     pub failures: Vec<String>,
     /// What is right.
     pub findings: Vec<String>,
-    /// Whether the kernel copied a wrong byte. Then no row uses it.
-    kernel_is_wrong: bool,
+    /// Why no row uses the kernel, if none does.
+    no_kernel: Option<&'static str>,
 }
 
 impl Notes {
@@ -95,7 +98,8 @@ impl Gpu {
             Context::retain(driver, device, Arc::new(SystemClock), WAIT_MAX).map_err(failed)
         };
         let (context, unbatched) = (context(&driver)?, context(&unbatched)?);
-        Ok(Self { report, device, context, unbatched })
+        let without_kernel = options.without_kernel;
+        Ok(Self { report, device, without_kernel, context, unbatched })
     }
 
     /// Whether it is the fake one, whose times mean nothing.
@@ -123,6 +127,7 @@ impl Gpu {
     /// If a figure cannot be delivered.
     pub fn measure(&self, bench: &mut Bench<'_>) -> Result<Notes, MeasureError> {
         let mut notes = Notes::default();
+        notes.no_kernel = self.without_kernel.then_some("--without-kernel");
         for part in [kernel_check::run, copies::run, submit::run, registration::run] {
             match part(self, bench, &mut notes) {
                 Err(error @ MeasureError::Deliver(_)) => return Err(error),

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use cascade_block::with_causes;
 use cascade_device::{
-    Context, Copier, Costs, CudaError, DeviceFacts, Driver, DriverReport, Event, ForeignMemory, Fragment,
-    Pending, RegisteredPool, RegistrationReport, Slabs, Stream, Transfer, Way,
+    Context, Copier, Costs, CudaError, DeviceFacts, Driver, DriverReport, Event, ForeignMemory,
+    Fragment, Pending, RegisteredPool, RegistrationReport, Slabs, Stream, Transfer, Way,
 };
 use cascade_memory::{BackingMemory, HostSlab, HostSlabMut};
 use cascade_runtime::{Deadline, SystemClock};

@@ -74,9 +74,9 @@ fn rows(gpu: &Gpu, pinned: &Pinned, notes: &Notes) -> Result<Vec<Row>, MeasureEr
         Ok(copier) => Ok(Ok(copier)),
         Err(error) => gpu.reason(error).map(Err),
     };
-    let by_kernel = |way| {
-        let is_wrong = notes.kernel_is_wrong;
-        if is_wrong { Ok(Err("the kernel copies wrong bytes".to_owned())) } else { by(way) }
+    let by_kernel = |way| match notes.no_kernel {
+        Some(reason) => Ok(Err(reason.to_owned())),
+        None => by(way),
     };
     let batched = pinned.copier(&gpu.context)?;
     let has_batches = batched.batch_form().is_some();

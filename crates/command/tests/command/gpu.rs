@@ -208,6 +208,17 @@ fn wrong_bytes_of_a_row_are_a_failure() {
 }
 
 #[test]
+fn the_kernel_can_be_left_alone() {
+    let (output, figures) = bench_fake(&["--without-kernel", "--only", "/16KiB/x16/"], &[]);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let figures = figures.unwrap();
+    assert_eq!(figures.len(), 9, "three ways in three directions: {:?}", names(&figures));
+    let table = String::from_utf8(output.stdout).unwrap();
+    assert!(table.contains("not measured: both/16KiB/x16/chosen: --without-kernel"), "{table}");
+    assert!(!table.contains("kernel's results"), "{table}");
+}
+
+#[test]
 fn ways_with_a_kernel_are_left_out_where_the_driver_has_none() {
     let none = [("FAKE_CUDA_ABSENT", "cuLaunchKernel")];
     let (output, figures) = bench_fake(&["--only", "to-device/16KiB/x16/"], &none);
