@@ -7,6 +7,10 @@ from typing import Any, Protocol, TypeAlias
 
 Array: TypeAlias = Any
 """Memory of a device: a tensor of torch, or of a fake device."""
+Mark: TypeAlias = Any
+"""A point of a stream: an event of torch, or of a fake device."""
+Torch: TypeAlias = Any
+"""The module of torch, which a machine may not have."""
 ROUNDS = 5
 BATCH_BYTES = 64 << 20
 """Most bytes of one call, as in the connector for vLLM."""
@@ -44,11 +48,11 @@ class Device(Protocol):
         """Return what an engine would compute, by name: each call starts it once."""
         ...
 
-    def mark(self, stream: int) -> Any:
+    def mark(self, stream: int) -> Mark:
         """Return the time at which all work of a stream so far is over, known after `finish`."""
         ...
 
-    def seconds(self, first: Any, last: Any) -> float:
+    def seconds(self, first: Mark, last: Mark) -> float:
         """Return the seconds between two marks."""
         ...
 
@@ -134,13 +138,13 @@ class TorchDevice:
             step()
         return {"product 4096": product, "decode step": graph.replay}
 
-    def mark(self, stream: int) -> Any:
+    def mark(self, stream: int) -> Mark:
         """Return an event with a time."""
         event = self._torch.cuda.Event(enable_timing=True)
         event.record(self._torch.cuda.ExternalStream(stream) if stream else None)
         return event
 
-    def seconds(self, first: Any, last: Any) -> float:
+    def seconds(self, first: Mark, last: Mark) -> float:
         """Return the seconds between two events."""
         return float(first.elapsed_time(last)) / 1e3
 
@@ -162,7 +166,6 @@ class TorchDevice:
             times.append(time.perf_counter() - started)
         return statistics.median(times[1:])
 
-
     def others(self, page_bytes: int, rows: int) -> "Others":
         """Return other means to copy pages of this length."""
         return Others(self._torch, "cuda", page_bytes, rows)
@@ -171,7 +174,7 @@ class TorchDevice:
 class Others:
     """Copies of the same pages by torch and by vLLM: what an engine does without Cascade."""
 
-    def __init__(self, torch: Any, device: str, page_bytes: int, rows: int) -> None:
+    def __init__(self, torch: Torch, device: str, page_bytes: int, rows: int) -> None:
         """Allocate the host's memory, pinned for a GPU."""
         self._torch, self._device, self._bytes = torch, device, page_bytes
         self._batch = max(1, BATCH_BYTES // page_bytes)
@@ -204,7 +207,7 @@ class Others:
 
         torch = self._torch
 
-        def copy(array: Array, numbers: Array, is_save: bool) -> None:
+        def copy(array: Array, numbers: Array, is_save: bool) -> None:  # noqa: FBT001 # as the others
             device = numbers.cpu() * self._bytes + array.data_ptr()
             host = torch.arange(len(numbers)) * self._bytes + self.host.data_ptr()
             sizes = torch.full((len(numbers),), self._bytes, dtype=torch.int64)

@@ -12,6 +12,7 @@ end after the copies are left out. Rows of `torch/` and `vllm/` copy the same pa
 """
 
 import argparse
+import itertools
 import json
 import platform
 import random
@@ -22,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 import cascadekv
 from cascadekv import (
@@ -35,7 +36,7 @@ from cascadekv import (
     Namespace,
     PreparedPut,
 )
-from gpu_device import BATCH_BYTES, ROUNDS, Array, Device, Others, TorchDevice
+from gpu_device import BATCH_BYTES, ROUNDS, Array, Device, Mark, Others, TorchDevice
 
 GIB = 1 << 30
 WAYS = ("direct", "staged", "mapped")
@@ -355,7 +356,9 @@ def measure_beside(table: Table, device: Device, store: cascadekv.Store, sizes: 
                 times = _beside(harness, store, direction, step, sizes)
                 row = f"{name}/{direction}/{step_name}"
                 if len(times) < sizes.beside_samples:
-                    reason = f"copies ended before {sizes.beside_samples} products, {len(times)} did"
+                    reason = (
+                        f"copies ended before {sizes.beside_samples} products, {len(times)} did"
+                    )
                     table.leave_out(row, reason)
                     continue
                 for kind, of in (("median", statistics.median), ("p99", _p99)):
@@ -369,7 +372,7 @@ def _p99(times: list[float]) -> float:
     return sorted(times)[int((len(times) - 1) * 0.99)]
 
 
-def _run(device: Device, step: Callable[[], None], count: int) -> list[Any]:
+def _run(device: Device, step: Callable[[], None], count: int) -> list[Mark]:
     """Start a step some times; returns the marks before, between and after."""
     stream = device.stream()
     marks = [device.mark(stream)]
@@ -386,7 +389,7 @@ def _alone(device: Device, step: Callable[[], None], sizes: Sizes) -> list[float
         marks = _run(device, step, max(sizes.beside_samples, sizes.beside_steps))
         device.finish()
         # The first steps find an empty stream: their time has that of their start in it.
-        pairs = list(zip(marks, marks[1:], strict=False))[2:]
+        pairs = list(itertools.pairwise(marks))[2:]
         times += [device.seconds(*pair) for pair in pairs if turn]
     return times
 
@@ -403,38 +406,57 @@ def _beside(
     # Copies wait for nothing: they begin beside the steps that were started before.
     idle, saving, loading = (device.side_stream(number) for number in range(3))
     for turn in range(sizes.beside_rounds):
-        device.finish()
         kind = f"beside {turn} "
-        saves = harness.start_saves(store, idle, kind) if direction != "load" else iter(())
-        loads = harness.start_loads(store, idle) if direction != "save" else iter(())
-        puts, flights, pairs = [], [], []
-        ends: dict[str, Any] = {}
-        while True:
-            put, load = next(saves, None), next(loads, None)
-            if put is None and load is None:
-                break
-            if put is not None:
-                puts.append(put)
-                put.hold_back(saving)
-                ends["save"] = device.mark(saving)
-            if load is not None:
-                flights.append(load)
-                load.hold_back(loading)
-                ends["load"] = device.mark(loading)
-            marks = _run(device, step, sizes.beside_steps)
-            # Without the first batch, whose steps may start before its copies.
-            if len(puts) > 1 or len(flights) > 1:
-                pairs += list(zip(marks, marks[1:], strict=False))
-        for load in flights:
-            load.wait(timeout=LIMIT_S)
-        _seal(puts)
-        device.finish()
-        for first, last in pairs:
-            if all(device.seconds(last, end) > 0 for end in ends.values()):
-                times.append(device.seconds(first, last))
+        lanes: list[Lane] = []
+        if direction != "load":
+            lanes.append((harness.start_saves(store, idle, kind), saving))
+        if direction != "save":
+            lanes.append((harness.start_loads(store, idle), loading))
+        pairs, ends = _steps_beside(device, lanes, step, sizes.beside_steps)
+        times += [
+            device.seconds(first, last)
+            for first, last in pairs
+            if all(device.seconds(last, end) > 0 for end in ends)
+        ]
         if direction != "load":
             harness.delete(store, kind)
     return times
+
+
+Lane: TypeAlias = tuple[Iterator[PreparedPut | GpuLoad], int]
+"""Copies, started one after the other, and the stream that waits for them."""
+
+
+def _steps_beside(
+    device: Device, lanes: list[Lane], step: Callable[[], None], count: int
+) -> tuple[list[tuple[Mark, Mark]], list[Mark]]:
+    """Start copies of each lane in turn and steps after each, and wait for all.
+
+    Returns the marks before and after each step, and those at the end of each lane.
+    """
+    device.finish()
+    started: list[PreparedPut | GpuLoad] = []
+    pairs: list[tuple[Mark, Mark]] = []
+    ends: dict[int, Mark] = {}
+    while True:
+        batches = [(next(lane, None), stream) for lane, stream in lanes]
+        going = [(batch, stream) for batch, stream in batches if batch is not None]
+        if not going:
+            break
+        for batch, stream in going:
+            batch.hold_back(stream)
+            ends[stream] = device.mark(stream)
+            started.append(batch)
+        marks = _run(device, step, count)
+        # Without the first copies: steps after them may start before they do.
+        if len(started) > len(lanes):
+            pairs += itertools.pairwise(marks)
+    for load in started:
+        if isinstance(load, GpuLoad):
+            load.wait(timeout=LIMIT_S)
+    _seal([put for put in started if isinstance(put, PreparedPut)])
+    device.finish()
+    return pairs, list(ends.values())
 
 
 def _register(

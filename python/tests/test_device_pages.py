@@ -428,6 +428,7 @@ def test_pages_take_the_given_way(fake, registered, ways, has_kernel):
     assert [engine.page(page) for page in (7, 5)] == [block_of(1), block_of(2)]
 
 
-def test_an_unknown_way_is_refused(fake):
+@pytest.mark.usefixtures("fake")
+def test_an_unknown_way_is_refused():
     with pytest.raises(ValueError, match="ways must be one of direct, measured, staged, mapped"):
         Gpu(0, ways="fast")

@@ -143,7 +143,9 @@ fn run_kernel(world: &World, name: &'static str, launch: &Launch) {
     let is_spoiled = |it: &&Transfer| Some(it.bytes) == world.settings.spoiled_length;
     let spoiled: Vec<Place> = transfers.iter().filter(is_spoiled).map(|it| it.target).collect();
     if move_all(world, name, transfers) {
-        spoiled.into_iter().for_each(|target| fill(target.start, SPOILED, 1));
+        for target in spoiled {
+            fill(target.start, SPOILED, 1);
+        }
         let mut state = world.lock();
         for used in launch.uses() {
             state.use_memory(&used, false);
