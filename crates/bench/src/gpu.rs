@@ -126,8 +126,8 @@ impl Gpu {
     /// # Errors
     /// If a figure cannot be delivered.
     pub fn measure(&self, bench: &mut Bench<'_>) -> Result<Notes, MeasureError> {
-        let mut notes = Notes::default();
-        notes.no_kernel = self.without_kernel.then_some("--without-kernel");
+        let no_kernel = self.without_kernel.then_some("--without-kernel");
+        let mut notes = Notes { no_kernel, ..Notes::default() };
         for part in [kernel_check::run, copies::run, submit::run, registration::run] {
             match part(self, bench, &mut notes) {
                 Err(error @ MeasureError::Deliver(_)) => return Err(error),

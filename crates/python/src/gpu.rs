@@ -158,12 +158,11 @@ impl Device {
         if let Some(copies) = current.iter().filter(is_same).find(|copies| copies.ways == ways) {
             return Ok(Arc::clone(copies));
         }
-        let registered = match of_pool {
-            Some(copies) => Arc::clone(&copies.registered),
-            None => {
-                let memory = Arc::new(backing.clone());
-                RegisteredPool::begin(&self.context, memory, PIECE_BYTES)?
-            }
+        let registered = if let Some(copies) = of_pool {
+            Arc::clone(&copies.registered)
+        } else {
+            let memory = Arc::new(backing.clone());
+            RegisteredPool::begin(&self.context, memory, PIECE_BYTES)?
         };
         let (loads, saves) = (self.copier(&registered, ways)?, self.copier(&registered, ways)?);
         current.retain(|copies| copies.backing.is_same(backing));
@@ -175,18 +174,18 @@ impl Device {
 
     fn copier(&self, pool: &Arc<RegisteredPool>, ways: Ways) -> Result<Copier, CudaError> {
         let pool = Arc::clone(pool);
-        let costs = match ways {
+        let measured = match ways {
             Ways::Only(way) => return Copier::with_way(&self.context, pool, way, None),
-            Ways::Measured => match self.costs.get() {
-                Some(costs) => costs.clone(),
-                None => {
-                    let costs = Costs::measure(&self.context)?;
-                    self.costs.get_or_init(|| costs).clone()
-                }
-            },
+            Ways::Measured => self.costs.get(),
+        };
+        let costs = if let Some(costs) = measured {
+            costs
+        } else {
+            let costs = Costs::measure(&self.context)?;
+            self.costs.get_or_init(|| costs)
         };
         match costs {
-            Some(costs) => Copier::with_costs(&self.context, pool, costs),
+            Some(costs) => Copier::with_costs(&self.context, pool, costs.clone()),
             None => Copier::new(&self.context, pool),
         }
     }

@@ -153,21 +153,26 @@ impl Check<'_> {
         plain.read_device(case.device_bytes)?;
         let device = &plain.found()[..case.device_bytes];
         let known = &plain.known()[..case.device_bytes];
-        let compared = match (&slabs[..], self.direction) {
-            ([Slabs::ToHost(slabs)], Direction::ToHost) => {
-                let host = slabs.first().map(|slab| &slab[..case.host_bytes]).unwrap_or_default();
-                let before = vec![ABSENT; case.host_bytes];
-                difference(host, before, known, |it| (host_range(it), device_range(it)), case)
-                    .and_then(|()| difference_of_sources(device, known))
-            }
-            _ => {
-                let before = known.to_vec();
-                let of = |it: &Fragment| (device_range(it), host_range(it));
-                difference(device, before, self.contents, of, case)
-            }
-        };
-        Ok(compared)
+        Ok(compare(case, &slabs, device, known, self.contents))
     }
+}
+
+/// Compares the targets of a case. `device` is what its memory has, `known` what it had before.
+fn compare(
+    case: &Case,
+    slabs: &[Slabs],
+    device: &[u8],
+    known: &[u8],
+    contents: &[u8],
+) -> Result<(), String> {
+    let [Slabs::ToHost(slabs)] = slabs else {
+        let of = |it: &Fragment| (device_range(it), host_range(it));
+        return difference(device, known.to_vec(), contents, of, case);
+    };
+    let host = slabs.first().map(|slab| &slab[..case.host_bytes]).unwrap_or_default();
+    let of = |it: &Fragment| (host_range(it), device_range(it));
+    difference(host, vec![ABSENT; case.host_bytes], known, of, case)?;
+    difference_of_sources(device, known)
 }
 
 fn host_range(fragment: &Fragment) -> Range<usize> {

@@ -222,7 +222,9 @@ impl Fragments {
     /// Removes from the host what an earlier round copied.
     pub(super) fn forget(&mut self) {
         if let Slabs::ToHost(slabs) = &mut self.slabs {
-            slabs.iter_mut().for_each(|slab| slab.fill(ABSENT));
+            for slab in slabs {
+                slab.fill(ABSENT);
+            }
         }
     }
 

@@ -89,11 +89,11 @@ pub(super) fn run(args: &GpuArgs, screen: &mut Screen) -> Result<i32, Failure> {
     for finding in notes.findings {
         tell(finding)?;
     }
-    match notes.failures.is_empty() {
-        true => Ok(code),
-        false => Err(Failure::from(MeasureError::measure(
-            "everything: the figures above and in the file are complete, the rest is missing",
-            notes.failures.join("; "),
-        ))),
+    if notes.failures.is_empty() {
+        return Ok(code);
     }
+    Err(Failure::from(MeasureError::measure(
+        "everything: the figures above and in the file are complete, the rest is missing",
+        notes.failures.join("; "),
+    )))
 }
