@@ -287,7 +287,10 @@ mod tests {
             let config =
                 PoolConfig { capacity_bytes, huge_pages: HugePages::Never, populate: false };
             let pool = Pool::new(&config).expect("a small pool");
-            let slab = |_| pool.allocate(bytes).expect("it fits").into_host().ok().expect("host");
+            let slab = |_| match pool.allocate(bytes).map(cascade_memory::SlabMut::into_host) {
+                Some(Ok(slab)) => slab,
+                _ => panic!("it fits into host memory"),
+            };
             let slabs: Vec<HostSlabMut> = (0..count).map(slab).collect();
             let mut starts: Vec<usize> = slabs.iter().map(|slab| slab.as_ptr().addr()).collect();
             starts.sort_unstable();
