@@ -119,8 +119,8 @@ impl Copier {
         }
     }
 
-    /// A copier whose transfers take one way, also where another one is faster: for measurements and
-    /// tests. Direct are only what this way cannot copy: fragments of more than 4 MiB are never
+    /// A copier whose transfers take one way, also where another one is faster: for measurements
+    /// and tests. What this way cannot copy is direct: fragments of more than 4 MiB are never
     /// staged. The table serves for the estimates of [`Copier::planned`].
     ///
     /// # Errors

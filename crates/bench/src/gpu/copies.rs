@@ -137,7 +137,8 @@ fn copiers(
 ) -> Result<BTreeMap<Way, Result<Copiers, String>>, MeasureError> {
     let is_wanted = |way: &Way| rows.iter().any(|(_, ways)| ways.contains(way));
     let ways: Vec<Way> = Way::ALL.into_iter().filter(is_wanted).collect();
-    // The measurement starts the kernel, too. Also on a fake GPU, whose table means nothing: the rows say that they are fake.
+    // The measurement starts the kernel, too. Also on a fake GPU, whose table means nothing: the
+    // rows say that they are fake.
     let costs = if notes.no_kernel.is_none() && ways.iter().any(|way| way.is_planned()) {
         match Costs::measure_any(&gpu.context) {
             Ok(costs) => Some(costs),

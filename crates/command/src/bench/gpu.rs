@@ -35,7 +35,8 @@ kernel-check/ copies fragments of all lengths to 4 KiB and some longer ones, at 
 compares each byte. After a wrong one, nothing else is measured with the kernel.
 
 Without a GPU nothing is measured: the reason is printed, and the exit code is 1. In JSON, each row
-has `device` and `fake`, and each planned one `ways`, and `predicted` and `time_error` of one direction.
+has `device` and `fake`. A row of a plan has `ways`, and in one direction `predicted` and
+`time_error`.
 
 Exit codes: 0 measured; 1 there is no GPU, or it failed, or a byte was wrong: figures that were
 measured before are kept; 2 no such device or no fake driver.")]
