@@ -5,9 +5,14 @@ MLA) in a random order. Blocks have 64 tokens or more: the pages of a block are 
 together. Every row has the rate of one plain pinned copy of 1 GiB in the same direction as its
 limit, measured in the same run. Loaded bytes are compared with the saved ones, outside of the
 measured time. Times are medians of five.
+
+Rows of `beside/` are slowdowns: the time of a matrix product, or of a step of small ones, while
+pages are copied, less that of the same alone. Copies go on during all counted products: those that
+end after the copies are left out. Rows of `torch/` and `vllm/` copy the same pages by other means.
 """
 
 import argparse
+import itertools
 import json
 import platform
 import random
@@ -15,19 +20,30 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import TypeAlias
 
 import cascadekv
-from cascadekv import BlockKeys, Gpu, GpuMemory, Manifest, Namespace
+from cascadekv import (
+    BlockKeys,
+    CascadeError,
+    Gpu,
+    GpuLoad,
+    GpuMemory,
+    Manifest,
+    Namespace,
+    PreparedPut,
+)
+from gpu_device import BATCH_BYTES, ROUNDS, Array, Device, Mark, Others, TorchDevice
 
-Array: TypeAlias = Any
-"""Memory of a device: a tensor of torch, or of a fake device."""
 GIB = 1 << 30
-ROUNDS = 5
-BATCH_BYTES = 64 << 20
-"""Most bytes of one call, as in the connector for vLLM."""
+WAYS = ("direct", "staged", "mapped")
+MOST_SLOWDOWN = {"direct": 3.0, "staged": 10.0, "mapped": 10.0}
+"""The targets: percent of a product's time."""
+SAMPLES_MIN = 100
+"""Fewer products beside copies are no 99th percentile."""
 SPACE = Namespace(Manifest({"weights": "bench"}))
 LIMIT_S = 300.0
 
@@ -56,6 +72,8 @@ GEOMETRIES = (
     Geometry("deepseek-v3", 61, (512 + 64) * 2, 64),
 )
 TOKENS = (8 << 10, 32 << 10, 128 << 10)
+OTHERS_TOKENS = 32 << 10
+"""Other means are measured up to here: they need as much pinned memory again."""
 
 
 @dataclass(frozen=True)
@@ -69,90 +87,45 @@ class Row:
     share: float | None
     device: str
     fake: bool
+    target: float | None = None
+    """The most; a limit of shares has none here."""
+    is_reached: bool | None = None
+    """`None` without a target, and on a fake device."""
 
 
-class Device(Protocol):
-    """What the benchmark needs of a GPU."""
+@dataclass
+class Table:
+    """Rows as they are measured, and what was left out."""
 
-    name: str
+    device: str
     is_fake: bool
+    tell: Callable[[str], None] = print
+    rows: list[Row] = field(default_factory=list)
+    not_measured: list[str] = field(default_factory=list)
 
-    def array(self, size: int) -> Array:
-        """Allocate bytes on the device."""
-        ...
+    def add(
+        self,
+        name: str,
+        value: float,
+        unit: str,
+        limit: float | None = None,
+        at_most: float | None = None,
+    ) -> None:
+        """Add a row and print it."""
+        share = value / limit if limit else None
+        is_reached = None if at_most is None or self.is_fake else value <= at_most
+        target = None if self.is_fake else at_most
+        row = Row(name, value, unit, limit, share, self.device, self.is_fake, target, is_reached)
+        self.rows.append(row)
+        of_limit = f", {share:.0%} of {limit:.2f}" if share is not None else ""
+        verdict = {None: "", True: f", <= {at_most} met", False: f", <= {at_most} MISSED"}
+        fake = "  FAKE" if self.is_fake else ""
+        self.tell(f"{name}: {value:.4g} {unit}{of_limit}{verdict[is_reached]}{fake}")
 
-    def fill(self, array: Array, seed: int) -> None:
-        """Write a pattern, and wait."""
-        ...
-
-    def is_equal(self, one: Array, other: Array, page: int, other_page: int, size: int) -> bool:
-        """Compare a page of two arrays; `page` counts pages of `size` bytes."""
-        ...
-
-    def stream(self) -> int:
-        """Return the number of the stream on which an engine would compute."""
-        ...
-
-    def finish(self) -> None:
-        """Wait for all work."""
-        ...
-
-    def plain_copy(self, size: int, *, to_device: bool) -> float:
-        """Return the seconds of one pinned copy of consecutive bytes."""
-        ...
-
-
-class TorchDevice:
-    """A GPU through torch."""
-
-    is_fake = False
-
-    def __init__(self) -> None:
-        """Use the first device. Raises `SystemExit` without CUDA."""
-        import torch  # noqa: PLC0415 # the machine may have none
-
-        if not torch.cuda.is_available():
-            raise SystemExit("gpu_pages: torch finds no GPU, so nothing was measured")
-        self._torch = torch
-        torch.cuda.set_device(0)
-        self.name = torch.cuda.get_device_name(0)
-
-    def array(self, size: int) -> Array:
-        """Allocate bytes on the device."""
-        return self._torch.empty(size, dtype=self._torch.uint8, device="cuda")
-
-    def fill(self, array: Array, seed: int) -> None:
-        """Write random bytes, and wait."""
-        generator = self._torch.Generator(device="cuda").manual_seed(seed)
-        array.random_(0, 256, generator=generator)
-        self.finish()
-
-    def is_equal(self, one: Array, other: Array, page: int, other_page: int, size: int) -> bool:
-        """Compare a page of two arrays."""
-        first, second = page * size, other_page * size
-        return bool(self._torch.equal(one[first : first + size], other[second : second + size]))
-
-    def stream(self) -> int:
-        """Return the number of torch's current stream."""
-        return int(self._torch.cuda.current_stream().cuda_stream)
-
-    def finish(self) -> None:
-        """Wait for all work."""
-        self._torch.cuda.synchronize()
-
-    def plain_copy(self, size: int, *, to_device: bool) -> float:
-        """Return the seconds of one pinned copy of consecutive bytes."""
-        host = self._torch.empty(size, dtype=self._torch.uint8, pin_memory=True)
-        device = self.array(size)
-        source, target = (host, device) if to_device else (device, host)
-        times = []
-        for _ in range(ROUNDS + 1):
-            self.finish()
-            started = time.perf_counter()
-            target.copy_(source, non_blocking=True)
-            self.finish()
-            times.append(time.perf_counter() - started)
-        return statistics.median(times[1:])
+    def leave_out(self, name: str, reason: str) -> None:
+        """Say that a row was not measured, and why."""
+        self.not_measured.append(f"{name}: {reason}")
+        self.tell(f"not measured: {name}: {reason}")
 
 
 class Harness:
@@ -177,12 +150,39 @@ class Harness:
         regions = [(array, at * layer, page, page) for at in range(self.geometry.layers)]
         return GpuMemory(self.gpu, regions, self.pages)
 
-    def _batches(self, pages: list[int]) -> Iterator[tuple[BlockKeys, list[int]]]:
+    def _batches(self, pages: list[int], kind: str = "") -> Iterator[tuple[BlockKeys, list[int]]]:
         most = max(1, BATCH_BYTES // self.saving.block_bytes)
         for first in range(0, len(pages), most):
             batch = pages[first : first + most]
-            names = [f"{self.geometry.name} {first + at}" for at in range(len(batch))]
+            names = [f"{self.geometry.name} {kind}{first + at}" for at in range(len(batch))]
             yield BlockKeys([SPACE.key_of_id(name) for name in names]), batch
+
+    def start_saves(
+        self, store: cascadekv.Store, stream: int, kind: str = ""
+    ) -> Iterator[PreparedPut]:
+        """Start the save of each batch after a stream. `kind` is a part of the blocks' names."""
+        for keys, pages in self._batches(self.saved, kind):
+            prepared = store.prepare(
+                keys, self.saving.block_bytes, namespace=SPACE, timeout=LIMIT_S
+            )
+            if len(prepared.needed) != len(pages):
+                raise SystemExit("gpu_pages: the pool has no room; give more with --dram")
+            prepared.start_gather(self.saving, pages, after=self.gpu.mark(stream))
+            yield prepared
+
+    def start_loads(self, store: cascadekv.Store, stream: int) -> Iterator[GpuLoad]:
+        """Start the load of each batch after a stream."""
+        for keys, pages in self._batches(self.loaded):
+            with store.view(keys, timeout=LIMIT_S) as views:
+                load = views.start_scatter(self.loading, pages, after=self.gpu.mark(stream))
+            if not all(load.copied):
+                raise SystemExit("gpu_pages: a block is missing")
+            yield load
+
+    def delete(self, store: cascadekv.Store, kind: str) -> None:
+        """Delete the blocks of a save."""
+        for keys, _ in self._batches(self.saved, kind):
+            store.delete(keys)
 
     def save(self, store: cascadekv.Store) -> tuple[float, float]:
         """Save all pages; returns the seconds until they are stored, and those of the caller."""
@@ -191,36 +191,37 @@ class Harness:
         self.device.finish()
         started = time.perf_counter()
         puts = []
-        for keys, pages in self._batches(self.saved):
-            prepared = store.prepare(
-                keys, self.saving.block_bytes, namespace=SPACE, timeout=LIMIT_S
-            )
-            if len(prepared.needed) != len(pages):
-                raise SystemExit("gpu_pages: the pool has no room; give more with --dram")
-            prepared.start_gather(self.saving, pages, after=self.gpu.mark(stream))
+        for prepared in self.start_saves(store, stream):
             prepared.hold_back(stream)
             puts.append(prepared)
         submitted = time.perf_counter() - started
-        for prepared in puts:
-            if not all(result.ok for result in prepared.seal(timeout=LIMIT_S)):
-                raise SystemExit("gpu_pages: a block was not stored; give more with --dram")
+        _seal(puts)
         return time.perf_counter() - started, submitted
 
     def load(self, store: cascadekv.Store) -> tuple[float, float]:
-        """Load all pages; returns the seconds until all are written, and those of layer 0."""
+        """Load all pages; returns the seconds until all are written, and those of layer 0.
+
+        Layer 0 of all pages is submitted before the other layers of any.
+        """
         stream = self.device.stream()
         self.device.fill(self.target, 2)
         started = time.perf_counter()
         first_layer, rest = [], []
-        for keys, pages in self._batches(self.loaded):
-            with store.view(keys, timeout=LIMIT_S) as views:
+        with ExitStack() as stack:
+            batches = []
+            for keys, pages in self._batches(self.loaded):
+                views = stack.enter_context(store.view(keys, timeout=LIMIT_S))
                 after = self.gpu.mark(stream)
                 load = views.start_scatter(self.loading, pages, after=after, count=1)
                 if not all(load.copied):
                     raise SystemExit("gpu_pages: a block is missing")
                 first_layer.append(load)
-                if self.loading.regions > 1:
-                    rest.append(views.start_scatter(self.loading, pages, after=after, first=1))
+                batches.append((views, pages, after))
+            if self.loading.regions > 1:
+                rest = [
+                    views.start_scatter(self.loading, pages, after=after, first=1)
+                    for views, pages, after in batches
+                ]
         for load in first_layer:
             load.wait(timeout=LIMIT_S)
         layer = time.perf_counter() - started
@@ -230,17 +231,20 @@ class Harness:
 
     def check(self) -> None:
         """Compare every page with the one that it was saved from."""
-        for source, target in zip(self.saved, self.loaded, strict=True):
-            for layer in range(self.geometry.layers):
-                place = layer * self.pages
-                if not self.device.is_equal(
-                    self.source,
-                    self.target,
-                    place + source,
-                    place + target,
-                    self.geometry.page_bytes,
-                ):
-                    raise SystemExit(f"gpu_pages: page {target} of layer {layer} is wrong")
+        for layer in range(self.geometry.layers):
+            places = [
+                [layer * self.pages + page for page in pages] for pages in (self.saved, self.loaded)
+            ]
+            if not self.device.are_equal(
+                self.source, self.target, *places, self.geometry.page_bytes
+            ):
+                raise SystemExit(f"gpu_pages: a page of layer {layer} is wrong")
+
+
+def _seal(puts: list[PreparedPut]) -> None:
+    for prepared in puts:
+        if not all(result.ok for result in prepared.seal(timeout=LIMIT_S)):
+            raise SystemExit("gpu_pages: a block was not stored; give more with --dram")
 
 
 @dataclass(frozen=True)
@@ -250,31 +254,31 @@ class Sizes:
     geometries: tuple[Geometry, ...] = GEOMETRIES
     token_counts: tuple[int, ...] = TOKENS
     plain_bytes: int = GIB
+    beside_bytes: int = 2 * GIB
+    """Copies of one direction beside products."""
+    beside_steps: int = 8
+    """Steps that are started after each batch: their stream must not run empty meanwhile, nor be
+    so full that the caller waits."""
+    beside_rounds: int = 6
+    beside_samples: int = SAMPLES_MIN
+    ways: tuple[str, ...] = WAYS
+    """Ways of the copies beside products."""
 
 
-def measure(
-    device: Device, store: cascadekv.Store, sizes: Sizes, tell: Callable[[str], None] = print
-) -> list[Row]:
+def measure(table: Table, device: Device, store: cascadekv.Store, sizes: Sizes) -> None:
     """Measure all geometries and token counts, on the first GPU."""
     gpu = Gpu(0)
     plain_bytes = sizes.plain_bytes
-    rows: list[Row] = []
-
-    def add(name: str, value: float, unit: str, limit: float | None = None) -> None:
-        share = value / limit if limit else None
-        rows.append(Row(name, value, unit, limit, share, device.name, device.is_fake))
-        of_limit = f", {share:.0%} of {limit:.2f}" if share is not None else ""
-        tell(f"{name}: {value:.4g} {unit}{of_limit}")
-
     limits = {}
     for way, to_device in (("save", False), ("load", True)):
         limits[way] = plain_bytes / device.plain_copy(plain_bytes, to_device=to_device) / 1e9
-        add(f"{way}/plain copy", limits[way], "GB/s")
-    _register(gpu, device, store, sizes.geometries[0], tell)
+        table.add(f"{way}/plain copy", limits[way], "GB/s")
+    _register(gpu, device, store, sizes.geometries[0], table.tell)
     report = gpu.report()
     gib = float(report["registered_bytes"] or 0) / GIB
     if gib:
-        add("registration", float(report["registration_seconds"] or 0) / gib, "s/GiB")
+        seconds = float(report["registration_seconds"] or 0)
+        table.add("registration", seconds / gib, "s/GiB", at_most=0.1)
     for geometry in sizes.geometries:
         for tokens in sizes.token_counts:
             name = f"{geometry.name}/{tokens} tokens"
@@ -284,11 +288,175 @@ def measure(
             harness.check()
             saved, submitted = (statistics.median(times) for times in zip(*saves, strict=True))
             loaded, layer = (statistics.median(times) for times in zip(*loads, strict=True))
-            add(f"save/{name}", harness.bytes / saved / 1e9, "GB/s", limits["save"])
-            add(f"save/{name}/submit", submitted * 1e3, "ms")
-            add(f"load/{name}", harness.bytes / loaded / 1e9, "GB/s", limits["load"])
-            add(f"load/{name}/first layer", layer * 1e3, "ms")
-    return rows
+            table.add(f"save/{name}", harness.bytes / saved / 1e9, "GB/s", limits["save"])
+            table.add(f"save/{name}/submit", submitted * 1e3, "ms")
+            table.add(f"load/{name}", harness.bytes / loaded / 1e9, "GB/s", limits["load"])
+            table.add(f"load/{name}/first layer", layer * 1e3, "ms")
+            if isinstance(device, TorchDevice) and tokens <= OTHERS_TOKENS:
+                others = device.others(geometry.page_bytes, harness.pages * geometry.layers)
+                measure_others(table, harness, others, name, limits)
+    measure_beside(table, device, store, sizes)
+
+
+def measure_others(
+    table: Table, harness: Harness, others: Others, name: str, limits: dict[str, float]
+) -> None:
+    """Measure copies of the same pages by torch and by vLLM."""
+    device, layers = harness.device, range(harness.geometry.layers)
+    numbers = {
+        kind: others.numbers([layer * harness.pages + page for page in pages for layer in layers])
+        for kind, pages in (("save", harness.saved), ("load", harness.loaded))
+    }
+    means: dict[str, Callable[[Array, Array, bool], None]] = {
+        "torch": lambda array, pages, is_save: (
+            others.torch_save(array, pages) if is_save else others.torch_load(array, pages)
+        )
+    }
+    try:
+        means["vllm"] = others.vllm_copy()
+    except ImportError as error:
+        table.leave_out(f"vllm/{name}", f"vLLM's swap_blocks_batch is not there: {error}")
+    for mean, copy in means.items():
+        others.host.fill_(0)
+        times: dict[str, list[float]] = {"save": [], "load": []}
+        for _ in range(ROUNDS + 1):
+            device.fill(harness.target, 3)
+            for kind, array in (("save", harness.source), ("load", harness.target)):
+                device.finish()
+                started = time.perf_counter()
+                copy(array, numbers[kind], kind == "save")
+                device.finish()
+                times[kind].append(time.perf_counter() - started)
+        harness.check()
+        for kind, seconds in times.items():
+            rate = harness.bytes / statistics.median(seconds[1:]) / 1e9
+            table.add(f"{mean}/{kind}/{name}", rate, "GB/s", limits[kind])
+
+
+def measure_beside(table: Table, device: Device, store: cascadekv.Store, sizes: Sizes) -> None:
+    """Measure how much copies slow what an engine computes."""
+    steps = device.steps()
+    alone = {name: _alone(device, step, sizes) for name, step in steps.items()}
+    for way in sizes.ways:
+        # Long pages for the driver, and short ones for the kernel: as a table would choose.
+        geometry = sizes.geometries[0 if way == "direct" else min(1, len(sizes.geometries) - 1)]
+        page = geometry.page_bytes * geometry.layers
+        tokens = max(1, sizes.beside_bytes // page) * geometry.page_tokens
+        name = f"beside/{way}/{geometry.name}"
+        try:
+            harness = Harness(device, Gpu(0, ways=way), geometry, tokens)
+            harness.save(store)
+            harness.load(store)
+        except CascadeError as error:
+            table.leave_out(name, str(error))
+            continue
+        harness.check()
+        for direction in ("load", "save", "both"):
+            for step_name, step in steps.items():
+                times = _beside(harness, store, direction, step, sizes)
+                row = f"{name}/{direction}/{step_name}"
+                if len(times) < sizes.beside_samples:
+                    reason = (
+                        f"copies ended before {sizes.beside_samples} products, {len(times)} did"
+                    )
+                    table.leave_out(row, reason)
+                    continue
+                for kind, of in (("median", statistics.median), ("p99", _p99)):
+                    slower = (of(times) / of(alone[step_name]) - 1) * 100
+                    table.add(f"{row}/{kind}", slower, "%", at_most=MOST_SLOWDOWN[way])
+            harness.check()
+        store.clear()
+
+
+def _p99(times: list[float]) -> float:
+    return sorted(times)[int((len(times) - 1) * 0.99)]
+
+
+def _run(device: Device, step: Callable[[], None], count: int) -> list[Mark]:
+    """Start a step some times; returns the marks before, between and after."""
+    stream = device.stream()
+    marks = [device.mark(stream)]
+    for _ in range(count):
+        step()
+        marks.append(device.mark(stream))
+    return marks
+
+
+def _alone(device: Device, step: Callable[[], None], sizes: Sizes) -> list[float]:
+    """Return the times of steps without copies."""
+    times = []
+    for turn in range(sizes.beside_rounds + 1):
+        marks = _run(device, step, max(sizes.beside_samples, sizes.beside_steps))
+        device.finish()
+        # The first steps find an empty stream: their time has that of their start in it.
+        pairs = list(itertools.pairwise(marks))[2:]
+        times += [device.seconds(*pair) for pair in pairs if turn]
+    return times
+
+
+def _beside(
+    harness: Harness,
+    store: cascadekv.Store,
+    direction: str,
+    step: Callable[[], None],
+    sizes: Sizes,
+) -> list[float]:
+    """Return the times of steps during copies of a direction, or of both at once."""
+    device, times = harness.device, []
+    # Copies wait for nothing: they begin beside the steps that were started before.
+    idle, saving, loading = (device.side_stream(number) for number in range(3))
+    for turn in range(sizes.beside_rounds):
+        kind = f"beside {turn} "
+        lanes: list[Lane] = []
+        if direction != "load":
+            lanes.append((harness.start_saves(store, idle, kind), saving))
+        if direction != "save":
+            lanes.append((harness.start_loads(store, idle), loading))
+        pairs, ends = _steps_beside(device, lanes, step, sizes.beside_steps)
+        times += [
+            device.seconds(first, last)
+            for first, last in pairs
+            if all(device.seconds(last, end) > 0 for end in ends)
+        ]
+        if direction != "load":
+            harness.delete(store, kind)
+    return times
+
+
+Lane: TypeAlias = tuple[Iterator[PreparedPut | GpuLoad], int]
+"""Copies, started one after the other, and the stream that waits for them."""
+
+
+def _steps_beside(
+    device: Device, lanes: list[Lane], step: Callable[[], None], count: int
+) -> tuple[list[tuple[Mark, Mark]], list[Mark]]:
+    """Start copies of each lane in turn and steps after each, and wait for all.
+
+    Returns the marks before and after each step, and those at the end of each lane.
+    """
+    device.finish()
+    started: list[PreparedPut | GpuLoad] = []
+    pairs: list[tuple[Mark, Mark]] = []
+    ends: dict[int, Mark] = {}
+    while True:
+        batches = [(next(lane, None), stream) for lane, stream in lanes]
+        going = [(batch, stream) for batch, stream in batches if batch is not None]
+        if not going:
+            break
+        for batch, stream in going:
+            batch.hold_back(stream)
+            ends[stream] = device.mark(stream)
+            started.append(batch)
+        marks = _run(device, step, count)
+        # Without the first copies: steps after them may start before they do.
+        if len(started) > len(lanes):
+            pairs += itertools.pairwise(marks)
+    for load in started:
+        if isinstance(load, GpuLoad):
+            load.wait(timeout=LIMIT_S)
+    _seal([put for put in started if isinstance(put, PreparedPut)])
+    device.finish()
+    return pairs, list(ends.values())
 
 
 def _register(
@@ -315,16 +483,29 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, help="file for the rows")
     parser.add_argument("--dram", default="40GiB", help="size of the store; 40GiB")
     parser.add_argument("--tokens", type=int, nargs="*", default=list(TOKENS))
+    parser.add_argument(
+        "--ways",
+        nargs="*",
+        choices=WAYS,
+        default=list(WAYS),
+        help="ways of copies beside products; all. All but direct use the kernel",
+    )
     given = parser.parse_args()
     device = TorchDevice()
-    with cascadekv.Store(dram=given.dram) as store:
-        rows = measure(device, store, Sizes(token_counts=tuple(given.tokens)))
-    facts = {
-        "command": ["gpu_pages.py", *sys.argv[1:]],
-        "machine": platform.platform(),
-        "rows": [asdict(row) for row in rows],
-    }
-    given.json.write_text(json.dumps(facts, indent=2) + "\n")
+    table = Table(device.name, device.is_fake)
+    try:
+        with cascadekv.Store(dram=given.dram) as store:
+            sizes = Sizes(token_counts=tuple(given.tokens), ways=tuple(given.ways))
+            measure(table, device, store, sizes)
+    finally:
+        # Also after a failure: what was measured is kept.
+        facts = {
+            "command": ["gpu_pages.py", *sys.argv[1:]],
+            "machine": platform.platform(),
+            "rows": [asdict(row) for row in table.rows],
+            "not_measured": table.not_measured,
+        }
+        given.json.write_text(json.dumps(facts, indent=2) + "\n")
 
 
 if __name__ == "__main__":

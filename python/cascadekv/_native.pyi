@@ -334,9 +334,17 @@ class Gpu:
     Loads the NVIDIA driver, or the library in `CASCADE_CUDA_LIBRARY`; raises `GpuError` without
     one. The first copy starts to register the store's pool with the driver, in a thread; until that
     is over, copies go through small buffers and are slower. One pool is registered at a time.
+
+    `ways` says how copies are made: "direct", by the driver; "measured", by the fastest of three
+    ways, with a table of costs that the first copy measures; or always "staged" or "mapped", to
+    measure these. All but "direct" use a kernel, which never ran on a GPU so far. If the driver
+    refuses the kernel, "staged" and "mapped" raise `GpuError` with the first copy, and "measured"
+    is direct.
     """
 
-    def __new__(cls, device: int) -> Self: ...
+    def __new__(
+        cls, device: int, *, ways: Literal["direct", "measured", "staged", "mapped"] = "direct"
+    ) -> Self: ...
     def mark(self, stream: int, /, *, timed: bool = False) -> GpuEvent:
         """Return an event after all work of a stream so far.
 

@@ -39,7 +39,7 @@ def registered(fake, store, eventually):
 class Engine:
     """An engine's KV in device memory, block by block or layer by layer, and its stream."""
 
-    def __init__(self, fake, layout="layers"):
+    def __init__(self, fake, layout="layers", ways="direct"):
         self.fake, self.stream = fake, fake.stream()
         self.array = fake.array(LAYERS * PAGES * PAGE)
         fake.write(self.array, 0, bytes(self.array.size), self.stream)
@@ -50,7 +50,7 @@ class Engine:
             for page in range(PAGES)
         ]
         regions = [(self.array, layer * layer_stride, page_stride, PAGE) for layer in range(LAYERS)]
-        self.gpu = Gpu(0)
+        self.gpu = Gpu(0, ways=ways)
         self.memory = GpuMemory(self.gpu, regions, PAGES)
 
     def compute(self, page, block):
@@ -537,3 +537,30 @@ def test_a_lost_gpu_costs_blocks_and_nothing_else(copy):
     assert "lost" in printed or "complete" in printed
     # One copy is the engine's, and two transfers follow.
     assert copy > 3 or "lost" in printed
+
+
+@pytest.mark.parametrize(
+    ("ways", "has_kernel"),
+    # A stand-in is never measured, so "measured" is direct there.
+    [("direct", False), ("staged", True), ("mapped", True), ("measured", False)],
+)
+def test_pages_take_the_given_way(fake, registered, ways, has_kernel):
+    engine = Engine(fake, ways=ways)
+    engine.compute(3, block_of(1))
+    engine.compute(0, block_of(2))
+    before = fake.count("cuLaunchKernel")
+    assert all(result.ok for result in save(registered, engine, [1, 2], [3, 0]))
+    assert (fake.count("cuLaunchKernel") > before) == has_kernel
+    assert stored(registered, [1, 2]) == [block_of(1), block_of(2)]
+    before = fake.count("cuLaunchKernel")
+    with registered.view(keys_of([1, 2])) as views:
+        load = views.start_scatter(engine.memory, [7, 5], after=engine.mark())
+    load.wait(timeout=LIMIT_S)
+    assert (fake.count("cuLaunchKernel") > before) == has_kernel
+    assert [engine.page(page) for page in (7, 5)] == [block_of(1), block_of(2)]
+
+
+@pytest.mark.usefixtures("fake")
+def test_an_unknown_way_is_refused():
+    with pytest.raises(ValueError, match="ways must be one of direct, measured, staged, mapped"):
+        Gpu(0, ways="fast")

@@ -28,12 +28,39 @@ pub struct Figure {
     /// What is known of the worst sample.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub detail: String,
+    /// What the plan of the copies says, in figures of planned copies.
+    #[serde(flatten)]
+    pub planned: Option<Planned>,
     /// The GPU that was measured, in figures of one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub device: Option<String>,
     /// Whether that GPU is a fake one, whose figures mean nothing.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fake: Option<bool>,
+}
+
+/// What the plan of copies to or from a GPU says.
+#[derive(Debug, Clone, Serialize)]
+pub struct Planned {
+    /// Its ways.
+    pub ways: Vec<&'static str>,
+    /// The value by the table of costs, in the figure's unit; none without a table.
+    pub predicted: Option<f64>,
+    /// Predicted time over measured time, less one: negative if it took longer than predicted.
+    pub time_error: Option<f64>,
+}
+
+impl Planned {
+    fn text(&self) -> String {
+        let ways = self.ways.join("+");
+        match (self.predicted, self.time_error) {
+            (Some(predicted), Some(error)) => {
+                let (predicted, percent) = (number(predicted), error * 100.0);
+                format!("  by {ways}, predicted {predicted} (time {percent:+.0} %)")
+            }
+            _ => format!("  by {ways}"),
+        }
+    }
 }
 
 /// The target of a figure.
@@ -44,6 +71,8 @@ pub enum Target {
     None,
     /// At least this share of the limit.
     ShareAtLeast(f64),
+    /// At least this value.
+    AtLeast(f64),
     /// At most this value.
     AtMost(f64),
 }
@@ -84,6 +113,7 @@ impl Figure {
         let is_reached = match target {
             Target::None => None,
             Target::ShareAtLeast(least) => Some(share.is_some_and(|share| share >= least)),
+            Target::AtLeast(least) => Some(value >= least),
             Target::AtMost(most) => Some(value <= most),
         };
         let limit_is = limit_is.to_owned();
@@ -99,6 +129,7 @@ impl Figure {
             target,
             is_reached,
             detail: String::new(),
+            planned: None,
             device: None,
             fake: None,
         }
@@ -121,14 +152,16 @@ impl Figure {
         let target = match self.target {
             Target::None => String::new(),
             Target::ShareAtLeast(least) => format!(">= {:.0} %", least * 100.0),
+            Target::AtLeast(least) => format!(">= {}", number(least)),
             Target::AtMost(most) => format!("<= {}", number(most)),
         };
         let (low, high) = spread(&self.samples);
         let is_missed = self.is_reached == Some(false) && !self.detail.is_empty();
         let detail = if is_missed { format!("\n  {}", self.detail) } else { String::new() };
+        let planned = self.planned.as_ref().map(Planned::text).unwrap_or_default();
         let fake = if self.fake == Some(true) { "  FAKE" } else { "" };
         format!(
-            "{:<34}{:>9} {:<7}{:>9}{:>8}  {:<10}{:<9}{}..{}{fake}{detail}",
+            "{:<34}{:>9} {:<7}{:>9}{:>8}  {:<10}{:<9}{}..{}{planned}{fake}{detail}",
             self.name,
             number(self.value),
             self.unit,
@@ -200,5 +233,9 @@ mod tests {
         assert_eq!((cost.share, cost.is_reached), (Some(0.25), Some(false)));
         let free = Figure::cost("f".into(), "s", vec![3.0, 1.0], (vec![], ""), Target::AtMost(2.0));
         assert_eq!((free.value, free.limit, free.is_reached), (2.0, None, Some(true)));
+        let least = |least| {
+            Figure::rate("l".into(), "GiB/s", vec![8.0], limit(), Target::AtLeast(least)).is_reached
+        };
+        assert_eq!((least(8.0), least(8.1)), (Some(true), Some(false)));
     }
 }

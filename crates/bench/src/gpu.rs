@@ -1,9 +1,12 @@
 //! The benchmark `gpu`: copies between host memory and a GPU, beside plain copies of the same GPU.
 
 mod copies;
+mod kernel_check;
 mod memory;
 mod registration;
+mod rows;
 mod submit;
+mod work;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -30,6 +33,8 @@ pub struct GpuOptions {
     pub device: usize,
     /// Load the fake driver, to check that the benchmark works.
     pub is_fake: bool,
+    /// Never start the kernel: leave out what needs it.
+    pub without_kernel: bool,
 }
 
 /// A GPU, and the driver that was loaded for it.
@@ -37,9 +42,29 @@ pub struct GpuOptions {
 pub struct Gpu {
     report: DriverReport,
     device: usize,
+    without_kernel: bool,
     /// The context of the device by this driver, and by the same one without its batched copy.
     context: Arc<Context>,
     unbatched: Arc<Context>,
+}
+
+/// What a measurement found beside its figures.
+#[derive(Debug, Default)]
+pub struct Notes {
+    /// Rows that were left out, and why.
+    pub not_measured: Vec<String>,
+    /// Wrong bytes, and parts that failed.
+    pub failures: Vec<String>,
+    /// What is right.
+    pub findings: Vec<String>,
+    /// Why no row uses the kernel, if none does.
+    no_kernel: Option<&'static str>,
+}
+
+impl Notes {
+    fn leave_out(&mut self, row: &str, reason: &str) {
+        self.not_measured.push(format!("{row}: {reason}"));
+    }
 }
 
 impl Gpu {
@@ -73,7 +98,8 @@ impl Gpu {
             Context::retain(driver, device, Arc::new(SystemClock), WAIT_MAX).map_err(failed)
         };
         let (context, unbatched) = (context(&driver)?, context(&unbatched)?);
-        Ok(Self { report, device, context, unbatched })
+        let without_kernel = options.without_kernel;
+        Ok(Self { report, device, without_kernel, context, unbatched })
     }
 
     /// Whether it is the fake one, whose times mean nothing.
@@ -94,16 +120,30 @@ impl Gpu {
         name
     }
 
-    /// Measures all selected figures. Returns what was not measured, and why.
+    /// Measures all selected figures. A part that fails does not stop the others: what was measured
+    /// is kept.
     ///
     /// # Errors
-    /// If the GPU fails, refuses memory, or copies a wrong byte.
-    pub fn measure(&self, bench: &mut Bench<'_>) -> Result<Vec<String>, MeasureError> {
-        let mut not_measured = Vec::new();
-        copies::run(self, bench, &mut not_measured)?;
-        submit::run(self, bench, &mut not_measured)?;
-        registration::run(self, bench, &mut not_measured)?;
-        Ok(not_measured)
+    /// If a figure cannot be delivered.
+    pub fn measure(&self, bench: &mut Bench<'_>) -> Result<Notes, MeasureError> {
+        let no_kernel = self.without_kernel.then_some("--without-kernel");
+        let mut notes = Notes { no_kernel, ..Notes::default() };
+        for part in [kernel_check::run, copies::run, submit::run, registration::run] {
+            match part(self, bench, &mut notes) {
+                Err(error @ MeasureError::Deliver(_)) => return Err(error),
+                Err(error) => notes.failures.push(cascade_block::with_causes(&error)),
+                Ok(()) => {}
+            }
+        }
+        Ok(notes)
+    }
+
+    /// Why a way cannot be used. Fails if the GPU is lost.
+    fn reason(&self, error: CudaError) -> Result<String, MeasureError> {
+        if error.is_fatal() || self.context.poison().is_some() {
+            return Err(failed(error));
+        }
+        Ok(cascade_block::with_causes(&error))
     }
 
     fn name(&self) -> &str {

@@ -24,6 +24,8 @@ pub(crate) struct Settings {
     pub(crate) seed: u64,
     /// Whether devices can access each other's memory.
     pub(crate) has_peers: bool,
+    /// Kernels write a wrong first byte to fragments of this length.
+    pub(crate) spoiled_length: Option<usize>,
     pub(crate) report: Option<String>,
     /// A file with the bytes that other processes have taken, read at each question.
     taken: Option<String>,
@@ -43,6 +45,7 @@ impl Settings {
             die_at_copy: variable("DIE_AT_COPY").and_then(|text| text.parse().ok()),
             seed: number("SEED", 1),
             has_peers: number("PEERS", 0) != 0,
+            spoiled_length: variable("SPOIL_LENGTH").and_then(|text| text.parse().ok()),
             report: variable("REPORT"),
             taken: variable("TAKEN"),
         }

@@ -8,8 +8,13 @@ use std::time::Duration;
 use cascade_runtime::{Clock, MutexGuard, SystemClock, sleep, thread, yield_now};
 
 use crate::device_memory::{copy, fill};
-use crate::state::{ILLEGAL_ADDRESS, INVALID_HANDLE, Item, Launch, State, Stream, Transfer, Work};
+use crate::state::{
+    ILLEGAL_ADDRESS, INVALID_HANDLE, Item, Launch, Place, State, Stream, Transfer, Work,
+};
 use crate::world::{Status, World};
+
+/// The byte that is wrong in spoiled fragments.
+const SPOILED: u8 = 0xA5;
 
 /// A new stream, with its thread.
 pub(crate) fn create(state: &mut State) -> usize {
@@ -136,7 +141,12 @@ fn run_kernel(world: &World, name: &'static str, launch: &Launch) {
         state.use_memory(transfer, true);
     }
     drop(state);
+    let is_spoiled = |it: &&Transfer| Some(it.bytes) == world.settings.spoiled_length;
+    let spoiled: Vec<Place> = transfers.iter().filter(is_spoiled).map(|it| it.target).collect();
     if move_all(world, name, transfers) {
+        for target in spoiled {
+            fill(target.start, SPOILED, 1);
+        }
         let mut state = world.lock();
         for used in launch.uses() {
             state.use_memory(&used, false);

@@ -24,7 +24,7 @@ use crate::error::CudaError;
 use crate::event::Event;
 use crate::functions::Address;
 use crate::kernel::FRAGMENTS_MAX;
-use crate::plan::{Call, Direction, Limits, PlannedCopy, plan};
+use crate::plan::{Borders, Call, CopyPlan, Direction, Limits, PlannedCopy, Way, plan_by};
 use crate::pool_side::{PoolSide, plan_on_device};
 use crate::registered::RegisteredPool;
 use crate::staging::Staging;
@@ -135,10 +135,38 @@ impl Copier {
         pool: Arc<RegisteredPool>,
         costs: Costs,
     ) -> Result<Self, CudaError> {
-        match Ways::new(context, costs) {
+        match Ways::new(context, costs, None) {
             Ok(ways) => Self::build(context, PoolSide::Host(pool), Some(Arc::new(ways)), None),
             Err(error) => Self::build(context, PoolSide::Host(pool), None, Some(error)),
         }
+    }
+
+    /// A copier whose transfers take one way, also where another one is faster: for measurements
+    /// and tests. What this way cannot copy is direct: fragments of more than 4 MiB are never
+    /// staged. The table serves for the estimates of [`Copier::planned`].
+    ///
+    /// # Errors
+    /// As [`Copier::new`], and if the driver lacks what this way needs.
+    pub fn with_way(
+        context: &Arc<Context>,
+        pool: Arc<RegisteredPool>,
+        way: Way,
+        costs: Option<Costs>,
+    ) -> Result<Self, CudaError> {
+        if way == Way::Direct && costs.is_none() {
+            return Self::new(context, pool);
+        }
+        let ways = match Ways::new(context, costs.unwrap_or_else(Costs::unknown), Some(way)) {
+            Ok(ways) => ways,
+            Err(error) if way == Way::Direct => {
+                return Self::build(context, PoolSide::Host(pool), None, Some(error));
+            }
+            Err(error) => return Err(error),
+        };
+        if way == Way::Mapped && pool.device_addresses(&pool.borders()).is_none() {
+            return Err(CudaError::NotMapped);
+        }
+        Self::build(context, PoolSide::Host(pool), Some(Arc::new(ways)), None)
     }
 
     fn build(
@@ -212,6 +240,18 @@ impl Copier {
     ) -> Result<Pending<Transfer>, CudaError> {
         let plan = self.0.plan_transfer(&mut transfer)?;
         self.submit_plan(plan, transfer, after, true)
+    }
+
+    /// What it would submit for a transfer now, and the time of that by its table.
+    ///
+    /// # Errors
+    /// If a fragment does not lie in its slab or in the device's memory.
+    pub fn planned(&self, transfer: &mut Transfer) -> Result<CopyPlan, CudaError> {
+        let (direction, copies) = transfer.copies(&self.0.pool)?;
+        let pool = self.0.pool.host()?;
+        let borders = pool.borders();
+        let addresses = self.0.device_addresses(pool, &borders);
+        self.0.choose(direction, &copies, &borders, addresses.is_some())
     }
 
     /// Starts copies that use nothing but `used`.
@@ -337,19 +377,15 @@ impl Inner {
     /// Plans the copies of a transfer by the table of costs, if there is one.
     fn plan_transfer(&self, transfer: &mut Transfer) -> Result<Plan, CudaError> {
         let (direction, copies) = transfer.copies(&self.pool)?;
-        let limits = Limits {
-            copies_per_call: self.batcher.copies_per_call(),
-            fragments_per_launch: FRAGMENTS_MAX,
-            slice_bytes: SLICE_BYTES,
-        };
         let pool = match &self.pool {
             PoolSide::Host(pool) => pool,
-            PoolSide::Device(pool) => return plan_on_device(pool, direction, &copies, &limits),
+            PoolSide::Device(pool) => {
+                return plan_on_device(pool, direction, &copies, &self.limits());
+            }
         };
         let borders = pool.borders();
-        let addresses = self.ways.as_ref().and_then(|_| pool.device_addresses(&borders));
-        let costs = self.ways.as_ref().and_then(|ways| ways.costs(addresses.is_some()));
-        let planned = plan(direction, &copies, &borders, &limits, costs)?;
+        let addresses = self.device_addresses(pool, &borders);
+        let planned = self.choose(direction, &copies, &borders, addresses.is_some())?;
         let mut plan = Plan::default();
         for call in planned.calls {
             match call {
@@ -369,6 +405,31 @@ impl Inner {
             }
         }
         Ok(plan)
+    }
+
+    /// The addresses of the pool for kernels, if there are kernels.
+    fn device_addresses(&self, pool: &RegisteredPool, borders: &Borders) -> Option<Vec<Address>> {
+        self.ways.as_ref().and_then(|_| pool.device_addresses(borders))
+    }
+
+    fn limits(&self) -> Limits {
+        Limits {
+            copies_per_call: self.batcher.copies_per_call(),
+            fragments_per_launch: FRAGMENTS_MAX,
+            slice_bytes: SLICE_BYTES,
+        }
+    }
+
+    fn choose(
+        &self,
+        direction: Direction,
+        copies: &[PlannedCopy],
+        borders: &Borders,
+        is_mapped: bool,
+    ) -> Result<CopyPlan, CudaError> {
+        let costs = self.ways.as_ref().and_then(|ways| ways.costs(is_mapped));
+        let only = self.ways.as_ref().and_then(|ways| ways.only);
+        plan_by(direction, copies, borders, &self.limits(), costs, only)
     }
 
     fn is_over<T>(&self, flight: &Flight<T>) -> Result<bool, CudaError> {

@@ -65,6 +65,15 @@ pub struct Costs {
     pub to_host: WayCosts,
 }
 
+impl Costs {
+    /// A table that has all ways and knows no time: for plans whose way is given.
+    pub(crate) fn unknown() -> Self {
+        let curve = || Some(Curve::default());
+        let ways = WayCosts { direct: Curve::default(), mapped: curve(), within: curve() };
+        Self { to_device: ways.clone(), to_host: ways }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -160,6 +160,9 @@ pub enum CudaError {
     /// A slab that is not of the copier's pool.
     #[error("a slab is of another pool than that of this copier, or of one that was given back")]
     OtherPool,
+    /// Kernels cannot access the pool.
+    #[error("the driver has no address of the pool for kernels, so none can read or write it")]
+    NotMapped,
     /// The system refused a thread.
     #[error("cannot start a thread to register memory; raise the limit of processes (ulimit -u)")]
     Thread {

@@ -5,6 +5,7 @@ use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
+use crate::allocation::DeviceAllocation;
 use crate::context::Context;
 use crate::error::CudaError;
 use crate::functions::Address;
@@ -31,6 +32,18 @@ impl ForeignMemory {
         owner: Box<dyn Any + Send + Sync>,
     ) -> Arc<Self> {
         Arc::new(Self { context: Arc::clone(context), start, bytes, _owner: owner })
+    }
+
+    /// All of an allocation of our own, to copy to and from by transfers. As with pieces of it, the
+    /// order of copies is the caller's to set, by events.
+    pub fn of_allocation(context: &Arc<Context>, memory: &Arc<DeviceAllocation>) -> Arc<Self> {
+        let (start, bytes) = (memory.base(), memory.bytes());
+        Arc::new(Self {
+            context: Arc::clone(context),
+            start,
+            bytes,
+            _owner: Box::new(Arc::clone(memory)),
+        })
     }
 
     /// The context of its device.

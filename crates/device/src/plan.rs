@@ -129,6 +129,19 @@ pub fn plan(
     limits: &Limits,
     costs: Option<&Costs>,
 ) -> Result<CopyPlan, CudaError> {
+    plan_by(direction, fragments, borders, limits, costs, None)
+}
+
+/// As [`plan`]. With `only`, each run takes this way if the table has it and the limits allow it,
+/// and is direct otherwise, whatever that costs.
+pub(crate) fn plan_by(
+    direction: Direction,
+    fragments: &[PlannedCopy],
+    borders: &Borders,
+    limits: &Limits,
+    costs: Option<&Costs>,
+    only: Option<Way>,
+) -> Result<CopyPlan, CudaError> {
     let copies = merge(direction, fragments)?;
     let (mut registered, unregistered) = split(&copies, borders);
     let mut plan = CopyPlan::default();
@@ -142,7 +155,7 @@ pub fn plan(
             if direction == Direction::ToDevice {
                 sort(&mut registered, |copy| copy.offset as u64);
             }
-            Choice { limits, costs, copies: &registered }.add_calls(borders, &mut plan);
+            Choice { limits, costs, only, copies: &registered }.add_calls(borders, &mut plan);
         }
         None => add_chunks(&mut plan, &registered, limits.copies_per_call, Call::Direct),
     }
@@ -254,6 +267,8 @@ struct Run {
 struct Choice<'a> {
     limits: &'a Limits,
     costs: &'a WayCosts,
+    /// The way of all runs that can take it.
+    only: Option<Way>,
     /// In the order of their places in the pool.
     copies: &'a [PlannedCopy],
 }
@@ -262,7 +277,11 @@ impl Choice<'_> {
     fn add_calls(&self, borders: &Borders, plan: &mut CopyPlan) {
         let runs = self.runs(borders);
         // Each subset of the ways: using one more may save time in some runs and costs a call.
-        let subsets = (1..1_usize << WAYS.len()).map(|subset| {
+        let subsets = match self.only {
+            Some(way) => 1_usize << way as usize..(1 << way as usize) + 1,
+            None => 1..1 << WAYS.len(),
+        };
+        let subsets = subsets.map(|subset| {
             let allowed = |way: Way| subset & (1 << way as usize) != 0;
             let ways: Vec<Way> = runs.iter().map(|run| run.fastest(allowed)).collect();
             (self.time_ps(&runs, &ways), ways)

@@ -19,7 +19,7 @@ use crate::error::CudaError;
 use crate::event::Event;
 use crate::functions::Address;
 use crate::kernel::{Kernel, List};
-use crate::plan::{Direction, PlannedCopy, Slice};
+use crate::plan::{Direction, PlannedCopy, Slice, Way};
 use crate::registered::RegisteredPool;
 use crate::stream::Stream;
 
@@ -51,6 +51,8 @@ pub(crate) struct Route<'a> {
 
 /// The kernel, its stream and its buffers.
 pub(crate) struct Ways {
+    /// The way of all copies that can take it; none if the table decides.
+    pub(crate) only: Option<Way>,
     costs: Costs,
     /// The same without mapped memory, for pools that the device cannot map.
     unmapped: Costs,
@@ -82,7 +84,11 @@ impl Ways {
     ///
     /// # Errors
     /// If the driver lacks a function or refuses.
-    pub(crate) fn new(context: &Arc<Context>, costs: Costs) -> Result<Self, CudaError> {
+    pub(crate) fn new(
+        context: &Arc<Context>,
+        costs: Costs,
+        only: Option<Way>,
+    ) -> Result<Self, CudaError> {
         let kernel = Kernel::load(context)?;
         let buffer = |_| {
             let memory = DeviceAllocation::new(context, SLICE_BYTES)?;
@@ -93,6 +99,7 @@ impl Ways {
         unmapped.to_device.mapped = None;
         unmapped.to_host.mapped = None;
         Ok(Self {
+            only,
             costs,
             unmapped,
             kernel,

@@ -325,4 +325,5 @@ converters! {
     timeout: optional_duration -> Option<Duration>;
     traceparent: optional_text -> Option<String>;
     ttl: optional_ms -> Option<u64>;
+    ways: text -> String;
 }

@@ -25,7 +25,7 @@ use crate::page_table::{PageTable, RegionSpan, check_distinct};
 use crate::store::{PyPreparedPut, start_gather};
 use crate::view::PyViews;
 
-use device::{Copiers, Device, PoolImporter, WAIT_MAX};
+use device::{Copiers, Device, PoolImporter, WAIT_MAX, Ways};
 pub(crate) use saves::{PutSave, PyGpuSave, SavedBlocks};
 
 const ARRAY: &str = "an object with __cuda_array_interface__";
@@ -43,7 +43,10 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// Loads the driver at run time. All objects for one index share the pool's registration, which
 /// starts with the first copy and goes on in a thread; until then copies go through small buffers.
 #[pyclass(name = "Gpu", module = "cascadekv", frozen)]
-pub(crate) struct PyGpu(Arc<Device>);
+pub(crate) struct PyGpu {
+    device: Arc<Device>,
+    ways: Ways,
+}
 
 /// The work of a stream up to a point.
 #[pyclass(name = "GpuEvent", module = "cascadekv", frozen)]
@@ -57,6 +60,7 @@ pub(crate) struct PyGpuEvent(Event);
 #[pyclass(name = "GpuMemory", module = "cascadekv", frozen)]
 pub(crate) struct PyGpuMemory {
     device: Arc<Device>,
+    ways: Ways,
     table: PageTable,
     /// The memory of each array.
     arrays: Vec<Arc<ForeignMemory>>,
@@ -100,8 +104,15 @@ fn stream_of(context: &Arc<Context>, number: usize) -> Stream {
 #[pymethods]
 impl PyGpu {
     #[new]
-    fn new(py: Python<'_>, #[pyo3(from_py_with = of::device)] device: usize) -> PyResult<Self> {
-        py.detach(|| Device::open(device)).map(Self).map_err(|error| to_python(&error))
+    #[pyo3(signature = (device, *, ways = String::from("direct")))]
+    fn new(
+        py: Python<'_>,
+        #[pyo3(from_py_with = of::device)] device: usize,
+        #[pyo3(from_py_with = of::ways)] ways: String,
+    ) -> PyResult<Self> {
+        let ways = Ways::of(&ways)?;
+        let device = py.detach(|| Device::open(device)).map_err(|error| to_python(&error))?;
+        Ok(Self { device, ways })
     }
 
     /// The work of a stream so far. `stream` is the number of a stream of this GPU, such as
@@ -115,7 +126,7 @@ impl PyGpu {
         timed: bool,
     ) -> PyResult<PyGpuEvent> {
         let marked = py.detach(|| {
-            let stream = stream_of(&self.0.context, stream);
+            let stream = stream_of(&self.device.context, stream);
             if timed { stream.record_timed() } else { stream.record() }
         });
         marked.map(PyGpuEvent).map_err(|error| to_python(&error))
@@ -123,14 +134,14 @@ impl PyGpu {
 
     /// The driver, and how much of the pool is registered, as a dict.
     fn report<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let driver = self.0.context.driver();
+        let driver = self.device.context.driver();
         let report = PyDict::new(py);
         report.set_item("library", driver.library())?;
         report.set_item("version", driver.version().to_string())?;
-        let facts = self.0.facts.as_ref();
+        let facts = self.device.facts.as_ref();
         report.set_item("device", facts.map(|facts| &facts.name))?;
         report.set_item("is_fake", facts.is_some_and(DeviceFacts::is_fake))?;
-        let registration = self.0.registration();
+        let registration = self.device.registration();
         let registration = registration.as_ref();
         report.set_item("registered_bytes", registration.map_or(0, |it| it.registered_bytes))?;
         report.set_item("staged_bytes", registration.map_or(0, |it| it.staged_bytes))?;
@@ -177,7 +188,7 @@ impl PyGpuMemory {
         regions: &Bound<'_, PyAny>,
         #[pyo3(from_py_with = of::pages)] pages: usize,
     ) -> PyResult<Self> {
-        let device = Arc::clone(&gpu.get().0);
+        let (device, ways) = (Arc::clone(&gpu.get().device), gpu.get().ways);
         let mut spans: Vec<RegionSpan> = Vec::new();
         let mut arrays = Vec::new();
         let mut places = Vec::new();
@@ -201,7 +212,7 @@ impl PyGpuMemory {
         let place =
             |(region, array): (usize, usize)| (array, table.start(region) - spans[array].address);
         let places = places.into_iter().enumerate().map(place).collect();
-        Ok(Self { device, table, arrays, places })
+        Ok(Self { device, ways, table, arrays, places })
     }
 
     /// Bytes of a block: the sum of one page of each region.
@@ -276,7 +287,7 @@ impl PyGpuMemory {
 impl PyGpu {
     /// Maps pools of nodes for this GPU.
     pub(crate) fn importer(&self) -> Arc<dyn DeviceImporter> {
-        Arc::new(PoolImporter(Arc::clone(&self.0)))
+        Arc::new(PoolImporter(Arc::clone(&self.device)))
     }
 }
 
@@ -300,7 +311,7 @@ impl PyGpuMemory {
         }
         let flight = py.detach(|| {
             let (slabs, pages): (Vec<_>, Vec<_>) = blocks.into_iter().unzip();
-            let (copies, slabs) = self.device.slabs_to_load(slabs)?;
+            let (copies, slabs) = self.device.slabs_to_load(slabs, self.ways)?;
             let transfer = self.transfer(slabs, &pages, regions);
             let started = copies.loads.submit_timed(transfer, Some(&after.0));
             // Some may have started. The caller will compute the pages instead, so none may still

@@ -1,100 +1,51 @@
 //! Throughput of copies by length, number and way, beside one long plain copy.
 
-use cascade_device::Copier;
+use std::collections::BTreeMap;
+use std::time::Duration;
 
-use super::Gpu;
-use super::memory::{Direction, Fragments, Pinned, Plain, timed_copies};
+use cascade_device::{Copier, Costs, Direction, Way as DeviceWay};
+
+use super::memory::{Fragments, Pinned, Plain};
+use super::rows::{Shape, Way, name_of_call, shapes};
+use super::work::{Form, timed_work};
+use super::{Gpu, Notes, failed};
+use crate::figure::{Planned, median};
 use crate::{Bench, Figure, MeasureError, Target, gib_per_second, size_name};
 
-const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
 
-/// Lengths of fragments.
-const FRAGMENTS: [usize; 5] = [4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, 2 * MIB];
-/// Numbers of fragments of one submission. Engines copy between a few and all layers of a prompt.
-const COUNTS: [usize; 5] = [16, 128, 1024, 8192, 65_536];
-
-const PLAIN_LIMIT: &str = "one plain copy of pinned memory in this direction, beside each sample";
-const BOTH_LIMIT: &str = "the sum of one plain copy each way, alone, before and after each sample";
-
-/// Which calls of the driver make the copies of a submission. A way that uses a kernel needs one
-/// more variant, and its copiers in [`Copiers`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Way {
-    /// By batched copies.
-    Batch,
-    /// By one call for each.
-    Single,
-}
-
-const WAYS: [Way; 2] = [Way::Batch, Way::Single];
-
-impl Way {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Batch => "batch",
-            Self::Single => "single",
-        }
-    }
-}
-
-/// Which directions are copied at the same time.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Traffic {
-    One(Direction),
-    Both,
-}
-
-const TRAFFIC: [Traffic; 3] =
-    [Traffic::One(Direction::ToDevice), Traffic::One(Direction::ToHost), Traffic::Both];
-
-impl Traffic {
-    fn name(self) -> &'static str {
-        match self {
-            Self::One(Direction::ToDevice) => "to-device",
-            Self::One(Direction::ToHost) => "to-host",
-            Self::Both => "both",
-        }
-    }
-
-    fn directions(self) -> Vec<Direction> {
-        match self {
-            Self::One(direction) => vec![direction],
-            Self::Both => vec![Direction::ToDevice, Direction::ToHost],
-        }
-    }
-}
-
-/// A row of the table.
-#[derive(Debug, Clone, Copy)]
-struct Row {
-    traffic: Traffic,
-    bytes: usize,
-    count: usize,
-    way: Way,
-}
-
-impl Row {
-    fn name(self) -> String {
-        let (traffic, size, way) = (self.traffic.name(), size_name(self.bytes), self.way.name());
-        format!("{traffic}/{size}/x{}/{way}", self.count)
-    }
-
-    /// Long fragments in batches should reach the limit nearly; short ones cannot by this way.
-    fn target(self) -> Target {
-        match (self.traffic, self.way, self.bytes) {
-            (Traffic::Both, ..) | (_, Way::Single, _) => Target::None,
-            (_, _, bytes) if bytes >= 2 * MIB => Target::ShareAtLeast(0.95),
-            (_, _, bytes) if bytes >= 64 * KIB && self.count >= 1024 => Target::ShareAtLeast(0.88),
-            _ => Target::None,
-        }
-    }
-}
+const PLAIN_LIMIT: &str = "one plain copy of pinned memory in this direction, in each round";
+const BOTH_LIMIT: &str = "the sum of one plain copy each way, one after the other, in each round";
 
 /// Two copiers, one for each direction, since a stream copies one way at a time.
 struct Copiers([Copier; 2]);
 
 impl Copiers {
+    /// Copiers of a way, or why there are none.
+    fn new(
+        gpu: &Gpu,
+        pinned: &Pinned,
+        way: Way,
+        costs: Option<&Costs>,
+    ) -> Result<Result<Self, String>, MeasureError> {
+        let one = || match way {
+            Way::Batch => pinned.copier(&gpu.context).map(Ok),
+            Way::Single => pinned.copier(&gpu.unbatched).map(Ok),
+            Way::Direct => by(gpu, pinned, DeviceWay::Direct, costs),
+            Way::Staged => by(gpu, pinned, DeviceWay::Staged, costs),
+            Way::Mapped => by(gpu, pinned, DeviceWay::Mapped, costs),
+            Way::Chosen => chosen(gpu, pinned, costs),
+        };
+        Ok(match (one()?, one()?) {
+            (Ok(first), Ok(second)) if way == Way::Batch && first.batch_form().is_none() => {
+                drop((first, second));
+                Err("the driver has no batched copy".to_owned())
+            }
+            (Ok(first), Ok(second)) => Ok(Self([first, second])),
+            (Err(reason), _) | (_, Err(reason)) => Err(reason),
+        })
+    }
+
     fn of(&self, direction: Direction) -> &Copier {
         &self.0[usize::from(direction == Direction::ToHost)]
     }
@@ -104,16 +55,51 @@ impl Copiers {
     }
 }
 
-pub(super) fn run(
+/// A copier of one way, or why there is none.
+fn by(
     gpu: &Gpu,
-    bench: &mut Bench<'_>,
-    not_measured: &mut Vec<String>,
-) -> Result<(), MeasureError> {
-    let (plain_bytes, total_max) =
-        if gpu.is_fake() { (8 * MIB, 4 * MIB) } else { (1024 * MIB, 256 * MIB) };
+    pinned: &Pinned,
+    way: DeviceWay,
+    costs: Option<&Costs>,
+) -> Result<Result<Copier, String>, MeasureError> {
+    let copier = pinned.copier_by(&gpu.context, way, costs.cloned());
+    copier.map(Ok).or_else(|error| gpu.reason(error).map(Err))
+}
+
+/// A copier that chooses by the table, or why there is none.
+fn chosen(
+    gpu: &Gpu,
+    pinned: &Pinned,
+    costs: Option<&Costs>,
+) -> Result<Result<Copier, String>, MeasureError> {
+    let Some(costs) = costs else { return Ok(Err("there is no table of costs".to_owned())) };
+    let copier = pinned.copier_with(&gpu.context, costs.clone())?;
+    Ok(match copier.kernel_refusal() {
+        Some(refusal) => Err(cascade_block::with_causes(refusal)),
+        None => Ok(copier),
+    })
+}
+
+/// What all rows use.
+struct Setup {
+    pinned: Pinned,
+    plain: Plain,
+    /// The copiers of each way, or why there are none.
+    copiers: BTreeMap<Way, Result<Copiers, String>>,
+}
+
+pub(super) fn run(gpu: &Gpu, bench: &mut Bench<'_>, notes: &mut Notes) -> Result<(), MeasureError> {
+    let plain_bytes = if gpu.is_fake() { 8 * MIB } else { 1024 * MIB };
+    let total_max = total_max(gpu);
     let plain_names = ["to-device", "to-host"]
         .map(|direction| format!("plain/{direction}/{}", size_name(plain_bytes)));
-    let rows: Vec<Row> = rows(total_max).filter(|row| bench.wants(&row.name())).collect();
+    let wanted = |shape: &Shape| {
+        let wanted = Way::ALL.into_iter().filter(|way| bench.wants(&shape.name(*way)));
+        wanted.collect::<Vec<Way>>()
+    };
+    let rows: Vec<(Shape, Vec<Way>)> =
+        shapes(total_max).map(|shape| (shape, wanted(&shape))).collect();
+    let rows: Vec<_> = rows.into_iter().filter(|(_, ways)| !ways.is_empty()).collect();
     if rows.is_empty() && !plain_names.iter().any(|name| bench.wants(name)) {
         return Ok(());
     }
@@ -121,37 +107,58 @@ pub(super) fn run(
     measure_plain(gpu, bench, &mut plain, plain_names)?;
     // Both directions, and what the pool rounds up.
     let pinned = Pinned::new(&gpu.context, 2 * total_max + (4 << 20))?;
-    let copiers = |context| -> Result<Copiers, MeasureError> {
-        Ok(Copiers([pinned.copier(context)?, pinned.copier(context)?]))
-    };
-    let (batched, single) = (copiers(&gpu.context)?, copiers(&gpu.unbatched)?);
-    for row in rows {
-        let copiers = if row.way == Way::Batch { &batched } else { &single };
-        let figure = measure_row(gpu, bench.rounds(), row, (&pinned, &mut plain), copiers)?;
-        // Also a driver that has the function may refuse it.
-        if row.way == Way::Batch && !copiers.is_batched() {
-            not_measured.push(format!("{}: the driver has no batched copy", row.name()));
-        } else {
+    let copiers = copiers(gpu, &pinned, &rows, notes)?;
+    let mut setup = Setup { pinned, plain, copiers };
+    for (shape, ways) in rows {
+        for figure in measure_shape(gpu, bench.rounds(), shape, &ways, &mut setup, notes)? {
             gpu.deliver(bench, figure)?;
         }
     }
     Ok(())
 }
 
-/// All rows whose fragments fit into `total_max` bytes. If no number of [`COUNTS`] fits, the
-/// largest one that does.
-fn rows(total_max: usize) -> impl Iterator<Item = Row> {
-    let sizes = FRAGMENTS.iter().flat_map(move |&bytes| {
-        let fitting = COUNTS.iter().copied().filter(|count| count * bytes <= total_max);
-        let fitting: Vec<usize> = fitting.collect();
-        let counts = if fitting.is_empty() { vec![total_max / bytes] } else { fitting };
-        counts.into_iter().map(move |count| (bytes, count))
-    });
-    sizes.flat_map(|(bytes, count)| {
-        TRAFFIC.iter().flat_map(move |&traffic| {
-            WAYS.iter().map(move |&way| Row { traffic, bytes, count, way })
-        })
-    })
+/// Whether some row of a way with a kernel is wanted.
+pub(super) fn wants_kernel(gpu: &Gpu, bench: &Bench<'_>) -> bool {
+    let ways = || Way::ALL.into_iter().filter(|way| way.has_kernel());
+    shapes(total_max(gpu)).any(|shape| ways().any(|way| bench.wants(&shape.name(way))))
+}
+
+/// Most bytes of one submission in one direction.
+fn total_max(gpu: &Gpu) -> usize {
+    if gpu.is_fake() { 4 * MIB } else { 256 * MIB }
+}
+
+/// The copiers of all ways that some row wants.
+fn copiers(
+    gpu: &Gpu,
+    pinned: &Pinned,
+    rows: &[(Shape, Vec<Way>)],
+    notes: &mut Notes,
+) -> Result<BTreeMap<Way, Result<Copiers, String>>, MeasureError> {
+    let is_wanted = |way: &Way| rows.iter().any(|(_, ways)| ways.contains(way));
+    let ways: Vec<Way> = Way::ALL.into_iter().filter(is_wanted).collect();
+    // The measurement starts the kernel, too. Also on a fake GPU, whose table means nothing: the
+    // rows say that they are fake.
+    let costs = if notes.no_kernel.is_none() && ways.iter().any(|way| way.is_planned()) {
+        match Costs::measure_any(&gpu.context) {
+            Ok(costs) => Some(costs),
+            Err(error) => {
+                notes.leave_out("the table of costs", &gpu.reason(error)?);
+                None
+            }
+        }
+    } else {
+        None
+    };
+    let mut copiers = BTreeMap::new();
+    for way in ways {
+        let made = match notes.no_kernel.filter(|_| way.has_kernel()) {
+            Some(reason) => Err(reason.to_owned()),
+            None => Copiers::new(gpu, pinned, way, costs.as_ref())?,
+        };
+        copiers.insert(way, made);
+    }
+    Ok(copiers)
 }
 
 /// The limit of all other rows.
@@ -164,7 +171,8 @@ fn measure_plain(
     let mut samples = (Vec::new(), Vec::new());
     // Round 0 touches the device's memory for the first time. It is not counted.
     for round in 0..=bench.rounds() {
-        let times = (plain.fill_device()?, plain.read_device()?);
+        plain.forget(plain.bytes);
+        let times = (plain.fill_device(plain.bytes)?, plain.read_device(plain.bytes)?);
         plain.check()?;
         if round > 0 {
             samples.0.push(gib_per_second(plain.bytes, times.0));
@@ -178,62 +186,116 @@ fn measure_plain(
     Ok(())
 }
 
-fn measure_row(
+/// Measures a shape by all these ways in turn, in each round. So they have one limit, and what
+/// disturbs the machine disturbs all of them.
+fn measure_shape(
     gpu: &Gpu,
     rounds: usize,
-    row: Row,
-    (pinned, plain): (&Pinned, &mut Plain),
-    copiers: &Copiers,
-) -> Result<Figure, MeasureError> {
-    let name = row.name();
+    shape: Shape,
+    ways: &[Way],
+    setup: &mut Setup,
+    notes: &mut Notes,
+) -> Result<Vec<Figure>, MeasureError> {
+    let Setup { pinned, plain, copiers } = setup;
+    let mut usable = Vec::new();
+    for way in ways {
+        match &copiers[way] {
+            Ok(copiers) => usable.push((*way, copiers)),
+            Err(reason) => notes.leave_out(&shape.name(*way), reason),
+        }
+    }
     let mut fragments = Vec::new();
-    for (at, direction) in row.traffic.directions().into_iter().enumerate() {
-        let (shape, first) = ((row.bytes, row.count), at * row.bytes * row.count);
-        fragments.push(Fragments::new(pinned, plain, direction, shape, first)?);
+    for (at, direction) in shape.directions().into_iter().enumerate() {
+        let first = at * shape.bytes * shape.count;
+        fragments.push(Fragments::new(pinned, direction, (shape.bytes, shape.count), first)?);
     }
     let total: usize = fragments.iter().map(Fragments::total_bytes).sum();
-    let (mut samples, mut limits) = (Vec::new(), Vec::new());
+    let (mut samples, mut limits) = (vec![Vec::new(); usable.len()], Vec::new());
     // Round 0 is not counted: the driver prepares what it needs.
     for round in 0..=rounds {
-        fragments.iter_mut().for_each(Fragments::forget);
-        let to_device = gib_per_second(plain.bytes, plain.fill_device()?);
-        let submissions = fragments.iter_mut();
-        let submissions = submissions.map(|it| (copiers.of(it.direction()), &mut it.copies));
-        let took = timed_copies(submissions.collect())?;
-        let to_host = gib_per_second(plain.bytes, plain.read_device()?);
-        fragments.iter().try_for_each(|it| it.check(&name, plain))?;
-        if round > 0 {
-            samples.push(gib_per_second(total, took));
-            limits.push(match row.traffic {
-                Traffic::One(Direction::ToDevice) => to_device,
-                Traffic::One(Direction::ToHost) => to_host,
-                Traffic::Both => to_device + to_host,
-            });
-        }
-    }
-    let limit_is = if row.traffic == Traffic::Both { BOTH_LIMIT } else { PLAIN_LIMIT };
-    let target = gpu.target(row.target());
-    Ok(Figure::rate(name, "GiB/s", samples, (limits, limit_is), target))
-}
-
-#[cfg(test)]
-mod tests {
-    use std::collections::BTreeSet;
-
-    use super::*;
-
-    #[test]
-    fn rows_are_bounded_have_unique_names_and_cover_every_length_and_way() {
-        for total_max in [4 * MIB, 256 * MIB] {
-            let all: Vec<Row> = rows(total_max).collect();
-            let names: BTreeSet<String> = all.iter().map(|row| row.name()).collect();
-            assert_eq!(names.len(), all.len());
-            assert!(all.iter().all(|row| row.bytes * row.count <= total_max && row.count > 1));
-            for bytes in FRAGMENTS {
-                let of_length = all.iter().filter(|row| row.bytes == bytes).count();
-                assert!(of_length >= TRAFFIC.len() * WAYS.len(), "{bytes}");
+        let to_device = gib_per_second(plain.bytes, plain.fill_device(plain.bytes)?);
+        let to_host = gib_per_second(plain.bytes, plain.read_device(plain.bytes)?);
+        for ((way, copiers), samples) in usable.iter().zip(&mut samples) {
+            let took = copy_once(&shape.name(*way), way.form(), copiers, &mut fragments, plain)?;
+            if round > 0 {
+                samples.push(gib_per_second(total, took));
             }
         }
-        assert!(rows(256 * MIB).any(|row| row.count == 65_536));
+        if round > 0 {
+            limits.push(shape.limit(to_device, to_host));
+        }
     }
+    let best = samples.iter().map(|samples| median(samples)).fold(0.0, f64::max);
+    let are_all = ways.len() == Way::ALL.len();
+    let mut figures = Vec::new();
+    for ((way, copiers), samples) in usable.iter().zip(samples) {
+        // Also a driver that has the function may refuse it.
+        if *way == Way::Batch && !copiers.is_batched() {
+            notes.leave_out(&shape.name(*way), "the driver has no batched copy");
+            continue;
+        }
+        let is_best = are_all && median(&samples) >= best;
+        let target = gpu.target(shape.target(*way, is_best));
+        let limit_is = if shape.is_both() { BOTH_LIMIT } else { PLAIN_LIMIT };
+        let limit = (limits.clone(), limit_is);
+        let figure = Figure::rate(shape.name(*way), "GiB/s", samples, limit, target);
+        let planned = planned(*way, copiers, &mut fragments, plain, figure.value)?;
+        figures.push(Figure { planned, ..figure });
+    }
+    Ok(figures)
+}
+
+/// Copies all fragments once, and compares them. Before that, both sides of each get other bytes.
+fn copy_once(
+    name: &str,
+    form: Form,
+    copiers: &Copiers,
+    fragments: &mut [Fragments],
+    plain: &mut Plain,
+) -> Result<Duration, MeasureError> {
+    let total = fragments.iter().map(Fragments::total_bytes).sum();
+    plain.fill_device(total)?;
+    plain.forget(total);
+    let mut works = Vec::new();
+    for lane in &mut *fragments {
+        lane.forget();
+        works.push((copiers.of(lane.direction()), lane.work(form, plain)?));
+    }
+    let (took, slabs) = timed_work(works)?;
+    for (lane, slabs) in fragments.iter_mut().zip(slabs) {
+        lane.put_back(slabs);
+    }
+    plain.read_device(total)?;
+    fragments.iter().try_for_each(|lane| lane.check(name, plain))?;
+    Ok(took)
+}
+
+/// What the plan of a row says. Copies both ways have two plans, which know nothing of each other:
+/// they predict no time.
+fn planned(
+    way: Way,
+    copiers: &Copiers,
+    fragments: &mut [Fragments],
+    plain: &Plain,
+    measured: f64,
+) -> Result<Option<Planned>, MeasureError> {
+    if !way.is_planned() {
+        return Ok(None);
+    }
+    let (mut ways, mut predicted) = (Vec::new(), None);
+    let is_alone = fragments.len() == 1;
+    for lane in fragments {
+        let copier = copiers.of(lane.direction());
+        let (plan, slabs) = lane.work(Form::Transfer, plain)?.planned(copier).map_err(failed)?;
+        lane.put_back(slabs);
+        ways.extend(plan.calls.iter().filter_map(name_of_call));
+        let rate = |time| gib_per_second(lane.total_bytes(), time);
+        predicted =
+            plan.estimate.filter(|_| is_alone && copier.kernel_refusal().is_none()).map(rate);
+    }
+    ways.sort_unstable();
+    ways.dedup();
+    // Times are the inverse of rates.
+    let time_error = predicted.map(|predicted| measured / predicted - 1.0);
+    Ok(Some(Planned { ways, predicted, time_error }))
 }

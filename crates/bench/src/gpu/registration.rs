@@ -5,16 +5,12 @@ use std::sync::Arc;
 use cascade_device::RegisteredPool;
 use cascade_memory::{HugePages, Pool, PoolConfig};
 
-use super::{Gpu, failed};
+use super::{Gpu, Notes, failed};
 use crate::{Bench, Figure, GIB, MeasureError, Target, timed};
 
 const LIMIT: &str = "mapping the same memory and touching it for the first time";
 
-pub(super) fn run(
-    gpu: &Gpu,
-    bench: &mut Bench<'_>,
-    not_measured: &mut Vec<String>,
-) -> Result<(), MeasureError> {
+pub(super) fn run(gpu: &Gpu, bench: &mut Bench<'_>, notes: &mut Notes) -> Result<(), MeasureError> {
     let cases = [
         ("registration/4KiB-pages", HugePages::Never, 0.1),
         ("registration/2MiB-pages", HugePages::Auto, 0.04),
@@ -30,7 +26,7 @@ pub(super) fn run(
                 let figure = Figure::cost(name.to_owned(), "s/GiB", samples, limit, target);
                 gpu.deliver(bench, figure)?;
             }
-            Err(reason) => not_measured.push(format!("{name}: {reason}")),
+            Err(reason) => notes.leave_out(name, &reason),
         }
     }
     Ok(())

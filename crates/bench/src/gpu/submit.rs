@@ -1,10 +1,11 @@
 //! What submitting copies costs the calling thread.
 
-use cascade_device::Copier;
+use cascade_device::{Copier, Direction, Way as DeviceWay};
 use cascade_runtime::thread_cpu_time;
 
-use super::memory::{Direction, Fragments, Pinned, Plain};
-use super::{Gpu, failed, soon};
+use super::memory::{Fragments, Pinned, Plain};
+use super::work::Form;
+use super::{Gpu, Notes, failed, soon};
 use crate::{Bench, Figure, MeasureError, Target};
 
 /// Length of a fragment: its bytes do not matter here.
@@ -12,66 +13,110 @@ const FRAGMENT: usize = 4 << 10;
 /// Submissions of a sample.
 const REPEATS: u32 = 50;
 
-pub(super) fn run(
-    gpu: &Gpu,
-    bench: &mut Bench<'_>,
-    not_measured: &mut Vec<String>,
-) -> Result<(), MeasureError> {
-    let names = ["cpu/submit", "cpu/copy/batch", "cpu/copy/single"];
-    if !bench.wants_any(&names) {
+/// A row for each copy of a submission, beside the first.
+struct Row {
+    name: &'static str,
+    form: Form,
+    /// The copier, or why there is none.
+    copier: Result<Copier, String>,
+    target: Target,
+    samples: Vec<f64>,
+}
+
+const SUBMIT: &str = "cpu/submit";
+const COPIES: [&str; 5] =
+    ["cpu/copy/batch", "cpu/copy/single", "cpu/copy/direct", "cpu/copy/staged", "cpu/copy/mapped"];
+
+pub(super) fn run(gpu: &Gpu, bench: &mut Bench<'_>, notes: &mut Notes) -> Result<(), MeasureError> {
+    if !bench.wants(SUBMIT) && !bench.wants_any(&COPIES) {
         return Ok(());
     }
     let count = if gpu.is_fake() { 256 } else { 4096 };
     let bytes = count * FRAGMENT;
     let mut plain = Plain::new(&gpu.context, bytes)?;
     let pinned = Pinned::new(&gpu.context, 2 * bytes + (4 << 20))?;
-    let shape = |count| (FRAGMENT, count);
-    let mut one = Fragments::new(&pinned, &plain, Direction::ToDevice, shape(1), 0)?;
-    let mut many = Fragments::new(&pinned, &plain, Direction::ToDevice, shape(count), 0)?;
+    let fragments = |count| Fragments::new(&pinned, Direction::ToDevice, (FRAGMENT, count), 0);
+    let (mut one, mut many) = (fragments(1)?, fragments(count)?);
     let batched = pinned.copier(&gpu.context)?;
-    let single = pinned.copier(&gpu.unbatched)?;
-    let (mut submit, mut by_batch, mut by_single) = (Vec::new(), Vec::new(), Vec::new());
+    let mut rows = rows(gpu, &pinned, notes)?;
+    let mut submit = Vec::new();
     for round in 0..=bench.rounds() {
-        let alone = cpu_us(&batched, &mut one, &mut plain)?;
-        let per_copy = |all: f64| (all - alone).max(0.0) / (count - 1) as f64;
-        let batch = cpu_us(&batched, &mut many, &mut plain)?;
-        let calls = cpu_us(&single, &mut many, &mut plain)?;
+        let alone = cpu_us(&batched, Form::Copies, &mut one, &mut plain)?;
         if round > 0 {
             submit.push(alone);
-            by_batch.push(per_copy(batch));
-            by_single.push(per_copy(calls));
+        }
+        for row in &mut rows {
+            if let (true, Ok(copier)) = (bench.wants(row.name), &row.copier) {
+                let first = cpu_us(copier, row.form, &mut one, &mut plain)?;
+                let all = cpu_us(copier, row.form, &mut many, &mut plain)?;
+                if round > 0 {
+                    row.samples.push((all - first).max(0.0) / (count - 1) as f64);
+                }
+            }
         }
     }
-    let [submit_name, batch_name, single_name] = names.map(str::to_owned);
-    let cost = |name, samples, target| {
-        Figure::cost(name, "us", samples, (Vec::new(), ""), gpu.target(target))
+    let cost = |name: &str, samples, target| {
+        Figure::cost(name.to_owned(), "us", samples, (Vec::new(), ""), gpu.target(target))
     };
-    gpu.deliver(bench, cost(submit_name, submit, Target::AtMost(20.0)))?;
-    if batched.batch_form().is_some() {
-        gpu.deliver(bench, cost(batch_name, by_batch, Target::AtMost(0.1)))?;
-    } else {
-        not_measured.push(format!("{batch_name}: the driver has no batched copy"));
+    gpu.deliver(bench, cost(SUBMIT, submit, Target::AtMost(20.0)))?;
+    for row in rows {
+        match row.copier {
+            _ if !bench.wants(row.name) => {}
+            Ok(_) => gpu.deliver(bench, cost(row.name, row.samples, row.target))?,
+            Err(reason) => notes.leave_out(row.name, &reason),
+        }
     }
-    gpu.deliver(bench, cost(single_name, by_single, Target::None))
+    Ok(())
+}
+
+fn rows(gpu: &Gpu, pinned: &Pinned, notes: &Notes) -> Result<Vec<Row>, MeasureError> {
+    let by = |way| match pinned.copier_by(&gpu.context, way, None) {
+        Ok(copier) => Ok(Ok(copier)),
+        Err(error) => gpu.reason(error).map(Err),
+    };
+    let by_kernel = |way| match notes.no_kernel {
+        Some(reason) => Ok(Err(reason.to_owned())),
+        None => by(way),
+    };
+    let batched = pinned.copier(&gpu.context)?;
+    let has_batches = batched.batch_form().is_some();
+    let batched = if has_batches { Ok(batched) } else { Err("the driver has no batched copy") };
+    let copiers = [
+        batched.map_err(str::to_owned),
+        Ok(pinned.copier(&gpu.unbatched)?),
+        by(DeviceWay::Direct)?,
+        by_kernel(DeviceWay::Staged)?,
+        by_kernel(DeviceWay::Mapped)?,
+    ];
+    let row = |(name, copier): (&'static str, _)| {
+        let is_planned = !matches!(name, "cpu/copy/batch" | "cpu/copy/single");
+        let form = if is_planned { Form::Transfer } else { Form::Copies };
+        let is_single = name == "cpu/copy/single";
+        let target = if is_single { Target::None } else { Target::AtMost(0.1) };
+        Row { name, form, copier, target, samples: Vec::new() }
+    };
+    Ok(COPIES.into_iter().zip(copiers).map(row).collect())
 }
 
 /// Processor time of the calling thread for one submission, in microseconds. The bytes of the last
 /// one are compared.
 fn cpu_us(
     copier: &Copier,
+    form: Form,
     fragments: &mut Fragments,
     plain: &mut Plain,
 ) -> Result<f64, MeasureError> {
-    plain.fill_device()?;
+    plain.fill_device(plain.bytes)?;
     let mut spent = 0.0;
     for _ in 0..REPEATS {
-        let copies = std::mem::take(&mut fragments.copies);
+        let work = fragments.work(form, plain)?;
         let before = thread_cpu_time();
-        let mut pending = copier.submit(copies, None).map_err(failed)?;
+        let started = work.submit(copier).map_err(failed)?;
         spent += thread_cpu_time().saturating_sub(before).as_secs_f64();
-        fragments.copies = pending.wait(soon()).map_err(failed)?.unwrap_or_default();
+        fragments.put_back(started.wait(soon())?);
     }
-    plain.read_device()?;
+    plain.forget(plain.bytes);
+    plain.read_device(plain.bytes)?;
     fragments.check("the cost of submissions", plain)?;
     Ok(spent * 1e6 / f64::from(REPEATS))
 }

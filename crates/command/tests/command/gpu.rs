@@ -104,6 +104,17 @@ fn every_figure_of_a_fake_gpu_is_measured_and_says_fake() {
         "to-device/4KiB/x1024/batch",
         "to-host/16KiB/x128/single",
         "both/2MiB/x2/batch",
+        "to-device/16KiB/x128/direct",
+        "to-host/16KiB/x128/staged",
+        "both/64KiB/x16/mapped",
+        "to-device/4KiB/x1024/chosen",
+        "kernel-check/to-device/mapped",
+        "kernel-check/to-device/staged",
+        "kernel-check/to-host/mapped",
+        "kernel-check/to-host/staged",
+        "cpu/copy/direct",
+        "cpu/copy/staged",
+        "cpu/copy/mapped",
         "cpu/submit",
         "cpu/copy/batch",
         "cpu/copy/single",
@@ -116,9 +127,11 @@ fn every_figure_of_a_fake_gpu_is_measured_and_says_fake() {
         assert_eq!(figure["fake"], true, "{figure}");
         assert_eq!(figure["device"], "fake GPU of cascade (host memory)");
         assert_eq!((&figure["target"], &figure["is_reached"]), (&json!("none"), &Value::Null));
-        assert!(figure["samples"].as_array().unwrap().len() >= 5, "{figure}");
+        let is_check = figure["name"].as_str().unwrap().starts_with("kernel-check/");
+        let samples = figure["samples"].as_array().unwrap().len();
+        assert!(samples >= 5 || is_check, "{figure}");
         let (name, value) = (figure["name"].as_str().unwrap(), number("value").unwrap());
-        let has_limit = !name.starts_with("plain/") && !name.starts_with("cpu/");
+        let has_limit = ["plain/", "cpu/", "kernel-check/"].iter().all(|it| !name.starts_with(it));
         let has_share = number("limit").zip(number("share")).map(|(limit, share)| {
             let expected = if figure["unit"] == "GiB/s" { value / limit } else { limit / value };
             assert!((share / expected - 1.0).abs() < 1e-9, "{expected}: {figure}");
@@ -129,6 +142,94 @@ fn every_figure_of_a_fake_gpu_is_measured_and_says_fake() {
     assert!(table.contains("FAKE DRIVER over host memory: these times stand for nothing"));
     let rows = table.lines().filter(|line| line.ends_with("  FAKE")).count();
     assert_eq!(rows, figures.len(), "{table}");
+    assert!(table.contains("the kernel's results are right: "), "{table}");
+    assert!(table.contains("(FAKE driver: not the kernel of a GPU)"), "{table}");
+    planned_rows_name_their_ways(&figures);
+}
+
+/// Rows of plans say by which ways, and those of one direction how long it should have taken.
+fn planned_rows_name_their_ways(figures: &[Value]) {
+    for figure in figures {
+        let name = figure["name"].as_str().unwrap();
+        let way = name.rsplit('/').next().unwrap();
+        let is_planned = ["direct", "staged", "mapped", "chosen"].contains(&way)
+            && !name.starts_with("cpu/")
+            && !name.starts_with("kernel-check/");
+        assert_eq!(figure.get("ways").is_some(), is_planned, "{figure}");
+        if !is_planned {
+            continue;
+        }
+        if way != "chosen" {
+            assert_eq!(figure["ways"], json!([way]), "{figure}");
+        }
+        let number = |field: &str| figure[field].as_f64();
+        let is_both = name.starts_with("both/");
+        assert_eq!(number("predicted").is_none(), is_both, "{figure}");
+        if let Some((predicted, error)) = number("predicted").zip(number("time_error")) {
+            let expected = number("value").unwrap() / predicted - 1.0;
+            assert!((error - expected).abs() < 1e-9, "{figure}");
+        }
+    }
+}
+
+/// A kernel that copies wrong bytes is found before its ways are measured, and the rest is kept.
+#[test]
+fn a_wrong_kernel_is_found_and_not_measured() {
+    let wrong = [("FAKE_CUDA_SPOIL_LENGTH", "98")];
+    let (output, figures) = bench_fake(&["--only", "to-host/"], &wrong);
+    assert_eq!(output.status.code(), Some(1));
+    let message = stderr(&output);
+    assert!(message.contains("kernel-check/to-host/mapped: WRONG BYTES: byte 0 "), "{message}");
+    assert!(message.contains("of a fragment of 98 bytes is Some(165)"), "{message}");
+    let table = String::from_utf8(output.stdout).unwrap();
+    assert!(!table.contains("are right"), "{table}");
+    let left_out = "not measured: to-host/4KiB/x16/staged: the kernel copies wrong bytes";
+    assert!(table.contains(left_out), "{table}");
+    let figures = figures.unwrap();
+    let found = names(&figures);
+    assert!(found.contains(&"to-host/4KiB/x16/direct"), "{found:?}");
+    assert!(!found.iter().any(|name| name.ends_with("/chosen") || name.ends_with("/mapped")));
+}
+
+/// Wrong bytes of a length that the check has not: the row is no figure, and those before are kept.
+#[test]
+fn wrong_bytes_of_a_row_are_a_failure() {
+    for way in ["staged", "mapped"] {
+        let wrong = [("FAKE_CUDA_SPOIL_LENGTH", "262144")];
+        let (output, figures) = bench_fake(&["--only", &format!("/x16/{way}")], &wrong);
+        assert_eq!(output.status.code(), Some(1));
+        let message = stderr(&output);
+        let wrong = format!("to-device/256KiB/x16/{way}: WRONG BYTES in fragment");
+        assert!(message.replace("cannot measure ", "").contains(&wrong), "{message}");
+        let figures = figures.unwrap();
+        assert!(names(&figures).contains(&&*format!("to-device/64KiB/x16/{way}")));
+        assert!(!names(&figures).iter().any(|name| name.contains("256KiB")), "{figures:?}");
+    }
+}
+
+#[test]
+fn the_kernel_can_be_left_alone() {
+    let (output, figures) = bench_fake(&["--without-kernel", "--only", "/16KiB/x16/"], &[]);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let figures = figures.unwrap();
+    assert_eq!(figures.len(), 9, "three ways in three directions: {:?}", names(&figures));
+    let table = String::from_utf8(output.stdout).unwrap();
+    assert!(table.contains("not measured: both/16KiB/x16/chosen: --without-kernel"), "{table}");
+    assert!(!table.contains("kernel's results"), "{table}");
+}
+
+#[test]
+fn ways_with_a_kernel_are_left_out_where_the_driver_has_none() {
+    let none = [("FAKE_CUDA_ABSENT", "cuLaunchKernel")];
+    let (output, figures) = bench_fake(&["--only", "to-device/16KiB/x16/"], &none);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let expected = ["batch", "single", "direct"].map(|way| format!("to-device/16KiB/x16/{way}"));
+    assert_eq!(names(&figures.unwrap()), expected);
+    let table = String::from_utf8(output.stdout).unwrap();
+    for way in ["staged", "mapped", "chosen"] {
+        let line = format!("not measured: to-device/16KiB/x16/{way}: the CUDA driver has no cuLa");
+        assert!(table.contains(&line), "{table}");
+    }
 }
 
 #[test]
@@ -160,7 +261,9 @@ fn batches_are_not_measured_with_a_driver_that_has_none() {
     let old = [("FAKE_CUDA_VERSION", "12040")];
     let (output, figures) = bench_fake(&["--only", "to-host/4KiB/x16/"], &old);
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
-    assert_eq!(names(&figures.unwrap()), ["to-host/4KiB/x16/single"]);
+    let figures = figures.unwrap();
+    assert!(names(&figures).contains(&"to-host/4KiB/x16/single"));
+    assert!(!names(&figures).contains(&"to-host/4KiB/x16/batch"));
     let table = String::from_utf8(output.stdout).unwrap();
     assert!(table.contains("not measured: to-host/4KiB/x16/batch: the driver has no"), "{table}");
     let (output, figures) = bench_fake(&["--only", "to-host/4KiB/x16/batch"], &old);

@@ -237,7 +237,7 @@ proptest! {
         let limits = Limits { copies_per_call: most, fragments_per_launch: most, slice_bytes };
         let (mut copies, _) = split(&merge(direction, &copies).unwrap(), &BORDERS);
         sort(&mut copies, |copy| copy.offset as u64);
-        let choice = Choice { limits: &limits, costs: &costs.to_host, copies: &copies };
+        let choice = Choice { limits: &limits, costs: &costs.to_host, only: None, copies: &copies };
         let runs = choice.runs(&BORDERS);
         if runs.len() > 6 {
             return Ok(());

@@ -59,7 +59,7 @@ impl PyGpuMemory {
         let counts: Vec<usize> = puts.iter().map(Vec::len).collect();
         let start = || {
             let (slabs, pages): (Vec<_>, Vec<_>) = puts.into_iter().flatten().unzip();
-            let (copies, slabs) = self.device.slabs_to_save(slabs)?;
+            let (copies, slabs) = self.device.slabs_to_save(slabs, self.ways)?;
             let transfer = self.transfer(slabs, &pages, 0..self.places.len());
             let pending = copies.saves.submit_transfer(transfer, Some(&after.0))?;
             Ok(Flight::new(pending, copies, &self.device.context))
