@@ -254,7 +254,6 @@ def test_a_step_is_timed_by_the_gpu_and_reported_when_it_is_over(step):
     plan = StepPlan(number=1, tokens=32, context_tokens=5, requests=1)
     step.worker.begin_step(plan)
     step.engine.compute(1, block_of(1))
-    # Asynchronous loads of other requests are started after the kernels.
     step.worker.start_loads(plan)
     step.worker.save(plan)
     assert step.worker.take_report() is None
@@ -282,12 +281,15 @@ TIMES = """
             print(way, *(each.seconds for each in report.times))
             step.worker.close()
         step = Step(fake, store)
-        plan = StepPlan(number=2, tokens=32, requests=1)
+        # Asynchronous loads of other requests are started after the kernels.
+        loads = [step.load(0, is_async=True)]
+        plan = StepPlan(number=2, tokens=32, requests=1, loads=loads)
         step.worker.begin_step(plan)
         step.engine.compute(1, block_of(1))
+        step.worker.start_loads(plan)
         step.worker.save(plan)
         report = step.settle()
-        print("prefill", *([report.prefill[2]] if report else []))
+        print("prefill", *([report.prefill[2]] if report.prefill else []))
 """
 DELAY_S = 0.02
 
@@ -298,6 +300,7 @@ def times_of(printed):
     return {name: [float(each) for each in seconds] for name, *seconds in lines}
 
 
+@pytest.mark.timeout(300)
 def test_times_are_those_of_the_copies_and_the_kernels_not_of_their_launches():
     delay = int(DELAY_S * 1e6)
     slow = f"cuMemcpyBatchAsync_v2={delay},cuMemcpyHtoDAsync_v2={delay}"
@@ -309,6 +312,7 @@ def test_times_are_those_of_the_copies_and_the_kernels_not_of_their_launches():
     assert times["prefill"][0] >= LAYERS * DELAY_S
 
 
+@pytest.mark.timeout(300)
 def test_without_the_drivers_times_nothing_is_reported():
     times = times_of(in_process(TIMES, FAKE_CUDA_ABSENT="cuEventElapsedTime"))
     assert times == {"sync": [], "async": [], "layerwise": [], "prefill": []}
