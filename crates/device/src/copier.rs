@@ -9,6 +9,7 @@ use std::fmt;
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::{Arc, PoisonError};
+use std::time::Duration;
 
 use cascade_memory::{HostSlab, HostSlabMut};
 use cascade_runtime::{Deadline, LeafMutex};
@@ -17,6 +18,7 @@ use crate::abandoned;
 use crate::allocation::DevicePiece;
 use crate::batch::{Batch, BatchForm, Batcher, Sides, host_pointer};
 use crate::context::Context;
+use crate::copy_counts::Submission;
 use crate::costs::Costs;
 use crate::error::CudaError;
 use crate::event::Event;
@@ -84,6 +86,8 @@ struct Flight<T> {
     event: Option<Event>,
     /// Lists that kernels read.
     loan: Loan,
+    /// When they were started; none if that failed.
+    started_at: Option<Duration>,
 }
 
 /// Copies that were submitted, with what they use. If it is dropped, that is freed once the copies
@@ -186,17 +190,21 @@ impl Copier {
         after: Option<&Event>,
     ) -> Result<Pending<T>, CudaError> {
         self.0.sweep();
-        let flight = Flight { used, event: None, loan: Loan::new(self.0.ways.as_ref()) };
+        let loan = Loan::new(self.0.ways.as_ref());
+        let flight = Flight { used, event: None, loan, started_at: None };
         // Before the first copy starts: from then on, its drop keeps what they use.
         let mut pending = Pending { inner: Arc::clone(&self.0), flight: Some(flight) };
         let stream = &self.0.stream;
         if let Some(flight) = &mut pending.flight {
-            let event = stream.context().with(|| {
+            let (context, submission) = (stream.context(), plan.submission());
+            let started = context.with(|| {
                 after.map_or(Ok(()), |event| stream.wait_for(event))?;
                 self.start(plan, &mut flight.loan)?;
                 stream.record()
-            })?;
-            flight.event = Some(event);
+            });
+            flight.event = Some(started.inspect_err(|_| context.copy_counts().fail())?);
+            flight.started_at = Some(context.clock().monotonic());
+            context.copy_counts().begin(&submission);
         }
         Ok(pending)
     }
@@ -317,7 +325,8 @@ impl Inner {
                         let host = first + (copy.offset % borders.piece_bytes) as Address;
                         Ok(sides(direction, host, copy))
                     });
-                    plan.kernels.push(Launch::Mapped(mapped.collect::<Result<_, CudaError>>()?));
+                    plan.kernels
+                        .push(Launch::Mapped(direction, mapped.collect::<Result<_, CudaError>>()?));
                 }
             }
         }
@@ -342,7 +351,16 @@ impl Inner {
         *parked = kept;
         drop(parked);
         let over: Vec<_> = over;
+        over.iter().for_each(|flight| self.count_end(flight));
         drop(over);
+    }
+
+    /// Counts the end of copies that are over.
+    fn count_end<T>(&self, flight: &Flight<T>) {
+        let context = self.stream.context();
+        if let Some(started_at) = flight.started_at {
+            context.copy_counts().end(context.clock().monotonic().saturating_sub(started_at));
+        }
     }
 
     fn park(&self, flight: Flight<Box<dyn Any + Send>>) {
@@ -351,6 +369,22 @@ impl Inner {
 }
 
 impl Plan {
+    /// Its copies, for the counts.
+    fn submission(&self) -> Submission {
+        let mut submission = Submission::default();
+        self.batch.count(&mut submission);
+        self.kernels.iter().for_each(|launch| launch.count(&mut submission));
+        for staged in &self.staged {
+            let (count, bytes) = match staged {
+                Staged::ToDevice { bytes, .. } => (&mut submission.to_device, *bytes),
+                Staged::ToHost { bytes, .. } => (&mut submission.to_host, *bytes),
+            };
+            count.add(bytes);
+            submission.unregistered_bytes += bytes;
+        }
+        submission
+    }
+
     /// Adds copies of registered memory.
     fn add(&mut self, pool: &RegisteredPool, direction: Direction, copies: &[PlannedCopy]) {
         let kind = match direction {
@@ -445,14 +479,18 @@ impl<T: Send + 'static> Pending<T> {
     pub fn wait(&mut self, deadline: Deadline) -> Result<Option<T>, CudaError> {
         let context = self.inner.stream.context();
         context.wait("copies", deadline, || self.is_over())?;
-        Ok(self.flight.take().map(|flight| flight.used))
+        let flight = self.flight.take();
+        Ok(flight.map(|flight| {
+            self.inner.count_end(&flight);
+            flight.used
+        }))
     }
 }
 
 impl<T: Send + 'static> Drop for Pending<T> {
     fn drop(&mut self) {
-        if let Some(Flight { used, event, loan }) = self.flight.take() {
-            self.inner.park(Flight { used: Box::new(used), event, loan });
+        if let Some(Flight { used, event, loan, started_at }) = self.flight.take() {
+            self.inner.park(Flight { used: Box::new(used), event, loan, started_at });
             self.inner.sweep();
         }
     }
@@ -465,9 +503,12 @@ impl Drop for Inner {
         let context = Arc::clone(self.stream.context());
         for flight in parked {
             let over = context.wait("copies", context.deadline(), || self.is_over(&flight));
-            if let Err(error) = over {
-                context.lose(error);
-                abandoned::keep((flight, Arc::clone(&self.pool)));
+            match over {
+                Ok(()) => self.count_end(&flight),
+                Err(error) => {
+                    context.lose(error);
+                    abandoned::keep((flight, Arc::clone(&self.pool)));
+                }
             }
         }
     }

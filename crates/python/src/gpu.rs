@@ -19,6 +19,7 @@ use pyo3::types::PyDict;
 
 use crate::arguments::{of, type_error};
 use crate::errors::{DeadlineError, GpuError};
+use crate::gpu_report::{add_copies, add_failures};
 use crate::page_table::{PageTable, RegionSpan};
 
 /// The longest that work of ours on a GPU may take before the GPU counts as lost.
@@ -168,7 +169,8 @@ impl PyGpu {
         marked.map(PyGpuEvent).map_err(|error| to_python(&error))
     }
 
-    /// The driver, and how much of the pool is registered, as a dict.
+    /// The driver, how much of the pool is registered, what was copied, and why the GPU is lost, as
+    /// a dict.
     fn report<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let driver = self.0.context.driver();
         let report = PyDict::new(py);
@@ -186,6 +188,9 @@ impl PyGpu {
         report.set_item("is_complete", registration.is_some_and(|it| it.is_complete))?;
         let refusal = registration.and_then(|it| it.refusal.as_ref());
         report.set_item("refusal", refusal.map(|error| with_causes(error)))?;
+        report.set_item("uuid", facts.map(|facts| &facts.uuid))?;
+        add_copies(&report, &self.0.context.copy_report())?;
+        add_failures(&report, registration, &self.0.context)?;
         Ok(report)
     }
 

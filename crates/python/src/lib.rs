@@ -10,6 +10,7 @@ mod config;
 mod connect;
 mod errors;
 mod gpu;
+mod gpu_report;
 mod hints;
 mod keys;
 mod namespace;
