@@ -1,4 +1,4 @@
-//! What the copiers of a context have copied, for its operator. Counted once a submission, by atomics.
+//! What a context copied and registered, for its operator. Counted by atomics, once a submission.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -14,7 +14,7 @@ pub struct CopyCount {
     pub bytes: u64,
 }
 
-/// What all copiers of a context copied since it was retained.
+/// What all copiers of a context copied, and what its pools registered, since it was retained.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct CopyReport {
     /// To the device.
@@ -36,6 +36,12 @@ pub struct CopyReport {
     /// The sum over these of the host's time, from the return of the submission until the host saw
     /// that it was over. It includes waits of the device for work before the copies.
     pub host_time: Duration,
+    /// Bytes of pools that the driver registered, also of pools that are gone.
+    pub registered_bytes: u64,
+    /// Bytes of pools that were not registered because the driver refused.
+    pub refused_bytes: u64,
+    /// The time that the driver took for both.
+    pub registration_time: Duration,
 }
 
 /// The copies of a submission by direction, before it is counted.
@@ -58,6 +64,9 @@ pub(crate) struct CopyCounts {
     failed_submissions: AtomicU64,
     ended_submissions: AtomicU64,
     host_ns: AtomicU64,
+    registered_bytes: AtomicU64,
+    refused_bytes: AtomicU64,
+    registration_ns: AtomicU64,
 }
 
 #[derive(Debug, Default)]
@@ -112,7 +121,19 @@ impl CopyCounts {
     /// Counts the end of a submission.
     pub(crate) fn end(&self, host_time: Duration) {
         add(&self.ended_submissions, 1);
-        add(&self.host_ns, u64::try_from(host_time.as_nanos()).unwrap_or(u64::MAX));
+        add_time(&self.host_ns, host_time);
+    }
+
+    /// Counts a call that registered memory.
+    pub(crate) fn register(&self, bytes: usize, took: Duration) {
+        add(&self.registered_bytes, bytes as u64);
+        add_time(&self.registration_ns, took);
+    }
+
+    /// Counts a refused call, and the memory that is not registered because of it.
+    pub(crate) fn refuse(&self, bytes: usize, took: Duration) {
+        add(&self.refused_bytes, bytes as u64);
+        add_time(&self.registration_ns, took);
     }
 
     pub(crate) fn report(&self) -> CopyReport {
@@ -125,6 +146,9 @@ impl CopyCounts {
             failed_submissions: get(&self.failed_submissions),
             ended_submissions: get(&self.ended_submissions),
             host_time: Duration::from_nanos(get(&self.host_ns)),
+            registered_bytes: get(&self.registered_bytes),
+            refused_bytes: get(&self.refused_bytes),
+            registration_time: Duration::from_nanos(get(&self.registration_ns)),
         }
     }
 }
@@ -135,6 +159,10 @@ fn add(count: &AtomicU64, amount: u64) {
     if amount > 0 {
         count.fetch_add(amount, Ordering::Relaxed);
     }
+}
+
+fn add_time(count: &AtomicU64, time: Duration) {
+    add(count, u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
 }
 
 fn get(count: &AtomicU64) -> u64 {

@@ -19,7 +19,7 @@ use pyo3::types::PyDict;
 
 use crate::arguments::{of, type_error};
 use crate::errors::{DeadlineError, GpuError};
-use crate::gpu_report::{add_copies, add_failures};
+use crate::gpu_report::add_counts;
 use crate::page_table::{PageTable, RegionSpan};
 
 /// The longest that work of ours on a GPU may take before the GPU counts as lost.
@@ -189,8 +189,7 @@ impl PyGpu {
         let refusal = registration.and_then(|it| it.refusal.as_ref());
         report.set_item("refusal", refusal.map(|error| with_causes(error)))?;
         report.set_item("uuid", facts.map(|facts| &facts.uuid))?;
-        add_copies(&report, &self.0.context.copy_report())?;
-        add_failures(&report, registration, &self.0.context)?;
+        add_counts(&report, &self.0.context)?;
         Ok(report)
     }
 

@@ -41,7 +41,7 @@ from cascadekv.connectors.vllm.metadata import (
     WorkerFacts,
     WorkerReport,
 )
-from cascadekv.connectors.vllm.metrics import CascadePromMetrics, CascadeStats
+from cascadekv.connectors.vllm.metrics import CascadePromMetrics, CascadeStats, GpuCounts
 from cascadekv.connectors.vllm.registration import ManifestRegistration
 from cascadekv.connectors.vllm.scheduler import Scheduler, SchedulerSettings
 from cascadekv.connectors.vllm.settings import read_connector_settings
@@ -113,6 +113,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         self._namespaces: dict[str, Namespace] = {}
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
+        self._gpu_counts = GpuCounts()
         self._parts: list[HeldPart] = []
         self._node: PrivateNode | None = None
         self._facts: WorkerFacts | None = None
@@ -338,9 +339,9 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_guarded(lambda: None)
     def get_kv_connector_stats(self) -> CascadeStats | None:
-        """Return the statistics of the scheduler's side, which include the workers'."""
+        """Return statistics: of requests in the scheduler, of its GPU in a worker."""
         if self._scheduler is None:
-            return None
+            return self._gpu_counts.take()
         if self._recorder is not None:
             dropped = self._recorder.dropped
             self._scheduler.stats.count("trace_drops", dropped - self._counted_trace_drops)
@@ -422,6 +423,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             is_layerwise=self.settings.layerwise,
         )
         self._worker.attach(attached, list(cache.kv_cache_groups[0].layer_names))
+        self._gpu_counts.attach(memory for _, memory in attached)
         is_on_host = all(isinstance(memory, HostMemory) for _, memory in attached)
         return WorkerFacts(manifest, [held.part for held in self._parts], is_on_host)
 

@@ -8,7 +8,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DeviceMemory",
     "GpuPages",
+    "GpuReport",
     "HostMemory",
     "LoadOrder",
     "Memory",
@@ -31,6 +32,8 @@ __all__ = [
 ]
 
 _LOG = logging.getLogger("vllm.cascade")
+GpuReport = Mapping[str, str | int | float | bool | None]
+"""What `Gpu.report` returns."""
 STAGING_BYTES = 64 << 20
 """Most bytes of one call, and the size of a staging buffer."""
 
@@ -276,6 +279,10 @@ class GpuPages:
                 int(report["registered_bytes"] or 0) + int(report["staged_bytes"] or 0),
                 report["refusal"],
             )
+
+    def report(self) -> GpuReport:
+        """Return what the GPU copied, and how much of the pool is registered."""
+        return self._gpu.report()
 
 
 class DeviceMemory(_SynchronousMemory):
