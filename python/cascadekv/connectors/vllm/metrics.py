@@ -53,13 +53,16 @@ LABELLED = {
     "gpu_loaded_bytes": ("device", "Bytes copied to the GPU"),
     "gpu_saved_copies": ("device", "Copies from the GPU"),
     "gpu_saved_bytes": ("device", "Bytes copied from the GPU"),
-    "gpu_unregistered_bytes": ("device", "Those of these bytes that were not registered: slow"),
+    "gpu_unregistered_bytes": (
+        "device",
+        "Bytes copied through small buffers, because the pool was not registered",
+    ),
     "gpu_submissions": ("device", "Submissions of copies that were started"),
     "gpu_failed_submissions": ("device", "Submissions that the driver refused, or to a lost GPU"),
     "gpu_ended_submissions": ("device", "Started submissions that were seen to be over"),
     "gpu_in_flight_host_seconds": (
         "device",
-        "Time of these on the host, including waits for the engine's work before the copies",
+        "Time on the host from submissions until they were seen to be over",
     ),
     "gpu_registered_bytes": ("device", "Bytes of the pool that the driver registered"),
     "gpu_refused_bytes": ("device", "Bytes of the pool that the driver refused to register"),
