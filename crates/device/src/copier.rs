@@ -351,7 +351,9 @@ impl Inner {
         *parked = kept;
         drop(parked);
         let over: Vec<_> = over;
-        over.iter().for_each(|flight| self.count_end(flight));
+        for flight in &over {
+            self.count_end(flight);
+        }
         drop(over);
     }
 
@@ -373,7 +375,9 @@ impl Plan {
     fn submission(&self) -> Submission {
         let mut submission = Submission::default();
         self.batch.count(&mut submission);
-        self.kernels.iter().for_each(|launch| launch.count(&mut submission));
+        for launch in &self.kernels {
+            launch.count(&mut submission);
+        }
         for staged in &self.staged {
             let (count, bytes) = match staged {
                 Staged::ToDevice { bytes, .. } => (&mut submission.to_device, *bytes),

@@ -48,11 +48,15 @@ impl Launch {
         match self {
             Self::Mapped(direction, copies) => {
                 let count = submission.in_direction(*direction);
-                copies.iter().for_each(|(.., bytes)| count.add(*bytes));
+                for (.., bytes) in copies {
+                    count.add(*bytes);
+                }
             }
             Self::Staged(direction, slice) => {
                 let count = submission.in_direction(*direction);
-                slice.fragments.iter().for_each(|copy| count.add(copy.bytes));
+                for copy in &slice.fragments {
+                    count.add(copy.bytes);
+                }
             }
         }
     }
