@@ -153,7 +153,7 @@ impl CopyCounts {
     }
 }
 
-// Relaxed: nothing else is read by these numbers, so a report between two of them may see the first.
+// Relaxed: nothing else depends on these numbers. A report may see one of two that belong together.
 
 fn add(count: &AtomicU64, amount: u64) {
     if amount > 0 {
