@@ -353,11 +353,19 @@ class Gpu:
         notes when it reached the event.
         """
     def report(self) -> dict[str, str | int | float | bool | None]:
-        """Return the driver's `library` and `version`, the `device`, and the pool's registration.
+        """Return the driver's `library` and `version`, the `device`, its `uuid`, and more.
 
         `is_fake`: whether the device is a stand-in for tests, whose times mean nothing.
-        `registered_bytes`, `staged_bytes` (not registered), `registration_seconds`, `is_complete`,
-        and `refusal`: why the driver refused to register more, or `None`.
+        `loss`: why all calls fail since an error of the device, or `None`.
+
+        The pool: `registered_bytes`, `staged_bytes` (not registered), `registration_seconds`,
+        `is_complete`, and `refusal`: why the driver refused to register more, or `None`.
+
+        Counts of all objects for this GPU: `loaded_copies`, `loaded_bytes`, `saved_copies`,
+        `saved_bytes`; `unregistered_bytes`, those of these bytes that went through small buffers;
+        `submissions`, `failed_submissions`, `ended_submissions`; `in_flight_host_seconds`, the time
+        on the host from each submission until it was seen to be over; and of all pools so far
+        `registered_bytes_total`, `refused_bytes_total`, `registration_seconds_total`.
         """
 
 @final

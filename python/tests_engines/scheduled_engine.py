@@ -342,6 +342,7 @@ class ScheduledEngine:
             finished_recving=results.finished_recving,
             failed_recving=results.failed_recving,
             invalid_block_ids=self.worker.get_block_ids_with_load_errors(),
+            kv_connector_stats=self.worker.get_kv_connector_stats(),
             kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
         )
         self.facts.loads_failed += len(output.invalid_block_ids)

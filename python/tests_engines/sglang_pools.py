@@ -55,8 +55,19 @@ PAGES = 64
 CPU = torch.device("cpu")
 
 
-def mha(layout, *, heads=2, dim=8, v_dim=None, layers=3, dtype=torch.bfloat16, start=0, page=PAGE):
-    """Create a pool of K and V."""
+def mha(
+    layout,
+    *,
+    heads=2,
+    dim=8,
+    v_dim=None,
+    layers=3,
+    dtype=torch.bfloat16,
+    start=0,
+    page=PAGE,
+    pin_memory=False,
+):
+    """Create a pool of K and V; SGLang's default is to pin it, which needs a driver."""
     v_dim = dim if v_dim is None else v_dim
     k = tuple(torch.zeros(page, heads, dim, dtype=dtype) for _ in range(layers))
     v = tuple(torch.zeros(page, heads, v_dim, dtype=dtype) for _ in range(layers))
@@ -73,7 +84,8 @@ def mha(layout, *, heads=2, dim=8, v_dim=None, layers=3, dtype=torch.bfloat16, s
         device=CPU,
     )
     kind = MHATokenToKVPoolHost if dim == v_dim else AsymmetricMHATokenToKVPoolHost
-    return kind(info, 1.0, 0, page, layout, **_capacity(page, start, layers))
+    capacity = _capacity(page, start, layers) | {"pin_memory": pin_memory}
+    return kind(info, 1.0, 0, page, layout, **capacity)
 
 
 def mla(layout, *, rank=12, rope=4, layers=3, dtype=torch.bfloat16, start=0, page=PAGE):

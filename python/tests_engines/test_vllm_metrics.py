@@ -6,7 +6,14 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from cascadekv.connectors.vllm.metrics import PREFIX, CascadePromMetrics, CascadeStats
+from cascadekv.connectors.vllm.memory import GpuPages
+from cascadekv.connectors.vllm.metrics import (
+    LABELLED,
+    PREFIX,
+    CascadePromMetrics,
+    CascadeStats,
+    GpuCounts,
+)
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram, generate_latest
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm_compat import payload_of
@@ -149,3 +156,83 @@ def test_an_engine_that_starts_again_in_one_process_registers_again(metrics):
     config = SimpleNamespace(kv_transfer_config=None)
     CascadePromMetrics(config, types, LABELS, ENGINES)
     assert value("lookups_total") == 0
+
+
+TOTALS = ["registered_bytes", "refused_bytes", "registration_seconds"]
+GPU_NAMES = {
+    name: name.removeprefix("gpu_") for name, (label, _) in LABELLED.items() if label == "device"
+} | {f"gpu_{name}": f"{name}_total" for name in TOTALS}
+"""By counter: its name in a report."""
+
+
+class CountedGpu(GpuPages):
+    """A GPU whose report the test sets. It is no driver, and copies nothing."""
+
+    def __init__(self, **values):
+        of_device = {"uuid": "GPU-01", "device": "a name", "is_fake": False, "loss": None}
+        self.values = dict.fromkeys(GPU_NAMES.values(), 0) | of_device | values
+
+    def report(self):
+        """Return the test's report."""
+        return dict(self.values)
+
+
+def counts_of(gpu):
+    counts = GpuCounts(interval_s=0)
+    counts.attach([object(), gpu])
+    return counts
+
+
+def test_counts_of_a_gpu_reach_the_endpoint_with_its_uuid(metrics):
+    gpu = CountedGpu(saved_bytes=5)
+    counts = counts_of(gpu)
+    assert counts.take() is None, "what was copied before this engine is not its own"
+    for number, name in enumerate(GPU_NAMES.values(), 10):
+        gpu.values[name] = number
+    gpu.values["loss"] = "an error"
+    metrics.observe(sent(counts.take()), 1)
+    for number, name in enumerate(GPU_NAMES, 10):
+        expected = {"gpu_losses": 1, "gpu_saved_bytes": number - 5}.get(name, number)
+        assert value(f"{name}_total", 1, device="GPU-01") == expected, name
+    assert counts.take() is None
+    gpu.values["loaded_bytes"] += 7
+    (changed,) = counts.take().data["labels"].items()
+    assert changed == ("gpu_loaded_bytes", {"GPU-01": 7})
+
+
+def test_counts_of_workers_keep_their_devices(metrics):
+    whole = CascadeStats()
+    for number in range(3):
+        gpu = CountedGpu(uuid=f"GPU-0{number}")
+        counts = counts_of(gpu)
+        gpu.values["submissions"] = 10 + number
+        whole = whole.aggregate(counts.take())
+    metrics.observe(sent(whole), 0)
+    found = [value("gpu_submissions_total", device=f"GPU-0{number}") for number in range(3)]
+    assert found == [10, 11, 12]
+
+
+@pytest.mark.parametrize(
+    ("facts", "label"),
+    [
+        ({}, "GPU-01"),
+        ({"uuid": ""}, "a name"),
+        ({"is_fake": True}, "FAKE GPU-01"),
+    ],
+)
+def test_the_label_of_a_device_is_its_uuid_and_says_fake(facts, label):
+    gpu = CountedGpu(**facts)
+    counts = counts_of(gpu)
+    gpu.values["submissions"] = 1
+    assert counts.take().data["labels"]["gpu_submissions"] == {label: 1}
+
+
+def test_a_gpu_is_asked_once_an_interval():
+    gpu = CountedGpu()
+    counts = GpuCounts(interval_s=3600)
+    counts.attach([gpu])
+    gpu.values["submissions"] = 1
+    assert counts.take() is not None
+    gpu.values["submissions"] = 2
+    assert counts.take() is None
+    assert GpuCounts().take() is None, "an engine without a GPU"

@@ -371,3 +371,23 @@ def test_hints_and_dropped_trace_lines_are_counted(start, tmp_path, caplog):
     engine.connector._recorder._count_dropped(3, "a test")  # noqa: SLF001 # as for a full queue
     engine.ask(prompt(3 * BLOCK, "dropped"))
     assert engine.take_figures()["sums"]["trace_drops"] == 3
+
+
+@pytest.mark.parametrize("way", ["sync", "async"])
+def test_copies_of_a_gpu_are_in_the_engines_figures(start, way):
+    engine = start({**DRAM, **WAYS[way]}, memory=None)
+    engine.worker._gpu_counts._interval_s = 0  # noqa: SLF001 # each step reports
+    first = prompt(5 * BLOCK + 3, "figures")
+    engine.ask(first)
+    engine.reset_prefix_cache()
+    engine.ask(first)
+    # The counts of a step come with the next one.
+    engine.ask(prompt(BLOCK - 1, "next"))
+    figures, device = engine.take_figures()["labels"], f"FAKE {Gpu(0).report()['uuid']}"
+    for name in ("saved_bytes", "loaded_bytes"):
+        assert figures[f"gpu_{name}"] == {device: figures[name]["dram"]}
+    assert figures["gpu_submissions"] == figures["gpu_ended_submissions"]
+    assert figures["gpu_in_flight_host_seconds"][device] > 0
+    assert figures["gpu_registered_bytes"] == {device: 64 << 20}
+    assert "gpu_failed_submissions" not in figures
+    assert "gpu_losses" not in figures

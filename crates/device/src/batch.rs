@@ -5,6 +5,7 @@ use std::fmt;
 use std::ptr::{NonNull, null_mut};
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use crate::copy_counts::Submission;
 use crate::driver::Driver;
 use crate::error::{CudaError, NOT_SUPPORTED};
 use crate::functions::{ACCESS_IN_STREAM_ORDER, Address, CopyAttributes, Handle, Status};
@@ -119,6 +120,17 @@ pub(crate) fn host_pointer(address: Address) -> Result<NonNull<u8>, CudaError> {
 }
 
 impl Batch {
+    /// Adds its copies to those of a submission.
+    pub(crate) fn count(&self, submission: &mut Submission) {
+        for (sides, bytes) in self.sides.iter().zip(&self.lengths) {
+            match sides {
+                Sides::ToDevice => submission.to_device.add(*bytes),
+                Sides::ToHost => submission.to_host.add(*bytes),
+                Sides::Within => submission.within.add(*bytes),
+            }
+        }
+    }
+
     pub(crate) fn push(&mut self, sides: Sides, target: Address, source: Address, bytes: usize) {
         self.sides.push(sides);
         self.targets.push(target);

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use cascade_runtime::{Clock, Deadline, sleep, yield_now};
 
+use crate::copy_counts::{CopyCounts, CopyReport};
 use crate::device_uuid::DeviceUuid;
 use crate::driver::Driver;
 use crate::error::{CudaError, NOT_READY, SUCCESS};
@@ -47,6 +48,7 @@ pub struct Context {
     wait_max: Duration,
     /// The error that ended the context.
     poison: OnceLock<Arc<CudaError>>,
+    copy_counts: CopyCounts,
 }
 
 // SAFETY: the handle is an address that only the driver follows, from any thread.
@@ -75,12 +77,23 @@ impl Context {
         };
         driver.run(&driver.functions.primary_ctx_retain, retain)?;
         let (driver, poison) = (Arc::clone(driver), OnceLock::new());
-        Ok(Arc::new(Self { driver, device, handle, clock, wait_max, poison }))
+        let copy_counts = CopyCounts::default();
+        Ok(Arc::new(Self { driver, device, handle, clock, wait_max, poison, copy_counts }))
     }
 
     /// The driver.
     pub fn driver(&self) -> &Arc<Driver> {
         &self.driver
+    }
+
+    /// What all copiers copied by it.
+    pub fn copy_report(&self) -> CopyReport {
+        self.copy_counts.report()
+    }
+
+    /// The counts of its copiers.
+    pub(crate) fn copy_counts(&self) -> &CopyCounts {
+        &self.copy_counts
     }
 
     /// The driver's number of its device.

@@ -6,7 +6,6 @@
 
 use std::any::Any;
 use std::fmt;
-use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
@@ -16,8 +15,9 @@ use cascade_runtime::{Deadline, LeafMutex};
 
 use crate::abandoned;
 use crate::allocation::DevicePiece;
-use crate::batch::{Batch, BatchForm, Batcher, Sides, host_pointer};
+use crate::batch::{BatchForm, Batcher, Sides};
 use crate::context::Context;
+use crate::copy_plan::{Plan, Staged};
 use crate::costs::Costs;
 use crate::cuda_memory::CudaMemory;
 use crate::error::CudaError;
@@ -89,6 +89,8 @@ struct Flight<T> {
     event: Option<Arc<Event>>,
     /// Lists that kernels read.
     loan: Loan,
+    /// When they were started; none if that failed.
+    started_at: Option<Duration>,
 }
 
 /// Copies that were submitted, with what they use. If it is dropped, that is freed once the copies
@@ -264,21 +266,24 @@ impl Copier {
     ) -> Result<Pending<T>, CudaError> {
         self.0.sweep();
         let loan = Loan::new(self.0.ways.as_ref());
-        let flight = Flight { used, started: None, event: None, loan };
+        let flight = Flight { used, started: None, event: None, loan, started_at: None };
         // Before the first copy starts: from then on, its drop keeps what they use.
         let inner = Arc::clone(&self.0);
         let mut pending = Pending { inner, flight: Some(flight), copy_time: None };
         let stream = &self.0.stream;
         if let Some(flight) = &mut pending.flight {
-            let event = stream.context().with(|| {
+            let (context, submission) = (stream.context(), plan.submission());
+            let started = context.with(|| {
                 after.map_or(Ok(()), |event| stream.wait_for(event))?;
                 if is_timed {
                     flight.started = Some(stream.record_timed()?);
                 }
                 self.start(plan, &mut flight.loan)?;
                 if is_timed { stream.record_timed() } else { stream.record() }.map(Arc::new)
-            })?;
-            flight.event = Some(event);
+            });
+            flight.event = Some(started.inspect_err(|_| context.copy_counts().fail())?);
+            flight.started_at = Some(context.clock().monotonic());
+            context.copy_counts().begin(&submission);
         }
         Ok(pending)
     }
@@ -326,20 +331,6 @@ impl Copier {
         }
         Ok(())
     }
-}
-
-/// What the copies of a submission become.
-#[derive(Default)]
-pub(crate) struct Plan {
-    pub(crate) batch: Batch,
-    kernels: Vec<Launch>,
-    staged: Vec<Staged>,
-}
-
-/// A part of a slab that is not registered.
-enum Staged {
-    ToDevice { target: Address, source: NonNull<u8>, bytes: usize },
-    ToHost { source: Address, target: NonNull<u8>, bytes: usize },
 }
 
 impl Inner {
@@ -400,7 +391,8 @@ impl Inner {
                         let host = first + (copy.offset % borders.piece_bytes) as Address;
                         Ok(sides(direction, host, copy))
                     });
-                    plan.kernels.push(Launch::Mapped(mapped.collect::<Result<_, CudaError>>()?));
+                    plan.kernels
+                        .push(Launch::Mapped(direction, mapped.collect::<Result<_, CudaError>>()?));
                 }
             }
         }
@@ -450,73 +442,23 @@ impl Inner {
         *parked = kept;
         drop(parked);
         let over: Vec<_> = over;
+        for flight in &over {
+            self.count_end(flight);
+        }
         drop(over);
+    }
+
+    /// Counts the end of copies that are over.
+    fn count_end<T>(&self, flight: &Flight<T>) {
+        let context = self.stream.context();
+        if let Some(started_at) = flight.started_at {
+            context.copy_counts().end(context.clock().monotonic().saturating_sub(started_at));
+        }
     }
 
     fn park(&self, flight: Flight<Box<dyn Any + Send>>) {
         self.parked.lock().unwrap_or_else(PoisonError::into_inner).push(flight);
     }
-}
-
-impl Plan {
-    /// Adds copies of registered memory.
-    fn add(&mut self, pool: &RegisteredPool, direction: Direction, copies: &[PlannedCopy]) {
-        let kind = match direction {
-            Direction::ToDevice => Sides::ToDevice,
-            Direction::ToHost => Sides::ToHost,
-        };
-        for copy in copies {
-            let (target, source, bytes) = sides(direction, pool.host_address(copy.offset), copy);
-            self.batch.push(kind, target, source, bytes);
-        }
-    }
-
-    /// Adds copies of memory that is not registered.
-    fn add_staged(
-        &mut self,
-        pool: &RegisteredPool,
-        direction: Direction,
-        copies: &[PlannedCopy],
-    ) -> Result<(), CudaError> {
-        for copy in copies {
-            let (host, bytes) = (host_pointer(pool.host_address(copy.offset))?, copy.bytes);
-            self.staged.push(match direction {
-                Direction::ToDevice => {
-                    Staged::ToDevice { target: copy.address, source: host, bytes }
-                }
-                Direction::ToHost => Staged::ToHost { source: copy.address, target: host, bytes },
-            });
-        }
-        Ok(())
-    }
-
-    fn add_to_device(&mut self, to: Address, from: NonNull<u8>, part: Range<usize>, direct: bool) {
-        let (target, bytes) = (to + part.start as Address, part.len());
-        let source = offset(from, part.start);
-        if direct {
-            let source = source.as_ptr().expose_provenance() as Address;
-            self.batch.push(Sides::ToDevice, target, source, bytes);
-        } else {
-            self.staged.push(Staged::ToDevice { target, source, bytes });
-        }
-    }
-
-    fn add_to_host(&mut self, from: Address, to: NonNull<u8>, part: Range<usize>, direct: bool) {
-        let (source, bytes) = (from + part.start as Address, part.len());
-        let target = offset(to, part.start);
-        if direct {
-            let target = target.as_ptr().expose_provenance() as Address;
-            self.batch.push(Sides::ToHost, target, source, bytes);
-        } else {
-            self.staged.push(Staged::ToHost { source, target, bytes });
-        }
-    }
-}
-
-/// A place in a slab.
-fn offset(start: NonNull<u8>, offset: usize) -> NonNull<u8> {
-    // SAFETY: parts of a slab lie in it.
-    unsafe { start.add(offset) }
 }
 
 fn check_lengths(source_bytes: usize, target_bytes: usize) -> Result<(), CudaError> {
@@ -555,7 +497,11 @@ impl<T: Send + 'static> Pending<T> {
         context.wait("copies", deadline, || self.is_over())?;
         // A time that the driver does not tell fails no copies that are over.
         self.copy_time = self.copy_time().ok().flatten();
-        Ok(self.flight.take().map(|flight| flight.used))
+        let flight = self.flight.take();
+        Ok(flight.map(|flight| {
+            self.inner.count_end(&flight);
+            flight.used
+        }))
     }
 
     /// The end of the copies, for threads that wait for it at the same time. None once
@@ -582,8 +528,9 @@ impl<T: Send + 'static> Pending<T> {
 
 impl<T: Send + 'static> Drop for Pending<T> {
     fn drop(&mut self) {
-        if let Some(Flight { used, started, event, loan }) = self.flight.take() {
-            self.inner.park(Flight { used: Box::new(used), started, event, loan });
+        if let Some(Flight { used, started, event, loan, started_at }) = self.flight.take() {
+            let used = Box::new(used);
+            self.inner.park(Flight { used, started, event, loan, started_at });
             self.inner.sweep();
         }
     }
@@ -596,9 +543,12 @@ impl Drop for Inner {
         let context = Arc::clone(self.stream.context());
         for flight in parked {
             let over = context.wait("copies", context.deadline(), || self.is_over(&flight));
-            if let Err(error) = over {
-                context.lose(error);
-                abandoned::keep((flight, self.pool.clone()));
+            match over {
+                Ok(()) => self.count_end(&flight),
+                Err(error) => {
+                    context.lose(error);
+                    abandoned::keep((flight, self.pool.clone()));
+                }
             }
         }
     }

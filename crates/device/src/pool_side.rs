@@ -4,7 +4,7 @@ use std::ptr::NonNull;
 use std::sync::{Arc, Weak};
 
 use crate::batch::Sides;
-use crate::copier::Plan;
+use crate::copy_plan::Plan;
 use crate::cuda_memory::CudaMemory;
 use crate::error::CudaError;
 use crate::functions::Address;

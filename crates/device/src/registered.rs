@@ -165,10 +165,12 @@ impl RegisteredPool {
         if registered.is_ok() {
             self.add_device_address(first);
         }
+        let counts = self.context.copy_counts();
         let mut report = self.lock();
         report.took += took;
         match registered {
             Ok(()) => {
+                counts.register(length, took);
                 report.pieces += 1;
                 report.registered_bytes += length;
                 report.staged_bytes -= length;
@@ -177,6 +179,7 @@ impl RegisteredPool {
                 self.registered_bytes.store(report.registered_bytes, Ordering::Release);
             }
             Err(error) => {
+                counts.refuse(report.staged_bytes, took);
                 report.refusal = Some(error);
                 report.is_complete = true;
             }

@@ -14,6 +14,7 @@ use cascade_runtime::{LeafMutex, Mutex};
 use crate::allocation::DeviceAllocation;
 use crate::batch::{Batch, Batcher, Sides};
 use crate::context::Context;
+use crate::copy_counts::Submission;
 use crate::costs::Costs;
 use crate::error::CudaError;
 use crate::event::Event;
@@ -36,9 +37,29 @@ pub(crate) type Addresses = (Address, Address, usize);
 #[derive(Debug)]
 pub(crate) enum Launch {
     /// Copies of mapped memory.
-    Mapped(Vec<Addresses>),
+    Mapped(Direction, Vec<Addresses>),
     /// Copies through a buffer.
     Staged(Direction, Slice),
+}
+
+impl Launch {
+    /// Adds its copies to those of a submission; each once, though a staged copy is moved twice.
+    pub(crate) fn count(&self, submission: &mut Submission) {
+        match self {
+            Self::Mapped(direction, copies) => {
+                let count = submission.in_direction(*direction);
+                for (.., bytes) in copies {
+                    count.add(*bytes);
+                }
+            }
+            Self::Staged(direction, slice) => {
+                let count = submission.in_direction(*direction);
+                for copy in &slice.fragments {
+                    count.add(copy.bytes);
+                }
+            }
+        }
+    }
 }
 
 /// Where the driver's own copies of a slice go.
@@ -141,7 +162,7 @@ impl Ways {
         for launch in launches {
             match launch {
                 // SAFETY: the caller's promise.
-                Launch::Mapped(copies) => unsafe { self.launch(copies, loan) }?,
+                Launch::Mapped(_, copies) => unsafe { self.launch(copies, loan) }?,
                 Launch::Staged(direction, slice) => {
                     // SAFETY: the caller's promise.
                     unsafe { self.stage(route, *direction, slice, loan) }?;

@@ -21,6 +21,7 @@ use pyo3::types::PyDict;
 
 use crate::arguments::{of, type_error};
 use crate::errors::{DeadlineError, GpuError};
+use crate::gpu_report::add_counts;
 use crate::page_table::{PageTable, RegionSpan};
 
 use device::{Copiers, Device, PoolImporter, WAIT_MAX, Ways};
@@ -130,7 +131,8 @@ impl PyGpu {
         marked.map(PyGpuEvent).map_err(|error| to_python(&error))
     }
 
-    /// The driver, and how much of the pool is registered, as a dict.
+    /// The driver, how much of the pool is registered, what was copied, and why the GPU is lost, as
+    /// a dict.
     fn report<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let driver = self.device.context.driver();
         let report = PyDict::new(py);
@@ -148,6 +150,8 @@ impl PyGpu {
         report.set_item("is_complete", registration.is_some_and(|it| it.is_complete))?;
         let refusal = registration.and_then(|it| it.refusal.as_ref());
         report.set_item("refusal", refusal.map(|error| with_causes(error)))?;
+        report.set_item("uuid", facts.map(|facts| &facts.uuid))?;
+        add_counts(&report, &self.device.context)?;
         Ok(report)
     }
 

@@ -11,6 +11,7 @@ mod connect;
 mod errors;
 mod gpu;
 mod gpu_memory;
+mod gpu_report;
 mod hints;
 mod keys;
 mod namespace;

@@ -46,6 +46,13 @@ class HostPages:
         """Number of pieces of a page."""
         return len(self.piece_bytes)
 
+    @property
+    def unpinned_bytes(self) -> int:
+        """Bytes of the pool that CUDA has not pinned; 0 in a process that does not use CUDA."""
+        if not _torch().cuda.is_initialized():
+            return 0
+        return sum(region.end - region.start for region in self._regions if not region.is_pinned)
+
     def starts(self, host_indices: Any, pages: int) -> list[int]:
         """Return the first index of each page; raises `HostPoolError` for another page count."""
         indices: list[int] = host_indices.tolist()
@@ -153,6 +160,12 @@ class _TensorMemory:
         self.memory = _bytes_of(tensor)
         self.start: int = tensor.data_ptr()
         self.end = self.start + len(self.memory)
+        self._tensor = tensor
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether CUDA has pinned it."""
+        return self._tensor.is_pinned()
 
 
 def _tensors(pool: Any) -> list[Any]:

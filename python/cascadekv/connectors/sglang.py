@@ -343,6 +343,15 @@ class CascadeHiCacheStorage(HiCacheStorage):
             else "copied; use a page_first layout to avoid the copy"
         )
         logger.info("Cascade: pool %s, layout %s: pages are %s", name, pool.layout, how)
+        if unpinned := pages.unpinned_bytes:
+            logger.warning(
+                "Cascade: pool %s (%s): %d bytes are not pinned, so SGLang's copies between GPU "
+                "and host are slow or fail; SGLang pins its pools when it starts: see its log for "
+                "cudaHostRegister",
+                name,
+                type(pool).__name__,
+                unpinned,
+            )
 
     def _pool(self, name: str) -> _KeyedPool:
         if name not in self._pools:

@@ -22,12 +22,20 @@ use crate::served::{Served, get};
 const VARIABLES: [(&str, &str); 3] =
     [("$__rate_interval", "5s"), ("$instance", ".*"), ("$tenant", ".*")];
 
+/// Metrics of vLLM's connector begin with this. vLLM serves them, not the node.
+const ENGINE: &str = "vllm:";
+
 fn packaging(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../packaging").join(path)
 }
 
-/// The queries of all panels, each with its panel's title.
+/// The queries of the node's metrics, each with its panel's title.
 pub(crate) fn panel_queries() -> Vec<(String, String)> {
+    all_queries().into_iter().filter(|(_, query)| !query.contains(ENGINE)).collect()
+}
+
+/// The queries of all panels, each with its panel's title.
+fn all_queries() -> Vec<(String, String)> {
     let text = fs::read_to_string(packaging("grafana/cascade.json")).unwrap();
     let dashboard: Value = serde_json::from_str(&text).unwrap();
     let mut queries = Vec::new();
@@ -72,6 +80,26 @@ fn dashboard_and_alerts_use_only_existing_metrics() {
     }
     for metric in metrics_of(&alerts) {
         assert!(known.contains(metric), "an alert uses {metric}");
+    }
+}
+
+/// Runs without Prometheus. vLLM's own tests compare the list with what the connector exports.
+#[test]
+fn panels_of_engines_use_only_released_metrics_of_the_connector() {
+    let released = fs::read_to_string(packaging("../testdata/vllm-metrics.txt")).unwrap();
+    let released: BTreeSet<&str> =
+        released.lines().filter_map(|line| line.split_once(' ')).map(|(name, _)| name).collect();
+    let mut used = BTreeSet::new();
+    for (title, query) in all_queries() {
+        let is_end = |letter: char| !letter.is_ascii_alphanumeric() && !"_:".contains(letter);
+        for metric in query.split(is_end).filter(|word| word.starts_with(ENGINE)) {
+            assert!(released.contains(metric), "panel {title:?} uses {metric}");
+            used.insert(metric.to_owned());
+        }
+    }
+    let is_shown = |name: &str| used.iter().any(|metric| metric.contains(name));
+    for name in ["loaded_bytes", "saved_bytes", "unregistered_bytes", "failed", "losses"] {
+        assert!(is_shown(&format!("gpu_{name}")), "no panel shows {name}");
     }
 }
 

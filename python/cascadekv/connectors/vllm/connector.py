@@ -42,15 +42,11 @@ from cascadekv.connectors.vllm.metadata import (
     WorkerFacts,
     WorkerReport,
 )
-from cascadekv.connectors.vllm.metrics import CascadePromMetrics, CascadeStats
+from cascadekv.connectors.vllm.metrics import CascadePromMetrics, CascadeStats, GpuCounts
 from cascadekv.connectors.vllm.registration import ManifestRegistration
 from cascadekv.connectors.vllm.scheduler import Scheduler, SchedulerSettings
 from cascadekv.connectors.vllm.settings import read_connector_settings
-from cascadekv.connectors.vllm.store import (
-    EngineStore,
-    PrivateNode,
-    private_socket,
-)
+from cascadekv.connectors.vllm.store import EngineStore, PrivateNode, private_socket
 from cascadekv.connectors.vllm.worker import Worker
 
 if TYPE_CHECKING:
@@ -114,6 +110,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         self._namespaces: dict[str, Namespace] = {}
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
+        self._gpu_counts = GpuCounts()
         self._parts: list[HeldPart] = []
         self._node: PrivateNode | None = None
         self._facts: WorkerFacts | None = None
@@ -345,9 +342,9 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_guarded(lambda: None)
     def get_kv_connector_stats(self) -> CascadeStats | None:
-        """Return the statistics of the scheduler's side, which include the workers'."""
+        """Return statistics: of requests in the scheduler, of its GPU in a worker."""
         if self._scheduler is None:
-            return None
+            return self._gpu_counts.take()
         if self._recorder is not None:
             dropped = self._recorder.dropped
             self._scheduler.stats.count("trace_drops", dropped - self._counted_trace_drops)
@@ -380,12 +377,9 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
     def _arrivals(self) -> tuple[set[str], set[str]]:
         return self._worker.arrivals() if self._worker is not None else (set(), set())
 
-    def _engine_name(self) -> str:
-        return f"vllm {self._vllm_config.model_config.served_model_name}"
-
     def _open(self) -> EngineStore:
         config = self._vllm_config
-        address, name = self.settings.address, self._engine_name()
+        address, name = self.settings.address, f"vllm {config.model_config.served_model_name}"
         if self.role is KVConnectorRole.SCHEDULER:
             wait = self.settings.lookup_timeout
         else:
@@ -430,9 +424,10 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             load_timeout=self.settings.load_timeout,
             save_timeout=self.settings.save_timeout,
             is_layerwise=self.settings.layerwise,
-            hbm=open_hbm(self.settings, [memory for _, memory in attached], self._engine_name()),
+            hbm=open_hbm(self.settings, [memory for _, memory in attached]),
         )
         self._worker.attach(attached, list(cache.kv_cache_groups[0].layer_names))
+        self._gpu_counts.attach(memory for _, memory in attached)
         # Launches of other devices return before the work is done: times on the host are wrong.
         is_timed = all(isinstance(memory, HostMemory | GpuPages) for _, memory in attached)
         return WorkerFacts(manifest, [held.part for held in self._parts], is_timed)

@@ -103,7 +103,7 @@ def open_hbm(settings: ConnectorSettings, memories: Sequence[Memory], name: str)
             "Cascade: cascade.hbm is ignored: the KV is not in the memory of an NVIDIA GPU"
         )
         return None
-    return HbmTier(settings.hbm, settings.address.token, gpus[0], name=name)
+    return HbmTier(settings.hbm, settings.address.token, gpus[0], name="vllm")
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,6 +24,7 @@ __all__ = [
     "SUBMISSION_BYTES",
     "DeviceMemory",
     "GpuPages",
+    "GpuReport",
     "HostMemory",
     "LoadOrder",
     "Memory",
@@ -32,6 +33,8 @@ __all__ = [
 ]
 
 _LOG = logging.getLogger("vllm.cascade")
+GpuReport = Mapping[str, str | int | float | bool | None]
+"""What `Gpu.report` returns."""
 STAGING_BYTES = 64 << 20
 """Most bytes of one call, and the size of a staging buffer."""
 SUBMISSION_BYTES = STAGING_BYTES
@@ -313,6 +316,10 @@ class GpuPages:
                 int(report["registered_bytes"] or 0) + int(report["staged_bytes"] or 0),
                 report["refusal"],
             )
+
+    def report(self) -> GpuReport:
+        """Return what the GPU copied, and how much of the pool is registered."""
+        return self._gpu.report()
 
 
 class DeviceMemory(_SynchronousMemory):

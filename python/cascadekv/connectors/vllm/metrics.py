@@ -1,6 +1,7 @@
 """The connector's metrics in vLLM's log line and Prometheus endpoint."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -9,7 +10,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-__all__ = ["COUNTERS", "HISTOGRAMS", "LABELLED", "PREFIX", "CascadePromMetrics", "CascadeStats"]
+from cascadekv.connectors.vllm.memory import GpuPages, GpuReport, Memory
+
+__all__ = [
+    "COUNTERS",
+    "HISTOGRAMS",
+    "LABELLED",
+    "PREFIX",
+    "CascadePromMetrics",
+    "CascadeStats",
+    "GpuCounts",
+]
 
 PREFIX = "vllm:cascade_connector_"
 """vLLM unregisters metrics that begin with `vllm:` before it starts another engine in one process;
@@ -38,6 +49,25 @@ LABELLED = {
     "save_seconds": ("tier", "Time of saves, by tier"),
     "save_cpu_seconds": ("tier", "CPU time of saves, by tier"),
     "hints": ("hint", "Hints of requests, by parameter"),
+    "gpu_loaded_copies": ("device", "Copies to the GPU"),
+    "gpu_loaded_bytes": ("device", "Bytes copied to the GPU"),
+    "gpu_saved_copies": ("device", "Copies from the GPU"),
+    "gpu_saved_bytes": ("device", "Bytes copied from the GPU"),
+    "gpu_unregistered_bytes": (
+        "device",
+        "Bytes copied through small buffers, because the pool was not registered",
+    ),
+    "gpu_submissions": ("device", "Submissions of copies that were started"),
+    "gpu_failed_submissions": ("device", "Submissions that the driver refused, or to a lost GPU"),
+    "gpu_ended_submissions": ("device", "Started submissions that were seen to be over"),
+    "gpu_in_flight_host_seconds": (
+        "device",
+        "Time on the host from submissions until they were seen to be over",
+    ),
+    "gpu_registered_bytes": ("device", "Bytes of the pool that the driver registered"),
+    "gpu_refused_bytes": ("device", "Bytes of the pool that the driver refused to register"),
+    "gpu_registration_seconds": ("device", "Time of registrations"),
+    "gpu_losses": ("device", "1 once the GPU is lost to this process, whose copies then fail"),
 }
 """Counters with one more label: name, label and meaning."""
 
@@ -58,6 +88,15 @@ HISTOGRAMS = {
 """Histograms: name, meaning and buckets."""
 
 _SUMS, _LABELS, _BUCKETS = "sums", "labels", "buckets"
+_GPU_COUNTS = {
+    name: name.removeprefix("gpu_") for name, (label, _) in LABELLED.items() if label == "device"
+} | {
+    "gpu_registered_bytes": "registered_bytes_total",
+    "gpu_refused_bytes": "refused_bytes_total",
+    "gpu_registration_seconds": "registration_seconds_total",
+    "gpu_losses": "loss",
+}
+"""By counter: its name in a GPU's report. An error, which is the report of a loss, counts as 1."""
 
 
 @dataclass
@@ -126,6 +165,11 @@ class CascadeStats(KVConnectorStats):
         """Record a hint of a request, by its parameter without `cascade.`."""
         self._label("hints", name, 1)
 
+    def gpu(self, device: str, counts: Mapping[str, float]) -> None:
+        """Record what a GPU copied, by the names in `LABELLED`."""
+        for name, amount in counts.items():
+            self._label(name, device, amount)
+
     def reduce(self) -> dict[str, int | float]:
         """Return the values for vLLM's periodic log line."""
         sums = self.data[_SUMS]
@@ -156,6 +200,36 @@ class CascadeStats(KVConnectorStats):
 
     def _total(self, name: str) -> float:
         return sum(self.data[_LABELS].get(name, {}).values())
+
+
+class GpuCounts:
+    """What a worker's GPU copied since the last interval."""
+
+    def __init__(self, interval_s: float = 1.0) -> None:
+        """Begin without a GPU; `interval_s` is the least time between two intervals."""
+        self._interval_s = interval_s
+        self._next_s = 0.0
+        self._gpu: GpuPages | None = None
+        self._last: dict[str, float] = {}
+
+    def attach(self, memories: Iterable[Memory]) -> None:
+        """Set the engine's memory, of which all is on one device, and count from now on."""
+        self._gpu = next((memory for memory in memories if isinstance(memory, GpuPages)), None)
+        if self._gpu is not None:
+            self._last = _gpu_counts(self._gpu.report())
+
+    def take(self) -> CascadeStats | None:
+        """Return the counts of the last interval; `None` while it lasts, or if nothing changed."""
+        now = time.monotonic()
+        if self._gpu is None or now < self._next_s:
+            return None
+        self._next_s = now + self._interval_s
+        report = self._gpu.report()
+        last, self._last = self._last, _gpu_counts(report)
+        stats = CascadeStats()
+        grown = {name: count - last[name] for name, count in self._last.items()}
+        stats.gpu(_device_label(report), grown)
+        return None if stats.is_empty() else stats
 
 
 class CascadePromMetrics(KVConnectorPromMetrics):
@@ -221,6 +295,18 @@ class CascadePromMetrics(KVConnectorPromMetrics):
             engine: metric.labels(*(str(value) for value in values))
             for engine, values in self.per_engine_labelvalues.items()
         }
+
+
+def _gpu_counts(report: GpuReport) -> dict[str, float]:
+    """Return the counts in a GPU's report, which only grow."""
+    found = {name: report[of_report] or 0 for name, of_report in _GPU_COUNTS.items()}
+    return {name: 1 if isinstance(count, str) else count for name, count in found.items()}
+
+
+def _device_label(report: GpuReport) -> str:
+    """Return the device's UUID, as `nvidia-smi -L` prints it; that of a fake device says so."""
+    device = str(report["uuid"] or report["device"])
+    return f"FAKE {device}" if report["is_fake"] else device
 
 
 def _observe(histogram: Any, bound: float, bucket: Mapping[str, float]) -> None:
