@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use cascade_memory::SharedDeviceMemory;
 use cascade_runtime::{Clock, SystemClock};
 use cascade_store::Process;
 use cascade_wire::{
@@ -420,6 +421,7 @@ impl Connection {
     fn welcome(shared: &Shared, session: &ClientSession) -> Answer {
         let store = session.tenant.store();
         let timeout = store.config().timeout.as_millis();
+        let shared_device = store.region().device().and_then(|device| device.shared());
         Answer::Welcome(Welcome {
             version: VERSION,
             epoch: shared.node.epoch(),
@@ -434,7 +436,7 @@ impl Connection {
             tiers: store.tier_names().iter().map(|name| (*name).to_owned()).collect(),
             tenant: session.tenant.name().to_owned(),
             node_version: env!("CARGO_PKG_VERSION").to_owned(),
-            device: store.region().device().and_then(|it| it.shared()).map(|it| it.device()),
+            device: shared_device.map(SharedDeviceMemory::device),
         })
     }
 

@@ -54,11 +54,8 @@ pub(crate) fn put_slabs(
         }
         put.bytes = slab.host().unwrap_or_default();
     }
-    let bytes = if is_on_device {
-        PutBytes::on_device(&puts, &slabs)
-    } else {
-        PutBytes::of_puts(&puts)
-    };
+    let bytes =
+        if is_on_device { PutBytes::on_device(&puts, &slabs) } else { PutBytes::of_puts(&puts) };
     let at_once = CallOptions { timeout: Some(Duration::ZERO), ..options };
     let waits = waits_for_writes(core)
         || !core.pipeline.keeps_in_memory
