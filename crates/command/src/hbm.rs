@@ -124,7 +124,7 @@ fn show(args: &HbmArgs, hbm: &Hbm, screen: &mut Screen) -> Result<(), Failure> {
             screen.line(format!("{} taken, {used} of it used; {free}", size(*bytes)))?;
         }
         Some(true) => {
-            screen.line(format!("the node gave {} of {uuid}{fake} back", size(*bytes)))?
+            screen.line(format!("the node gave {} of {uuid}{fake} back", size(*bytes)))?;
         }
         Some(false) => screen.line(screen.verdict(
             false,
