@@ -242,11 +242,6 @@ impl ClientInner {
         self.reconnect_ended.notify_all();
     }
 
-    /// Whether the pool of its node may be in device memory.
-    pub(crate) fn may_use_devices(&self) -> bool {
-        self.identity.devices.is_some()
-    }
-
     /// Notices that the node has closed the connections of a session without calls.
     pub(crate) fn look_for_hang_up(&self) {
         if let Ok(link) = self.linked()
@@ -284,7 +279,8 @@ impl ClientInner {
             LinkState::Linked(_) | LinkState::Closed => return true,
         };
         // The lock of the state is not held, so other calls can read it meanwhile.
-        let Some(link) = link else { return self.take_link(self.open_link(deadline)) };
+        let open = || Link::open(&self.identity, &self.tasks, deadline).map(Arc::new);
+        let Some(link) = link else { return self.take_link(open()) };
         let found = match link.session.reconnect(deadline) {
             Ok(()) => Ok(link),
             // The node does not answer, so it would not answer a new session either.
@@ -298,14 +294,10 @@ impl ClientInner {
                 // The session is lost: the node ended it, was restarted or is gone.
                 self.forget_device_pool(&link);
                 drop(link);
-                self.open_link(deadline)
+                open()
             }
         };
         self.take_link(found)
-    }
-
-    fn open_link(&self, deadline: Deadline) -> Result<Arc<Link>, StoreError> {
-        Link::open(&self.identity, &self.tasks, deadline).map(Arc::new)
     }
 
     /// Unmaps a pool in device memory, as soon as no slab of it is in use.

@@ -39,6 +39,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 #[pyo3(
     text_signature = "(socket=None, *, token=None, access='write', name=None, timeout=5.0, gpu=None)"
 )]
+#[expect(clippy::too_many_arguments, reason = "keywords of a Python call")]
 fn connect(
     py: Python<'_>,
     socket: Option<&Bound<'_, PyAny>>,

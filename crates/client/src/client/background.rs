@@ -27,7 +27,7 @@ const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Starts the background thread of a client. It ends with the client.
 pub(crate) fn start(client: &Arc<ClientInner>) -> std::io::Result<()> {
     let (weak, tasks) = (Arc::downgrade(client), Arc::clone(client.tasks()));
-    let is_watching = client.may_use_devices();
+    let is_watching = client.identity.devices.is_some();
     std::thread::Builder::new()
         .name("cascade-client".to_owned())
         .stack_size(128 << 10)

@@ -34,7 +34,7 @@ pub(super) struct Device {
     /// Of the last pool in host memory that was used, by ways.
     copies: Mutex<Vec<PoolCopies>>,
     /// The pools on GPUs that are mapped for this one.
-    device_pools: Mutex<Vec<DevicePool>>,
+    pools_on_gpus: Mutex<Vec<DevicePool>>,
     /// What copies cost, once it was measured; none on a stand-in for tests.
     costs: OnceLock<Option<Costs>>,
 }
@@ -106,7 +106,7 @@ impl DeviceImporter for PoolImporter {
             let copier = || Copier::for_device_pool(context, &memory);
             let copiers = Arc::new(Copiers { loads: copier()?, saves: copier()? });
             let pool = DevicePool { memory: Arc::downgrade(&memory), copiers };
-            self.0.lock_device_pools().push(pool);
+            self.0.lock_pools_on_gpus().push(pool);
             Ok(memory)
         };
         opened()
@@ -124,9 +124,9 @@ impl Device {
         let driver = Driver::load()?;
         let context = Context::retain(&driver, index, Arc::new(SystemClock), WAIT_MAX)?;
         let facts = DriverReport::of(&driver)?.devices.into_iter().nth(index);
-        let (copies, device_pools) = (Mutex::default(), Mutex::default());
+        let (copies, pools_on_gpus) = (Mutex::default(), Mutex::default());
         let costs = OnceLock::new();
-        let device = Arc::new(Self { context, facts, copies, device_pools, costs });
+        let device = Arc::new(Self { context, facts, copies, pools_on_gpus, costs });
         in_use.insert(index, Arc::downgrade(&device));
         Ok(device)
     }
@@ -173,7 +173,7 @@ impl Device {
 
     /// The copiers of the pool on a GPU that has a slab at this address. The slab keeps the pool.
     fn device_copiers(&self, address: u64) -> Result<Arc<Copiers>, CudaError> {
-        let mut pools = self.lock_device_pools();
+        let mut pools = self.lock_pools_on_gpus();
         pools.retain(|pool| pool.memory.strong_count() > 0);
         let has_it = |pool: &&DevicePool| {
             let memory = pool.memory.upgrade();
@@ -183,8 +183,8 @@ impl Device {
         found.ok_or(CudaError::OtherPool)
     }
 
-    fn lock_device_pools(&self) -> MutexGuard<'_, Vec<DevicePool>> {
-        self.device_pools.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock_pools_on_gpus(&self) -> MutexGuard<'_, Vec<DevicePool>> {
+        self.pools_on_gpus.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<PoolCopies>> {
