@@ -46,7 +46,7 @@ fn run(test: &str, configure: impl Fn(&mut StoreConfig, &Path)) {
         let listener = UnixListener::bind(&socket).unwrap();
         let mut config = NodeConfig::new(&socket);
         config.gpu = Some(GPU.to_owned());
-        config.store.pipeline = "Hbm".to_owned();
+        "Hbm".clone_into(&mut config.store.pipeline);
         config.store.dram_bytes = DRAM_BYTES;
         config.store.policy = PolicyKind::Lru;
         configure(&mut config.store, &directory.path().join("files"));

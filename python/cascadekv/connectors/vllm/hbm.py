@@ -93,7 +93,7 @@ class HbmTier:
                 _LOG.warning("Cascade: closing the connection of cascade.hbm failed: %s", error)
 
 
-def open_hbm(settings: ConnectorSettings, memories: Sequence[Memory], name: str) -> HbmTier | None:
+def open_hbm(settings: ConnectorSettings, memories: Sequence[Memory]) -> HbmTier | None:
     """Connect to the node that the settings name, if the KV is in the memory of a GPU."""
     gpus = [memory.gpu for memory in memories if isinstance(memory, GpuPages)]
     if settings.hbm is None:
