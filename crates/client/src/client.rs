@@ -35,8 +35,8 @@ pub struct ConnectOptions {
     pub name: String,
     /// Timeout of calls that have none of their own. Default: 5 s.
     pub timeout: Duration,
-    /// Maps the pool of a node whose blocks are in the memory of a device. Default: none, and such a
-    /// node is refused.
+    /// Maps the pool of a node whose blocks are in the memory of a device. Default: none, and such
+    /// a node is refused.
     pub devices: Option<Arc<dyn DeviceImporter>>,
 }
 

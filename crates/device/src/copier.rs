@@ -112,8 +112,8 @@ impl Copier {
         Self::build(context, PoolSide::Host(pool), None, None)
     }
 
-    /// A copier for slabs of a pool on a device, which is mapped for this context. The pool may be on
-    /// another device. All copies are direct.
+    /// A copier for slabs of a pool on a device, which is mapped for this context. The pool may be
+    /// on another device. All copies are direct.
     ///
     /// # Errors
     /// If the pool is mapped for another context, or as [`Copier::new`].

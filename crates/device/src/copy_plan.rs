@@ -1,4 +1,4 @@
-//! What a submission hands to the driver: batched copies, kernels, and parts that are not registered.
+//! What a submission hands to the driver: batches, kernels, and parts that are not registered.
 #![expect(unsafe_code, reason = "counts addresses within slabs")]
 
 use std::ops::Range;

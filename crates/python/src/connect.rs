@@ -36,9 +36,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 #[pyo3(signature = (
     socket = None, *, token = None, access = Access::Write, name = None, timeout = None, gpu = None
 ))]
-#[pyo3(
-    text_signature = "(socket=None, *, token=None, access='write', name=None, timeout=5.0, gpu=None)"
-)]
+#[pyo3(text_signature = "(socket=None, *, token=None, access='write', name=None, timeout=5.0, \
+                         gpu=None)")]
 #[expect(clippy::too_many_arguments, reason = "keywords of a Python call")]
 fn connect(
     py: Python<'_>,
@@ -72,8 +71,8 @@ fn connect(
     let is_on_host = client.welcome().is_some_and(|welcome| welcome.device.is_none());
     if wants_device && is_on_host {
         return Err(ConfigError::new_err(format!(
-            "gpu: the node at {place} keeps its blocks in DRAM; leave gpu out, or connect to a node \
-             that was started with --gpu"
+            "gpu: the node at {place} keeps its blocks in DRAM; leave gpu out, or connect to a \
+             node that was started with --gpu"
         )));
     }
     Ok(PyStore::of_client(Arc::new(client), format!("served at {place}")))
