@@ -91,8 +91,8 @@ impl ImportedMemory {
     /// Maps the memory of a descriptor: all of it, on the device that its owner named.
     ///
     /// # Errors
-    /// If the context's device cannot access that one, the descriptor is not one of exported memory,
-    /// or the memory has another length.
+    /// If the context's device cannot access that one, the descriptor is not one of exported
+    /// memory, or the memory has another length.
     pub fn open(
         context: &Arc<Context>,
         descriptor: OwnedFd,

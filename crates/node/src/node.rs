@@ -8,6 +8,7 @@ use std::time::Duration;
 use cascade_block::ByteSize;
 use cascade_runtime::{Clock, SystemClock};
 use cascade_store::Store;
+use tokio::sync::Notify;
 
 use crate::NodeConfig;
 use crate::config::{self, ConfigDifference};
@@ -94,6 +95,11 @@ impl Node {
             spans: Mutex::new(None),
             is_tracing: AtomicBool::new(false),
         })))
+    }
+
+    /// Stops the node when the memory of its GPU is needed, if it has one.
+    pub(crate) fn watch_gpu(&self, stop: &Arc<Notify>) -> std::io::Result<()> {
+        self.0.tenants.gpu().map_or(Ok(()), |gpu| gpu.clone().watch(Arc::clone(stop)))
     }
 
     /// The configuration at the start.

@@ -74,10 +74,7 @@ pub fn run(
     let port = serve_http(&node)?;
     let server = Server::start(node.clone(), listener)?;
     node.set_state(NodeState::Serving);
-    if let Some(gpu) = node.tenants().gpu() {
-        let watched = gpu.clone().watch(Arc::clone(&signals.stop));
-        watched.map_err(failed("start the thread that watches the GPU"))?;
-    }
+    node.watch_gpu(&signals.stop).map_err(failed("start the thread that watches the GPU"))?;
     let line = ready_line(&node);
     let mut output = io::stdout();
     let printed = writeln!(output, "{line}").and_then(|()| output.flush());

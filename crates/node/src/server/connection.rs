@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use cascade_memory::SharedDeviceMemory;
+use cascade_memory::{Region, SharedDeviceMemory};
 use cascade_runtime::{Clock, SystemClock};
 use cascade_store::Process;
 use cascade_wire::{
@@ -471,18 +471,8 @@ impl Connection {
             tenants.identify(self.peer.user, token)
         };
         let tenant = tenant.map_err(|refusal| refusal.to_string())?;
-        let device = tenant.store().region().device();
-        if !is_administrator && device.is_some_and(|it| it.shared().is_none()) {
-            return Err("the blocks of this node are in device memory, which clients cannot map; \
-                        serve a pipeline that begins with Dram"
-                .to_owned());
-        }
-        if device.is_some() && hello.access == Access::Read {
-            return Err(
-                "the blocks of this node are in device memory, which clients can only map \
-                        for reading and writing; connect with the access \"write\""
-                    .to_owned(),
-            );
+        if !is_administrator {
+            check_mappable(tenant.store().region(), hello.access)?;
         }
         let share = u64::from(shared.node.live_settings().client_share_percent);
         // An administrator gets no pool, so its share is empty.
@@ -540,6 +530,18 @@ pub(super) fn refuse_before_hello(stream: &UnixStream, reason: &str) {
     if let Err(error) = sent {
         tracing::trace!(%error, "a refused client already closed its connection");
     }
+}
+
+/// Refuses clients that cannot map a pool in device memory.
+fn check_mappable(pool: &Region, access: Access) -> Result<(), String> {
+    let reason = match (pool.device().map(|device| device.shared().is_some()), access) {
+        (Some(false), _) => "which clients cannot map; serve a pipeline that begins with Dram",
+        (Some(true), Access::Read) => {
+            "which clients can only map for reading and writing; connect with the access \"write\""
+        }
+        (Some(true), _) | (None, _) => return Ok(()),
+    };
+    Err(format!("the blocks of this node are in device memory, {reason}"))
 }
 
 /// The holds that a call may grant.
