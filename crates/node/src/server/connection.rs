@@ -539,7 +539,7 @@ fn check_mappable(pool: &Region, access: Access) -> Result<(), String> {
         (Some(true), Access::Read) => {
             "which clients can only map for reading and writing; connect with the access \"write\""
         }
-        (Some(true), _) | (None, _) => return Ok(()),
+        (Some(true) | None, _) => return Ok(()),
     };
     Err(format!("the blocks of this node are in device memory, {reason}"))
 }
