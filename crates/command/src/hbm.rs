@@ -32,10 +32,11 @@ Examples:
   cascade hbm release --socket /run/cascade/hbm.sock
       Use it before an engine is started on that GPU.
 
-The node ends, and the processes that use its memory unmap it when they notice, within 0.1 s and
-their copies in flight. Their next reads come from DRAM or are computed. The command waits 2 s at
-most, and names the processes that used the memory: it is free once they have unmapped it. The exit
-code is 1 if the node still runs.")]
+The node ends, after it has written its blocks to files if it has a file tier. The processes that use
+its memory unmap it when they notice, within 0.1 s and their copies in flight. Their next reads come
+from DRAM or are computed. The command waits 2 s for the end of the node, and names the processes
+that used the memory: it is free once they have unmapped it. The exit code is 1 if the node still
+runs.")]
     Release(HbmArgs),
 }
 
@@ -59,8 +60,8 @@ struct Hbm {
     has_ended: Option<bool>,
 }
 
-/// The longest time of a release.
-const RELEASE_MAX: Duration = Duration::from_secs(2);
+/// How long to wait for the end of the node.
+const END_MAX: Duration = Duration::from_secs(2);
 
 pub(super) fn run(verb: &HbmVerb, screen: &mut Screen) -> Result<i32, Failure> {
     match verb {
@@ -97,12 +98,12 @@ fn ask(connection: &AdminConnection) -> Result<Hbm, Failure> {
 
 /// Stops the node. Whether it has ended.
 fn release(args: &ConnectionArgs) -> Result<bool, Failure> {
-    let deadline = Deadline::after(&SystemClock, RELEASE_MAX.min(args.timeout));
     let connection = args.connect()?;
     // Before the drain: after it, the process may have ended and its id may belong to another one.
     let process = open_process(&connection.request("version", &json!({}))?);
     let request = json!({ "exit": true, "cancel": false });
     let drained: DrainResult = connection.request("drain", &request)?;
+    let deadline = Deadline::after(&SystemClock, END_MAX);
     Ok(drained.is_ending && wait_for_end(process.as_ref(), &args.socket(), deadline))
 }
 
