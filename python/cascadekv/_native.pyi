@@ -362,10 +362,12 @@ class Gpu:
         `is_complete`, and `refusal`: why the driver refused to register more, or `None`.
 
         Counts of all objects for this GPU: `loaded_copies`, `loaded_bytes`, `saved_copies`,
-        `saved_bytes`; `unregistered_bytes`, those of these bytes that went through small buffers;
-        `submissions`, `failed_submissions`, `ended_submissions`; `in_flight_host_seconds`, the time
-        on the host from each submission until it was seen to be over; and of all pools so far
-        `registered_bytes_total`, `refused_bytes_total`, `registration_seconds_total`.
+        `saved_bytes`; `within_copies` and `within_bytes`, those between pages and the pool of a
+        node in the memory of a GPU; `unregistered_bytes`, the loaded and saved bytes that went
+        through small buffers; `submissions`, `failed_submissions`, `ended_submissions`;
+        `in_flight_host_seconds`, the time on the host from each submission until it was seen to be
+        over; and of all pools so far `registered_bytes_total`, `refused_bytes_total`,
+        `registration_seconds_total`.
         """
 
 @final

@@ -97,6 +97,7 @@ class Engine:
 def test_pages_are_saved_and_loaded_within_the_gpu(fake, serve_hbm):
     engine = Engine(fake)
     with cascadekv.connect(serve_hbm().socket, gpu=engine.gpu) as store:
+        before = engine.gpu.report()
         for number, page in enumerate([7, 3, 11]):
             engine.compute(page, block_of(number))
         assert all(result.ok for result in engine.save(store, range(3), [7, 3, 11]))
@@ -108,7 +109,10 @@ def test_pages_are_saved_and_loaded_within_the_gpu(fake, serve_hbm):
         with store.view(keys_of(range(1))) as views, pytest.raises(BufferError, match="device"):
             memoryview(views[0])
         # The pool in host memory was never used, so nothing was registered.
-        assert engine.gpu.report()["registered_bytes"] == 0
+        report = engine.gpu.report()
+        assert report["registered_bytes"] == 0
+        assert report["within_copies"] - before["within_copies"] == 6 * LAYERS
+        assert report["within_bytes"] - before["within_bytes"] == 6 * LAYERS * PAGE
 
 
 def test_clients_that_cannot_map_the_memory_are_refused(serve_hbm, serve):

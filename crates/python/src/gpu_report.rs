@@ -13,6 +13,8 @@ pub(crate) fn add_counts(report: &Bound<'_, PyDict>, context: &Context) -> PyRes
     report.set_item("loaded_bytes", counts.to_device.bytes)?;
     report.set_item("saved_copies", counts.to_host.copies)?;
     report.set_item("saved_bytes", counts.to_host.bytes)?;
+    report.set_item("within_copies", counts.within.copies)?;
+    report.set_item("within_bytes", counts.within.bytes)?;
     report.set_item("unregistered_bytes", counts.unregistered_bytes)?;
     report.set_item("submissions", counts.submissions)?;
     report.set_item("failed_submissions", counts.failed_submissions)?;

@@ -53,6 +53,8 @@ LABELLED = {
     "gpu_loaded_bytes": ("device", "Bytes copied to the GPU"),
     "gpu_saved_copies": ("device", "Copies from the GPU"),
     "gpu_saved_bytes": ("device", "Bytes copied from the GPU"),
+    "gpu_within_copies": ("device", "Copies from and to the memory of a GPU (cascade.hbm)"),
+    "gpu_within_bytes": ("device", "Bytes copied from and to the memory of a GPU (cascade.hbm)"),
     "gpu_unregistered_bytes": (
         "device",
         "Bytes copied through small buffers, because the pool was not registered",
