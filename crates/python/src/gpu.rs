@@ -104,6 +104,7 @@ fn stream_of(context: &Arc<Context>, number: usize) -> Stream {
 impl PyGpu {
     #[new]
     #[pyo3(signature = (device, *, ways = String::from("direct")))]
+    #[pyo3(text_signature = "(device, *, ways='direct')")]
     fn new(
         py: Python<'_>,
         #[pyo3(from_py_with = of::device)] device: usize,
