@@ -1,8 +1,6 @@
 //! A node whose blocks are in the memory of the fake device, and its clients: the conformance suite
 //! of stores but for its very long batches, with node, client and driver in one process.
 
-#![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
-
 mod fake;
 
 use std::os::unix::net::UnixListener;
