@@ -32,11 +32,11 @@ Examples:
   cascade hbm release --socket /run/cascade/hbm.sock
       Use it before an engine is started on that GPU.
 
-The node ends, after it has written its blocks to files if it has a file tier. The processes that use
-its memory unmap it when they notice, within 0.1 s and their copies in flight. Their next reads come
-from DRAM or are computed. The command waits 2 s for the end of the node, and names the processes
-that used the memory: it is free once they have unmapped it. The exit code is 1 if the node still
-runs.")]
+The node ends, after it has written its blocks to files if it has a file tier. The processes that
+use its memory unmap it when they notice, within 0.1 s and their copies in flight. Their next reads
+come from DRAM or are computed. The command waits 2 s for the end of the node, and names the
+processes that used the memory: it is free once they have unmapped it. The exit code is 1 if the
+node still runs.")]
     Release(HbmArgs),
 }
 
