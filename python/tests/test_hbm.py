@@ -153,7 +153,7 @@ def test_released_memory_is_unmapped_by_idle_processes(fake, serve_hbm, eventual
     released = run("hbm", "release", "--socket", str(node.socket))
     assert released.returncode == 0, released
     assert f"process {os.getpid()}" in released.stdout, released
-    # Nobody calls the store: its own thread notices.
+    # Without a call of the store: a thread of the client sees the closed connection.
     eventually(lambda: mappings() == before)
     with store.view(keys_of([0])) as views:
         assert views.hits == 0

@@ -184,7 +184,7 @@ impl Fragments {
         self.bytes * self.places.len()
     }
 
-    /// The slabs in a form that can be submitted. They have to be given back.
+    /// The slabs in a form that can be submitted. The caller gives them back by `put_back`.
     pub(super) fn work(&mut self, form: Form, plain: &Plain) -> Result<Work, MeasureError> {
         let slabs = std::mem::replace(&mut self.slabs, Slabs::ToDevice(Vec::new()));
         if form == Form::Transfer {

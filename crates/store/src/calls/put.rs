@@ -343,16 +343,22 @@ impl<'a> PutBatch<'a> {
 
     fn compare_undecided(&mut self) {
         let undecided = self.undecided();
+        for piece in undecided.chunks(self.bytes.read_at_once()) {
+            self.compare(piece);
+        }
+    }
+
+    fn compare(&mut self, undecided: &[usize]) {
         let mut blocks = Vec::with_capacity(undecided.len());
         let mut compared = Vec::with_capacity(undecided.len());
         for at in undecided {
-            match self.bytes.read(at) {
+            match self.bytes.read(*at) {
                 Ok(bytes) => {
-                    blocks.push((self.batch[at].key, bytes));
-                    compared.push(at);
+                    blocks.push((self.batch[*at].key, bytes));
+                    compared.push(*at);
                 }
                 Err(error) => {
-                    self.outcomes[at] = Some(PutOutcome::Failed(StoreError::Device(error)));
+                    self.outcomes[*at] = Some(PutOutcome::Failed(StoreError::Device(error)));
                 }
             }
         }

@@ -31,6 +31,12 @@ impl<'a> PutBytes<'a> {
         self.on_device.map_or(self.puts[at].bytes.len(), |slabs| slabs[at].len())
     }
 
+    /// How many blocks to read before the first of them is dropped: a copy of a whole batch from a
+    /// device could fill the host's memory.
+    pub(super) fn read_at_once(&self) -> usize {
+        if self.on_device.is_some() { 1 } else { usize::MAX }
+    }
+
     /// The bytes, copied from a device if they are there.
     pub(super) fn read(&self, at: usize) -> Result<Cow<'a, [u8]>, DeviceError> {
         match self.on_device {
