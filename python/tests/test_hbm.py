@@ -253,10 +253,6 @@ def test_wrong_settings_are_refused(serve_hbm, serve):
         serve("--gpu", FIRST_GPU)
     with pytest.raises(AssertionError, match="no GPU is named for it"):
         serve("--hbm", "1GiB")
-    with pytest.raises(AssertionError, match="in the memory of a GPU or in DRAM"):
-        serve_hbm("--dram", "64MiB")
-    with pytest.raises(AssertionError, match="a store in device memory has no Dram"):
-        serve_hbm("--pipeline", "Hbm|Dram")
     with pytest.raises(AssertionError, match="this host has no GPU"):
         serve("--gpu", FIRST_GPU, "--hbm", "16MiB", cuda_library="/nonexistent.so")
 

@@ -46,6 +46,11 @@ impl ConnectionArgs {
         self.socket.clone().unwrap_or_else(|| Environment::of_process().socket())
     }
 
+    /// The same flags for the node at another socket.
+    pub(super) fn at(&self, socket: impl Into<PathBuf>) -> Self {
+        Self { socket: Some(socket.into()), ..self.clone() }
+    }
+
     fn token(&self) -> Result<Option<Vec<u8>>, Failure> {
         let Some(path) = &self.token_file else { return Ok(None) };
         let token = read_secret(path, TOKEN_BYTES_MAX, SecretReaders::Group);

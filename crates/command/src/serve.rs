@@ -1,6 +1,6 @@
 //! `cascade serve`: runs a node in this process.
 
-use cascade_node::{config, process};
+use cascade_node::{STOP_WITH_INPUT, config, process};
 use clap::Args;
 
 use crate::key_flags::Settings;
@@ -16,6 +16,8 @@ Examples:
       With a file tier, whose blocks are still there after a restart.
   cascade serve --dram 64GiB --listen 127.0.0.1:9000
       With metrics, health checks and a status page at http://127.0.0.1:9000/.
+  cascade serve --dram 64GiB --gpu GPU-UUID --hbm 16GiB
+      With 16 GiB of a GPU's memory as the tier above DRAM, in a process of its own.
   cascade serve --config /etc/cascade/cascade.toml --print-config
       Print every key with its value and its source: file, environment, flag or default.
   cascade doctor --config /etc/cascade/cascade.toml
@@ -37,6 +39,9 @@ pub(super) struct ServeArgs {
     /// Print a configuration file with every key at its default, and exit.
     #[arg(long, hide = true)]
     print_example: bool,
+    /// Stop when the standard input ends, as the node of a GPU does with the node that started it.
+    #[arg(long = STOP_WITH_INPUT, hide = true)]
+    stop_with_input: bool,
 }
 
 pub(super) fn run(args: ServeArgs, screen: &mut Screen) -> Result<i32, Failure> {
@@ -50,6 +55,8 @@ pub(super) fn run(args: ServeArgs, screen: &mut Screen) -> Result<i32, Failure> 
         screen.line(config.settings.print())?;
         return Ok(EXIT_OK);
     }
-    process::run(config, move || args.settings.load()).map_err(Failure::Node)?;
+    let stop_with_input = args.stop_with_input;
+    let reload = move || args.settings.load();
+    process::run(config, stop_with_input, reload).map_err(Failure::Node)?;
     Ok(EXIT_OK)
 }

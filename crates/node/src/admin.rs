@@ -22,7 +22,7 @@ pub use responses::{
 
 /// All topics, for the error message about an unknown one.
 const TOPICS: &str = "status, stats, explain, find, version, flush, delete, clear, forget, config, \
-                      config-set, reload, drain";
+                      config-set, reload, drain, hbm-start";
 
 /// Executes an admin request. The default tenant may name every tenant; the others only themselves.
 pub(crate) fn answer(
@@ -54,6 +54,7 @@ pub(crate) fn answer(
             json(&reload(node)?)
         }
         "drain" => json(&commands::drain(node, caller, &parse(topic, arguments)?, time)?),
+        "hbm-start" => json(&commands::start_hbm(node, caller)?),
         "forget" => {
             let Forget { tenant } = parse(topic, arguments)?;
             json(&forget(node, caller, &tenant, time)?)

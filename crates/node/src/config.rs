@@ -16,6 +16,7 @@ mod difference;
 mod environment;
 mod error;
 mod file;
+mod gpu_node;
 mod key;
 mod keys;
 mod reference;
@@ -29,6 +30,7 @@ pub use default_capacity::AvailableSpace;
 pub use difference::{ConfigDifference, difference};
 pub use environment::Environment;
 pub use error::ConfigError;
+pub use gpu_node::GpuNodeConfig;
 pub use key::SettingKey;
 pub use keys::{KEYS, SECTIONS, TENANT_KEYS};
 pub use reference::{example, reference};
@@ -53,6 +55,8 @@ pub struct NodeConfig {
     pub gpu: Option<String>,
     /// Memory of the GPU that stays free for others. Default: 512 MiB.
     pub gpu_reserve_bytes: u64,
+    /// The node in the memory of a GPU that [`crate::process::run`] starts. Default: none.
+    pub gpu_node: Option<GpuNodeConfig>,
     /// The store of the default tenant.
     pub store: StoreConfig,
     /// All tenants except the default one, each with its own store.
@@ -142,6 +146,7 @@ impl NodeConfig {
             security: SecurityConfig::default(),
             gpu: None,
             gpu_reserve_bytes: 512 << 20,
+            gpu_node: None,
             store: StoreConfig::default(),
             tenants: Vec::new(),
             encryption_key_file: None,

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use cascade_store::StoreError;
 use thiserror::Error;
 
+use crate::gpu::GpuError;
 use crate::http::HttpError;
 use crate::socket_place::SocketPlaceError;
 use crate::telemetry::TelemetryError;
@@ -58,6 +59,9 @@ pub enum NodeError {
     /// The TCP port cannot be served.
     #[error(transparent)]
     Http(#[from] HttpError),
+    /// The GPU was lost.
+    #[error(transparent)]
+    Gpu(GpuError),
     /// Logs or traces cannot be written.
     #[error(transparent)]
     Telemetry(#[from] TelemetryError),

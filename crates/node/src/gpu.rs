@@ -41,6 +41,15 @@ pub enum GpuError {
         #[source]
         source: CudaError,
     },
+    /// The GPU was lost while the node ran.
+    #[error("GPU {uuid} is lost, with all blocks of this node; start the node again")]
+    Lost {
+        /// The GPU.
+        uuid: String,
+        /// The cause.
+        #[source]
+        source: CudaError,
+    },
     /// Others would have too little.
     #[error(
         "GPU {uuid} would have {} free, less than hbm_reserve ({}); lower one of hbm and \
@@ -110,6 +119,12 @@ impl NodeGpu {
             tracing::warn!("the driver of this GPU is a FAKE, for tests only");
         }
         Ok(Self { memory, facts, bytes, reserve_bytes })
+    }
+
+    /// Whether the GPU still works.
+    pub(crate) fn check(&self) -> Result<(), GpuError> {
+        let lost = |source| GpuError::Lost { uuid: self.facts.uuid.clone(), source };
+        self.memory.context().free_bytes().map(drop).map_err(lost)
     }
 
     pub(crate) fn status(&self) -> GpuStatus {

@@ -15,6 +15,7 @@ use crate::config::{self, ConfigDifference};
 use crate::controls::ProcessControls;
 use crate::error::NodeError;
 use crate::gpu::NodeGpu;
+use crate::gpu_node::GpuNode;
 use crate::process_stats::ProcessStats;
 use crate::samples::Samples;
 use crate::server::{ClientSessions, ClientSnapshot};
@@ -58,6 +59,7 @@ struct Inner {
     /// The configuration with the changes since the start.
     current: Mutex<NodeConfig>,
     controls: OnceLock<ProcessControls>,
+    gpu_node: Option<Arc<GpuNode>>,
     tenants: Tenants,
     sessions: ClientSessions,
     epoch: u64,
@@ -83,6 +85,7 @@ impl Node {
             live: RwLock::new(LiveSettings::of(&config)),
             current: Mutex::new(config.clone()),
             controls: OnceLock::new(),
+            gpu_node: config.gpu_node.clone().map(|gpu| Arc::new(GpuNode::new(gpu))),
             config,
             tenants,
             sessions: ClientSessions::default(),
@@ -100,6 +103,16 @@ impl Node {
     /// Stops the node when the memory of its GPU is needed, if it has one.
     pub(crate) fn watch_gpu(&self, stop: &Arc<Notify>) -> std::io::Result<()> {
         self.0.tenants.gpu().map_or(Ok(()), |gpu| gpu.clone().watch(Arc::clone(stop)))
+    }
+
+    /// Whether the GPU that holds the blocks still works, if there is one.
+    pub(crate) fn check_gpu(&self) -> Result<(), NodeError> {
+        self.0.tenants.gpu().map_or(Ok(()), |gpu| gpu.check().map_err(NodeError::Gpu))
+    }
+
+    /// The node in the memory of a GPU that belongs to this one.
+    pub(crate) fn gpu_node(&self) -> Option<&Arc<GpuNode>> {
+        self.0.gpu_node.as_ref()
     }
 
     /// The configuration at the start.
@@ -285,6 +298,7 @@ impl Node {
                 open_files_max: process.open_files_max,
                 started_unix_s: process.started_unix_s,
                 gpu: inner.tenants.gpu().map(NodeGpu::status),
+                gpu_node: inner.gpu_node.as_ref().map(|gpu| gpu.status()),
             },
             tenants,
             clients: ClientsStatus::of(&self.clients(), inner.sessions.reaped()),

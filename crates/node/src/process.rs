@@ -14,6 +14,7 @@ use crate::admin;
 use crate::config::{ConfigError, Environment};
 use crate::controls::ProcessControls;
 use crate::doctor::{self, CheckState, Finding, Machine, ThisMachine};
+use crate::gpu_node::GpuNodeTask;
 use crate::http::{self, HttpConfig, HttpHandle};
 use crate::notify::ServiceManager;
 use crate::socket::SocketFile;
@@ -45,9 +46,11 @@ const TIERS_INTERVAL: Duration = Duration::from_secs(5);
 /// SIGTERM and SIGINT shut it down cleanly. Another one stops it at once, if it comes when the node
 /// has been closing its stores for a second (`SAME_STOP_REQUEST`).
 /// SIGHUP reloads the configuration through `reload`. Prints one line with `ready` to standard
-/// output once it serves.
+/// output once it serves. With `stop_with_input`, the end of the standard input stops it, too: the
+/// process that started it has ended then.
 pub fn run(
     config: NodeConfig,
+    stop_with_input: bool,
     reload: impl Fn() -> Result<NodeConfig, ConfigError> + Send + 'static,
 ) -> Result<(), NodeError> {
     let failed = |operation| move |source| NodeError::Server { operation, source };
@@ -59,6 +62,9 @@ pub fn run(
     let service_manager = ServiceManager::of(&Environment::of_process())
         .map_err(failed("connect to the service manager at NOTIFY_SOCKET"))?;
     raise_descriptor_limit();
+    if stop_with_input {
+        stop_with_the_input(&signals.stop).map_err(failed("start the thread that reads input"))?;
+    }
     let spans = config.trace_endpoint.as_deref().map(Spans::open).transpose()?;
     let log = telemetry::start(&config.log, spans.as_ref())?;
     log_derived_files_capacity(&config);
@@ -75,6 +81,7 @@ pub fn run(
     let server = Server::start(node.clone(), listener)?;
     node.set_state(NodeState::Serving);
     node.watch_gpu(&signals.stop).map_err(failed("start the thread that watches the GPU"))?;
+    let gpu_node = GpuNodeTask::start(&runtime, &node);
     let line = ready_line(&node);
     let mut output = io::stdout();
     let printed = writeln!(output, "{line}").and_then(|()| output.flush());
@@ -101,6 +108,9 @@ pub fn run(
     tracing::info!("shutting down: no new requests are accepted, pending blocks are written");
     node.set_state(NodeState::Draining);
     log_notify_error(service_manager.stopping());
+    if let Some(gpu_node) = gpu_node {
+        runtime.block_on(gpu_node.stop());
+    }
     // Clients first, then the socket's file and lock, then the stores: a node that starts meanwhile
     // gets the socket only after this one has stopped serving it.
     server.stop();
@@ -113,7 +123,18 @@ pub fn run(
     if let Some(spans) = spans {
         spans.close(PORT_STOP_TIMEOUT);
     }
-    closed
+    closed.and(node.check_gpu())
+}
+
+/// Starts a thread that stops the process when the standard input ends. What it says is ignored.
+fn stop_with_the_input(stop: &Arc<Notify>) -> io::Result<()> {
+    let stop = Arc::clone(stop);
+    let watch = move || {
+        // An input that cannot be read has ended, too.
+        drop(io::copy(&mut io::stdin().lock(), &mut io::sink()));
+        stop.notify_one();
+    };
+    std::thread::Builder::new().name("cascade-input".to_owned()).spawn(watch).map(drop)
 }
 
 /// Serves HTTP if `listen` is set.
@@ -212,12 +233,13 @@ fn log_notify_error(sent: io::Result<()>) {
 fn ready_line(node: &Node) -> String {
     let config = node.config();
     let version = env!("CARGO_PKG_VERSION");
+    let hbm = if config.gpu_node.is_some() { "Hbm|" } else { "" };
     let pipeline = &config.store.pipeline;
     let socket = config.socket.display();
     let scheme = if config.security.certificate.is_some() { "https" } else { "http" };
     let port = node.address().map(|address| format!(", {scheme}://{address}/"));
     let port = port.unwrap_or_default();
-    format!("cascade {version} ready: socket {socket}{port}, pipeline {pipeline}")
+    format!("cascade {version} ready: socket {socket}{port}, pipeline {hbm}{pipeline}")
 }
 
 /// The signals that the process handles, and the admin command that stops it.

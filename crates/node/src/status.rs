@@ -7,6 +7,7 @@ mod view;
 use serde::{Deserialize, Serialize};
 
 use crate::gpu::GpuStatus;
+use crate::gpu_node::GpuNodeStatus;
 
 pub use histogram::Histogram;
 pub use view::{ALL_TENANTS, StatusView};
@@ -91,6 +92,9 @@ pub struct NodeStatus {
     /// The GPU that holds the blocks, if it is not DRAM.
     #[serde(default)]
     pub gpu: Option<GpuStatus>,
+    /// The node in the memory of a GPU that this node starts.
+    #[serde(default)]
+    pub gpu_node: Option<GpuNodeStatus>,
 }
 
 /// The store of a tenant.

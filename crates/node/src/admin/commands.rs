@@ -13,6 +13,7 @@ use super::responses::{
 };
 use super::{find_tenant, require_administrator};
 use crate::config::{self, SettingInfo};
+use crate::gpu_node::GpuNodeStatus;
 use crate::status::NodeState;
 use crate::tenants::{DEFAULT_TENANT, Tenant};
 use crate::{Node, explain};
@@ -262,6 +263,15 @@ pub(super) fn drain(
     let clients = sessions.iter().filter(|session| !session.is_administrator()).count();
     let pid = std::process::id();
     Ok(DrainResult { state, pid, is_written, tenants, clients, is_ending })
+}
+
+/// Starts the node of the GPU, unless it runs. Returns what it did before.
+pub(super) fn start_hbm(node: &Node, caller: &Tenant) -> Result<GpuNodeStatus, String> {
+    require_administrator(caller)?;
+    let gpu = node.gpu_node().ok_or("this node has no GPU; set gpu and hbm, and restart it")?;
+    let before = gpu.status();
+    gpu.start();
+    Ok(before)
 }
 
 #[cfg(test)]

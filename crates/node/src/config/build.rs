@@ -11,6 +11,7 @@ use super::admin_group::{AdminGroup, user_id};
 use super::default_capacity;
 use super::environment::Environment;
 use super::error::ConfigError;
+use super::gpu_node::{GpuNodeConfig, pipeline_below_hbm};
 use super::settings::{SettingSource, Settings, Values};
 use super::value::SettingValue;
 use super::{KeepPool, LimitsConfig, LogConfig, NodeConfig, SecurityConfig, TenantConfig};
@@ -26,8 +27,16 @@ pub(super) fn node_config(
     derive_files_capacity(&mut settings, environment);
     set_derived_defaults(&mut settings.node, environment);
     let values = &settings.node;
-    let gpu = values.text("gpu");
     let mut store = store_config(values);
+    let new = NodeConfig::new(values.path("socket").unwrap_or_default());
+    let below_hbm = pipeline_below_hbm(&store.pipeline).map(str::to_owned);
+    let (gpu, gpu_node) = match (values.text("gpu"), below_hbm) {
+        (Some(uuid), Some(below)) => {
+            store.pipeline = below;
+            (None, Some(GpuNodeConfig::beside(&new.socket, uuid)))
+        }
+        (gpu, _) => (gpu, None),
+    };
     if let (Some(_), Some(bytes)) = (&gpu, values.bytes("hbm")) {
         store.dram_bytes = bytes;
     }
@@ -40,7 +49,6 @@ pub(super) fn node_config(
     };
     let pool_directory = values.path("pool_directory");
     let has_gpu = gpu.is_some();
-    let new = NodeConfig::new(values.path("socket").unwrap_or_default());
     let limits = LimitsConfig::default();
     let admin_group = admin_group(values, environment)?;
     Ok(NodeConfig {
@@ -55,6 +63,7 @@ pub(super) fn node_config(
         },
         gpu,
         gpu_reserve_bytes: values.bytes("hbm_reserve").unwrap_or(new.gpu_reserve_bytes),
+        gpu_node,
         store,
         tenants,
         encryption_key_file: values.path("encryption_key_file"),
@@ -98,14 +107,15 @@ fn admin_group(
 /// Sets defaults that depend on other settings, where the key is not set.
 fn set_derived_defaults(values: &mut Values, environment: &Environment) {
     values.set_default("socket", SettingValue::Path(environment.default_socket()));
-    let has_files = values.path("files").is_some();
-    let pipeline = match (values.text("gpu").is_some(), has_files) {
-        (false, true) => "Dram|Files",
-        (false, false) => "Dram",
-        (true, true) => "Hbm|Files",
-        (true, false) => "Hbm",
-    };
-    values.set_default("pipeline", SettingValue::Text(pipeline.to_owned()));
+    let has_gpu = values.text("gpu").is_some();
+    let stages = [
+        ("Hbm", has_gpu),
+        ("Dram", !has_gpu || values.is_given("dram")),
+        ("Files", values.path("files").is_some()),
+    ];
+    let stages = stages.iter().filter(|(_, is_there)| *is_there).map(|(stage, _)| *stage);
+    let pipeline = stages.collect::<Vec<_>>().join("|");
+    values.set_default("pipeline", SettingValue::Text(pipeline));
     let capacity = values.bytes("files_capacity").unwrap_or_default();
     values.set_default("segment_size", SettingValue::Size(default_segment_bytes(capacity)));
 }

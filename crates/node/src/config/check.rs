@@ -69,7 +69,8 @@ impl NodeConfig {
 
     fn check_gpu(&self) -> Result<(), ConfigError> {
         let hbm_is_given = self.settings.node.is_given("hbm");
-        match &self.gpu {
+        let uuid = self.gpu.as_ref().or(self.gpu_node.as_ref().map(|node| &node.uuid));
+        match uuid {
             None if hbm_is_given => self.refuse(
                 &["hbm"],
                 "the HBM tier has a size, but no GPU is named for it",
@@ -85,13 +86,30 @@ impl NodeConfig {
                 "a node in the memory of a GPU has one tenant",
                 "start a node for each tenant, or remove the [[tenant]] tables",
             ),
-            Some(_) if self.settings.node.is_given("dram") => self.refuse(
-                &["gpu", "dram"],
-                "the blocks of a node are in the memory of a GPU or in DRAM",
-                "remove dram, and start another node for DRAM",
+            Some(_) if self.gpu.is_some() && self.settings.node.is_given("dram") => self.refuse(
+                &["pipeline", "dram"],
+                "DRAM has a size, but the pipeline has no stage Dram behind Hbm",
+                "remove one of them, or set pipeline = \"Hbm|Dram\"",
             ),
-            _ => Ok(()),
+            _ => self.check_socket_of_gpu_node(),
         }
+    }
+
+    fn check_socket_of_gpu_node(&self) -> Result<(), ConfigError> {
+        let Some(node) = &self.gpu_node else { return Ok(()) };
+        let bytes = node.socket.as_os_str().len();
+        if bytes <= SOCKET_PATH_BYTES_MAX {
+            return Ok(());
+        }
+        self.refuse(
+            &["socket", "gpu"],
+            format!(
+                "{}, the socket of the node of the GPU, has {bytes} bytes; a Unix socket allows \
+                 {SOCKET_PATH_BYTES_MAX}",
+                node.socket.display()
+            ),
+            "use a shorter path for socket",
+        )
     }
 
     fn check_store(&self, store: &StoreConfig) -> Result<(), ConfigError> {

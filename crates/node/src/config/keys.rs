@@ -45,8 +45,9 @@ pub const KEYS: &[SettingKey] = &[
     SettingKey::new(
         "gpu",
         ValueKind::Text,
-        "UUID of a GPU, as `cascade doctor` prints it. Its memory holds the blocks in place of \
-         DRAM, for processes of this host that use GPUs. Without it the node uses no GPU.",
+        "UUID of a GPU, as `cascade doctor` prints it, whose memory holds blocks for processes of \
+         this host that use GPUs. With `dram`, a second node for them starts at the socket's path \
+         with `.hbm` behind it. Without `dram`, the memory of the GPU takes the place of DRAM.",
     )
     .flag("gpu"),
     SettingKey::new("hbm", ValueKind::Size, "Size of the HBM tier, in the memory of `gpu`.")
@@ -55,14 +56,15 @@ pub const KEYS: &[SettingKey] = &[
     SettingKey::new(
         "hbm_reserve",
         ValueKind::Size,
-        "Memory of `gpu` that stays free. When less is free, the node gives its part back and \
-         stops.",
+        "Memory of `gpu` that stays free. When less is free, the node of the GPU gives its part \
+         back and stops.",
     )
     .default("512MiB")
     .flag("hbm-reserve"),
     SettingKey::new("pipeline", ValueKind::Text, "Tiers from fast to slow.")
         .default_rule(
-            "`Dram|Files` with `files`, else `Dram`; with `gpu`, `Hbm` in place of `Dram`",
+            "`Dram|Files` with `files`, else `Dram`; with `gpu`, `Hbm|` before it, or `Hbm` in \
+             place of `Dram` if `dram` is not set",
         )
         .flag("pipeline"),
     SettingKey::new("policy", ValueKind::Choice(POLICIES), "Eviction policy of DRAM.")
