@@ -1,7 +1,10 @@
 //! What exists in the driver: contexts, memory, streams, events.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
 use std::time::Duration;
+
+use cascade_runtime::Condvar;
 
 use crate::device_memory::{Mapping, Space};
 use crate::shared_memory::Allocation;
@@ -113,6 +116,8 @@ pub(crate) struct Item {
 
 #[derive(Debug, Default)]
 pub(crate) struct Stream {
+    /// Wakes its thread.
+    pub(crate) wake: Arc<Condvar>,
     pub(crate) queue: VecDeque<Item>,
     pub(crate) is_running: bool,
     pub(crate) is_destroyed: bool,

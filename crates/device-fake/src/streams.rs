@@ -2,7 +2,7 @@
 #![expect(unsafe_code, reason = "calls functions of the host")]
 
 use std::ffi::c_void;
-use std::sync::PoisonError;
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use cascade_runtime::{Clock, MutexGuard, SystemClock, sleep, thread, yield_now};
@@ -60,13 +60,16 @@ pub(crate) fn wait_until<'a>(
 fn run(handle: usize) {
     let world = World::get();
     let mut state = world.lock();
+    let Some(wake) = state.streams.get(&handle).map(|stream| Arc::clone(&stream.wake)) else {
+        return;
+    };
     while let Some(stream) = state.streams.get(&handle) {
         if stream.is_destroyed && stream.queue.is_empty() {
             state.streams.remove(&handle);
             break;
         }
-        if state.death.is_some() || !stream.queue.front().is_some_and(|item| is_due(&state, item)) {
-            state = world.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        if !has_due_work(&state, stream) {
+            state = wake.wait(state).unwrap_or_else(PoisonError::into_inner);
             continue;
         }
         let Some(stream) = state.streams.get_mut(&handle) else { break };
@@ -78,8 +81,23 @@ fn run(handle: usize) {
         if let Some(stream) = state.streams.get_mut(&handle) {
             stream.is_running = false;
         }
-        world.changed.notify_all();
+        announce(world, &state);
     }
+}
+
+/// Wakes those who can go on after a change of the state: idle streams with work that is due, and
+/// callers that wait. Not all streams, because an engine asks for events thousands of times.
+pub(crate) fn announce(world: &World, state: &State) {
+    let is_ready = |stream: &&Stream| {
+        !stream.is_running
+            && (has_due_work(state, stream) || (stream.is_destroyed && stream.queue.is_empty()))
+    };
+    state.streams.values().filter(is_ready).for_each(|stream| stream.wake.notify_one());
+    world.changed.notify_all();
+}
+
+fn has_due_work(state: &State, stream: &Stream) -> bool {
+    state.death.is_none() && stream.queue.front().is_some_and(|item| is_due(state, item))
 }
 
 /// Whether work can be done now.

@@ -8,6 +8,7 @@ use cascade_runtime::{Condvar, Mutex, MutexGuard};
 
 use crate::settings::Settings;
 use crate::state::{INVALID_CONTEXT, NOT_INITIALIZED, State, is_fatal};
+use crate::streams::announce;
 
 /// `CUresult`.
 pub(crate) type Status = i32;
@@ -71,6 +72,7 @@ impl World {
         let needs_context = matches!(needs, Needs::Context | Needs::Current);
         if let Some(code) = injected.filter(|code| is_fatal(*code) && needs_context) {
             state.death = Some(code);
+            self.changed.notify_all();
         }
         let status = match (injected, state.death) {
             (Some(code), _) => code,
@@ -94,8 +96,7 @@ impl World {
             return status;
         }
         let status = run(world, &mut state).err().unwrap_or(SUCCESS);
-        drop(state);
-        world.changed.notify_all();
+        announce(world, &state);
         status
     }
 
@@ -111,8 +112,7 @@ impl World {
             return status;
         }
         let released = run(&mut state).err().unwrap_or(SUCCESS);
-        drop(state);
-        world.changed.notify_all();
+        announce(world, &state);
         if status == SUCCESS { released } else { status }
     }
 }

@@ -3,6 +3,7 @@
 
 use std::ffi::{CStr, c_char};
 
+use crate::streams::announce;
 use crate::world::World;
 
 /// Holds the work that a function of this name started, and all that follows it in its stream.
@@ -17,8 +18,9 @@ pub(crate) unsafe extern "C" fn hold(name: *const c_char) {
 #[unsafe(export_name = "fakeCudaRelease")]
 pub(crate) unsafe extern "C" fn release() {
     let world = World::get();
-    world.lock().held.clear();
-    world.changed.notify_all();
+    let mut state = world.lock();
+    state.held.clear();
+    announce(world, &state);
 }
 
 /// The calls of a function so far, or `live`, `contexts`, `deaths`, `misused`, `copies`.
