@@ -1,5 +1,5 @@
 //! A node whose blocks are in the memory of the fake device, and its clients: the conformance suite
-//! of stores but for its very long batches, with node, client and driver in one process.
+//! of stores, with node, client and driver in one process.
 
 mod fake;
 
@@ -10,7 +10,7 @@ use cascade_client::{Client, ConnectOptions};
 use cascade_device::CudaImporter;
 use cascade_node::{Node, NodeConfig, Server};
 use cascade_store::PolicyKind;
-use cascade_tier::conformance::block_store::{DRAM_BYTES, Subject, all_but_long_batches};
+use cascade_tier::conformance::block_store::{DRAM_BYTES, Subject, all};
 
 use fake::{context, is_child};
 
@@ -24,7 +24,7 @@ fn a_node_in_device_memory_conforms() {
     }
     let importer = Arc::new(CudaImporter::new(&context()));
     let mut last = None;
-    all_but_long_batches(&mut || {
+    all(&mut || {
         // The node of the check before ends here, with its threads.
         drop(last.take());
         let directory = tempfile::tempdir().unwrap();

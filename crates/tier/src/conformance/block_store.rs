@@ -55,22 +55,7 @@ type Check = fn(&Subject);
 /// # Panics
 /// If the store violates a check.
 pub fn all(open: &mut dyn FnMut() -> Subject) {
-    let long: [Check; 4] = [
-        lengths::a_chain_of_any_length_is_acquired,
-        lengths::every_call_accepts_a_batch_of_any_length,
-        lengths::any_number_of_slabs_is_prepared_and_sealed,
-        lengths::every_call_on_a_closed_store_returns,
-    ];
-    run(&long, open);
-    all_but_long_batches(open);
-}
-
-/// Runs every check except those of very long batches: for stores whose copies take long.
-///
-/// # Panics
-/// If the store violates a check.
-pub fn all_but_long_batches(open: &mut dyn FnMut() -> Subject) {
-    let checks: [Check; 26] = [
+    let checks: [Check; 30] = [
         a_fresh_store_is_empty,
         a_stored_block_is_read_back,
         batches_have_any_length,
@@ -97,17 +82,17 @@ pub fn all_but_long_batches(open: &mut dyn FnMut() -> Subject) {
         prepared::preparing_with_a_zero_timeout_leaks_no_slabs,
         prepared::a_closed_store_prepares_and_seals_nothing,
         a_closed_store_fails_every_call,
+        lengths::a_chain_of_any_length_is_acquired,
+        lengths::every_call_accepts_a_batch_of_any_length,
+        lengths::any_number_of_slabs_is_prepared_and_sealed,
+        lengths::every_call_on_a_closed_store_returns,
     ];
-    run(&checks, open);
-    every_outcome_is_counted_once(&open());
-}
-
-fn run(checks: &[Check], open: &mut dyn FnMut() -> Subject) {
     for check in checks {
         let subject = open();
         check(&subject);
         counters_add_up(&(subject.counters)());
     }
+    every_outcome_is_counted_once(&open());
 }
 
 /// Key number `n`.
