@@ -109,7 +109,7 @@ fn find(args: &ConnectionArgs) -> Result<Found, Failure> {
     let status: Status = connection.request("status", &json!({}))?;
     if let Some(gpu) = status.node.gpu {
         return Ok(Found::Serves(
-            Box::new(hbm_of(gpu, status.tenants, status.clients)),
+            Box::new(hbm_of(gpu, &status.tenants, status.clients)),
             args.clone(),
         ));
     }
@@ -126,10 +126,10 @@ fn find(args: &ConnectionArgs) -> Result<Found, Failure> {
     let args = args.at(&node.socket);
     let status: Status = args.connect()?.request("status", &json!({}))?;
     let Some(gpu) = status.node.gpu else { return Ok(Found::Down(node)) };
-    Ok(Found::Serves(Box::new(hbm_of(gpu, status.tenants, status.clients)), args))
+    Ok(Found::Serves(Box::new(hbm_of(gpu, &status.tenants, status.clients)), args))
 }
 
-fn hbm_of(gpu: GpuStatus, tenants: Vec<TenantStatus>, clients: ClientsStatus) -> Hbm {
+fn hbm_of(gpu: GpuStatus, tenants: &[TenantStatus], clients: ClientsStatus) -> Hbm {
     let of_gpu = tenants.iter().flat_map(|tenant| &tenant.tiers);
     let used_bytes = of_gpu.filter(|tier| tier.name == "hbm").map(|tier| tier.used_bytes).sum();
     let mut clients = clients.list;
@@ -185,7 +185,7 @@ fn show_down(args: &HbmArgs, node: &GpuNodeStatus, screen: &mut Screen) -> Resul
             reason.as_deref().unwrap_or("see the log")
         ),
     };
-    Ok(screen.line(format!("the node of {} {what}", node.uuid))?)
+    screen.line(format!("the node of {} {what}", node.uuid))
 }
 
 fn show(args: &HbmArgs, hbm: &Hbm, screen: &mut Screen) -> Result<(), Failure> {

@@ -8,6 +8,7 @@ use crate::{EXIT_OK, Failure, Screen};
 
 /// The configuration of the node.
 #[derive(Debug, Args)]
+#[expect(clippy::struct_excessive_bools, reason = "flags of a command")]
 #[command(after_help = "\
 Examples:
   cascade serve

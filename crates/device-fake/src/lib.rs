@@ -34,4 +34,5 @@ mod settings;
 mod shared_memory;
 mod state;
 mod streams;
+mod wake;
 mod world;

@@ -11,6 +11,7 @@ use crate::device_memory::{copy, fill};
 use crate::state::{
     ILLEGAL_ADDRESS, INVALID_HANDLE, Item, Launch, Place, State, Stream, Transfer, Work,
 };
+use crate::wake::{announce, has_due_work};
 use crate::world::{Status, World};
 
 /// The byte that is wrong in spoiled fragments.
@@ -81,34 +82,8 @@ fn run(handle: usize) {
         if let Some(stream) = state.streams.get_mut(&handle) {
             stream.is_running = false;
         }
-        announce(world, &state);
+        announce(&state, &world.changed);
     }
-}
-
-/// Wakes those who can go on after a change of the state: idle streams with work that is due, and
-/// callers that wait. Not all streams, because an engine asks for events thousands of times.
-pub(crate) fn announce(world: &World, state: &State) {
-    let is_ready = |stream: &&Stream| {
-        !stream.is_running
-            && (has_due_work(state, stream) || (stream.is_destroyed && stream.queue.is_empty()))
-    };
-    state.streams.values().filter(is_ready).for_each(|stream| stream.wake.notify_one());
-    world.changed.notify_all();
-}
-
-fn has_due_work(state: &State, stream: &Stream) -> bool {
-    state.death.is_none() && stream.queue.front().is_some_and(|item| is_due(state, item))
-}
-
-/// Whether work can be done now.
-fn is_due(state: &State, item: &Item) -> bool {
-    let has_passed = match &item.work {
-        Work::Wait { event, count } => {
-            state.events.get(event).is_none_or(|event| event.reached >= *count)
-        }
-        _ => true,
-    };
-    has_passed && !state.held.contains(item.name) && !state.held.contains("*")
 }
 
 fn perform(world: &World, item: Item) {

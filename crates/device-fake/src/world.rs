@@ -8,7 +8,7 @@ use cascade_runtime::{Condvar, Mutex, MutexGuard};
 
 use crate::settings::Settings;
 use crate::state::{INVALID_CONTEXT, NOT_INITIALIZED, State, is_fatal};
-use crate::streams::announce;
+use crate::wake::announce;
 
 /// `CUresult`.
 pub(crate) type Status = i32;
@@ -96,7 +96,7 @@ impl World {
             return status;
         }
         let status = run(world, &mut state).err().unwrap_or(SUCCESS);
-        announce(world, &state);
+        announce(&state, &world.changed);
         status
     }
 
@@ -112,7 +112,7 @@ impl World {
             return status;
         }
         let released = run(&mut state).err().unwrap_or(SUCCESS);
-        announce(world, &state);
+        announce(&state, &world.changed);
         if status == SUCCESS { released } else { status }
     }
 }

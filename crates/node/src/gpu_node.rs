@@ -3,8 +3,9 @@
 use std::io;
 use std::process::{ExitStatus, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use cascade_runtime::{Clock, SystemClock};
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::{Child, ChildStdin, Command};
@@ -13,7 +14,6 @@ use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 
-use crate::Node;
 use crate::config::GpuNodeConfig;
 
 /// The flag of `cascade serve` with which a node stops when its standard input ends.
@@ -108,6 +108,8 @@ impl GpuNode {
     }
 }
 
+type Variables = Vec<(String, Option<String>)>;
+
 /// The task that keeps the node of the GPU running.
 #[derive(Debug)]
 pub(crate) struct GpuNodeTask {
@@ -116,11 +118,15 @@ pub(crate) struct GpuNodeTask {
 }
 
 impl GpuNodeTask {
-    /// Starts the node of the GPU, if the node has one.
-    pub(crate) fn start(runtime: &Runtime, node: &Node) -> Option<Self> {
-        let gpu = Arc::clone(node.gpu_node()?);
-        let task = runtime.spawn(keep_running(node.clone(), Arc::clone(&gpu)));
-        Some(Self { gpu, task })
+    /// Starts the node of the GPU. `variables` are set for its process, and those without a value
+    /// removed.
+    pub(crate) fn start(
+        runtime: &Runtime,
+        gpu: Arc<GpuNode>,
+        variables: impl Fn() -> Variables + Send + Sync + 'static,
+    ) -> Self {
+        let task = runtime.spawn(keep_running(Arc::clone(&gpu), variables));
+        Self { gpu, task }
     }
 
     /// Stops the node of the GPU. Its process has ended, or was killed, when this returns.
@@ -142,12 +148,12 @@ enum Ended {
     Failed(String),
 }
 
-async fn keep_running(node: Node, gpu: Arc<GpuNode>) {
+async fn keep_running(gpu: Arc<GpuNode>, variables: impl Fn() -> Variables + Send + Sync) {
     let mut pause = PAUSE_MIN;
     loop {
-        let began = Instant::now();
+        let began = SystemClock.monotonic();
         let uuid = &*gpu.config.uuid;
-        match run_once(&node, &gpu).await {
+        match run_once(&gpu, variables()).await {
             Ended::Stopped => return,
             Ended::Released => {
                 pause = PAUSE_MIN;
@@ -162,7 +168,7 @@ async fn keep_running(node: Node, gpu: Arc<GpuNode>) {
                 }
             }
             Ended::Failed(reason) => {
-                if began.elapsed() >= PAUSE_MAX {
+                if SystemClock.monotonic().saturating_sub(began) >= PAUSE_MAX {
                     pause = PAUSE_MIN;
                 }
                 let pause_s = pause.as_secs();
@@ -180,9 +186,9 @@ async fn keep_running(node: Node, gpu: Arc<GpuNode>) {
 }
 
 /// Runs the node of the GPU until its process ends or `stop` is notified.
-async fn run_once(node: &Node, gpu: &GpuNode) -> Ended {
+async fn run_once(gpu: &GpuNode, variables: Variables) -> Ended {
     gpu.set(GpuNodeState::Starting, None, None);
-    let mut child = match command(node, gpu).spawn() {
+    let mut child = match command(variables).spawn() {
         Ok(child) => child,
         Err(error) => return Ended::Failed(format!("cannot start its process: {error}")),
     };
@@ -233,11 +239,11 @@ async fn end(mut child: Child, input: Option<ChildStdin>) {
 }
 
 /// The command of the node. This process's configuration file and flags do not count for it.
-fn command(node: &Node, gpu: &GpuNode) -> Command {
+fn command(variables: Variables) -> Command {
     // Not the path of the program, which may be another version by now.
     let mut command = Command::new("/proc/self/exe");
     command.arg("serve").arg(format!("--{STOP_WITH_INPUT}"));
-    for (name, value) in node.current_config().settings.of_gpu_node(&gpu.config) {
+    for (name, value) in variables {
         match value {
             Some(value) => command.env(name, value),
             None => command.env_remove(name),

@@ -81,30 +81,13 @@ pub fn run(
     let server = Server::start(node.clone(), listener)?;
     node.set_state(NodeState::Serving);
     node.watch_gpu(&signals.stop).map_err(failed("start the thread that watches the GPU"))?;
-    let gpu_node = GpuNodeTask::start(&runtime, &node);
+    let gpu_node = start_gpu_node(&runtime, &node);
     let line = ready_line(&node);
     let mut output = io::stdout();
     let printed = writeln!(output, "{line}").and_then(|()| output.flush());
     printed.map_err(failed("print the ready line to standard output"))?;
     log_notify_error(service_manager.ready(&line));
-    let mut tiers = TierLog::default();
-    loop {
-        // A time-out drops the future; a signal stays pending until the next call.
-        let event = async { tokio::time::timeout(TIERS_INTERVAL, signals.next()).await };
-        let event = runtime.block_on(event);
-        for line in tiers.new_lines(&node.status()) {
-            tracing::warn!("{line}");
-        }
-        match event {
-            Err(_elapsed) => continue,
-            Ok(ProcessEvent::Stop) => break,
-            Ok(ProcessEvent::Reload) => {}
-        }
-        // `ready` ends the reload for the service manager, also if the reload failed.
-        log_notify_error(service_manager.reloading());
-        reload_config(&node);
-        log_notify_error(service_manager.ready(&line));
-    }
+    serve_until_stopped(&runtime, &mut signals, &node, &service_manager, &line);
     tracing::info!("shutting down: no new requests are accepted, pending blocks are written");
     node.set_state(NodeState::Draining);
     log_notify_error(service_manager.stopping());
@@ -124,6 +107,44 @@ pub fn run(
         spans.close(PORT_STOP_TIMEOUT);
     }
     closed.and(node.check_gpu())
+}
+
+/// Reloads the configuration when it is told to, and logs problems of tiers.
+fn serve_until_stopped(
+    runtime: &tokio::runtime::Runtime,
+    signals: &mut ProcessSignals,
+    node: &Node,
+    service_manager: &ServiceManager,
+    line: &str,
+) {
+    let mut tiers = TierLog::default();
+    loop {
+        // A time-out drops the future; a signal stays pending until the next call.
+        let event = async { tokio::time::timeout(TIERS_INTERVAL, signals.next()).await };
+        let event = runtime.block_on(event);
+        for line in tiers.new_lines(&node.status()) {
+            tracing::warn!("{line}");
+        }
+        match event {
+            Err(_elapsed) => continue,
+            Ok(ProcessEvent::Stop) => return,
+            Ok(ProcessEvent::Reload) => {}
+        }
+        // `ready` ends the reload for the service manager, also if the reload failed.
+        log_notify_error(service_manager.reloading());
+        reload_config(node);
+        log_notify_error(service_manager.ready(line));
+    }
+}
+
+/// Starts the node in the memory of a GPU, if this node has one.
+fn start_gpu_node(runtime: &tokio::runtime::Runtime, node: &Node) -> Option<GpuNodeTask> {
+    let gpu = Arc::clone(node.gpu_node()?);
+    let of_node = node.config().gpu_node.clone()?;
+    let node = node.clone();
+    // With the settings of the time when it starts.
+    let variables = move || node.current_config().settings.of_gpu_node(&of_node);
+    Some(GpuNodeTask::start(runtime, gpu, variables))
 }
 
 /// Starts a thread that stops the process when the standard input ends. What it says is ignored.

@@ -3,7 +3,7 @@
 
 use std::ffi::{CStr, c_char};
 
-use crate::streams::announce;
+use crate::wake::announce;
 use crate::world::World;
 
 /// Holds the work that a function of this name started, and all that follows it in its stream.
@@ -20,7 +20,7 @@ pub(crate) unsafe extern "C" fn release() {
     let world = World::get();
     let mut state = world.lock();
     state.held.clear();
-    announce(world, &state);
+    announce(&state, &world.changed);
 }
 
 /// The calls of a function so far, or `live`, `contexts`, `deaths`, `misused`, `copies`.
