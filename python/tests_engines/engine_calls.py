@@ -155,9 +155,9 @@ def slow_loads(llm: Any, block_s: float) -> None:
     worker.__dict__.pop("_load_batch", None)
     load = worker._load_batch  # noqa: SLF001
 
-    def slow(memory: Any, keys: bytes, pages: Any, batch: list[int], deadline: float) -> Any:
+    def slow(part: Any, batch: list[int]) -> Any:
         time.sleep(block_s * len(batch))
-        return load(memory, keys, pages, batch, deadline)
+        return load(part, batch)
 
     if block_s:
         worker._load_batch = slow  # noqa: SLF001

@@ -4,7 +4,7 @@ import cascadekv
 import pytest
 from cascadekv.connectors.vllm.hbm import HbmTier
 from cascadekv.connectors.vllm.layout import HeldPart
-from cascadekv.connectors.vllm.metadata import Part, StepPlan
+from cascadekv.connectors.vllm.metadata import Load, Part, StepPlan
 from cascadekv.connectors.vllm.worker import Worker
 from fake_gpu import FakeGpu, library
 from test_vllm_gpu import LAYERS, LIMIT_S, SPACE, block_of, keys_of
@@ -27,12 +27,12 @@ def node(serve):
 class TieredStep(Step):
     """A worker over both tiers."""
 
-    def __init__(self, fake, store, socket, *, is_layerwise=False):
+    def __init__(self, fake, store, socket, *, is_layerwise=False, **options):
         super().__init__(fake, store)
         self.register()
         self.worker.close()
         part = HeldPart(Part("all", 0, BLOCK_BYTES), (), is_writer=True)
-        self.hbm = HbmTier(str(socket), None, self.engine.gpu, name="test")
+        self.hbm = HbmTier(str(socket), None, self.engine.gpu, name="test", **options)
         self.worker = Worker(
             lambda: self.store,
             lambda _: SPACE,
@@ -48,9 +48,23 @@ class TieredStep(Step):
         views = self.hbm.view(keys_of(*numbers), LIMIT_S)
         if views is None:
             return False
-        assert views[0].tier == "hbm"
-        views.release()
-        return True
+        with views:
+            assert all(view is None or view.tier == "hbm" for view in views)
+            return views.hits == len(numbers)
+
+    def load_chain(self, numbers, *, is_async=False, first_page=1):
+        """Plan a load of several blocks of one request, to pages in a row."""
+        keys = b"".join(bytes(key) for key in keys_of(*numbers))
+        pages = {0: list(range(first_page, first_page + len(numbers)))}
+        return Load("chain", is_async, 0, {"all": keys}, pages, "dram")
+
+    def settle(self):
+        """Wait for all copies and puts; returns the results since the last call."""
+        while self.worker._async_loads:  # noqa: SLF001 # the state under test
+            self.worker.arrivals()
+        promotions = self.worker._promotions  # noqa: SLF001 # likewise
+        promotions._sealer.submit(lambda: None).result(LIMIT_S)  # noqa: SLF001 # likewise
+        return super().settle()
 
 
 @pytest.fixture(params=[False, True], ids=["together", "layerwise"])

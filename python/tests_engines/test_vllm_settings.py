@@ -19,6 +19,8 @@ VALID = {
     "load_timeout": [0.5, 30],
     "save_timeout": [0.05, 2],
     "lookahead": [0, 0.5, 3600],
+    "hbm": [False, "/run/cascade/hbm.sock"],
+    "kv_layout": ["LBHNC", "BLHNC"],
 }
 NEVER_VALID = [None, [], {}, object(), float("nan"), float("inf")]
 INVALID = {
@@ -35,6 +37,8 @@ INVALID = {
     "load_timeout": [0, -1, 3601, "1", True],
     "save_timeout": [0, -1, 3601, "1", True],
     "lookahead": [-1, 3601, "1", True],
+    "hbm": [True, "", 7],
+    "kv_layout": ["", "HND", "BHLNC", True],
     "secret_file": ["", "/no/such/secret", 7],
 }
 SUGGESTIONS = {

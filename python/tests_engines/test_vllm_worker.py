@@ -260,6 +260,9 @@ class NoRoomViews:
     def __exit__(self, *_):
         """Release nothing."""
 
+    def release(self):
+        """Release nothing."""
+
     def __len__(self):
         """Return the number of blocks."""
         return len(LOADED)

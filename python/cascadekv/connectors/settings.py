@@ -100,10 +100,12 @@ class StoreLink:
         name: str,
         retry_s: float = RETRY_S,
         gpu: Gpu | None = None,
+        is_refusal_final: bool = True,
     ) -> None:
         """Open the store; raises what `open_store` raises, except `AwayError`.
 
-        An unavailable node is retried every `retry_s` seconds.
+        An unavailable node is retried every `retry_s` seconds, and unless `is_refusal_final` one
+        that refuses this client, too.
         """
         self._address = address
         self._retry_s = retry_s
@@ -118,7 +120,9 @@ class StoreLink:
         """Why there is no store, for the caller's log."""
         try:
             self._store = open_store(address, name=name, gpu=gpu)
-        except AwayError as error:
+        except CascadeError as error:
+            if is_refusal_final and not isinstance(error, AwayError):
+                raise
             self._schedule_retry(error)
 
     def store(self) -> Store | None:

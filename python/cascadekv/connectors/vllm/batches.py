@@ -7,21 +7,23 @@ from cascadekv import BlockKeys
 from cascadekv.connectors.vllm.keys import KEY_BYTES
 from cascadekv.connectors.vllm.memory import LoadOrder, Memory
 from cascadekv.connectors.vllm.metadata import Save
+from cascadekv.connectors.vllm.running_load import RunningLoad
 
 __all__ = ["Batches", "SaveRun", "runs_of", "select"]
 
 
 @dataclass(slots=True)
 class Batches:
-    """What all batches of a load have in common."""
+    """What all batches of one part of a load have in common."""
 
+    running: RunningLoad
+    name: str
+    """The part."""
     memory: Memory
     order: LoadOrder
     keys: bytes
     pages: Sequence[int]
     deadline: float
-    lookup_seconds: float = 0.0
-    """The time of the reads from the store so far."""
 
 
 @dataclass(frozen=True, slots=True)

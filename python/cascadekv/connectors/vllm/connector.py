@@ -27,13 +27,19 @@ from cascadekv.connectors.hints import finish_hints, given_hints, request_hints
 from cascadekv.connectors.load_or_compute import LoadOrCompute
 from cascadekv.connectors.record import TraceRecorder
 from cascadekv.connectors.vllm.background import BackgroundThread
-from cascadekv.connectors.vllm.engine_config import is_one_process, load_mode, log_at_start
+from cascadekv.connectors.vllm.engine_config import (
+    is_one_process,
+    load_mode,
+    log_at_start,
+    rank_of,
+    wanted_layout,
+)
 from cascadekv.connectors.vllm.events import DeferredStore, EventSource
 from cascadekv.connectors.vllm.groups import groups_of
 from cascadekv.connectors.vllm.hbm import open_hbm
 from cascadekv.connectors.vllm.identity import adapter_fingerprint, manifest_of
 from cascadekv.connectors.vllm.keys import RequestKeys, origin_of
-from cascadekv.connectors.vllm.layout import HeldPart, LayoutError, Rank, describe
+from cascadekv.connectors.vllm.layout import HeldPart, LayoutError, describe
 from cascadekv.connectors.vllm.memory import GpuPages, HostMemory, memory_of
 from cascadekv.connectors.vllm.metadata import (
     Part,
@@ -368,6 +374,11 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         return CascadePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
+        """Return the KV layout that the settings ask for; vLLM uses it if its kernels can."""
+        return wanted_layout(vllm_config)
+
+    @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Whether layers are waited for one by one: a full CUDA graph replays without the calls."""
         return read_connector_settings(extra_config).layerwise
@@ -406,7 +417,9 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
 
         cache = self._kv_cache_config
         pieces = max(len(layer) for layer in kv_caches.values()) // cache.num_blocks
-        self._parts = describe(cache, self._rank(), self.settings.shards, pieces=pieces)
+        self._parts = describe(
+            cache, rank_of(self._vllm_config), self.settings.shards, pieces=pieces
+        )
         first = next(iter(kv_caches.values()))
         storage = first.untyped_storage()
         for name, tensor in kv_caches.items():
@@ -431,25 +444,6 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         # Launches of other devices return before the work is done: times on the host are wrong.
         is_timed = all(isinstance(memory, HostMemory | GpuPages) for _, memory in attached)
         return WorkerFacts(manifest, [held.part for held in self._parts], is_timed)
-
-    def _rank(self) -> Rank:
-        from vllm.distributed.parallel_state import (  # noqa: PLC0415
-            get_tensor_model_parallel_rank,
-        )
-
-        model: Any = self._vllm_config.model_config
-        parallel = self._vllm_config.parallel_config
-        if parallel.prefill_context_parallel_size > 1:
-            raise LayoutError("prefill context parallelism is not supported")
-        context = self._context_size
-        rank = get_tensor_model_parallel_rank()
-        return Rank(
-            rank,
-            parallel.tensor_parallel_size,
-            rank % context,
-            context,
-            1 if model.use_mla else model.get_total_num_kv_heads(),
-        )
 
     def _start_scheduler(self, facts: Sequence[WorkerFacts]) -> None:
         """Create the scheduler's side for the parts that the workers hold."""

@@ -1,15 +1,16 @@
-"""How loads depend on the engine's configuration, and the log messages at start."""
+"""What follows from the engine's configuration: ranks, layout, loads, and log messages at start."""
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cascadekv.connectors import vllm_versions as versions
-from cascadekv.connectors.vllm.settings import ConnectorSettings
+from cascadekv.connectors.vllm.layout import LayoutError, Rank
+from cascadekv.connectors.vllm.settings import ConnectorSettings, read_connector_settings
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
 
-__all__ = ["is_one_process", "load_mode", "log_at_start"]
+__all__ = ["is_one_process", "load_mode", "log_at_start", "rank_of", "wanted_layout"]
 
 _LOG = logging.getLogger("vllm.cascade")
 
@@ -55,3 +56,32 @@ def log_at_start(transfer: "KVTransferConfig", settings: ConnectorSettings) -> N
             "a block that was found cannot be loaded. Set it to recompute in --kv-transfer-config "
             "to compute such blocks instead"
         )
+
+
+def wanted_layout(config: "VllmConfig") -> str | None:
+    """Return the KV layout that the settings ask for; `None` for the engine's choice."""
+    transfer = config.kv_transfer_config
+    if transfer is None:
+        return None
+    return read_connector_settings(transfer.kv_connector_extra_config).kv_layout
+
+
+def rank_of(config: "VllmConfig") -> Rank:
+    """Return this worker's position. Raises `LayoutError` for KV that cannot be stored."""
+    from vllm.distributed.parallel_state import (  # noqa: PLC0415
+        get_tensor_model_parallel_rank,
+    )
+
+    model: Any = config.model_config
+    parallel = config.parallel_config
+    if parallel.prefill_context_parallel_size > 1:
+        raise LayoutError("prefill context parallelism is not supported")
+    context = parallel.decode_context_parallel_size
+    rank = get_tensor_model_parallel_rank()
+    return Rank(
+        rank,
+        parallel.tensor_parallel_size,
+        rank % context,
+        context,
+        1 if model.use_mla else model.get_total_num_kv_heads(),
+    )

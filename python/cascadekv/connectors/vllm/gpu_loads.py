@@ -4,13 +4,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cascadekv import GpuLoad, Store, Views, part_of_trace
+from cascadekv import GpuLoad, part_of_trace
 from cascadekv.connectors.failures import STORE_FAILURES, FailureLog
 from cascadekv.connectors.vllm.batches import select
-from cascadekv.connectors.vllm.hbm import TIER, TieredReader
+from cascadekv.connectors.vllm.block_reader import BlockReader, FoundViews
 from cascadekv.connectors.vllm.layout import HeldPart
 from cascadekv.connectors.vllm.memory import SUBMISSION_BYTES, GpuPages, LoadOrder, Memory
-from cascadekv.connectors.vllm.metadata import Load, LoadResult, LoadTime
+from cascadekv.connectors.vllm.metadata import LoadTime
+from cascadekv.connectors.vllm.running_load import RunningLoad
 from cascadekv.connectors.vllm.tasks import TaskLog
 
 __all__ = ["FoundLoad", "StepLoads"]
@@ -20,49 +21,29 @@ __all__ = ["FoundLoad", "StepLoads"]
 class FoundLoad:
     """A load whose blocks are looked up, until the end of its copies."""
 
-    load: Load
-    count: int
-    """Number of requested blocks."""
-    bad: set[int] = field(default_factory=set[int])
-    """Positions of blocks that were not found or not copied."""
-    bytes: int = 0
-    lookup_seconds: float = 0.0
-    cpu_seconds: float = 0.0
-    copies: list[tuple[GpuLoad, float]] = field(default_factory=list[tuple[GpuLoad, float]])
-    """The submissions, and this load's share of their bytes."""
+    running: RunningLoad
+    copies: list[tuple[GpuLoad, float, bool]] = field(
+        default_factory=list[tuple[GpuLoad, float, bool]]
+    )
+    """The submissions, this load's share of their bytes, and whether they are within a GPU."""
 
-    def result(self) -> LoadResult:
-        """Return the outcome, which is known once the copies were started."""
-        load = self.load
-        bad = sorted(load.first + at for at in self.bad)
-        times = self.lookup_seconds, self.cpu_seconds
-        return LoadResult(load.request, load.first, load.tier, self.count, bad, self.bytes, *times)
-
-    def time(self) -> LoadTime | None:
-        """Return the time of the lookup and of the GPU's copies, which must be over."""
-        seconds = self.lookup_seconds
-        for copies, share in self.copies:
-            took = copies.seconds
-            if took is None:
-                return None
-            seconds += share * took
-        return LoadTime(self.load.tier, self.count, seconds)
+    def times(self) -> list[LoadTime]:
+        """Return the times of the lookups and of the GPU's copies, which must be over."""
+        took: dict[bool, float | None] = {False: 0.0, True: 0.0}
+        for copies, share, is_on_gpu in self.copies:
+            own, known = copies.seconds, took[is_on_gpu]
+            took[is_on_gpu] = None if own is None or known is None else known + share * own
+        return self.running.times(took[False], took[True])
 
 
 @dataclass(slots=True)
 class _Batch:
-    """Blocks of a load that were looked up: their positions in it, and their pages."""
+    """Blocks of a part of a load that were looked up in one tier, and their pages."""
 
     found: FoundLoad
-    views: Views
-    positions: Sequence[int]
+    part: str
+    views: FoundViews
     pages: Sequence[int]
-
-    @property
-    def is_on_gpu(self) -> bool:
-        """Whether the blocks are in the memory of a GPU: all are, or none is."""
-        first = self.views[0]
-        return first is not None and first.tier == TIER
 
 
 @dataclass(slots=True)
@@ -100,46 +81,64 @@ class StepLoads:
         self._waiting: dict[tuple[str, bool], _Waiting] = {}
         self.found: list[FoundLoad] = []
 
-    def find(self, load: Load, store: Store | TieredReader | None) -> bool:
+    def find(self, running: RunningLoad, reader: BlockReader | None) -> bool:
         """Look up the blocks of a load, to be copied with those of other loads.
 
-        Returns false, and changes nothing, if they are more than a batch or than the pool has room
+        Returns false, and holds nothing, if they are more than a batch or than the pool has room
         for at the same time.
         """
-        found = FoundLoad(load, max(len(pages) for pages in load.blocks.values()))
-        looked_up: list[tuple[str, GpuPages, _Batch]] = []
-        started, cpu = time.perf_counter(), time.thread_time()
+        looked_up: list[tuple[GpuPages, _Batch]] = []
+        try:
+            if not self._look_up(running, reader, looked_up):
+                _release(looked_up)
+                return False
+        except BaseException:
+            _release(looked_up)
+            raise
+        for memory, batch in looked_up:
+            self._add(memory, batch)
+        return True
+
+    def _look_up(
+        self,
+        running: RunningLoad,
+        reader: BlockReader | None,
+        looked_up: list[tuple[GpuPages, _Batch]],
+    ) -> bool:
+        found, load = FoundLoad(running), running.load
+        cpu = time.thread_time()
         for name, (held, memory) in self._parts.items():
             pages = load.blocks[held.part.group]
             needed = [at for at in range(len(pages)) if pages[at]]
             if len(needed) > memory.batch_blocks or not isinstance(memory, GpuPages):
                 return False
+            running.expect(name, needed)
             keys, left = load.keys.get(name), self._deadline - time.monotonic()
             # The scheduler failed to compute the keys, or there is no time left.
-            if keys is None or store is None or left <= 0 or not needed:
-                found.bad.update(needed)
+            if keys is None or reader is None or left <= 0 or not needed:
                 continue
             size = len(needed) * memory.block_bytes
             try:
                 with self._tasks.load(len(needed), size, load.tier), part_of_trace(load.trace):
-                    views = store.view(select(keys, needed), timeout=left)
+                    blocks = reader.view(select(keys, needed), timeout=left)
             except STORE_FAILURES as error:
                 self._failures.count("reading blocks", error)
-                found.bad.update(needed)
                 continue
-            if any(views.error(at) is not None for at in range(len(needed))):
+            blocks.note_times(running)
+            for views in blocks.found:
+                # Positions in the load, in place of those in the read.
+                positions = [needed[at] for at in views.positions]
+                own = FoundViews(views.views, positions, is_on_gpu=views.is_on_gpu)
+                batch = _Batch(found, name, own, [pages[at] for at in positions])
+                looked_up.append((memory, batch))
+            if blocks.failures():
                 return False
-            batch = _Batch(found, views, needed, [pages[at] for at in needed])
-            looked_up.append((name, memory, batch))
-        found.lookup_seconds = time.perf_counter() - started
-        found.cpu_seconds = time.thread_time() - cpu
-        for name, memory, batch in looked_up:
-            self._add(name, memory, batch)
+        running.cpu_seconds = time.thread_time() - cpu
         self.found.append(found)
         return True
 
-    def _add(self, part: str, memory: GpuPages, batch: _Batch) -> None:
-        place = part, batch.is_on_gpu
+    def _add(self, memory: GpuPages, batch: _Batch) -> None:
+        place = batch.part, batch.views.is_on_gpu
         waiting = self._waiting.setdefault(place, _Waiting(memory))
         size = (len(waiting.pages) + len(batch.pages)) * memory.block_bytes
         if size > SUBMISSION_BYTES or not waiting.pages.isdisjoint(batch.pages):
@@ -155,37 +154,42 @@ class StepLoads:
         self._waiting = {}
 
     def _submit(self, place: tuple[str, bool]) -> None:
-        waiting = self._waiting[place]
+        waiting, (part, is_on_gpu) = self._waiting[place], place
         if not waiting.batches:
             return
         started = time.thread_time()
-        given = [(batch.views, batch.pages) for batch in waiting.batches]
+        given = [(batch.views.views, batch.pages) for batch in waiting.batches]
+        order = self._orders[part]
         try:
-            copies = waiting.memory.start_loads(given, self._orders[place[0]])
+            copies = waiting.memory.start_loads(given, order, is_within=is_on_gpu)
         except STORE_FAILURES as error:
             reason = f"{len(given)} loads of one submission: {error}"
             self._failures.count("reading blocks", reason)
-            for batch in waiting.batches:
-                batch.found.bad.update(batch.positions)
         else:
-            self._note(waiting, copies)
+            _note(waiting, copies, is_on_gpu=is_on_gpu)
         for batch in waiting.batches:
-            batch.views.release()
-            batch.found.cpu_seconds += (time.thread_time() - started) / len(given)
+            batch.views.views.release()
+            batch.found.running.cpu_seconds += (time.thread_time() - started) / len(given)
 
-    def _note(self, waiting: _Waiting, copies: GpuLoad) -> None:
-        """Note which blocks of each load are copied."""
-        copied, at = copies.copied, 0
-        total = max(1, sum(copied))
-        for batch in waiting.batches:
-            own, at = copied[at : at + len(batch.pages)], at + len(batch.pages)
-            missing = [
-                position
-                for position, is_copied in zip(batch.positions, own, strict=True)
-                if not is_copied
-            ]
-            batch.found.bad.update(missing)
-            count = len(own) - len(missing)
-            batch.found.bytes += count * waiting.memory.block_bytes
-            if count:
-                batch.found.copies.append((copies, count / total))
+
+def _note(waiting: _Waiting, copies: GpuLoad, *, is_on_gpu: bool) -> None:
+    """Note which blocks of each load are copied."""
+    copied, at = copies.copied, 0
+    total = max(1, sum(copied))
+    for batch in waiting.batches:
+        own, at = copied[at : at + len(batch.pages)], at + len(batch.pages)
+        arrived = [
+            position
+            for position, is_copied in zip(batch.views.positions, own, strict=True)
+            if is_copied
+        ]
+        running, size = batch.found.running, waiting.memory.block_bytes
+        running.note_copies(batch.part, arrived, size, is_on_gpu=is_on_gpu)
+        if arrived:
+            batch.found.copies.append((copies, len(arrived) / total, is_on_gpu))
+
+
+def _release(looked_up: Sequence[tuple[GpuPages, _Batch]]) -> None:
+    """Release blocks that are not copied."""
+    for _, batch in looked_up:
+        batch.views.views.release()

@@ -6,19 +6,19 @@ engine waits only until the copies of the layer were started.
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cascadekv import BlockKeys, CascadeError, Store, part_of_trace
+from cascadekv import BlockKeys, CascadeError, part_of_trace
 from cascadekv.connectors.failures import FailureLog
-from cascadekv.connectors.vllm.hbm import TieredReader
 from cascadekv.connectors.vllm.memory import GpuPages, HostMemory, LoadOrder
-from cascadekv.connectors.vllm.metadata import Load, LoadResult
+from cascadekv.connectors.vllm.metadata import LoadResult, Part
+from cascadekv.connectors.vllm.running_load import RunningLoad
 
 if TYPE_CHECKING:
-    from cascadekv import Views
+    from cascadekv.connectors.vllm.block_reader import BlockReader, FoundBlocks
 
 __all__ = ["LayerwiseLoad"]
 
@@ -31,20 +31,21 @@ class LayerwiseLoad:
 
     def __init__(
         self,
-        load: Load,
+        running: RunningLoad,
+        part: Part,
         memory: HostMemory | GpuPages,
         order: LoadOrder,
-        pages: Sequence[int],
         deadline: float,
     ) -> None:
-        """Each region of the memory is a layer.
+        """Each region of the memory is a layer of the part.
 
         The deadline, by the monotonic clock, includes the time in the queue of the loading threads.
         """
-        self.load = load
+        self.running = running
         self.order = order
+        self._part = part
         self._memory = memory
-        self._pages = pages
+        self._pages = running.load.blocks[part.group]
         self._deadline = deadline
         self._is_late = False
         self._ready = [threading.Event() for _ in range(memory.layers)]
@@ -53,13 +54,12 @@ class LayerwiseLoad:
     def begin(
         self,
         pool: ThreadPoolExecutor,
-        store: Callable[[], Store | TieredReader | None],
-        keys: bytes,
+        reader: Callable[[], "BlockReader | None"],
         failures: FailureLog,
         load_all_layers: Callable[[], LoadResult],
     ) -> None:
         """Queue the load in the thread pool; `load_all_layers` loads all layers together."""
-        self._future = pool.submit(self._run, store, BlockKeys(keys), failures, load_all_layers)
+        self._future = pool.submit(self._run, reader, failures, load_all_layers)
 
     def wait(self, layer: int) -> None:
         """Return once the engine's next work finds the layer's blocks, or they have failed."""
@@ -77,10 +77,8 @@ class LayerwiseLoad:
         """
         if self._future is None:
             raise RuntimeError("the layerwise load was not started")
-        load, count = self.load, len(self._pages)
-        all_blocks = list(range(load.first, load.first + count))
         if self._future.cancel():
-            return LoadResult(load.request, load.first, load.tier, count, all_blocks, 0, 0.0, 0.0)
+            return self.running.failed()
         try:
             loaded = self._future.result()
         finally:
@@ -89,50 +87,54 @@ class LayerwiseLoad:
         if self._is_late:
             # The engine computed a layer before its blocks arrived: its output is wrong, although
             # the blocks may be complete by now.
-            loaded = replace(loaded, bad=all_blocks)
+            loaded = replace(loaded, bad=self.running.failed().bad, hbm_blocks=0)
         return loaded
 
     def _run(
         self,
-        store: Callable[[], Store | TieredReader | None],
-        keys: BlockKeys,
+        reader: Callable[[], "BlockReader | None"],
         failures: FailureLog,
         load_all_layers: Callable[[], LoadResult],
     ) -> LoadResult:
         started, cpu = time.perf_counter(), time.thread_time()
-        looked_up = started
-        arrived = [False] * len(self._pages)
+        running, load = self.running, self.running.load
+        running.expect(self._part.name, range(len(self._pages)))
         try:
-            opened, left = store(), self._deadline - time.monotonic()
+            opened, left = reader(), self._deadline - time.monotonic()
             if opened is not None and left > 0:
-                trace = part_of_trace(self.load.trace)
-                with trace, opened.view(keys, timeout=left) as views:
-                    looked_up = time.perf_counter()
-                    failed = any(views.error(at) is not None for at in range(len(views)))
+                keys = BlockKeys(load.keys[self._part.name])
+                with part_of_trace(load.trace), opened.view(keys, timeout=left) as blocks:
+                    blocks.note_times(running)
+                    failed = bool(blocks.failures())
                     if not failed:
-                        arrived = self._scatter(views)
+                        self._scatter(blocks)
                 if failed:
                     # The pool has no room for all blocks at the same time: load them in batches.
                     return load_all_layers()
         except (CascadeError, ValueError, BufferError) as error:
             failures.count("reading blocks", error)
-            arrived = [False] * len(self._pages)
+            # No block counts as copied if one of its layers was not.
+            running.expect(self._part.name, range(len(self._pages)))
         finally:
             # Also after a failure: the engine must not wait for the deadline.
             for event in self._ready:
                 event.set()
-        load = self.load
+        cpu_seconds = time.thread_time() - cpu
         # The copies of a GPU go on, and their time is added once it is known.
-        ended = looked_up if self._memory.is_asynchronous else time.perf_counter()
-        times = ended - started, time.thread_time() - cpu
-        bad = [load.first + at for at, is_loaded in enumerate(arrived) if not is_loaded]
-        copied = sum(arrived) * self._memory.block_bytes
-        return LoadResult(load.request, load.first, load.tier, len(arrived), bad, copied, *times)
+        on_host = None if self._memory.is_asynchronous else time.perf_counter() - started
+        return running.result(seconds=on_host, cpu_seconds=cpu_seconds)
 
-    def _scatter(self, views: "Views") -> list[bool]:
-        arrived = [True] * len(self._pages)
+    def _scatter(self, blocks: "FoundBlocks") -> None:
+        """Copy all layers in their order, and note the blocks of which every layer is copied."""
+        arrived = [set(found.positions) for found in blocks.found]
         for layer, event in enumerate(self._ready):
-            copied = self._memory.load_layer(views, self._pages, layer, self.order)
-            arrived = [before and now for before, now in zip(arrived, copied, strict=True)]
+            for found, own in zip(blocks.found, arrived, strict=True):
+                own.intersection_update(found.load(self._memory, self._pages, self.order, layer))
             event.set()
-        return arrived
+        for found, own in zip(blocks.found, arrived, strict=True):
+            self.running.note_copies(
+                self._part.name,
+                sorted(own),
+                self._memory.block_bytes,
+                is_on_gpu=found.is_on_gpu,
+            )

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HEAD_CONTIGUOUS",
+    "PAGE_CONTIGUOUS",
     "HeldPart",
     "LayoutError",
     "Rank",

@@ -51,7 +51,15 @@ class LoadOrder(Protocol):
 
     @property
     def copy_seconds(self) -> float | None:
-        """For how long a device made the copies that were waited for; `None` if it cannot tell."""
+        """For how long a device made the copies that were waited for; `None` if it cannot tell.
+
+        Without those from the memory of a GPU.
+        """
+        ...
+
+    @property
+    def within_seconds(self) -> float | None:
+        """The same for copies from the memory of a GPU."""
         ...
 
     def another(self) -> "LoadOrder":
@@ -109,7 +117,7 @@ class SynchronousOrder:
     """The order of loads that are over when the call returns."""
 
     has_copies = False
-    copy_seconds = 0.0
+    copy_seconds = within_seconds = 0.0
 
     def another(self) -> "SynchronousOrder":
         """Return this order, which has no state."""
@@ -179,9 +187,11 @@ class GpuOrder:
         """Begin without copies."""
         self.after = after
         self._stream = stream
-        self._copies: list[GpuLoad] = []
-        self._of_layer: dict[int, GpuLoad] = {}
+        self._copies: list[tuple[GpuLoad, bool]] = []
+        """Copies, and whether they are from the memory of a GPU."""
+        self._of_layer: dict[int, list[GpuLoad]] = {}
         self.copy_seconds: float | None = 0.0
+        self.within_seconds: float | None = 0.0
 
     def another(self) -> "GpuOrder":
         """Return the same place for another load."""
@@ -192,31 +202,37 @@ class GpuOrder:
         """Whether copies were started and not waited for."""
         return bool(self._copies)
 
-    def add(self, copies: GpuLoad, layer: int | None = None) -> None:
+    def add(self, copies: GpuLoad, layer: int | None = None, *, is_within: bool = False) -> None:
         """Add copies that were started, of one layer or of all."""
-        self._copies.append(copies)
+        self._copies.append((copies, is_within))
         if layer is not None:
-            self._of_layer[layer] = copies
+            self._of_layer.setdefault(layer, []).append(copies)
 
     def wait(self) -> None:
         """Return once all pages of the load are written, and release its blocks."""
         while self._copies:
-            copies = self._copies[-1]
+            copies, is_within = self._copies[-1]
             copies.wait()
-            took, known = copies.seconds, self.copy_seconds
-            self.copy_seconds = None if took is None or known is None else known + took
+            took = copies.seconds
+            if is_within:
+                self.within_seconds = _sum(self.within_seconds, took)
+            else:
+                self.copy_seconds = _sum(self.copy_seconds, took)
             self._copies.pop()
 
     def hold_back_engine(self) -> None:
         """Make the engine's later work wait for the pages."""
-        for copies in self._copies:
+        for copies, _ in self._copies:
             copies.hold_back(self._stream())
 
     def hold_back_for(self, layer: int) -> None:
         """Make the engine's later work wait for the pages of a layer."""
-        copies = self._of_layer.get(layer)
-        if copies is not None:
+        for copies in self._of_layer.get(layer, ()):
             copies.hold_back(self._stream())
+
+
+def _sum(known: float | None, more: float | None) -> float | None:
+    return None if known is None or more is None else known + more
 
 
 class GpuPages:
@@ -286,14 +302,19 @@ class GpuPages:
         batches: Sequence[tuple["Views", Sequence[int]]],
         order: LoadOrder | None,
         layer: int | None = None,
+        *,
+        is_within: bool = False,
     ) -> GpuLoad:
-        """Start to copy batches of blocks to their pages, in one submission."""
+        """Start to copy batches of blocks to their pages, in one submission.
+
+        All blocks are in the same pool; `is_within` says that it is in the memory of a GPU.
+        """
         if not isinstance(order, GpuOrder):
             raise TypeError("a load of a GPU needs the order from `order()`")
         first, count = (0, None) if layer is None else (layer, 1)
         copies = self._memory.start_scatter(batches, after=order.after, first=first, count=count)
         if any(copies.copied):
-            order.add(copies, layer)
+            order.add(copies, layer, is_within=is_within)
         return copies
 
     def log_registration(self) -> None:

@@ -67,9 +67,11 @@ class Load:
     blocks: dict[int, list[int]]
     """By group: the page of each block; 0 for a block that the group does not keep."""
     tier: str
-    """The slowest tier of the blocks."""
+    """The slowest tier of the blocks, of those that the scheduler looks up."""
     trace: str | None = None
     """The request's trace, as a `traceparent` header."""
+    parents: dict[str, bytes | None] = field(default_factory=dict[str, bytes | None])
+    """By part: the key of the block before the first one."""
 
 
 @dataclass(slots=True)
@@ -125,11 +127,17 @@ class LoadResult:
     bytes: int
     seconds: float
     cpu_seconds: float
+    hbm_blocks: int = 0
+    """Blocks that came from the memory of a GPU, with all of their parts."""
+    hbm_bytes: int = 0
+    """Bytes that came from there."""
+    hbm_seconds: float = 0.0
+    """The time of the reads from there."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadTime:
-    """How long a load took whose copies are over, with the lookup of its blocks."""
+    """How long a load from one tier took whose copies are over, with the lookup of its blocks."""
 
     tier: str
     blocks: int

@@ -11,6 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from cascadekv.connectors.vllm.memory import GpuPages, GpuReport, Memory
+from cascadekv.connectors.vllm.metadata import LoadResult
+from cascadekv.connectors.vllm.running_load import HBM
 
 __all__ = [
     "COUNTERS",
@@ -152,6 +154,28 @@ class CascadeStats(KVConnectorStats):
         self._label("loaded_bytes", tier, bytes_moved)
         self._label("load_seconds", tier, seconds)
         self._observe("load_duration_seconds", seconds)
+
+    def load_result(self, loaded: LoadResult) -> None:
+        """Record a load: what came from the memory of a GPU as a load from there."""
+        blocks = loaded.blocks - len(loaded.bad)
+        on_gpu = loaded.hbm_blocks
+        cpu_seconds = loaded.cpu_seconds * on_gpu / max(1, blocks)
+        if on_gpu:
+            self.load(
+                HBM,
+                blocks=on_gpu,
+                bytes_moved=loaded.hbm_bytes,
+                seconds=loaded.hbm_seconds,
+                cpu_seconds=cpu_seconds,
+            )
+        if not on_gpu or on_gpu < loaded.blocks:
+            self.load(
+                loaded.tier,
+                blocks=blocks - on_gpu,
+                bytes_moved=loaded.bytes - (loaded.hbm_bytes if on_gpu else 0),
+                seconds=loaded.seconds - (loaded.hbm_seconds if on_gpu else 0.0),
+                cpu_seconds=loaded.cpu_seconds - cpu_seconds,
+            )
 
     def save(
         self, tier: str, *, blocks: int, bytes_moved: int, seconds: float, cpu_seconds: float = 0.0

@@ -254,7 +254,9 @@ class Scheduler:
         # Appended before anything can raise: the engine counts these tokens as loaded already. The
         # workers report all blocks of a load without keys as failed.
         self._loads.append(load)
-        load.keys = {part.name: tracked.keys.raw(part.name, first, last) for part in self._parts}
+        keys = tracked.keys
+        load.keys = {part.name: keys.raw(part.name, first, last) for part in self._parts}
+        load.parents = {part.name: keys.parent(part.name, first) for part in self._parts}
         tracked.saved = max(tracked.saved, last)
         if tracked.is_async:
             self._async_blocks[request.request_id] = last - first
@@ -318,13 +320,7 @@ class Scheduler:
         for loaded in report.loaded:
             self._async_blocks.pop(loaded.request, None)
             self.stats.count("failed_blocks", len(loaded.bad))
-            self.stats.load(
-                loaded.tier,
-                blocks=loaded.blocks - len(loaded.bad),
-                bytes_moved=loaded.bytes,
-                seconds=loaded.seconds,
-                cpu_seconds=loaded.cpu_seconds,
-            )
+            self.stats.load_result(loaded)
             tracked = self._tracked.get(loaded.request)
             if tracked is not None and loaded.bad:
                 tracked.may_load = False

@@ -9,6 +9,7 @@ from typing import Any
 from cascadekv.connectors.settings import KEYS as STORE_KEYS
 from cascadekv.connectors.settings import StoreAddress, read_settings
 from cascadekv.connectors.ucm import UcmSettings, read_ucm, trace_limits
+from cascadekv.connectors.vllm.layout import PAGE_CONTIGUOUS
 from cascadekv.errors import ConfigError
 from cascadekv.messages import advice
 
@@ -27,12 +28,14 @@ _SECONDS = f"a number of seconds from {SECONDS_MIN} to {SECONDS_MAX:g}"
 _LOOKAHEAD = f"a number of seconds from 0 to {SECONDS_MAX:g}"
 _FILE = "an existing file"
 _TRACE_PATH = "a directory or a file for traces"
-_SOCKET = "the path of the socket of a node in the memory of a GPU"
+_SOCKET = "false, or the path of the socket of a node in the memory of a GPU"
+_LAYOUT = f"one of vLLM's KV layouts {', '.join(PAGE_CONTIGUOUS)}"
 _WEIGHTS = "sampled, full, or a name for the weights"
 _OWN = {
     "cascade.load": _LOAD,
     "cascade.layerwise": _BOOLEAN,
     "cascade.hbm": _SOCKET,
+    "cascade.kv_layout": _LAYOUT,
     "cascade.hit_ratio": _SHARE,
     "cascade.min_tokens": _TOKENS,
     "cascade.lite": _BOOLEAN,
@@ -66,8 +69,13 @@ class ConnectorSettings:
     """
     layerwise: bool = False
     """Whether a synchronous load arrives layer by layer, while the step computes."""
-    hbm: str | None = None
-    """Socket of a node in the memory of a GPU, the tier above the store."""
+    hbm: str | bool | None = None
+    """Socket of a node in the memory of a GPU, the tier above the store; false for none.
+
+    Default: the store's socket with `.hbm` behind it, if a node is there.
+    """
+    kv_layout: str | None = None
+    """The KV layout that vLLM is asked for. Default: vLLM's choice."""
     hit_ratio: float = 1.0
     """Largest share of a prompt that is loaded."""
     min_tokens: int = 0
@@ -181,7 +189,8 @@ _CHECKS: Mapping[str, Callable[[object], bool]] = {
     _FILE: lambda value: _is_text(value) and Path(str(value)).is_file(),
     _TRACE_PATH: _is_text,
     _WEIGHTS: _is_text,
-    _SOCKET: _is_text,
+    _SOCKET: lambda value: value is False or _is_text(value),
+    _LAYOUT: lambda value: value in PAGE_CONTIGUOUS,
 }
 
 

@@ -11,23 +11,19 @@ import dataclasses
 import functools
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
-from cascadekv import (
-    Namespace,
-    PreparedPut,
-    Store,
-    part_of_trace,
-)
+from cascadekv import Namespace, Store, part_of_trace
 from cascadekv.connectors.failures import STORE_FAILURES, FailureLog
-from cascadekv.connectors.vllm.batches import Batches, SaveRun, runs_of, select
+from cascadekv.connectors.vllm.batches import Batches, select
+from cascadekv.connectors.vllm.block_reader import BlockReader
 from cascadekv.connectors.vllm.gpu_clock import StepClock
 from cascadekv.connectors.vllm.gpu_loads import FoundLoad, StepLoads
-from cascadekv.connectors.vllm.gpu_saves import GpuSave, SaveQueue, StepSaves, is_stored
-from cascadekv.connectors.vllm.hbm import HbmTier, TieredReader
+from cascadekv.connectors.vllm.gpu_saves import SaveQueue
+from cascadekv.connectors.vllm.hbm import HbmTier
 from cascadekv.connectors.vllm.layers import LayerwiseLoad
 from cascadekv.connectors.vllm.layout import HeldPart
 from cascadekv.connectors.vllm.memory import GpuPages, HostMemory, LoadOrder, Memory
@@ -37,10 +33,12 @@ from cascadekv.connectors.vllm.metadata import (
     LoadResult,
     LoadTime,
     Save,
-    SaveResult,
     StepPlan,
     WorkerReport,
 )
+from cascadekv.connectors.vllm.promotions import Promotions
+from cascadekv.connectors.vllm.running_load import RunningLoad
+from cascadekv.connectors.vllm.saves import Saver
 from cascadekv.connectors.vllm.tasks import TaskLog
 
 __all__ = ["Worker"]
@@ -48,8 +46,6 @@ __all__ = ["Worker"]
 _LOG = logging.getLogger("vllm.cascade")
 LOADERS = 2
 """Threads for asynchronous loads; more would compete with the engine for cores."""
-SEAL_S = 0.01
-"""Least time for sealing blocks that are copied already when the time for saves is over."""
 IDLE_WAIT_S = 0.002
 """How long a step without tokens waits for a load, so that the engine does not spin."""
 
@@ -59,6 +55,8 @@ class _StepState:
     """The state of the current step; the engine may compute before it loads."""
 
     layerwise_loads: list[LayerwiseLoad] = field(default_factory=list[LayerwiseLoad])
+    loaded: list[RunningLoad] = field(default_factory=list[RunningLoad])
+    """Synchronous loads that have ended."""
     computing_since: float | None = None
 
 
@@ -91,7 +89,7 @@ class Worker:
         self._loaders = ThreadPoolExecutor(LOADERS, thread_name_prefix="cascade-load")
         self._step = _StepState()
         self._gpu_saves = SaveQueue()
-        self._async_loads: dict[str, tuple[Load, Future[LoadResult]]] = {}
+        self._async_loads: dict[str, tuple[RunningLoad, Future[LoadResult]]] = {}
         """Asynchronous loads in flight, by request."""
         self._failed_pages: set[int] = set()
         """Pages that could not be loaded, to be reported to the engine."""
@@ -107,10 +105,13 @@ class Worker:
         self._tasks = TaskLog(_LOG)
         self._clock: StepClock | None = None
         """Of a GPU; on a host the worker measures steps."""
+        self._saver = Saver(store, hbm, self._gpu_saves, self._failures, self._tasks)
+        self._promotions = None if hbm is None else Promotions(hbm, namespace, self._failures)
 
     def attach(self, parts: Sequence[tuple[HeldPart, Memory]], layers: Sequence[str]) -> None:
         """Set the KV memory; `layers` are the first part's layers, in the order of its regions."""
         self._parts = {held.part.name: (held, memory) for held, memory in parts}
+        self._saver.attach(self._parts)
         self._layers = {}
         gpu = next((memory for _, memory in parts if isinstance(memory, GpuPages)), None)
         self._clock = StepClock(gpu, self._failures) if gpu is not None else None
@@ -137,13 +138,15 @@ class Worker:
             for page, failed_in in self._invalid_pages.items()
             if failed_in > plan.completed
         }
+        # Of a step that was not finished: their pages may be others' by now.
+        self._step.loaded = []
         if plan.loads:
-            self._start_all(plan.loads)
+            self._start_all([RunningLoad(load, plan.generation) for load in plan.loads])
 
-    def _start_all(self, loads: Sequence[Load]) -> None:
+    def _start_all(self, loads: Sequence[RunningLoad]) -> None:
         # One deadline for all synchronous loads of the step, and one place in the engine's work.
         deadline = time.monotonic() + self._load_timeout
-        together: list[Load] = []
+        together: list[RunningLoad] = []
         try:
             place = {name: memory.order() for name, (_, memory) in self._parts.items()}
         except STORE_FAILURES as error:
@@ -166,35 +169,37 @@ class Worker:
             # Loads of the step are no part of the time of its kernels.
             self._clock.begin_after_loads(is_layerwise=bool(self._step.layerwise_loads))
 
-    def _fail(self, load: Load, error: Exception) -> None:
+    def _fail(self, running: RunningLoad, error: Exception) -> None:
         """Report a load as failed: the engine counts its blocks as loaded otherwise."""
         self._failures.count("starting a load", error)
-        failed = _failed_load(load)
-        if load.is_async:
+        failed = running.failed()
+        if running.load.is_async:
             future: Future[LoadResult] = Future()
             future.set_result(failed)
-            self._async_loads[load.request] = (load, future)
+            self._async_loads[running.load.request] = (running, future)
         else:
-            self._finish_sync_load(load, failed)
+            self._finish_sync_load(running, failed)
 
-    def _start(self, load: Load, place: Mapping[str, LoadOrder], deadline: float) -> bool:
+    def _start(self, running: RunningLoad, place: Mapping[str, LoadOrder], deadline: float) -> bool:
         """Start a load, unless it is copied together with others: then return false."""
         orders = {name: order.another() for name, order in place.items()}
+        load = running.load
         if load.is_async:
-            future = self._loaders.submit(self._load_async, load, orders)
-            self._async_loads[load.request] = (load, future)
+            future = self._loaders.submit(self._load_async, running, orders)
+            self._async_loads[load.request] = (running, future)
         elif self._layers and load.keys and self._fits_one_batch(load):
-            self._step.layerwise_loads.append(self._load_layerwise(load, orders, deadline))
+            self._step.layerwise_loads.append(self._load_layerwise(running, orders, deadline))
         elif self._clock is not None:
             return False
         else:
-            result = self._result_of(load, functools.partial(self._load, load, orders, deadline))
+            alone = functools.partial(self._load, running, orders, deadline)
+            result = self._result_of(running, alone)
             self._times.append(LoadTime(load.tier, result.blocks, result.seconds))
-            self._finish_sync_load(load, result)
+            self._finish_sync_load(running, result)
         return True
 
     def _load_together(
-        self, loads: Sequence[Load], orders: Mapping[str, LoadOrder], deadline: float
+        self, loads: Sequence[RunningLoad], orders: Mapping[str, LoadOrder], deadline: float
     ) -> None:
         """Load what the kernels of this step wait for, in one submission for each memory."""
         step = StepLoads(self._parts, orders, deadline, self._failures, self._tasks)
@@ -205,37 +210,37 @@ class Worker:
             # of the GPU is in flight any more.
             for order in orders.values():
                 order.hold_back_engine()
-        results += [(found.load, found.result()) for found in step.found]
-        for load, result in results:
-            self._finish_sync_load(load, result)
+        results += [(found.running, found.running.result()) for found in step.found]
+        for running, result in results:
+            self._finish_sync_load(running, result)
         self._release_after(orders, step.found)
 
     def _copy_together(
         self,
-        loads: Sequence[Load],
+        loads: Sequence[RunningLoad],
         step: StepLoads,
         orders: Mapping[str, LoadOrder],
         deadline: float,
-    ) -> list[tuple[Load, LoadResult]]:
+    ) -> list[tuple[RunningLoad, LoadResult]]:
         """Look up the loads of a step and start their copies; returns those that were alone."""
-        results: list[tuple[Load, LoadResult]] = []
-        for load in loads:
-            if load.tier in SLOW_TIERS:
+        results: list[tuple[RunningLoad, LoadResult]] = []
+        for running in loads:
+            if running.load.tier in SLOW_TIERS:
                 # The copies so far do not wait for the reads of this load.
                 step.submit()
             try:
-                is_found = step.find(load, self._reader())
+                is_found = step.find(running, self._reader())
             except Exception as error:  # noqa: BLE001 # a bug here must not fail the other loads
                 self._failures.count("loading", error)
-                results.append((load, _failed_load(load)))
+                results.append((running, running.failed()))
                 continue
             if not is_found:
                 # More blocks than a batch, or than the pool has room for at the same time.
                 step.submit()
                 for order in orders.values():
                     order.wait()
-                alone = functools.partial(self._load, load, orders, deadline)
-                results.append((load, self._result_of(load, alone)))
+                alone = functools.partial(self._load, running, orders, deadline)
+                results.append((running, self._result_of(running, alone)))
         step.submit()
         return results
 
@@ -246,7 +251,8 @@ class Worker:
             self._gpu_saves.release_after(order, lambda: None)
 
         def note_times() -> None:
-            self._times.extend(filter(None, (found.time() for found in loads)))
+            for found in loads:
+                self._times.extend(found.times())
 
         self._gpu_saves.release_after(last, note_times)
 
@@ -269,18 +275,21 @@ class Worker:
             self._report.prefill = (plan.tokens, plan.context_tokens, seconds)
         # Before the saves: blocks that were computed from failed loads must not be saved.
         for layerwise in self._step.layerwise_loads:
-            result = self._result_of(layerwise.load, layerwise.result)
-            note_time = functools.partial(self._note_time, layerwise.load, result, layerwise.order)
+            running = layerwise.running
+            result = self._result_of(running, layerwise.result)
+            note_times = functools.partial(self._note_times, running, result, layerwise.order)
             if layerwise.order.has_copies:
-                self._gpu_saves.release_after(layerwise.order, note_time)
+                self._gpu_saves.release_after(layerwise.order, note_times)
             else:
-                note_time()
-            self._finish_sync_load(layerwise.load, result)
-        self._step = _StepState()
+                note_times()
+            self._finish_sync_load(running, result)
+        loaded, self._step = self._step.loaded, _StepState()
+        self._promote_all(loaded)
         deadline = time.monotonic() + self._save_timeout
         saves = [save for save in plan.saves if not self._depends_on_invalid_page(save)]
         if saves:
-            self._save_all(saves, self._namespace(plan.generation), deadline)
+            space = self._namespace(plan.generation)
+            self._report.saved += self._saver.save(saves, space, deadline)
         self._report.saved += self._gpu_saves.take_results()
 
     def arrivals(self) -> tuple[set[str], set[str]]:
@@ -290,18 +299,23 @@ class Worker:
             wait(futures, IDLE_WAIT_S, FIRST_COMPLETED)
         arrived: set[str] = set()
         failed: set[str] = set()
-        for request, (load, future) in list(self._async_loads.items()):
+        ended: list[RunningLoad] = []
+        for request, (running, future) in list(self._async_loads.items()):
             if not future.done():
                 continue
             del self._async_loads[request]
             arrived.add(request)
-            loaded = self._result_of(load, future.result)
+            loaded, load = self._result_of(running, future.result), running.load
+            ended.append(running)
             self._report.loaded.append(loaded)
             if loaded.bad and len(load.blocks) > 1:
                 # With several groups, the engine does not accept single failed pages.
                 failed.add(request)
             for pages in load.blocks.values() if request not in failed else ():
                 self._failed_pages |= {pages[at - load.first] for at in loaded.bad} - {0}
+        if self._promotions is not None:
+            # The requests hold the pages until the engine gets this report.
+            self._promotions.start(ended)
         return arrived, failed
 
     def take_failed_pages(self) -> set[int]:
@@ -325,22 +339,40 @@ class Worker:
         """Wait for running loads and saves, and release the engine's memory."""
         self._loaders.shutdown(wait=True, cancel_futures=True)
         self._gpu_saves.close()
-        self._parts = {}
+        if self._promotions is not None:
+            self._promotions.close()
+        self._async_loads, self._parts = {}, {}
+        self._saver.attach({})
         if self._hbm is not None:
             self._hbm.close()
 
-    def _result_of(self, load: Load, result: Callable[[], LoadResult]) -> LoadResult:
+    def _result_of(self, running: RunningLoad, result: Callable[[], LoadResult]) -> LoadResult:
         """Return the result of a load; after a bug in it, all of its blocks count as failed."""
         try:
             return result()
         except Exception as error:  # noqa: BLE001 # a bug here must not fail the engine
             _LOG.exception("Cascade: a load failed; the engine computes instead")
             self._failures.count("loading", error)
-            return _failed_load(load)
+            if self._promotions is not None:
+                self._promotions.drop(running)
+            return running.failed()
 
-    def _finish_sync_load(self, load: Load, loaded: LoadResult) -> None:
+    def _promote_all(self, loads: Sequence[RunningLoad]) -> None:
+        """Promote the blocks of the synchronous loads of a step, after its kernels."""
+        if self._promotions is None or not loads:
+            return
+        pages = [page for each in loads for own in each.load.blocks.values() for page in set(own)]
+        shared = frozenset(page for page, count in Counter(pages).items() if count > 1)
+        for running in loads:
+            self._promotions.prepare(running, self._parts, shared)
+        self._promotions.start(loads)
+
+    def _finish_sync_load(self, running: RunningLoad, loaded: LoadResult) -> None:
         """Record the result of a synchronous load."""
+        load = running.load
         self._report.loaded.append(loaded)
+        if not loaded.bad:
+            self._step.loaded.append(running)
         for group, pages in load.blocks.items():
             # Page 0 stands for blocks that the group does not keep.
             failed = {pages[at - load.first] for at in loaded.bad} - {0}
@@ -363,236 +395,117 @@ class Worker:
         return len(pages) <= memory.batch_blocks and all(pages)
 
     def _load_layerwise(
-        self, load: Load, orders: Mapping[str, LoadOrder], deadline: float
+        self, running: RunningLoad, orders: Mapping[str, LoadOrder], deadline: float
     ) -> LayerwiseLoad:
         ((held, memory),) = self._parts.values()
         assert isinstance(memory, HostMemory | GpuPages)  # noqa: S101 # as `attach` checked
-        name, pages = held.part.name, load.blocks[held.part.group]
-        layerwise = LayerwiseLoad(load, memory, orders[name], pages, deadline)
-        load_all_layers = functools.partial(self._load, load, orders, deadline)
-        keys = load.keys[name]
-        layerwise.begin(self._loaders, self._reader, keys, self._failures, load_all_layers)
+        name = held.part.name
+        layerwise = LayerwiseLoad(running, held.part, memory, orders[name], deadline)
+        load_all_layers = functools.partial(self._load, running, orders, deadline)
+        layerwise.begin(self._loaders, self._reader, self._failures, load_all_layers)
         return layerwise
 
-    def _load_async(self, load: Load, orders: Mapping[str, LoadOrder]) -> LoadResult:
+    def _load_async(self, running: RunningLoad, orders: Mapping[str, LoadOrder]) -> LoadResult:
         """Load while the engine computes; returns once the pages are written."""
         try:
-            result = self._load(load, orders, time.monotonic() + self._load_timeout)
+            result = self._load(running, orders, time.monotonic() + self._load_timeout)
+            if self._promotions is not None:
+                # While the GPU copies.
+                self._promotions.prepare(running, self._parts)
         finally:
             for order in orders.values():
                 order.wait()
-        copies = [order.copy_seconds for order in orders.values()]
-        if None not in copies:
-            # A device's copies are over only now, and it has their time.
-            seconds = result.seconds + sum(filter(None, copies))
-            result = dataclasses.replace(result, seconds=seconds)
-            self._times.append(LoadTime(load.tier, result.blocks, seconds))
-        return result
+        store_copies, hbm_copies = _copy_seconds(orders.values())
+        if self._clock is None:
+            self._times.append(LoadTime(result.tier, result.blocks, result.seconds))
+        else:
+            self._times.extend(running.times(store_copies, hbm_copies))
+        if store_copies is None or hbm_copies is None:
+            return result
+        # A device's copies are over only now, and it has their time.
+        return dataclasses.replace(
+            result,
+            seconds=result.seconds + store_copies + hbm_copies,
+            hbm_seconds=result.hbm_seconds + hbm_copies,
+        )
 
-    def _note_time(self, load: Load, result: LoadResult, order: LoadOrder) -> None:
-        """Note how long a load took whose copies are over."""
-        if order.copy_seconds is not None:
-            seconds = result.seconds + order.copy_seconds
-            self._times.append(LoadTime(load.tier, result.blocks, seconds))
+    def _note_times(self, running: RunningLoad, result: LoadResult, order: LoadOrder) -> None:
+        """Note how long a layerwise load took whose copies are over."""
+        if self._clock is None:
+            self._times.append(LoadTime(result.tier, result.blocks, result.seconds))
+        else:
+            self._times.extend(running.times(order.copy_seconds, order.within_seconds))
 
-    def _load(self, load: Load, orders: Mapping[str, LoadOrder], deadline: float) -> LoadResult:
+    def _load(
+        self, running: RunningLoad, orders: Mapping[str, LoadOrder], deadline: float
+    ) -> LoadResult:
         started, cpu = time.perf_counter(), time.thread_time()
-        bad: set[int] = set()
-        copied = count = 0
-        lookup_seconds = 0.0
+        load = running.load
         for name, (held, memory) in self._parts.items():
             pages = load.blocks[held.part.group]
-            count = len(pages)
-            needed = [at for at in range(count) if pages[at]]
+            needed = [at for at in range(len(pages)) if pages[at]]
+            running.expect(name, needed)
             keys = load.keys.get(name)
             # The scheduler failed to compute the keys.
             if keys is None:
-                bad.update(needed)
                 continue
             size = len(needed) * memory.block_bytes
             with self._tasks.load(len(needed), size, load.tier), part_of_trace(load.trace):
-                batches = Batches(memory, orders[name], keys, pages, deadline)
-                missing = self._load_part(batches, needed)
-            lookup_seconds += batches.lookup_seconds
-            copied += (len(needed) - len(missing)) * memory.block_bytes
-            bad.update(missing)
+                batches = Batches(running, name, memory, orders[name], keys, pages, deadline)
+                self._load_part(batches, needed)
         seconds, cpu_seconds = time.perf_counter() - started, time.thread_time() - cpu
-        if self._clock is not None:
-            # The copies go on, and their time is added once it is known.
-            seconds = lookup_seconds
-        times = seconds, cpu_seconds
-        indices = sorted(load.first + at for at in bad)
-        return LoadResult(load.request, load.first, load.tier, count, indices, copied, *times)
+        # The copies of a GPU go on, and their time is added once it is known.
+        on_host = seconds if self._clock is None else None
+        return running.result(seconds=on_host, cpu_seconds=cpu_seconds)
 
-    def _load_part(self, part: "Batches", needed: Sequence[int]) -> list[int]:
-        """Copy a part's blocks to their pages; returns the indices of missing blocks."""
-        missing: list[int] = []
+    def _load_part(self, part: "Batches", needed: Sequence[int]) -> None:
+        """Copy a part's blocks to their pages."""
         remaining = list(needed)
         most = part.memory.batch_blocks
         while remaining:
             batch, remaining = remaining[:most], remaining[most:]
-            missing_now, no_room = self._load_batch(part, batch)
-            missing += missing_now
-            remaining = no_room + remaining
-        return missing
+            remaining = self._load_batch(part, batch) + remaining
 
-    def _load_batch(self, part: "Batches", batch: list[int]) -> tuple[list[int], list[int]]:
-        """Copy a batch; returns the missing blocks, and those that had no room in the pool.
+    def _load_batch(self, part: "Batches", batch: list[int]) -> list[int]:
+        """Copy a batch; returns the blocks that had no room in the pool.
 
         Blocks without room are retried once the views of the others are released. If no block of
-        the batch was read, a retry cannot succeed, and all count as missing.
+        the batch was read, a retry cannot succeed.
         """
-        store, left = self._reader(), part.deadline - time.monotonic()
-        if store is None or left <= 0:
-            return batch, []
-        started = time.perf_counter()
+        reader, left = self._reader(), part.deadline - time.monotonic()
+        if reader is None or left <= 0:
+            return []
+        pages, size = [part.pages[index] for index in batch], part.memory.block_bytes
+        copied: set[int] = set()
         try:
-            with store.view(select(part.keys, batch), timeout=left) as views:
-                part.lookup_seconds += time.perf_counter() - started
-                pages = [part.pages[index] for index in batch]
-                copied = part.memory.load(views, pages, part.order)
-                failed = [views.error(at) is not None for at in range(len(batch))]
-            if any(failed):
+            with reader.view(select(part.keys, batch), timeout=left) as blocks:
+                blocks.note_times(part.running)
+                for found in blocks.found:
+                    own = found.load(part.memory, pages, part.order)
+                    copied.update(own)
+                    places = [batch[at] for at in own]
+                    part.running.note_copies(part.name, places, size, is_on_gpu=found.is_on_gpu)
+                failed = blocks.failures()
+            if failed:
                 # The copies of a GPU keep the blocks that they read.
                 part.order.wait()
         except STORE_FAILURES as error:
             self._failures.count("reading blocks", error)
-            return batch, []
-        missing: list[int] = []
-        no_room: list[int] = []
-        can_retry = any(copied)
-        for index, is_copied, has_failed in zip(batch, copied, failed, strict=True):
-            if not is_copied:
-                (no_room if has_failed and can_retry else missing).append(index)
-        return missing, no_room
+            return []
+        return [batch[at] for at in sorted(failed - copied)] if copied else []
 
-    def _save_all(self, saves: Sequence[Save], namespace: Namespace, deadline: float) -> None:
-        """Save the blocks of a step, or start to if a GPU copies them."""
-        if self._clock is None:
-            self._report.saved += [self._save(save, namespace, deadline) for save in saves]
-            return
-        # The copies in the memory of a GPU are in submissions of their own.
-        step, on_gpu = StepSaves(self._failures), StepSaves(self._failures)
-        started = [self._start_save(it, (step, on_gpu), namespace, deadline) for it in saves]
-        step.submit()
-        on_gpu.submit()
-        for save in started:
-            self._gpu_saves.finish(save)
-
-    def _save(self, save: Save, namespace: Namespace, deadline: float) -> SaveResult:
-        started, cpu = time.perf_counter(), time.thread_time()
-        # A block is stored if all parts that this worker writes are stored.
-        stored = [True] * len(next(iter(save.blocks.values())))
-        copied = 0
-        for held, memory in self._parts.values():
-            if not held.is_writer:
-                continue
-            pages = save.blocks[held.part.group]
-            for first, last in runs_of(pages, memory.batch_blocks):
-                size = (last - first) * memory.block_bytes
-                with self._tasks.save(last - first, size), part_of_trace(save.trace):
-                    run = SaveRun(save, held.part.name, first, last, pages)
-                    results, written = self._save_run(run, memory, namespace, deadline)
-                copied += written
-                stored[first:last] = [
-                    before and now for before, now in zip(stored[first:last], results, strict=True)
-                ]
-        times = time.perf_counter() - started, time.thread_time() - cpu
-        return SaveResult(save.request, save.first, stored, copied, *times)
-
-    def _save_run(
-        self, run: "SaveRun", memory: Memory, namespace: Namespace, deadline: float
-    ) -> tuple[list[bool], int]:
-        """Save consecutive blocks of a part; returns which are stored, and the bytes copied."""
-        stored: list[bool] = []
-        copied = 0
-        while run.first < run.last:
-            results, written = self._save_batch(run, memory, namespace, deadline)
-            copied += written
-            # The pool may have room for the first blocks only; the others are tried again.
-            count = results.index(False) if False in results else len(results)
-            if not count:
-                return stored + results, copied
-            stored += results[:count]
-            run = dataclasses.replace(run, first=run.first + count)
-        return stored, copied
-
-    def _save_batch(
-        self, run: "SaveRun", memory: Memory, namespace: Namespace, deadline: float
-    ) -> tuple[list[bool], int]:
-        pages = run.pages[run.first : run.last]
-        none_stored = [False] * len(pages)
-        try:
-            unsealed = self._prepare(run, memory, namespace, deadline)
-            if unsealed is None:
-                return none_stored, 0
-            with unsealed as prepared:
-                needed = len(prepared.needed)
-                if needed:
-                    memory.save(prepared, pages)
-                left = max(deadline - time.monotonic(), SEAL_S)
-                results = prepared.seal(timeout=left)
-        except STORE_FAILURES as error:
-            self._failures.count("saving blocks", error)
-            return none_stored, 0
-        return [is_stored(result) for result in results], needed * memory.block_bytes
-
-    def _start_save(
-        self,
-        save: Save,
-        steps: tuple[StepSaves, StepSaves],
-        namespace: Namespace,
-        deadline: float,
-    ) -> GpuSave:
-        """Add a save to those of its step. What the store refuses now is not tried again."""
-        step, on_gpu = steps
-        pending = GpuSave(save, self._failures, self._hbm)
-        for held, memory in self._parts.values():
-            if not held.is_writer or not isinstance(memory, GpuPages):
-                continue
-            pages = save.blocks[held.part.group]
-            for first, last in runs_of(pages, memory.batch_blocks):
-                run = SaveRun(save, held.part.name, first, last, pages)
-                try:
-                    prepared = self._prepare(run, memory, namespace, deadline)
-                    if prepared is None:
-                        pending.fail(first, last)
-                        continue
-                except STORE_FAILURES as error:
-                    self._failures.count("saving blocks", error)
-                    pending.fail(first, last)
-                    continue
-                step.add(memory, pending, (first, last), prepared, pages[first:last])
-                if self._hbm is None or pending.on_gpu is None:
-                    continue
-                copy = self._hbm.prepare(run, memory.block_bytes, namespace)
-                if copy is not None:
-                    on_gpu.add(memory, pending.on_gpu, (first, last), copy, pages[first:last])
-        pending.pause()
-        return pending
-
-    def _reader(self) -> Store | TieredReader | None:
+    def _reader(self) -> BlockReader | None:
         """Return what blocks are read from; `None` while the store is unavailable."""
         store = self._store()
-        return store if store is None or self._hbm is None else TieredReader(store, self._hbm)
-
-    def _prepare(
-        self, run: "SaveRun", memory: Memory, namespace: Namespace, deadline: float
-    ) -> PreparedPut | None:
-        store, left = self._store(), deadline - time.monotonic()
-        if store is None or left <= 0:
-            return None
-        return store.prepare(
-            run.keys(),
-            memory.block_bytes,
-            parent=run.parent(),
-            namespace=namespace,
-            timeout=left,
-        )
+        return None if store is None else BlockReader(store, self._hbm)
 
 
-def _failed_load(load: Load) -> LoadResult:
-    """Return the result of a load in which all blocks failed."""
-    count = max(len(pages) for pages in load.blocks.values())
-    bad = list(range(load.first, load.first + count))
-    return LoadResult(load.request, load.first, load.tier, count, bad, 0, 0.0, 0.0)
+def _copy_seconds(orders: Iterable[LoadOrder]) -> tuple[float | None, float | None]:
+    """Return how long copies took from the store, and from the memory of a GPU."""
+    from_store: float | None = 0.0
+    from_gpu: float | None = 0.0
+    for order in orders:
+        own, within = order.copy_seconds, order.within_seconds
+        from_store = None if from_store is None or own is None else from_store + own
+        from_gpu = None if from_gpu is None or within is None else from_gpu + within
+    return from_store, from_gpu
