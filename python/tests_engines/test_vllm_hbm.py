@@ -2,12 +2,15 @@
 
 import cascadekv
 import pytest
-from cascadekv.connectors.vllm.hbm import HbmTier
+from cascadekv import Gpu
+from cascadekv.connectors.vllm.hbm import HbmTier, open_hbm
 from cascadekv.connectors.vllm.layout import HeldPart
+from cascadekv.connectors.vllm.memory import HostMemory
 from cascadekv.connectors.vllm.metadata import Load, Part, StepPlan
+from cascadekv.connectors.vllm.settings import read_connector_settings
 from cascadekv.connectors.vllm.worker import Worker
 from fake_gpu import FakeGpu, library
-from test_vllm_gpu import LAYERS, LIMIT_S, SPACE, block_of, keys_of
+from test_vllm_gpu import LAYERS, LIMIT_S, SPACE, Engine, block_of, keys_of
 from test_vllm_gpu_steps import BLOCK_BYTES, REQUESTS, Step
 
 FIRST_GPU = "GPU-fafafafa-fafa-fafa-fafa-fafafafafafa"
@@ -154,3 +157,77 @@ def test_a_node_in_dram_is_not_used_and_that_is_said_once(fake, serve, caplog):
         assert caplog.text.count("cascade.hbm is not used") == 1
         assert not step.is_on_gpu(0)
         step.worker.close()
+
+
+def is_connected(tier, eventually):
+    """Wait until a tier has a connection."""
+    eventually(lambda: tier.is_available)
+    return True
+
+
+@pytest.mark.parametrize("is_expected", [False, True])
+def test_a_node_that_starts_after_the_engine_is_used(fake, node, eventually, caplog, is_expected):
+    node.stop()
+    with cascadekv.Store(dram="16MiB", huge_pages=False) as store, caplog.at_level("INFO"):
+        step = TieredStep(fake, store, node.socket, is_expected=is_expected, retry_s=0.05)
+        save(step, range(2))
+        assert load(step, range(2)) == [True] * 2
+        # Only a node that the settings name is missed.
+        assert ("is not used until its node can be" in caplog.text) == is_expected
+        assert not step.hbm.is_available
+        node.start()
+        assert is_connected(step.hbm, eventually)
+        assert caplog.text.count("keeps blocks in the memory of a GPU") == 1
+        # What the engine loads moves up, and what it saves is in both.
+        assert load(step, range(2), plan=3) == [True] * 2
+        save(step, range(2, 4), plan=4)
+        assert step.is_on_gpu(*range(4))
+        step.worker.close()
+
+
+def test_a_node_that_refused_the_engine_is_tried_again(fake, serve, eventually, caplog):
+    assert fake.count("cuInit")
+    # A node in DRAM is stopped, and one in the memory of a GPU is started at its socket.
+    other = serve("--dram", "16MiB")
+    tier = HbmTier(str(other.socket), None, Gpu(0), name="test", is_expected=False, retry_s=0.05)
+    assert "keeps its blocks in DRAM" in caplog.text
+    assert not tier.is_available
+    other.stop()
+    node = serve("--gpu", FIRST_GPU, "--hbm", "16MiB", cuda_library=str(library()))
+    other.socket.symlink_to(node.socket)
+    assert is_connected(tier, eventually)
+    tier.close()
+    assert not tier.is_available
+
+
+def opened(settings, memories):
+    return open_hbm(read_connector_settings(settings), memories)
+
+
+def test_the_node_beside_the_store_is_found_by_its_socket(fake, node, eventually, tmp_path, caplog):
+    engine = Engine(fake)
+    store = {"cascade.node": f"unix:{tmp_path}/store.sock"}
+    (tmp_path / "store.sock.hbm").symlink_to(node.socket)
+    tier = opened(store, [engine.memory])
+    assert is_connected(tier, eventually)
+    tier.close()
+    named = opened({**store, "cascade.hbm": str(node.socket)}, [engine.memory])
+    assert is_connected(named, eventually)
+    named.close()
+    assert opened({**store, "cascade.hbm": False}, [engine.memory]) is None
+    # Without a node, in a host's memory, and without KV there is none to ask.
+    assert opened({}, [engine.memory]) is None
+    host = [object.__new__(HostMemory)]
+    assert opened(store, host) is None
+    assert opened({**store, "cascade.lite": True}, [engine.memory]) is None
+    assert not caplog.text
+    assert opened({**store, "cascade.hbm": str(node.socket)}, host) is None
+    assert "cascade.hbm is ignored" in caplog.text
+
+
+def test_without_a_node_beside_the_store_nothing_is_said(fake, tmp_path, caplog):
+    tier = opened({"cascade.node": f"unix:{tmp_path}/store.sock"}, [Engine(fake).memory])
+    assert not tier.is_available
+    assert tier.view(keys_of(1), LIMIT_S) is None
+    assert not caplog.text
+    tier.close()

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from cascadekv.connectors.vllm.memory import GpuPages
+from cascadekv.connectors.vllm.metadata import LoadResult
 from cascadekv.connectors.vllm.metrics import (
     LABELLED,
     PREFIX,
@@ -95,6 +96,27 @@ def test_every_count_reaches_the_endpoint(metrics):
     assert value("lookup_duration_seconds_count", 1) == 1
     assert value("lookup_duration_seconds_bucket", 1, le="0.0002") == 1
     assert value("lookup_duration_seconds_bucket", 1, le="0.0001") == 0
+
+
+def test_what_came_from_a_gpu_is_a_load_of_its_own():
+    stats = CascadeStats()
+    # Ten requested, one missing, four of the others from the memory of a GPU.
+    mixed = LoadResult("request", 0, "dram", 10, [9], 900, 0.5, 0.9, 4, 400, 0.1)
+    stats.load_result(mixed)
+    assert stats.data["labels"] == {
+        "loaded_blocks": {"hbm": 4, "dram": 5},
+        "loaded_bytes": {"hbm": 400, "dram": 500},
+        "load_seconds": {"hbm": 0.1, "dram": 0.4},
+        "load_cpu_seconds": {"hbm": pytest.approx(0.4), "dram": pytest.approx(0.5)},
+    }
+    for given in (
+        LoadResult("request", 0, "dram", 4, [], 400, 0.5, 0.0, 4, 400, 0.5),
+        LoadResult("request", 0, "files", 4, [0, 1, 2, 3], 0, 0.5, 0.0),
+    ):
+        stats = CascadeStats()
+        stats.load_result(given)
+        tier = "hbm" if given.hbm_blocks else "files"
+        assert stats.data["labels"]["load_seconds"] == {tier: 0.5}
 
 
 def test_statistics_of_workers_and_steps_add_up(metrics):

@@ -204,7 +204,7 @@ def test_promotions_are_bounded_and_go_on_with_the_next_load(begin, monkeypatch,
         assert moved == 5 or not step.is_on_gpu(moved)
 
 
-def test_while_copies_are_not_sealed_no_more_are_started(begin, fake, monkeypatch):
+def test_while_copies_are_not_sealed_no_more_are_started(begin, monkeypatch):
     monkeypatch.setattr(promotions, "PROMOTED_BYTES", 2 * BLOCK_BYTES)
     step = begin()
     put(step, range(4))
@@ -239,13 +239,19 @@ def test_a_load_that_fails_moves_nothing_up_and_gives_the_memory_back(begin, mon
     assert step.worker._promotions._left == left  # noqa: SLF001 # likewise
 
 
+@pytest.fixture
+def impatient(begin, monkeypatch):
+    """Return a worker that waits a second for the seal of a promotion."""
+    monkeypatch.setattr(promotions, "SEAL_S", 1.0)
+    return begin()
+
+
 @pytest.mark.parametrize("moment", ["prepared", "copied"])
 @pytest.mark.parametrize("end", ["kill", "suspend"])
 def test_a_node_that_ends_while_blocks_move_up_costs_only_its_hits(
-    begin, node, fake, monkeypatch, moment, end
+    impatient, node, fake, moment, end
 ):
-    monkeypatch.setattr(promotions, "SEAL_S", 1.0)
-    step = begin()
+    step = impatient
     put(step, range(3))
     start_async_load(step, range(3))
     wait_for_copies(step)
