@@ -3,6 +3,7 @@
 import cascadekv
 import pytest
 from cascadekv import Gpu
+from cascadekv.connectors.vllm import hbm
 from cascadekv.connectors.vllm.hbm import HbmTier, open_hbm
 from cascadekv.connectors.vllm.layout import HeldPart
 from cascadekv.connectors.vllm.memory import HostMemory
@@ -25,6 +26,12 @@ def fake():
 def node(serve):
     flags = ["--gpu", FIRST_GPU, "--hbm", "16MiB"]
     return serve(*flags, cuda_library=str(library()))
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """Give the calls of the node more time: the machine of the tests may be busy."""
+    monkeypatch.setattr(hbm, "CALL_S", 3.0)
 
 
 class TieredStep(Step):

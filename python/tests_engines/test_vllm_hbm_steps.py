@@ -8,7 +8,7 @@ from cascadekv import Gpu, GpuEvent, GpuMemory, connect
 from fake_gpu import FakeGpu, library
 from gpu_engine import PAGE_BYTES
 from scheduled_engine import BLOCK, LAYERS, LIMIT_S, content, states
-from test_vllm_hbm import FIRST_GPU
+from test_vllm_hbm import FIRST_GPU, patient  # noqa: F401 # a fixture of all tests
 from test_vllm_steps import DRAM, SCHEDULERS, STEPS, WAYS, model, prompt, start  # noqa: F401
 
 
@@ -109,7 +109,7 @@ def test_aborts_and_preemptions_after_a_load_leave_right_blocks(begin, node):
     requests = [prompt(3 * BLOCK + 5, "own", number) for number in range(6)]
     engine.ask(*requests[:3])
     engine.ask(*requests[3:])
-    for turn in range(4):
+    for turn in range(2):
         engine.reset_prefix_cache()
         settle(engine)
         with connect(str(node.socket), gpu=Gpu(0)) as client:

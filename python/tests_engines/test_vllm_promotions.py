@@ -6,11 +6,12 @@ import cascadekv
 import pytest
 from cascadekv.connectors.vllm import promotions
 from cascadekv.connectors.vllm.block_reader import BlockReader
+from cascadekv.connectors.vllm.memory import GpuOrder
 from cascadekv.connectors.vllm.metadata import StepPlan
 from fake_gpu import FakeGpu, library
 from test_vllm_gpu import LIMIT_S, SPACE, block_of, keys_of
 from test_vllm_gpu_steps import BLOCK_BYTES
-from test_vllm_hbm import FIRST_GPU, TieredStep
+from test_vllm_hbm import FIRST_GPU, TieredStep, patient  # noqa: F401 # a fixture of all tests
 
 WAYS = ["together", "layerwise", "async"]
 
@@ -273,6 +274,45 @@ def test_a_node_that_ends_while_blocks_move_up_costs_only_its_hits(
     # What the new run of the node has is right, too.
     for plan in range(3, 6):
         assert load(step, range(3), is_async=True, first_page=9, plan=plan)[0].bad == []
+
+
+def test_promoted_blocks_follow_their_parents(begin):
+    step = begin()
+    put(step, range(5))
+    load(step, [1])
+    asked, prepare = [], step.hbm.prepare
+
+    def watched(keys, parent, *others):
+        asked.append(([bytes(key) for key in keys], parent))
+        return prepare(keys, parent, *others)
+
+    step.hbm.prepare = watched
+    given = step.load_chain(range(5))
+    before = bytes(keys_of(1000)[0])
+    given.parents = {"all": before}
+    step.run(StepPlan(number=2, loads=[given]))
+    step.settle()
+    own = [bytes(key) for key in keys_of(*range(5))]
+    assert asked == [(own[:1], before), (own[2:], own[1])]
+    assert step.is_on_gpu(*range(5))
+
+
+def test_a_layer_waits_for_the_copies_from_both_tiers():
+    held = []
+
+    class Copies:
+        def __init__(self, name):
+            self._name = name
+
+        def hold_back(self, stream):
+            held.append((self._name, stream))
+
+    order = GpuOrder(None, lambda: 7)
+    order.add(Copies("store"), 0)
+    order.add(Copies("store"), 1)
+    order.add(Copies("gpu"), 1, is_within=True)
+    order.hold_back_for(1)
+    assert held == [("store", 7), ("gpu", 7)]
 
 
 def test_a_read_that_fails_in_the_store_holds_nothing_on_the_gpu(begin):
