@@ -52,14 +52,14 @@ class Array:
 class FakeGpu:
     """A device of the fake driver, with the primary context that all libraries share."""
 
-    def __init__(self):
+    def __init__(self, device=0):
         """Load the driver and start it."""
         path = library()
         os.environ[LIBRARY_VARIABLE] = str(path)
         self._lib = ctypes.CDLL(str(path))
         self.call("cuInit", 0)
         self._context = ctypes.c_void_p()
-        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), 0)
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
         self._free = {}
         """Host memory that the device may copy, by size."""
         self._in_flight = {}

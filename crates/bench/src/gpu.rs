@@ -1,6 +1,8 @@
 //! The benchmark `gpu`: copies between host memory and a GPU, beside plain copies of the same GPU.
 
 mod copies;
+mod hbm;
+mod hbm_rows;
 mod kernel_check;
 mod memory;
 mod registration;
@@ -35,6 +37,8 @@ pub struct GpuOptions {
     pub is_fake: bool,
     /// Never start the kernel: leave out what needs it.
     pub without_kernel: bool,
+    /// Leave out the memory tier.
+    pub without_hbm: bool,
 }
 
 /// A GPU, and the driver that was loaded for it.
@@ -43,6 +47,7 @@ pub struct Gpu {
     report: DriverReport,
     device: usize,
     without_kernel: bool,
+    without_hbm: bool,
     /// The context of the device by this driver, and by the same one without its batched copy.
     context: Arc<Context>,
     unbatched: Arc<Context>,
@@ -98,8 +103,8 @@ impl Gpu {
             Context::retain(driver, device, Arc::new(SystemClock), WAIT_MAX).map_err(failed)
         };
         let (context, unbatched) = (context(&driver)?, context(&unbatched)?);
-        let without_kernel = options.without_kernel;
-        Ok(Self { report, device, without_kernel, context, unbatched })
+        let GpuOptions { without_kernel, without_hbm, .. } = options;
+        Ok(Self { report, device, without_kernel, without_hbm, context, unbatched })
     }
 
     /// Whether it is the fake one, whose times mean nothing.
@@ -128,7 +133,7 @@ impl Gpu {
     pub fn measure(&self, bench: &mut Bench<'_>) -> Result<Notes, MeasureError> {
         let no_kernel = self.without_kernel.then_some("--without-kernel");
         let mut notes = Notes { no_kernel, ..Notes::default() };
-        for part in [kernel_check::run, copies::run, submit::run, registration::run] {
+        for part in [kernel_check::run, copies::run, submit::run, registration::run, hbm::run] {
             match part(self, bench, &mut notes) {
                 Err(error @ MeasureError::Deliver(_)) => return Err(error),
                 Err(error) => notes.failures.push(cascade_block::with_causes(&error)),

@@ -18,7 +18,7 @@ use crate::context::Context;
 use crate::costs::{Costs, Curve, Rate, WayCosts};
 use crate::error::CudaError;
 use crate::functions::Address;
-use crate::kernel::{Kernel, List, device_address};
+use crate::kernel::{BLOCKS, Kernel, List, device_address};
 use crate::pinned::PinnedBuffer;
 use crate::report::is_fake;
 use crate::stream::Stream;
@@ -185,7 +185,7 @@ impl Bench {
                 (Method::Kernel(_), Some((kernel, list))) => {
                     // SAFETY: both sides and the list are this bench's, which lives until its
                     // stream is over, or for ever.
-                    unsafe { kernel.launch(&self.stream, list) }?;
+                    unsafe { kernel.launch(&self.stream, list, BLOCKS) }?;
                 }
                 // SAFETY: as above.
                 _ => unsafe { self.batcher.start(&self.stream, &mut batch) }?,

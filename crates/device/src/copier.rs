@@ -121,10 +121,20 @@ impl Copier {
         context: &Arc<Context>,
         pool: &Arc<CudaMemory>,
     ) -> Result<Self, CudaError> {
-        if pool.context().device() != context.device() {
-            return Err(CudaError::OtherPool);
-        }
-        Self::build(context, PoolSide::Device(Arc::downgrade(pool)), None, None)
+        Self::build(context, PoolSide::of_device(context, pool)?, None, None)
+    }
+
+    /// As [`Copier::for_device_pool`], but our kernel makes all copies of transfers. It uses most
+    /// of the device while it runs.
+    ///
+    /// # Errors
+    /// As [`Copier::for_device_pool`], and if the driver lacks what kernels need.
+    pub fn for_device_pool_by_kernel(
+        context: &Arc<Context>,
+        pool: &Arc<CudaMemory>,
+    ) -> Result<Self, CudaError> {
+        let ways = Arc::new(Ways::on_device(context)?);
+        Self::build(context, PoolSide::of_device(context, pool)?, Some(ways), None)
     }
 
     /// A copier whose transfers take the fastest way by a table of costs. Where the driver refuses
@@ -309,8 +319,7 @@ impl Copier {
         // SAFETY: the flight holds both sides of each copy until it is over.
         unsafe { inner.batcher.start(stream, &mut plan.batch) }?;
         if let Some(ways) = ways {
-            let pool = inner.pool.host()?;
-            let route = Route { pool, main: stream, batcher: &inner.batcher };
+            let route = Route { pool: &inner.pool, main: stream, batcher: &inner.batcher };
             // SAFETY: as above, and the flight holds the loan.
             unsafe { ways.start(&route, &plan.kernels, loan) }?;
         }
@@ -371,7 +380,7 @@ impl Inner {
         let pool = match &self.pool {
             PoolSide::Host(pool) => pool,
             PoolSide::Device(pool) => {
-                return plan_on_device(pool, direction, &copies, &self.limits());
+                return plan_on_device(pool, direction, &copies, &self.limits(), self.ways.is_some());
             }
         };
         let borders = pool.borders();

@@ -22,9 +22,14 @@ const TEXT: &str = concat!(include_str!("kernels/copy.ptx"), "\0");
 const ENTRY: &CStr = c"cascade_copy";
 /// Threads of a block: whole warps, at most what the text declares.
 const THREADS: u32 = 512;
-/// Blocks of a launch. Few, so that most of the device computes meanwhile; how many is not
-/// measured.
-const BLOCKS: u32 = 16;
+/// Blocks of a launch that copies over the bus. Few, so that most of the device computes meanwhile;
+/// how many is not measured.
+pub(crate) const BLOCKS: u32 = 16;
+/// Blocks of a launch that copies within the memory of devices, which needs more bytes in flight
+/// than the bus: 2 KiB a warp, so 4 MiB. Not measured.
+pub(crate) const BLOCKS_ON_DEVICE: u32 = 128;
+/// Warps of such a launch.
+pub(crate) const WARPS_ON_DEVICE: usize = BLOCKS_ON_DEVICE as usize * THREADS as usize / 32;
 /// Fragments of a launch.
 pub(crate) const FRAGMENTS_MAX: usize = 4096;
 /// Bytes of an array of a list.
@@ -87,13 +92,18 @@ impl Kernel {
         })
     }
 
-    /// Starts the copies of a list.
+    /// Starts the copies of a list, by this many blocks of threads.
     ///
     /// # Safety
     /// For each copy, target and source are memory that the device can access, and stay so until
     /// the copy is over; nothing else accesses the targets or writes the sources until then. The
     /// list is not written and not dropped until then.
-    pub(crate) unsafe fn launch(&self, stream: &Stream, list: &List) -> Result<(), CudaError> {
+    pub(crate) unsafe fn launch(
+        &self,
+        stream: &Stream,
+        list: &List,
+        blocks: u32,
+    ) -> Result<(), CudaError> {
         let mut arguments = list.arguments();
         let mut arguments = arguments.each_mut().map(|it| std::ptr::from_mut(it).cast::<c_void>());
         let arguments = arguments.as_mut_ptr();
@@ -102,7 +112,7 @@ impl Kernel {
             // SAFETY: a function of a loaded module with as many parameters of these types, which
             // a test reads from its text; the copies by the caller's promise.
             unsafe {
-                launch(function, BLOCKS, 1, 1, THREADS, 1, 1, 0, stream, arguments, null_mut())
+                launch(function, blocks, 1, 1, THREADS, 1, 1, 0, stream, arguments, null_mut())
             }
         };
         self.context.call(|functions| &functions.launch_kernel, launch)

@@ -19,9 +19,9 @@ use crate::costs::Costs;
 use crate::error::CudaError;
 use crate::event::Event;
 use crate::functions::Address;
-use crate::kernel::{Kernel, List};
+use crate::kernel::{BLOCKS, BLOCKS_ON_DEVICE, Kernel, List};
 use crate::plan::{Direction, PlannedCopy, Slice, Way};
-use crate::registered::RegisteredPool;
+use crate::pool_side::PoolSide;
 use crate::stream::Stream;
 
 /// A buffer on the device, and how many there are: while one is filled, another is emptied.
@@ -40,6 +40,11 @@ pub(crate) enum Launch {
     Mapped(Direction, Vec<Addresses>),
     /// Copies through a buffer.
     Staged(Direction, Slice),
+    /// Copies within the memory of devices, divided into pieces. `copies` of them begin here.
+    Within {
+        pieces: Vec<Addresses>,
+        copies: u64,
+    },
 }
 
 impl Launch {
@@ -58,6 +63,11 @@ impl Launch {
                     count.add(copy.bytes);
                 }
             }
+            Self::Within { pieces, copies } => {
+                let count = &mut submission.within;
+                count.copies += copies;
+                count.bytes += pieces.iter().map(|(.., bytes)| *bytes as u64).sum::<u64>();
+            }
         }
     }
 }
@@ -65,7 +75,7 @@ impl Launch {
 /// Where the driver's own copies of a slice go.
 #[derive(Debug)]
 pub(crate) struct Route<'a> {
-    pub(crate) pool: &'a RegisteredPool,
+    pub(crate) pool: &'a PoolSide,
     pub(crate) main: &'a Stream,
     pub(crate) batcher: &'a Batcher,
 }
@@ -78,6 +88,8 @@ pub(crate) struct Ways {
     /// The same without mapped memory, for pools that the device cannot map.
     unmapped: Costs,
     kernel: Kernel,
+    /// Blocks of a launch.
+    blocks: u32,
     stream: Stream,
     /// Locked from the first call about a buffer to the last.
     ring: Mutex<Ring>,
@@ -86,7 +98,7 @@ pub(crate) struct Ways {
     is_broken: AtomicBool,
 }
 
-/// The buffers, in turn.
+/// The buffers, in turn. There are none for a pool on a device.
 struct Ring {
     buffers: Vec<Buffer>,
     next: usize,
@@ -110,12 +122,29 @@ impl Ways {
         costs: Costs,
         only: Option<Way>,
     ) -> Result<Self, CudaError> {
+        Self::build(context, costs, only, (SLICE_COUNT, BLOCKS))
+    }
+
+    /// Loads the kernel for copies within the memory of devices, which need no buffers.
+    ///
+    /// # Errors
+    /// As [`Ways::new`].
+    pub(crate) fn on_device(context: &Arc<Context>) -> Result<Self, CudaError> {
+        Self::build(context, Costs::unknown(), Some(Way::Mapped), (0, BLOCKS_ON_DEVICE))
+    }
+
+    fn build(
+        context: &Arc<Context>,
+        costs: Costs,
+        only: Option<Way>,
+        (buffers, blocks): (usize, u32),
+    ) -> Result<Self, CudaError> {
         let kernel = Kernel::load(context)?;
         let buffer = |_| {
             let memory = DeviceAllocation::new(context, SLICE_BYTES)?;
             Ok(Buffer { memory, filled: Event::new(context)?, emptied: Event::new(context)? })
         };
-        let buffers = (0..SLICE_COUNT).map(buffer).collect::<Result<Vec<_>, CudaError>>()?;
+        let buffers = (0..buffers).map(buffer).collect::<Result<Vec<_>, CudaError>>()?;
         let mut unmapped = costs.clone();
         unmapped.to_device.mapped = None;
         unmapped.to_host.mapped = None;
@@ -124,6 +153,7 @@ impl Ways {
             costs,
             unmapped,
             kernel,
+            blocks,
             stream: Stream::new(context)?,
             ring: Mutex::new(Ring { buffers, next: 0 }),
             lists: LeafMutex::new(vec![List::new(context)?]),
@@ -163,6 +193,8 @@ impl Ways {
             match launch {
                 // SAFETY: the caller's promise.
                 Launch::Mapped(_, copies) => unsafe { self.launch(copies, loan) }?,
+                // SAFETY: the caller's promise.
+                Launch::Within { pieces, .. } => unsafe { self.launch(pieces, loan) }?,
                 Launch::Staged(direction, slice) => {
                     // SAFETY: the caller's promise.
                     unsafe { self.stage(route, *direction, slice, loan) }?;
@@ -185,7 +217,7 @@ impl Ways {
         list.fill(copies);
         // Also after an error the kernel may have started: the loan keeps the list.
         // SAFETY: the caller's promise for the copies; the list goes to the loan unchanged.
-        let launched = unsafe { self.kernel.launch(&self.stream, &list) };
+        let launched = unsafe { self.kernel.launch(&self.stream, &list, self.blocks) };
         loan.lists.push(list);
         launched
     }
@@ -206,10 +238,11 @@ impl Ways {
             return Err(CudaError::Broken);
         }
         let at = ring.next;
-        ring.next = (at + 1) % ring.buffers.len();
-        let buffer = &ring.buffers[at];
+        let Some(buffer) = ring.buffers.get(at) else { return Err(CudaError::Broken) };
+        let next = (at + 1) % ring.buffers.len();
         // SAFETY: the caller's promise.
         let staged = unsafe { self.stage_by(buffer, route, direction, slice, loan) };
+        ring.next = next;
         if staged.is_err() {
             self.is_broken.store(true, Ordering::Relaxed);
         }
@@ -233,7 +266,7 @@ impl Ways {
         for run in &slice.runs {
             let end = run.address + run.bytes as Address;
             assert!(end <= SLICE_BYTES as Address, "a plan keeps to its limits");
-            let (buffered, host) = (base + run.address, route.pool.host_address(run.offset));
+            let (buffered, host) = (base + run.address, route.pool.host()?.host_address(run.offset));
             match direction {
                 Direction::ToDevice => batch.push(Sides::ToDevice, buffered, host, run.bytes),
                 Direction::ToHost => batch.push(Sides::ToHost, host, buffered, run.bytes),

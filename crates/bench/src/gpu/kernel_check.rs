@@ -7,11 +7,10 @@ use std::sync::Arc;
 use cascade_device::{Copier, Direction, Fragment, Slabs, Transfer, Way as DeviceWay};
 use cascade_memory::HostSlab;
 
-use super::copies::wants_kernel;
 use super::memory::{ABSENT, Pinned, Plain};
 use super::rows::{Way, name_of_call};
 use super::work::{Work, timed_work};
-use super::{Gpu, Notes, failed};
+use super::{Gpu, Notes, copies, failed, hbm};
 use crate::{Bench, Figure, MeasureError, Target, keys};
 
 /// Bytes on each side. A case on the host fits into one slice of staged copies.
@@ -47,7 +46,8 @@ pub(super) fn run(gpu: &Gpu, bench: &mut Bench<'_>, notes: &mut Notes) -> Result
     let name = |direction: &str, way: Way| format!("kernel-check/{direction}/{}", way.name());
     let is_wanted =
         DIRECTIONS.iter().any(|it| WAYS.iter().any(|way| bench.wants(&name(it.1, way.0))));
-    if notes.no_kernel.is_some() || !is_wanted && !wants_kernel(gpu, bench) {
+    let is_used = copies::wants_kernel(gpu, bench) || hbm::wants_kernel(gpu, bench);
+    if notes.no_kernel.is_some() || !is_wanted && !is_used {
         return Ok(());
     }
     let mut plain = Plain::new(&gpu.context, AREA)?;

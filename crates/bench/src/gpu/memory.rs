@@ -254,12 +254,12 @@ impl Fragments {
 }
 
 /// `0..count` in an order in which no two neighbours follow each other, for counts over 2.
-fn scattered(count: usize) -> impl Iterator<Item = usize> {
+pub(super) fn scattered(count: usize) -> impl Iterator<Item = usize> {
     // The factor has no common divisor with any count here, so each place occurs once.
     (0..count).map(move |at| (at * 40_503 + count / 2) % count)
 }
 
-fn check(name: &str, at: usize, found: &[u8], expected: &[u8]) -> Result<(), MeasureError> {
+pub(super) fn check(name: &str, at: usize, found: &[u8], expected: &[u8]) -> Result<(), MeasureError> {
     if found == expected {
         return Ok(());
     }

@@ -150,16 +150,20 @@ impl Shape {
     }
 }
 
-/// All shapes whose fragments fit into `total_max` bytes. If no number of [`COUNTS`] fits, the
-/// largest one that does.
-pub(super) fn shapes(total_max: usize) -> impl Iterator<Item = Shape> {
-    let sizes = FRAGMENTS.iter().flat_map(move |&bytes| {
+/// Lengths and numbers of fragments that fit into `total_max` bytes. If no number of [`COUNTS`]
+/// fits, the largest one that does.
+pub(super) fn sizes(total_max: usize) -> impl Iterator<Item = (usize, usize)> {
+    FRAGMENTS.iter().flat_map(move |&bytes| {
         let fitting = COUNTS.iter().copied().filter(|count| count * bytes <= total_max);
         let fitting: Vec<usize> = fitting.collect();
         let counts = if fitting.is_empty() { vec![total_max / bytes] } else { fitting };
         counts.into_iter().map(move |count| (bytes, count))
-    });
-    sizes.flat_map(|(bytes, count)| {
+    })
+}
+
+/// All shapes whose fragments fit into `total_max` bytes.
+pub(super) fn shapes(total_max: usize) -> impl Iterator<Item = Shape> {
+    sizes(total_max).flat_map(|(bytes, count)| {
         TRAFFIC.into_iter().map(move |traffic| Shape { traffic, bytes, count })
     })
 }

@@ -14,7 +14,7 @@ use crate::{Failure, Screen};
 #[command(after_help = "\
 Examples:
   cascade bench gpu
-      All figures of the first GPU. Takes 3 GiB of host memory and 1 GiB of the GPU's.
+      All figures of the first GPU. Takes 3 GiB of host memory and 2 GiB of the GPU's.
   cascade bench gpu --device 1 --only /64KiB/ --json gpu.json
       Copies of 64 KiB on the second GPU.
   cascade bench gpu --only kernel-check
@@ -30,6 +30,12 @@ follow each other in pinned host memory and are scattered on the GPU. The limit 
 1 GiB in the same direction, measured in each round; plain/ has it as a row. The limit of
 registration/ is the first touch of the same memory. cpu/ is processor time of the calling thread.
 Every byte that was copied is compared, outside of the measured time.
+
+hbm/ copies blocks between pages and a pool that is exported and mapped, as those of a node, in the
+memory of this GPU; hbm-peer/ in that of another one that it can access. Ways: direct (the driver, in
+batches), single (a call of it for each block), mapped (our kernel). A byte counts once, though it is
+read and written. The limit is one plain copy of 1 GiB between both memories: plain/on-device,
+plain/to-peer, plain/from-peer. x1 is the time of one block, from the submission until it is done.
 
 kernel-check/ copies fragments of all lengths to 4 KiB and some longer ones, at all alignments, and
 compares each byte. After a wrong one, nothing else is measured with the kernel.
@@ -56,12 +62,16 @@ pub(crate) struct GpuArgs {
     /// Leave out what needs our kernel, on a GPU where `--only kernel-check` failed.
     #[arg(long)]
     without_kernel: bool,
+    /// Leave out the rows hbm/ and hbm-peer/.
+    #[arg(long)]
+    without_hbm: bool,
 }
 
 pub(super) fn run(args: &GpuArgs, screen: &mut Screen) -> Result<i32, Failure> {
     screen.notice("loading the CUDA driver, which may take seconds")?;
     let (device, is_fake, without_kernel) = (args.device, args.fake, args.without_kernel);
-    let gpu = Gpu::open(GpuOptions { device, is_fake, without_kernel })?;
+    let without_hbm = args.without_hbm;
+    let gpu = Gpu::open(GpuOptions { device, is_fake, without_kernel, without_hbm })?;
     let subject = gpu.headline();
     let output = Output {
         subject: Some(&subject),
