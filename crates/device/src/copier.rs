@@ -380,7 +380,13 @@ impl Inner {
         let pool = match &self.pool {
             PoolSide::Host(pool) => pool,
             PoolSide::Device(pool) => {
-                return plan_on_device(pool, direction, &copies, &self.limits(), self.ways.is_some());
+                return plan_on_device(
+                    pool,
+                    direction,
+                    &copies,
+                    &self.limits(),
+                    self.ways.is_some(),
+                );
             }
         };
         let borders = pool.borders();

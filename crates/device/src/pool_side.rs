@@ -26,10 +26,7 @@ pub(crate) enum PoolSide {
 
 impl PoolSide {
     /// A pool on a device, for copies of a context that it is mapped for.
-    pub(crate) fn of_device(
-        context: &Context,
-        pool: &Arc<CudaMemory>,
-    ) -> Result<Self, CudaError> {
+    pub(crate) fn of_device(context: &Context, pool: &Arc<CudaMemory>) -> Result<Self, CudaError> {
         if pool.context().device() == context.device() {
             Ok(Self::Device(Arc::downgrade(pool)))
         } else {

@@ -41,10 +41,7 @@ pub(crate) enum Launch {
     /// Copies through a buffer.
     Staged(Direction, Slice),
     /// Copies within the memory of devices, divided into pieces. `copies` of them begin here.
-    Within {
-        pieces: Vec<Addresses>,
-        copies: u64,
-    },
+    Within { pieces: Vec<Addresses>, copies: u64 },
 }
 
 impl Launch {
@@ -266,7 +263,8 @@ impl Ways {
         for run in &slice.runs {
             let end = run.address + run.bytes as Address;
             assert!(end <= SLICE_BYTES as Address, "a plan keeps to its limits");
-            let (buffered, host) = (base + run.address, route.pool.host()?.host_address(run.offset));
+            let (buffered, host) =
+                (base + run.address, route.pool.host()?.host_address(run.offset));
             match direction {
                 Direction::ToDevice => batch.push(Sides::ToDevice, buffered, host, run.bytes),
                 Direction::ToHost => batch.push(Sides::ToHost, host, buffered, run.bytes),

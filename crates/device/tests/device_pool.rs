@@ -14,7 +14,9 @@ use cascade_device::{
 use cascade_memory::{DeviceMemory as _, Pool, SlabMut};
 use cascade_runtime::SystemClock;
 
-use fake::{assert_nothing_left, context, context_on, count, hold, is_child, pattern, release, soon};
+use fake::{
+    assert_nothing_left, context, context_on, count, hold, is_child, pattern, release, soon,
+};
 
 const MIB: usize = 1 << 20;
 /// Lengths of blocks: short, odd, and long enough for many pieces.
@@ -33,7 +35,7 @@ struct Sides {
 impl Sides {
     fn new() -> Self {
         let context = context();
-        let config = CudaMemoryConfig { shareable: true, ..CudaMemoryConfig::new(4 * MIB) };
+        let config = CudaMemoryConfig { shareable: true, ..CudaMemoryConfig::new(16 * MIB) };
         let owner = CudaMemory::new(context.driver(), &config, Arc::new(SystemClock)).unwrap();
         let shared = owner.shareable().unwrap();
         let descriptor = shared.export().unwrap();
@@ -112,7 +114,6 @@ fn blocks_in_flight_keep_the_mapping_and_the_copier_does_not() {
     let by_driver = Copier::for_device_pool(&sides.context, &sides.client).unwrap();
     let works = [(&by_kernel, "cuLaunchKernel"), (&by_driver, "cuMemcpyBatchAsync_v2")];
     let pool = sides.pool();
-    let spare: Vec<SlabMut> = works.iter().flat_map(|_| slabs(&pool)).collect();
     let mut in_flight = Vec::new();
     for (copier, name) in works {
         hold(name);
@@ -121,7 +122,7 @@ fn blocks_in_flight_keep_the_mapping_and_the_copier_does_not() {
     }
     let unmapped = count("cuMemUnmap");
     let Sides { context, owner, client, pages } = sides;
-    drop((pool, client, pages, spare));
+    drop((pool, client, pages));
     assert_eq!(count("cuMemUnmap"), unmapped, "copies are in flight");
     release();
     for mut pending in in_flight {

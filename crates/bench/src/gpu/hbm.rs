@@ -109,7 +109,8 @@ impl Tier {
     fn new(gpu: &Gpu, device: usize, notes: &Notes) -> Result<Result<Self, String>, MeasureError> {
         let (context, bytes) = (&gpu.context, plain_bytes(gpu));
         let memory = || {
-            let config = CudaMemoryConfig { device, shareable: true, ..CudaMemoryConfig::new(bytes) };
+            let config =
+                CudaMemoryConfig { device, shareable: true, ..CudaMemoryConfig::new(bytes) };
             let owner = CudaMemory::new(context.driver(), &config, Arc::new(SystemClock))?;
             let none = || CudaError::NotShareable { missing: "an exported allocation" };
             let shared = owner.shareable().ok_or_else(none)?;

@@ -121,7 +121,8 @@ impl HbmShape {
 
     /// Whether no other value is better.
     pub(super) fn is_best(self, value: f64, all: &[f64]) -> bool {
-        let is_worse = |other: &f64| if self.is_latency() { *other < value } else { *other > value };
+        let is_worse =
+            |other: &f64| if self.is_latency() { *other < value } else { *other > value };
         !all.iter().any(is_worse)
     }
 
@@ -168,9 +169,7 @@ mod tests {
 
     #[test]
     fn targets_are_those_of_the_best_way_within_one_gpu() {
-        let shape = |owner, bytes, count| {
-            HbmShape { owner, direction: Move::Get, bytes, count }
-        };
+        let shape = |owner, bytes, count| HbmShape { owner, direction: Move::Get, bytes, count };
         let batch = shape(Owner::SameGpu, 2 * MIB, 16);
         let Target::AtLeast(least) = batch.target(true) else { panic!("{:?}", batch.target(true)) };
         assert!((least - 1490.1).abs() < 0.1, "1.6 TB/s in GiB/s: {least}");

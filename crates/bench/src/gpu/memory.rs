@@ -259,7 +259,12 @@ pub(super) fn scattered(count: usize) -> impl Iterator<Item = usize> {
     (0..count).map(move |at| (at * 40_503 + count / 2) % count)
 }
 
-pub(super) fn check(name: &str, at: usize, found: &[u8], expected: &[u8]) -> Result<(), MeasureError> {
+pub(super) fn check(
+    name: &str,
+    at: usize,
+    found: &[u8],
+    expected: &[u8],
+) -> Result<(), MeasureError> {
     if found == expected {
         return Ok(());
     }

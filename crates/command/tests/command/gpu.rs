@@ -135,7 +135,9 @@ fn every_figure_of_a_fake_gpu_is_measured_and_says_fake() {
         let samples = figure["samples"].as_array().unwrap().len();
         assert!(samples >= 5 || is_check, "{figure}");
         let (name, value) = (figure["name"].as_str().unwrap(), number("value").unwrap());
-        let has_limit = ["plain/", "cpu/", "kernel-check/", "hbm/get/2MiB/x1/"].iter().all(|it| !name.starts_with(it));
+        let has_limit = ["plain/", "cpu/", "kernel-check/", "hbm/get/2MiB/x1/"]
+            .iter()
+            .all(|it| !name.starts_with(it));
         let has_share = number("limit").zip(number("share")).map(|(limit, share)| {
             let expected = if figure["unit"] == "GiB/s" { value / limit } else { limit / value };
             assert!((share / expected - 1.0).abs() < 1e-9, "{expected}: {figure}");
