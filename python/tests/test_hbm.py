@@ -1,6 +1,5 @@
 """A node whose blocks are in the memory of a GPU, over the fake driver: real processes map it."""
 
-import json
 import os
 import signal
 import subprocess
@@ -9,24 +8,22 @@ import textwrap
 from pathlib import Path
 
 import cascadekv
-import numpy as np
 import pytest
-from cascadekv import BlockKeys, ConfigError, Gpu, GpuMemory, RefusedError
+from cascadekv import ConfigError, Gpu, RefusedError
 from fake_gpu import FakeGpu, library
-
-LAYERS, PAGES, PAGE = 3, 12, 4096
-SPACE = cascadekv.Namespace(cascadekv.Manifest({"weights": "sha256:test"}), b"secret")
-LIMIT_S = 60
-FIRST_GPU = "GPU-fafafafa-fafa-fafa-fafa-fafafafafafa"
-
-
-def block_of(number):
-    """Return a block's bytes: a function of its number."""
-    return np.random.default_rng(number).integers(0, 256, LAYERS * PAGE, np.uint8).tobytes()
-
-
-def keys_of(numbers):
-    return BlockKeys([SPACE.key_of_id(f"block {number}") for number in numbers])
+from hbm_engine import (
+    FIRST_GPU,
+    LAYERS,
+    LIMIT_S,
+    PAGE,
+    SPACE,
+    Engine,
+    block_of,
+    keys_of,
+    leases_of,
+    mappings,
+    run,
+)
 
 
 @pytest.fixture(scope="module")
@@ -54,44 +51,6 @@ def test_blocks_of_a_gpu_are_put_and_read_by_copies(serve_hbm):
         found = store.get(keys_of(range(4)), buffers)
         assert [result.ok for result in found] == [True, True, True, False]
         assert [bytes(it) for it in buffers[:3]] == [block_of(number) for number in range(3)]
-
-
-class Engine:
-    """An engine's KV in the memory of a GPU, layer by layer, and its stream."""
-
-    def __init__(self, fake, device=0):
-        self.fake, self.stream = fake, fake.stream()
-        self.array = fake.array(LAYERS * PAGES * PAGE)
-        fake.write(self.array, 0, bytes(self.array.size), self.stream)
-        self.gpu = Gpu(device)
-        regions = [(self.array, layer * PAGES * PAGE, PAGE, PAGE) for layer in range(LAYERS)]
-        self.memory = GpuMemory(self.gpu, regions, PAGES)
-
-    def compute(self, page, block):
-        """Write a page, in the order of the engine's stream."""
-        for layer in range(LAYERS):
-            place = (layer * PAGES + page) * PAGE
-            self.fake.write(self.array, place, block[layer * PAGE :][:PAGE], self.stream)
-
-    def page(self, page):
-        """Return a page as the engine's next kernel reads it."""
-        places = [(layer * PAGES + page) * PAGE for layer in range(LAYERS)]
-        return b"".join(self.fake.read(self.array, at, PAGE, self.stream) for at in places)
-
-    def save(self, store, numbers, pages):
-        """Save pages as the connector does."""
-        size = LAYERS * PAGE
-        with store.prepare(keys_of(numbers), size, namespace=SPACE, timeout=LIMIT_S) as prepared:
-            prepared.start_gather(self.memory, pages, after=self.gpu.mark(self.stream))
-            prepared.hold_back(self.stream)
-            return prepared.seal(timeout=LIMIT_S)
-
-    def load(self, store, numbers, pages):
-        """Load pages as the connector does."""
-        with store.view(keys_of(numbers)) as views:
-            load = views.start_scatter(self.memory, pages, after=self.gpu.mark(self.stream))
-        load.hold_back(self.stream)
-        return load
 
 
 def test_pages_are_saved_and_loaded_within_the_gpu(fake, serve_hbm):
@@ -123,21 +82,6 @@ def test_clients_that_cannot_map_the_memory_are_refused(serve_hbm, serve):
         cascadekv.connect(socket)
     with pytest.raises(RefusedError, match='connect with the access "write"'):
         cascadekv.connect(socket, gpu=Gpu(0), access="read")
-
-
-def mappings(pid="self"):
-    """Return how often a process maps memory of fake GPUs."""
-    return Path(f"/proc/{pid}/maps").read_text().count("cascade-fake-gpu-memory")
-
-
-def run(*arguments):
-    return subprocess.run(  # noqa: S603 # our own command
-        [sys.executable, "-m", "cascadekv", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
 
 
 def test_released_memory_is_unmapped_by_idle_processes(fake, serve_hbm, eventually):
@@ -198,19 +142,14 @@ def test_a_killed_node_loses_its_blocks_and_nothing_else(fake, serve_hbm, eventu
         assert engine.page(3) == block_of(1)
 
 
-def leases_of(node):
-    """Return the blocks of a node that are under lease."""
-    status = run("status", "--json", "--socket", str(node.socket))
-    return json.loads(status.stdout)["clients"]["leases"]
-
-
 def test_a_worker_killed_with_leases_gives_them_back(serve_hbm, eventually):
     node = serve_hbm()
     code = f"""
         import sys, time, cascadekv
         sys.path[:0] = {[str(Path(__file__).parent), str(Path(library()).parent)]!r}
         sys.path.append({str(Path(__file__).parents[1] / "tests_engines")!r})
-        from test_hbm import Engine, FakeGpu, block_of, keys_of
+        from fake_gpu import FakeGpu
+        from hbm_engine import Engine, block_of, keys_of
         engine = Engine(FakeGpu())
         store = cascadekv.connect({str(node.socket)!r}, gpu=engine.gpu)
         engine.compute(1, block_of(0))
@@ -260,7 +199,9 @@ def test_wrong_settings_are_refused(serve_hbm, serve):
 PEER = """
     import sys
     sys.path[:0] = {paths!r}
-    from test_hbm import *
+    import cascadekv
+    from fake_gpu import FakeGpu
+    from hbm_engine import *
     fake = FakeGpu()
     engine = Engine(fake, device=0)
     try:

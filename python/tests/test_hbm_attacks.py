@@ -1,7 +1,7 @@
-"""What can go wrong around a node in the memory of a GPU, over the fake driver: full and hanging
-disks, nodes and clients that are killed at any point, pressure on the memory, several GPUs.
+"""Attacks on a node in the memory of a GPU, over the fake driver.
 
-Every byte that a client gets is compared: a block may be missing, never wrong.
+Full and hanging disks, nodes and clients that are killed at any moment, pressure on the memory,
+several GPUs. Every byte that a client gets is compared: a block may be missing, never wrong.
 """
 
 import contextlib
@@ -19,28 +19,25 @@ from pathlib import Path
 import cascadekv
 import pytest
 from cascadekv import CascadeError, Gpu
+from failing_disks import CommandError, ext4, frozen
+from failing_disks import run as command
 from fake_gpu import FakeGpu, library
-from test_failing_tier import CommandError, disk, frozen
-from test_failing_tier import run as command
-from test_hbm import (
+from hbm_engine import (
     FIRST_GPU,
-    LAYERS,
     LIMIT_S,
-    PAGE,
     PAGES,
     Engine,
-    block_of,
     keys_of,
     leases_of,
+    load,
     mappings,
     run,
+    save,
 )
 
-__all__ = ["disk"]
-BLOCK = LAYERS * PAGE
 KILLS = 12
 """Processes that a test kills, each at another moment."""
-PATHS = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests_engines")]
+ENGINES = str(Path(__file__).parents[1] / "tests_engines")
 
 
 @pytest.fixture(scope="module")
@@ -59,27 +56,9 @@ def serve_hbm(serve, fake):  # noqa: ARG001 # the driver is chosen before a stor
     return start
 
 
-def save(engine, store, numbers, pages):
-    """Compute pages and save them; returns how many blocks the store took."""
-    for number, page in zip(numbers, pages, strict=True):
-        engine.compute(page, block_of(number))
-    return sum(result.ok for result in engine.save(store, numbers, pages))
-
-
-def load(engine, store, numbers, pages):
-    """Load blocks and compare them; returns the number of hits."""
-    for page in pages:
-        engine.compute(page, bytes(BLOCK))
-    started = engine.load(store, numbers, pages)
-    started.wait(timeout=LIMIT_S)
-    for number, page, copied in zip(numbers, pages, started.copied, strict=True):
-        assert engine.page(page) == (block_of(number) if copied else bytes(BLOCK)), number
-    return sum(started.copied)
-
-
 def put_and_get(store, numbers):
     """Put large blocks through the host and compare what is read; returns the number of hits."""
-    blocks = {number: random.Random(number).randbytes(1 << 20) for number in numbers}  # noqa: S311 # known bytes
+    blocks = {number: random.Random(number).randbytes(1 << 20) for number in numbers}  # known bytes
     store.put(keys_of(numbers), list(blocks.values()), chain=False)
     return get_large(store, blocks)
 
@@ -90,6 +69,13 @@ def get_large(store, blocks):
     for number, buffer, result in zip(blocks, buffers, results, strict=True):
         assert not result.ok or buffer == blocks[number], number
     return sum(result.ok for result in results)
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """Mount a new file system that can be frozen; skips the test if that is not possible here."""
+    with ext4(tmp_path / "mount") as place:
+        yield place
 
 
 @pytest.fixture
@@ -109,7 +95,7 @@ def test_a_full_disk_costs_only_blocks_that_left_the_gpu(fake, serve_hbm, small_
     flags = ("--files", str(small_disk), "--files-capacity", "256MiB")
     node, engine = serve_hbm(*flags, segment_size="4MiB"), Engine(fake)
     with cascadekv.connect(node.socket, gpu=engine.gpu, timeout=LIMIT_S) as store:
-        blocks = {n: random.Random(n).randbytes(1 << 20) for n in range(40)}  # noqa: S311 # known bytes
+        blocks = {n: random.Random(n).randbytes(1 << 20) for n in range(40)}  # known bytes
         for number, block in blocks.items():
             store.put(keys_of([number]), [block], chain=False)
             # What was just put is there, and so is what an engine saves now.
@@ -123,7 +109,7 @@ def test_a_full_disk_costs_only_blocks_that_left_the_gpu(fake, serve_hbm, small_
     assert node.stop() == 0, node.log()
 
 
-def test_a_hanging_disk_stops_no_client(fake, serve_hbm, disk):  # noqa: F811 # the fixture
+def test_a_hanging_disk_stops_no_client(fake, serve_hbm, disk, eventually):
     flags = ("--files", str(disk), "--files-capacity", "64MiB")
     node, engine = serve_hbm(*flags, probe_interval="50ms", probe_timeout="1s"), Engine(fake)
     with cascadekv.connect(node.socket, gpu=engine.gpu, timeout=2.0) as store:
@@ -138,13 +124,22 @@ def test_a_hanging_disk_stops_no_client(fake, serve_hbm, disk):  # noqa: F811 # 
                     assert load(engine, store, [1000 + number], [(number + 1) % PAGES]) <= 1
             assert hits > 30
         assert put_and_get(store, range(200, 204)) == 4
+        eventually(lambda: is_flushed(store))
     assert node.stop() == 0, node.log()
+
+
+def is_flushed(store):
+    try:
+        store.flush(timeout=10)
+    except CascadeError:
+        return False
+    return True
 
 
 def test_a_node_killed_at_any_moment_makes_no_block_wrong(fake, serve_hbm, eventually):
     node, engine = serve_hbm(), Engine(fake)
     before = mappings()
-    chance = random.Random(1)  # noqa: S311 # the same moments in each run
+    chance = random.Random(1)  # the same moments in each run
     is_over = threading.Event()
 
     def kill_and_start():
@@ -177,8 +172,10 @@ def test_a_node_killed_at_any_moment_makes_no_block_wrong(fake, serve_hbm, event
 
 WORKER = """
     import itertools, sys
-    sys.path[:0] = {paths!r}
-    from test_hbm import *
+    sys.path.append({engines!r})
+    import cascadekv
+    from fake_gpu import FakeGpu
+    from hbm_engine import *
     engine = Engine(FakeGpu())
     store = cascadekv.connect({socket!r}, gpu=engine.gpu)
     views, prepared = [], []
@@ -200,11 +197,11 @@ WORKER = """
 
 def test_clients_killed_at_any_moment_leave_nothing_behind(fake, serve_hbm, eventually):
     node, engine = serve_hbm(), Engine(fake)
-    chance = random.Random(2)  # noqa: S311 # the same moments in each run
+    chance = random.Random(2)  # the same moments in each run
     with cascadekv.connect(node.socket, gpu=engine.gpu) as store:
         for first in range(0, KILLS * 10**4, 10**4):
             code = textwrap.dedent(WORKER)
-            code = code.format(paths=PATHS, socket=str(node.socket), first=first)
+            code = code.format(engines=ENGINES, socket=str(node.socket), first=first)
             with subprocess.Popen(  # noqa: S603 # our own command
                 [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
             ) as worker:
@@ -232,7 +229,7 @@ def test_flapping_pressure_loses_blocks_and_nothing_else(
     stops = []
 
     def flap():
-        chance = random.Random(3)  # noqa: S311 # the same moments in each run
+        chance = random.Random(3)  # the same moments in each run
         for _ in range(KILLS):
             taken.write_text(str(900 << 20))
             time.sleep(chance.uniform(0.1, 0.9))
@@ -262,9 +259,10 @@ def test_flapping_pressure_loses_blocks_and_nothing_else(
 
 PEER = """
     import itertools, sys
-    sys.path[:0] = {paths!r}
-    from test_hbm import *
-    from test_hbm_attacks import load, save
+    sys.path.append({engines!r})
+    import cascadekv
+    from fake_gpu import FakeGpu
+    from hbm_engine import *
     engine = Engine(FakeGpu({device}), device={device})
     store = cascadekv.connect({socket!r}, gpu=engine.gpu, timeout=60)
     hits = 0
@@ -284,7 +282,7 @@ def test_engines_on_two_gpus_share_blocks(serve_hbm, monkeypatch):
     monkeypatch.setenv("FAKE_CUDA_PEERS", "1")
     node = serve_hbm()
     code = textwrap.dedent(PEER)
-    codes = [code.format(paths=PATHS, socket=str(node.socket), device=it) for it in range(2)]
+    codes = [code.format(engines=ENGINES, socket=str(node.socket), device=it) for it in range(2)]
     workers = [
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)  # noqa: S603 # our own command
         for code in codes
@@ -301,8 +299,10 @@ def test_engines_on_two_gpus_share_blocks(serve_hbm, monkeypatch):
 
 STUCK = """
     import sys, time
-    sys.path[:0] = {paths!r}
-    from test_hbm import *
+    sys.path.append({engines!r})
+    import cascadekv
+    from fake_gpu import FakeGpu
+    from hbm_engine import *
     engine = Engine(FakeGpu())
     store = cascadekv.connect({socket!r}, gpu=engine.gpu)
     engine.compute(1, block_of(0))
@@ -315,7 +315,7 @@ STUCK = """
 def test_a_client_that_never_unmaps_is_named_and_delays_nobody(fake, serve_hbm, eventually):
     node, engine = serve_hbm(), Engine(fake)
     before = mappings()
-    code = textwrap.dedent(STUCK).format(paths=PATHS, socket=str(node.socket))
+    code = textwrap.dedent(STUCK).format(engines=ENGINES, socket=str(node.socket))
     with (
         subprocess.Popen(  # noqa: S603 # our own command
             [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
