@@ -202,7 +202,7 @@ fn a_wrong_kernel_is_found_and_not_measured() {
 fn wrong_bytes_of_a_row_are_a_failure() {
     for way in ["staged", "mapped"] {
         let wrong = [("FAKE_CUDA_SPOIL_LENGTH", "262144")];
-        let (output, figures) = bench_fake(&["--only", &format!("/x16/{way}")], &wrong);
+        let (output, figures) = bench_fake(&["--without-hbm", "--only", &format!("/x16/{way}")], &wrong);
         assert_eq!(output.status.code(), Some(1));
         let message = stderr(&output);
         let wrong = format!("to-device/256KiB/x16/{way}: WRONG BYTES in fragment");
@@ -213,12 +213,46 @@ fn wrong_bytes_of_a_row_are_a_failure() {
     }
 }
 
+/// The kernel copies pieces of 4 KiB here, a length that its check has not.
+#[test]
+fn wrong_bytes_of_the_memory_tier_are_a_failure() {
+    let wrong = [("FAKE_CUDA_SPOIL_LENGTH", "4096")];
+    for direction in ["put", "get"] {
+        let shape = format!("hbm/{direction}/64KiB/x16/");
+        let (output, figures) = bench_fake(&["--only", &shape], &wrong);
+        assert_eq!(output.status.code(), Some(1));
+        let message = stderr(&output);
+        assert!(message.contains(&format!("{shape}mapped: WRONG BYTES in fragment")), "{message}");
+        assert_eq!(names(&figures.unwrap()), ["plain/on-device/8MiB"]);
+    }
+}
+
+#[test]
+fn the_memory_tier_of_another_gpu_is_measured_if_this_one_can_access_it() {
+    let rows = ["--only", "hbm-peer/get/4KiB/x16/"];
+    let peers = [("FAKE_CUDA_DEVICES", "2"), ("FAKE_CUDA_PEERS", "1")];
+    let (output, figures) = bench_fake(&rows, &peers);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let plain = ["plain/to-peer/8MiB", "plain/from-peer/8MiB"].map(str::to_owned);
+    let ways = ["direct", "single", "mapped"].map(|way| format!("hbm-peer/get/4KiB/x16/{way}"));
+    assert_eq!(names(&figures.unwrap()), [&plain[..], &ways].concat());
+    let reasons = [("1", "there is no second GPU"), ("2", "cannot access")];
+    for (devices, reason) in reasons {
+        let (output, figures) = bench_fake(&rows, &[("FAKE_CUDA_DEVICES", devices)]);
+        assert_eq!((output.status.code(), figures), (Some(1), None));
+        assert!(stderr(&output).contains(reason), "{}", stderr(&output));
+    }
+}
+
 #[test]
 fn the_kernel_can_be_left_alone() {
     let (output, figures) = bench_fake(&["--without-kernel", "--only", "/16KiB/x16/"], &[]);
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     let figures = figures.unwrap();
-    assert_eq!(figures.len(), 9, "three ways in three directions: {:?}", names(&figures));
+    let tier = figures.iter().filter(|it| it["name"].as_str().unwrap().starts_with("hbm/")).count();
+    assert_eq!(tier, 4, "two ways in two directions: {:?}", names(&figures));
+    let rest = figures.len() - tier - 1;
+    assert_eq!(rest, 9, "three ways in three directions: {:?}", names(&figures));
     let table = String::from_utf8(output.stdout).unwrap();
     assert!(table.contains("not measured: both/16KiB/x16/chosen: --without-kernel"), "{table}");
     assert!(!table.contains("kernel's results"), "{table}");
