@@ -9,6 +9,7 @@ import itertools
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -27,6 +28,7 @@ from hbm_engine import (
     LIMIT_S,
     PAGES,
     Engine,
+    block_of,
     keys_of,
     leases_of,
     load,
@@ -255,6 +257,80 @@ def test_flapping_pressure_loses_blocks_and_nothing_else(
         assert not any(stops), node.log()
         eventually(lambda: save(engine, store, [9_000_001], [1]) == 1)
         assert load(engine, store, [9_000_001], [2]) == 1
+
+
+def test_a_node_stops_when_its_gpu_is_lost(serve_hbm, monkeypatch):
+    # The first answers are those of the start.
+    monkeypatch.setenv("FAKE_CUDA_FAIL", "cuMemGetInfo_v2=700@4")
+    node = serve_hbm()
+    assert node.process.wait(LIMIT_S) is not None
+    node.process.stdout.close()
+    assert "the GPU is lost" in node.log()
+
+
+class Wire:
+    """Connects a client with a node, until it is cut."""
+
+    def __init__(self, place, node):
+        self._node, self._ends = node, []
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(place))
+        self._listener.listen()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self):
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                node = socket.socket(socket.AF_UNIX)
+                node.connect(str(self._node))
+                self._ends += [client, node]
+                for ends in ((client, node), (node, client)):
+                    threading.Thread(target=self._carry, args=ends, daemon=True).start()
+
+    def _carry(self, source, target):
+        with contextlib.suppress(OSError):
+            while True:
+                data, descriptors, _, _ = socket.recv_fds(source, 1 << 16, 1)
+                if not data:
+                    return
+                if descriptors:
+                    socket.send_fds(target, [data], descriptors)
+                    os.close(descriptors[0])
+                else:
+                    target.sendall(data)
+
+    def cut(self):
+        """Close all connections; no new ones are accepted."""
+        for end in [self._listener, *self._ends]:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+
+def test_blocks_of_a_process_that_lost_its_connection_are_not_overwritten(
+    fake, serve_hbm, tmp_path, eventually
+):
+    node, engine = serve_hbm(), Engine(fake)
+    wire = Wire(tmp_path / "wire.sock", node.socket)
+    store = cascadekv.connect(tmp_path / "wire.sock", gpu=engine.gpu)
+    assert save(engine, store, [0], [1]) == 1
+    views = store.view(keys_of([0]))
+    assert leases_of(node) == 1
+    wire.cut()
+    eventually(lambda: store.lookup_prefix(keys_of([0])).blocks == 0)
+    print("A", leases_of(node), run("status", "--json", "--socket", str(node.socket)).stdout[-1500:])
+    with cascadekv.connect(node.socket, gpu=engine.gpu) as other:
+        other.delete(keys_of([0]))
+        # More than fits: every block that may be overwritten is.
+        for first in range(100, 140, 4):
+            put_and_get(other, range(first, first + 4))
+    views.start_scatter(engine.memory, [5], after=engine.gpu.mark(engine.stream)).wait(
+        timeout=LIMIT_S
+    )
+    assert engine.page(5) == block_of(0)
+    views.release()
+    store.close()
 
 
 PEER = """

@@ -6,12 +6,13 @@
 mod fake;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use cascade_device::{
-    Context, Copier, CudaError, CudaImporter, CudaMemory, CudaMemoryConfig, DeviceAllocation,
+    Context, Copier, Copy, CudaError, CudaImporter, CudaMemory, CudaMemoryConfig, DeviceAllocation,
     ForeignMemory, Fragment, Slabs, Transfer,
 };
-use cascade_memory::{DeviceMemory as _, Pool, SlabMut};
+use cascade_memory::{DeviceError, DeviceMemory, Pool, SlabMut};
 use cascade_runtime::SystemClock;
 
 use fake::{
@@ -162,6 +163,87 @@ fn other_pools_and_other_devices_are_refused() {
         let refused = copier.submit_transfer(transfer, None);
         assert!(matches!(refused, Err(CudaError::Outside { .. })), "{refused:?}");
     }
+}
+
+/// Memory that begins in a pool and ends outside of it.
+#[derive(Debug)]
+struct Beyond(Arc<CudaMemory>);
+
+impl DeviceMemory for Beyond {
+    fn base(&self) -> u64 {
+        self.0.base() + (self.0.bytes() - 4096) as u64
+    }
+
+    fn bytes(&self) -> usize {
+        MIB
+    }
+
+    fn copy_in(&self, _: usize, _: &[u8]) -> Result<(), DeviceError> {
+        Err(DeviceError::Lost)
+    }
+
+    fn copy_out(&self, _: usize, _: &mut [u8]) -> Result<(), DeviceError> {
+        Err(DeviceError::Lost)
+    }
+
+    fn zero(&self, _: usize, _: usize) -> Result<(), DeviceError> {
+        Err(DeviceError::Lost)
+    }
+}
+
+#[test]
+fn no_copy_leaves_the_memory() {
+    if !is_child("no_copy_leaves_the_memory", &[]) {
+        return;
+    }
+    let sides = Sides::new();
+    let copier = Copier::for_device_pool(&sides.context, &sides.client).unwrap();
+    let pool = Pool::of_device(Arc::new(Beyond(Arc::clone(&sides.client)))).unwrap();
+    let slab = pool.allocate(MIB / 2).unwrap();
+    assert!(slab.offset() < 4096, "it begins in the other pool");
+    let mut transfer = sides.transfer(Slabs::ToDevicePool(vec![slab]));
+    transfer.fragments.truncate(1);
+    let refused = copier.submit_transfer(transfer, None);
+    assert!(matches!(refused, Err(CudaError::OtherPool)), "{refused:?}");
+    let last = sides.owner.bytes() - 1;
+    let copies = || ["cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2"].map(count);
+    let before = copies();
+    sides.owner.copy_in(last, &[1; 2]).unwrap_err();
+    sides.owner.copy_out(last, &mut [1; 2]).unwrap_err();
+    assert_eq!(copies(), before, "the driver is not asked");
+    sides.owner.copy_in(last, &[1]).unwrap();
+}
+
+/// Without the wait, the kernel saves what was on the pages before.
+#[test]
+fn the_kernel_waits_for_what_writes_the_pages() {
+    if !is_child("the_kernel_waits_for_what_writes_the_pages", &[]) {
+        return;
+    }
+    let sides = Sides::new();
+    let pool = sides.pool();
+    let copier = Copier::for_device_pool_by_kernel(&sides.context, &sides.client).unwrap();
+    let host = fake::pool(4 * MIB);
+    let writer = fake::registered(&sides.context, &host, MIB);
+    let writer = Copier::new(&sides.context, writer).unwrap();
+    hold("cuMemcpyHtoDAsync_v2");
+    let bytes = pattern(9, LENGTHS[0] + LENGTHS[1]);
+    let target = fake::piece(&sides.pages, FIRST, bytes.len());
+    let copy = Copy::ToDevice { source: fake::slab(&host, &bytes), target };
+    let mut written = writer.submit(vec![copy], None).unwrap();
+    let after = writer.stream().record().unwrap();
+    let saves = sides.transfer(Slabs::ToDevicePool(slabs(&pool)));
+    let mut saved = copier.submit_transfer(saves, Some(&after)).unwrap();
+    // What does not wait is over by now.
+    std::thread::park_timeout(Duration::from_millis(100));
+    assert!(!saved.is_over().unwrap());
+    release();
+    written.wait(soon()).unwrap();
+    let saved = saved.wait(soon()).unwrap().unwrap();
+    let Slabs::ToDevicePool(targets) = saved.slabs else { panic!("{:?}", saved.slabs) };
+    let mut found = vec![0; LENGTHS[1]];
+    sides.owner.copy_out(targets[1].offset(), &mut found).unwrap();
+    assert!(found == bytes[LENGTHS[0]..]);
 }
 
 #[test]

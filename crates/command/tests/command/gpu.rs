@@ -202,7 +202,8 @@ fn a_wrong_kernel_is_found_and_not_measured() {
 fn wrong_bytes_of_a_row_are_a_failure() {
     for way in ["staged", "mapped"] {
         let wrong = [("FAKE_CUDA_SPOIL_LENGTH", "262144")];
-        let (output, figures) = bench_fake(&["--without-hbm", "--only", &format!("/x16/{way}")], &wrong);
+        let (output, figures) =
+            bench_fake(&["--without-hbm", "--only", &format!("/x16/{way}")], &wrong);
         assert_eq!(output.status.code(), Some(1));
         let message = stderr(&output);
         let wrong = format!("to-device/256KiB/x16/{way}: WRONG BYTES in fragment");

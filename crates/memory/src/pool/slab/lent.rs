@@ -149,7 +149,7 @@ mod tests {
     use cascade_runtime::LeafMutex;
 
     use super::*;
-    use crate::{HugePages, Pool, PoolConfig};
+    use crate::{FakeDevice, HugePages, Pool, PoolConfig};
 
     #[derive(Debug, Default)]
     struct RecordedReleases(LeafMutex<Vec<u64>>);
@@ -191,6 +191,15 @@ mod tests {
         assert!(there.host().expect("host memory").iter().all(|byte| *byte == 43));
         drop(here.sealed(8, there.offset(), 5000));
         assert_eq!(*lender.0.lock().expect("not poisoned"), [8]);
+    }
+
+    #[test]
+    fn nothing_is_written_outside_a_pool_on_a_device() {
+        let (device, lender) = (FakeDevice::new(1 << 20), Arc::new(RecordedReleases::default()));
+        let here = Attachment::of_device(device, true, lender);
+        assert!(here.fill((1 << 20) - 1, &[1]).expect("the device works"));
+        assert!(!here.fill((1 << 20) - 1, &[1; 2]).expect("the device is not asked"));
+        assert!(!here.fill(usize::MAX, &[1]).expect("the device is not asked"));
     }
 
     #[test]
