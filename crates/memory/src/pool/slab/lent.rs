@@ -195,8 +195,8 @@ mod tests {
 
     #[test]
     fn nothing_is_written_outside_a_pool_on_a_device() {
-        let (device, lender) = (FakeDevice::new(1 << 20), Arc::new(RecordedReleases::default()));
-        let here = Attachment::of_device(device, true, lender);
+        let device = FakeDevice::new(1 << 20).expect("a MiB is there");
+        let here = Attachment::of_device(device, true, Arc::new(RecordedReleases::default()));
         assert!(here.fill((1 << 20) - 1, &[1]).expect("the device works"));
         assert!(!here.fill((1 << 20) - 1, &[1; 2]).expect("the device is not asked"));
         assert!(!here.fill(usize::MAX, &[1]).expect("the device is not asked"));
