@@ -25,6 +25,9 @@ const LENGTHS: [usize; 6] = [1, 100, 4095, 4096, 70_001, MIB + 3];
 /// The first page begins here, so that pages and blocks differ in their alignment.
 const FIRST: usize = 7;
 
+/// Makes a copier for a pool.
+type Make = fn(&Arc<Context>, &Arc<CudaMemory>) -> Result<Copier, CudaError>;
+
 /// Memory that was exported and mapped again, and pages.
 struct Sides {
     context: Arc<Context>,
@@ -141,8 +144,7 @@ fn other_pools_and_other_devices_are_refused() {
         return;
     }
     let (sides, second) = (Sides::new(), context_on(1));
-    let make: [fn(&Arc<Context>, &Arc<CudaMemory>) -> Result<Copier, CudaError>; 2] =
-        [Copier::for_device_pool, Copier::for_device_pool_by_kernel];
+    let make: [Make; 2] = [Copier::for_device_pool, Copier::for_device_pool_by_kernel];
     for make in make {
         let refused = make(&second, &sides.client);
         assert!(matches!(refused, Err(CudaError::OtherPool)), "{refused:?}");
