@@ -319,7 +319,8 @@ impl Copier {
         // SAFETY: the flight holds both sides of each copy until it is over.
         unsafe { inner.batcher.start(stream, &mut plan.batch) }?;
         if let Some(ways) = ways {
-            let route = Route { pool: &inner.pool, main: stream, batcher: &inner.batcher };
+            let pool = inner.pool.host().ok().map(|pool| &**pool);
+            let route = Route { pool, main: stream, batcher: &inner.batcher };
             // SAFETY: as above, and the flight holds the loan.
             unsafe { ways.start(&route, &plan.kernels, loan) }?;
         }

@@ -21,7 +21,7 @@ use crate::event::Event;
 use crate::functions::Address;
 use crate::kernel::{BLOCKS, BLOCKS_ON_DEVICE, Kernel, List};
 use crate::plan::{Direction, PlannedCopy, Slice, Way};
-use crate::pool_side::PoolSide;
+use crate::registered::RegisteredPool;
 use crate::stream::Stream;
 
 /// A buffer on the device, and how many there are: while one is filled, another is emptied.
@@ -72,7 +72,8 @@ impl Launch {
 /// Where the driver's own copies of a slice go.
 #[derive(Debug)]
 pub(crate) struct Route<'a> {
-    pub(crate) pool: &'a PoolSide,
+    /// None if the pool is on a device: then nothing is staged.
+    pub(crate) pool: Option<&'a RegisteredPool>,
     pub(crate) main: &'a Stream,
     pub(crate) batcher: &'a Batcher,
 }
@@ -259,12 +260,12 @@ impl Ways {
         loan: &mut Loan,
     ) -> Result<(), CudaError> {
         let base = buffer.memory.base();
+        let pool = route.pool.ok_or(CudaError::OtherPool)?;
         let mut batch = Batch::default();
         for run in &slice.runs {
             let end = run.address + run.bytes as Address;
             assert!(end <= SLICE_BYTES as Address, "a plan keeps to its limits");
-            let (buffered, host) =
-                (base + run.address, route.pool.host()?.host_address(run.offset));
+            let (buffered, host) = (base + run.address, pool.host_address(run.offset));
             match direction {
                 Direction::ToDevice => batch.push(Sides::ToDevice, buffered, host, run.bytes),
                 Direction::ToHost => batch.push(Sides::ToHost, host, buffered, run.bytes),

@@ -55,12 +55,12 @@ fn frame(welcome: Welcome) -> Vec<u8> {
 }
 
 /// Answers the first call of a connection with these bytes and this descriptor.
-fn answer(stream: &mut UnixStream, message: &[u8], descriptor: Option<OwnedFd>) {
+fn answer(stream: &mut UnixStream, message: &[u8], descriptor: Option<&OwnedFd>) {
     // The hello is one write of less than this.
     assert!(stream.read(&mut [0; 4096]).unwrap() > 0);
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
-    let descriptor = descriptor.as_ref().map(|descriptor| [descriptor.as_fd()]);
+    let descriptor = descriptor.map(|descriptor| [descriptor.as_fd()]);
     if let Some(descriptor) = &descriptor {
         assert!(control.push(SendAncillaryMessage::ScmRights(descriptor)));
     }
@@ -77,7 +77,9 @@ fn connect(
     importer: &Arc<CudaImporter>,
 ) -> Result<Client, StoreError> {
     std::thread::scope(|scope| {
-        scope.spawn(|| answer(&mut listener.accept().unwrap().0, message, descriptor));
+        scope.spawn(move || {
+            answer(&mut listener.accept().unwrap().0, message, descriptor.as_ref());
+        });
         let devices = Some(Arc::clone(importer) as Arc<dyn DeviceImporter>);
         let timeout = Duration::from_secs(30);
         Client::connect(ConnectOptions { devices, timeout, ..ConnectOptions::new(socket) })
