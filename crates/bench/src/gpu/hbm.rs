@@ -1,5 +1,5 @@
-//! The memory tier of a GPU: copies between pages and a pool that is mapped as clients of a node map
-//! it, in the memory of the same GPU or of another one.
+//! The memory tier of a GPU: copies between pages and a pool that is mapped as that of a node,
+//! in the memory of the same GPU or of another one.
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -32,10 +32,11 @@ registration/ is the first touch of the same memory. cpu/ is processor time of t
 Every byte that was copied is compared, outside of the measured time.
 
 hbm/ copies blocks between pages and a pool that is exported and mapped, as those of a node, in the
-memory of this GPU; hbm-peer/ in that of another one that it can access. Ways: direct (the driver, in
-batches), single (a call of it for each block), mapped (our kernel). A byte counts once, though it is
-read and written. The limit is one plain copy of 1 GiB between both memories: plain/on-device,
-plain/to-peer, plain/from-peer. x1 is the time of one block, from the submission until it is done.
+memory of this GPU; hbm-peer/ in that of another one that it can access. Ways: direct (the driver,
+in batches), single (a call of it for each block), mapped (our kernel). A byte counts once, though
+it is read and written. The limit is one plain copy of 1 GiB between both memories:
+plain/on-device, plain/to-peer, plain/from-peer. x1 is the time of one block, from the submission
+until it is done.
 
 kernel-check/ copies fragments of all lengths to 4 KiB and some longer ones, at all alignments, and
 compares each byte. After a wrong one, nothing else is measured with the kernel.
