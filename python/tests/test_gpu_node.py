@@ -43,8 +43,15 @@ def gpu_node(node):
 
 
 def wait_for(eventually, node, state):
-    eventually(lambda: gpu_node(node)["state"] == state)
-    return gpu_node(node)
+    """Wait for a state and return the status that has it: a failed node starts again."""
+    seen = []
+
+    def is_there():
+        seen[:] = [gpu_node(node)]
+        return seen[0]["state"] == state
+
+    eventually(is_there)
+    return seen[0]
 
 
 def has_ended(pid):

@@ -13,6 +13,7 @@ const LAYERS: &[(&str, &str)] = &[
     // Tests load it at run time.
     ("device-fake", "runtime"),
     ("tier", "block memory runtime"),
+    ("transport", "block memory runtime"),
     ("disk", "block memory runtime tier"),
     ("wire", "block tier"),
     ("store", "block disk memory runtime tier"),

@@ -33,7 +33,8 @@ pub struct HostRegion {
 }
 
 impl HostRegion {
-    pub(crate) fn map(config: &PoolConfig) -> Result<Self, MemoryError> {
+    /// Maps anonymous memory that other processes can map too.
+    pub fn map(config: &PoolConfig) -> Result<Self, MemoryError> {
         let bytes = config.capacity_bytes;
         if bytes == 0 {
             return Err(MemoryError::Empty);

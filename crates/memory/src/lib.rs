@@ -15,6 +15,7 @@ mod magazine;
 mod mapping;
 mod named;
 mod pages;
+mod peer_region;
 mod pool;
 mod process_mark;
 mod region;
@@ -32,6 +33,7 @@ pub use error::MemoryError;
 pub use host_region::HostRegion;
 pub use named::{IdlePoolFiles, PoolFiles};
 pub use pages::{HugePages, PageReport, PageSource};
+pub use peer_region::PeerRegion;
 pub use pool::{
     Attachment, BackingMemory, DIRECT_ALIGN, HostSlab, HostSlabMut, Lender, Pool, PoolStats, Slab,
     SlabMut, WipeReport,

@@ -1,19 +1,12 @@
 //! A node's pool, mapped in a worker process. Its slabs are lent; dropping one releases its hold.
 
 use std::fmt;
-use std::fs::File;
-use std::io;
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use rustix::fs::fstat;
-use rustix::mm::ProtFlags;
-
 use crate::copy::copy_in;
-use crate::fault::Watch;
-use crate::mapping::Mapping;
-use crate::{DeviceError, DeviceMemory, MemoryError, Slab, SlabMut};
+use crate::{DeviceError, DeviceMemory, MemoryError, PeerRegion, Slab, SlabMut};
 
 /// Releases holds of slabs that are no longer used here. Called from any thread that drops a slab.
 pub trait Lender: Send + Sync + fmt::Debug {
@@ -32,11 +25,7 @@ pub struct Attachment {
 
 #[derive(Debug)]
 enum Memory {
-    Host {
-        mapping: Mapping,
-        /// Other processes of the user may truncate a named pool.
-        _watch: Watch,
-    },
+    Host(PeerRegion),
     Device(Arc<dyn DeviceMemory>),
 }
 
@@ -48,22 +37,10 @@ impl Attachment {
         is_writable: bool,
         lender: Arc<dyn Lender>,
     ) -> Result<Arc<Self>, MemoryError> {
-        let refused = |source: io::Error| MemoryError::Map { bytes, source };
-        let actual = fstat(&file).map_err(|error| refused(error.into()))?.st_size;
-        // A mapping beyond the end of the file would raise SIGBUS when it is read.
-        if usize::try_from(actual).ok() != Some(bytes) || bytes == 0 {
-            let text = format!("the file is {actual} bytes long");
-            return Err(refused(io::Error::new(io::ErrorKind::InvalidData, text)));
-        }
-        let write = if is_writable { ProtFlags::WRITE } else { ProtFlags::empty() };
-        let mut mapping =
-            Mapping::of_file(&file, bytes, ProtFlags::READ | write).map_err(refused)?;
+        let mut region = PeerRegion::map(file, bytes, is_writable)?;
         // A forked child has no holds: the node would overwrite what it reads with other blocks.
-        mapping.exclude_from_children().map_err(refused)?;
-        let watch = Watch::over(mapping.base().as_ptr().addr(), bytes).map_err(refused)?;
-        // The mapping keeps the memory, so the descriptor is not needed any more.
-        drop(File::from(file));
-        let memory = Memory::Host { mapping, _watch: watch };
+        region.exclude_from_children()?;
+        let memory = Memory::Host(region);
         Ok(Arc::new(Self { memory, is_writable, lender }))
     }
 
@@ -79,7 +56,7 @@ impl Attachment {
     /// Length of the pool.
     pub fn bytes(&self) -> usize {
         match &self.memory {
-            Memory::Host { mapping, .. } => mapping.bytes(),
+            Memory::Host(region) => region.bytes(),
             Memory::Device(device) => device.bytes(),
         }
     }
@@ -87,7 +64,7 @@ impl Attachment {
     /// The device's memory, if the pool is in that of a device.
     pub fn device(&self) -> Option<&Arc<dyn DeviceMemory>> {
         match &self.memory {
-            Memory::Host { .. } => None,
+            Memory::Host(_) => None,
             Memory::Device(device) => Some(device),
         }
     }
@@ -113,7 +90,7 @@ impl Attachment {
             return Ok(false);
         }
         let base = match &self.memory {
-            Memory::Host { mapping, .. } => mapping.base(),
+            Memory::Host(region) => region.base(),
             Memory::Device(device) => return device.copy_in(offset, bytes).map(|()| true),
         };
         // SAFETY: the piece lies inside the mapping, which `self` keeps until it is dropped.
@@ -134,7 +111,7 @@ impl Attachment {
     /// The first byte, if the pool is in host memory.
     pub(crate) fn base(&self) -> Option<NonNull<u8>> {
         match &self.memory {
-            Memory::Host { mapping, .. } => Some(mapping.base()),
+            Memory::Host(region) => Some(region.base()),
             Memory::Device(_) => None,
         }
     }

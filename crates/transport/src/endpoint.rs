@@ -1,0 +1,269 @@
+//! An endpoint: the regions, notices and connections of one process.
+
+use std::fmt;
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use cascade_runtime::{Deadline, fill_random};
+
+use crate::TransportError;
+use crate::connection::Connection;
+use crate::limits::{GEOMETRY_BYTES_MAX, Limits, NAME_BYTES_MAX};
+use crate::notice::{Notice, Notices};
+use crate::piece::RegionId;
+use crate::region::Region;
+use crate::regions::Regions;
+use crate::shm::ShmConnection;
+use crate::stream::{Accepting, Socket, StreamConnection, listen_tcp, listen_unix};
+use crate::wire::OfferedRegion;
+
+/// The shortest token: a shorter one could be guessed.
+const TOKEN_BYTES_MIN: usize = 16;
+
+/// Identifies an endpoint: random, new for each.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct EndpointId(pub [u8; 16]);
+
+impl fmt::Debug for EndpointId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl fmt::Display for EndpointId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+/// Checks the geometry of a peer; an error is the reason of the refusal.
+pub type GeometryCheck = dyn Fn(&[u8]) -> Result<(), String> + Send + Sync;
+
+/// What an endpoint says of itself, and whom it admits.
+#[derive(Clone)]
+pub struct EndpointConfig {
+    /// Its name in the errors of its peers.
+    pub name: String,
+    /// What its regions hold, in the words of the program; at most 64 KiB. Peers check it.
+    pub geometry: Vec<u8>,
+    /// Checks the geometry of each peer.
+    pub accepts: Arc<GeometryCheck>,
+    /// Both sides must know it, if one has it. At least 16 bytes. It is not sent, and it does not
+    /// protect the bytes that are moved from somebody who can read or change the network.
+    pub token: Option<Vec<u8>>,
+    /// Limits.
+    pub limits: Limits,
+}
+
+impl Default for EndpointConfig {
+    fn default() -> Self {
+        Self {
+            name: "cascade".to_owned(),
+            geometry: vec![],
+            accepts: Arc::new(|_| Ok(())),
+            token: None,
+            limits: Limits::default(),
+        }
+    }
+}
+
+impl fmt::Debug for EndpointConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("EndpointConfig")
+            .field("name", &self.name)
+            .field("has_token", &self.token.is_some())
+            .field("limits", &self.limits)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A peer, as it introduced itself.
+#[derive(Debug, Clone)]
+pub struct Peer {
+    /// Its endpoint.
+    pub id: EndpointId,
+    /// Its name.
+    pub name: String,
+    /// Its address.
+    pub address: String,
+    /// What its regions hold.
+    pub geometry: Arc<[u8]>,
+    /// Its regions when the connection was made.
+    pub regions: Arc<Vec<OfferedRegion>>,
+}
+
+/// What the threads of an endpoint share.
+#[derive(Debug)]
+pub(crate) struct EndpointState {
+    pub(crate) id: EndpointId,
+    pub(crate) config: EndpointConfig,
+    pub(crate) regions: Regions,
+    pub(crate) notices: Notices,
+}
+
+/// One process's side of all its connections.
+#[derive(Debug, Clone)]
+pub struct Endpoint(Arc<EndpointState>);
+
+impl Endpoint {
+    /// Makes an endpoint without regions.
+    ///
+    /// # Errors
+    /// If a value of the configuration is beyond its limit.
+    pub fn new(config: EndpointConfig) -> Result<Self, TransportError> {
+        let limits = [
+            ("the geometry of an endpoint", config.geometry.len(), GEOMETRY_BYTES_MAX),
+            ("the name of an endpoint", config.name.len(), NAME_BYTES_MAX),
+        ];
+        for (what, value, limit) in limits {
+            if value > limit {
+                return Err(TransportError::TooLarge { what, value, limit });
+            }
+        }
+        if config.token.as_ref().is_some_and(|token| token.len() < TOKEN_BYTES_MIN) {
+            let text = format!("a token has at least {TOKEN_BYTES_MIN} bytes");
+            return Err(TransportError::Unavailable(text));
+        }
+        let mut id = [0; 16];
+        fill_random(&mut id)
+            .map_err(|error| TransportError::Unavailable(format!("no random bytes: {error}")))?;
+        let notices = Notices::new(config.limits.notices_max);
+        let regions = Regions::default();
+        Ok(Self(Arc::new(EndpointState { id: EndpointId(id), config, regions, notices })))
+    }
+
+    /// Its ID.
+    pub fn id(&self) -> EndpointId {
+        self.0.id
+    }
+
+    /// Makes a region known to batches of this process, and to peers as far as its access says.
+    /// Peers that are connected already see it too.
+    pub fn register(&self, region: Region) -> Result<RegionId, TransportError> {
+        self.0.regions.register(region)
+    }
+
+    /// Removes a region and waits until no batch uses it. Its memory is then given back.
+    ///
+    /// # Errors
+    /// [`TransportError::InUse`] if a batch still uses it at the deadline. New batches cannot, and
+    /// its memory is given back when the last one ends.
+    pub fn unregister(&self, id: RegionId, deadline: Deadline) -> Result<(), TransportError> {
+        self.0.regions.unregister(id, deadline)
+    }
+
+    /// Copies bytes into a registered region.
+    pub fn fill(&self, id: RegionId, offset: u64, bytes: &[u8]) -> Result<(), TransportError> {
+        let snapshot = self.0.regions.snapshot();
+        let filled = snapshot.region(id).and_then(|region| region.fill(offset, bytes));
+        filled.map_err(|refusal| TransportError::Local { piece: 0, region: id, refusal })
+    }
+
+    /// Copies bytes out of a registered region.
+    pub fn fetch(&self, id: RegionId, offset: u64, into: &mut [u8]) -> Result<(), TransportError> {
+        let snapshot = self.0.regions.snapshot();
+        let fetched = snapshot.region(id).and_then(|region| region.fetch(offset, into));
+        fetched.map_err(|refusal| TransportError::Local { piece: 0, region: id, refusal })
+    }
+
+    /// The oldest notice of a peer, unless none arrives by the deadline.
+    pub fn next_notice(&self, deadline: Deadline) -> Option<Notice> {
+        self.0.notices.next(deadline)
+    }
+
+    /// Listens on a TCP address; port 0 takes a free one.
+    ///
+    /// # Errors
+    /// If the address is taken, or is reachable from other hosts and there is no token.
+    pub fn listen_tcp(&self, address: SocketAddr) -> Result<Listener, TransportError> {
+        if !address.ip().is_loopback() && self.0.config.token.is_none() {
+            return Err(TransportError::Listen {
+                address: address.to_string(),
+                reason: "other hosts can reach this address: configure a token, or listen on \
+                         127.0.0.1"
+                    .to_owned(),
+            });
+        }
+        let (accepting, address) = listen_tcp(&self.0, address)?;
+        Ok(Listener { accepting, tcp: Some(address), unix: None })
+    }
+
+    /// Listens on a Unix socket, which only this user can connect to.
+    ///
+    /// # Errors
+    /// If the file exists or cannot be made.
+    pub fn listen_unix(&self, path: &Path) -> Result<Listener, TransportError> {
+        let accepting = listen_unix(&self.0, path)?;
+        Ok(Listener { accepting, tcp: None, unix: Some(path.to_owned()) })
+    }
+
+    /// Connects to the TCP port of a peer: `HOST:PORT`.
+    pub fn connect_tcp(
+        &self,
+        address: impl ToSocketAddrs + fmt::Display,
+        deadline: Deadline,
+    ) -> Result<Arc<dyn Connection>, TransportError> {
+        let name = address.to_string();
+        let refused = |source| TransportError::Connect { peer: name.clone(), source };
+        let addresses = address.to_socket_addrs().map_err(|error| refused(Arc::new(error)))?;
+        let none = || std::io::Error::other("the name has no address");
+        let mut last = refused(Arc::new(none()));
+        for address in addresses {
+            match Socket::connect_tcp(address, deadline) {
+                Ok(socket) => {
+                    let connection = StreamConnection::open(socket, &self.0, deadline)?;
+                    return Ok(Arc::new(connection));
+                }
+                Err(error) => last = error,
+            }
+        }
+        Err(last)
+    }
+
+    /// Connects to the Unix socket of a peer on this host. Regions that the peer allocated as
+    /// shared memory are mapped, others are copied through the socket.
+    pub fn connect_unix(
+        &self,
+        path: &Path,
+        deadline: Deadline,
+    ) -> Result<Arc<dyn Connection>, TransportError> {
+        let stream = StreamConnection::open(Socket::connect_unix(path)?, &self.0, deadline)?;
+        Ok(Arc::new(ShmConnection::new(stream)))
+    }
+}
+
+/// Accepts peers until it is dropped, which ends their connections too.
+#[derive(Debug)]
+pub struct Listener {
+    accepting: Accepting,
+    tcp: Option<SocketAddr>,
+    unix: Option<PathBuf>,
+}
+
+impl Listener {
+    /// The address of a TCP port.
+    pub fn tcp_address(&self) -> Option<SocketAddr> {
+        self.tcp
+    }
+
+    /// Ends all connections that were accepted, and accepts no more.
+    pub fn stop(&self) {
+        self.accepting.stop();
+    }
+
+    /// Peers that are connected now.
+    pub fn peer_count(&self) -> usize {
+        self.accepting.peer_count()
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        self.accepting.stop();
+        if let Some(path) = &self.unix {
+            // A file that somebody removed is gone as it should be.
+            drop(std::fs::remove_file(path));
+        }
+    }
+}

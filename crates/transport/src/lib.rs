@@ -1,0 +1,30 @@
+//! Moves bytes between the memory of processes: batches of pieces between registered regions.
+//!
+//! An [`Endpoint`] registers the [`Region`]s of its process, listens, and connects to peers. A
+//! [`Connection`] posts a [`Batch`] of pieces, each from a place in a local region to a place in a
+//! region of the peer or back, and returns a [`Ticket`] that waits for its end. `tcp` moves bytes
+//! between hosts; `shm` maps the peer's memory and copies. Every wait has a deadline.
+#![warn(clippy::disallowed_types)]
+
+mod connection;
+mod endpoint;
+mod error;
+mod limits;
+mod notice;
+mod piece;
+mod proof;
+mod region;
+mod regions;
+mod shm;
+mod stream;
+
+pub mod conformance;
+pub mod wire;
+
+pub use connection::{Batch, Completion, Connection, Ticket};
+pub use endpoint::{Endpoint, EndpointConfig, EndpointId, GeometryCheck, Listener, Peer};
+pub use error::{Refusal, TransportError};
+pub use limits::Limits;
+pub use notice::Notice;
+pub use piece::{Direction, Piece, Place, RegionId, plan};
+pub use region::{Access, Region};

@@ -1,0 +1,48 @@
+//! The limits of the protocol and of an endpoint.
+
+use std::time::Duration;
+
+/// The longest piece that a frame carries. The checksum of a piece is computed while its bytes are
+/// in the cache of the core that copied them.
+pub(crate) const PIECE_BYTES_MAX: u64 = 256 << 10;
+/// Bytes of payload at which a frame ends. A batch is cancelled and times out between frames.
+pub(crate) const FRAME_BYTES_MAX: u64 = 8 << 20;
+/// Payload of one system call. It stays in a core's cache between its copy and its checksum.
+pub(crate) const CHUNK_BYTES: usize = 256 << 10;
+/// Pieces of one frame.
+pub(crate) const FRAME_PIECES_MAX: usize = 8192;
+/// Bytes of a notice.
+pub(crate) const NOTICE_BYTES_MAX: usize = 4096;
+/// Bytes of the geometry in a hello.
+pub(crate) const GEOMETRY_BYTES_MAX: usize = 64 << 10;
+/// Bytes of a name in a hello.
+pub(crate) const NAME_BYTES_MAX: usize = 256;
+/// Regions of one endpoint, removed ones included.
+pub(crate) const REGIONS_MAX: usize = 65_536;
+/// Frames of one connection that wait for an answer.
+pub(crate) const FRAMES_IN_FLIGHT_MAX: usize = 64;
+
+/// Limits of an endpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// Peers that may be connected at a time. Default: 1024.
+    pub peers_max: usize,
+    /// Time for the handshake of a new connection. Default: 5 s.
+    pub handshake_timeout: Duration,
+    /// A connection ends when a started frame makes no progress for this time. Default: 10 s.
+    pub stall_timeout: Duration,
+    /// Notices that wait for [`crate::Endpoint::next_notice`]. When they are full, batches with a
+    /// notice are refused with [`crate::Refusal::Busy`]. Default: 65,536.
+    pub notices_max: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            peers_max: 1024,
+            handshake_timeout: Duration::from_secs(5),
+            stall_timeout: Duration::from_secs(10),
+            notices_max: 65_536,
+        }
+    }
+}

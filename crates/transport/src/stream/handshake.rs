@@ -1,0 +1,201 @@
+//! The handshake: versions, token, geometry and regions, before the first frame.
+
+use std::sync::Arc;
+
+use cascade_runtime::{Deadline, SystemClock, fill_random};
+
+use super::socket::{Patience, Socket};
+use crate::TransportError;
+use crate::endpoint::{EndpointId, EndpointState, Peer};
+use crate::limits::Limits;
+use crate::proof::{Side, is_proven, prove};
+use crate::region::Span;
+use crate::wire::{
+    Challenge, HEADER_BYTES, Header, Hello, Kind, OfferedRegion, VERSION, VERSION_MIN, Welcome,
+};
+
+/// Sends one message of the handshake.
+fn send(
+    socket: &Socket,
+    kind: Kind,
+    body: &[u8],
+    patience: Patience,
+) -> Result<(), TransportError> {
+    let header = Header::new(kind, 0).with_body(body).to_bytes();
+    socket.send(&mut [Span::of_bytes(&header), Span::of_bytes(body)], patience)
+}
+
+/// Receives one message of the handshake and its body.
+fn receive(socket: &Socket, patience: Patience) -> Result<(Kind, Vec<u8>), TransportError> {
+    let mut bytes = [0; HEADER_BYTES];
+    socket.receive(&mut [Span::of_buffer(&mut bytes)], patience)?;
+    let invalid = |error| TransportError::Handshake {
+        peer: socket.peer().to_owned(),
+        reason: format!("{error}"),
+    };
+    let header = Header::parse(&bytes).map_err(invalid)?;
+    let mut body = vec![0; header.body_bytes as usize];
+    socket.receive(&mut [Span::of_buffer(&mut body)], patience)?;
+    if cascade_block::checksum(&body) != header.body_checksum {
+        return Err(invalid(crate::wire::WireError::Checksum("body")));
+    }
+    Ok((header.kind, body))
+}
+
+fn refusal(socket: &Socket, reason: impl Into<String>) -> TransportError {
+    TransportError::Handshake { peer: socket.peer().to_owned(), reason: reason.into() }
+}
+
+/// A message of this kind, or the peer's reason for its refusal.
+fn expect(socket: &Socket, kind: Kind, patience: Patience) -> Result<Vec<u8>, TransportError> {
+    let (received, body) = receive(socket, patience)?;
+    match received {
+        _ if received == kind => Ok(body),
+        Kind::Refusal => {
+            let reason = String::from_utf8_lossy(&body);
+            let plain: String = reason.chars().filter(|it| !it.is_control()).take(500).collect();
+            Err(refusal(socket, plain))
+        }
+        _ => Err(refusal(socket, format!("it sent {received:?} instead of {kind:?}"))),
+    }
+}
+
+fn patience(limits: &Limits, deadline: Deadline) -> Patience {
+    Patience { deadline: Some(deadline), stall: limits.handshake_timeout }
+}
+
+fn nonce(socket: &Socket) -> Result<[u8; 32], TransportError> {
+    let mut nonce = [0; 32];
+    fill_random(&mut nonce).map_err(|error| refusal(socket, error.to_string()))?;
+    Ok(nonce)
+}
+
+/// Introduces this endpoint to the one that listens at the other end.
+pub(super) fn as_client(
+    socket: &Socket,
+    state: &EndpointState,
+    deadline: Deadline,
+) -> Result<Peer, TransportError> {
+    let patience = patience(&state.config.limits, deadline);
+    let hello = Hello {
+        version_min: VERSION_MIN,
+        version_max: VERSION,
+        capabilities: 0,
+        id: state.id.0,
+        nonce: nonce(socket)?,
+        name: state.config.name.clone(),
+        geometry: state.config.geometry.clone(),
+    };
+    let hello = hello.to_bytes();
+    send(socket, Kind::Hello, &hello, patience)?;
+    let body = expect(socket, Kind::Challenge, patience)?;
+    let invalid = |error| refusal(socket, format!("{error}"));
+    let challenge = Challenge::parse(&body).map_err(invalid)?;
+    if !(VERSION_MIN..=VERSION).contains(&challenge.version) {
+        let reason = format!("it chose version {}, which is not supported", challenge.version);
+        return Err(refusal(socket, reason));
+    }
+    let token = state.config.token.as_deref();
+    let proof = match (token, challenge.needs_token) {
+        (Some(token), true) => prove(token, Side::Client, &hello, &body),
+        (None, true) => return Err(refusal(socket, "it needs a token, and none is configured")),
+        // An endpoint with a token talks to no endpoint without: it could be anybody.
+        (Some(_), false) => return Err(refusal(socket, "it has no token, and this side has one")),
+        (None, false) => [0; 32],
+    };
+    send(socket, Kind::Proof, &proof, patience)?;
+    let welcome = Welcome::parse(&expect(socket, Kind::Welcome, patience)?).map_err(invalid)?;
+    if let Some(token) = token
+        && !is_proven(token, Side::Server, &hello, &body, &welcome.proof)
+    {
+        return Err(refusal(socket, "it does not know the token"));
+    }
+    let check = &state.config.accepts;
+    check(&welcome.geometry).map_err(|reason| refusal(socket, reason))?;
+    Ok(Peer {
+        id: EndpointId(challenge.id),
+        name: welcome.name,
+        address: socket.peer().to_owned(),
+        geometry: welcome.geometry.into(),
+        regions: Arc::new(welcome.regions),
+    })
+}
+
+/// Checks the endpoint that connected. A refusal is sent to it and returned.
+pub(super) fn as_server(
+    socket: &Socket,
+    state: &EndpointState,
+) -> Result<EndpointId, TransportError> {
+    let limits = &state.config.limits;
+    let patience = patience(limits, Deadline::after(&SystemClock, limits.handshake_timeout));
+    match admit(socket, state, patience) {
+        Err(TransportError::Handshake { peer, reason }) => {
+            // The peer may be gone; the refusal is what matters here.
+            drop(send(socket, Kind::Refusal, reason.as_bytes(), patience));
+            Err(TransportError::Handshake { peer, reason })
+        }
+        other => other,
+    }
+}
+
+fn admit(
+    socket: &Socket,
+    state: &EndpointState,
+    patience: Patience,
+) -> Result<EndpointId, TransportError> {
+    let invalid = |error| refusal(socket, format!("{error}"));
+    let hello_body = expect(socket, Kind::Hello, patience)?;
+    let hello = Hello::parse(&hello_body).map_err(invalid)?;
+    let version = hello.version_max.min(VERSION);
+    if version < hello.version_min.max(VERSION_MIN) {
+        let reason = format!(
+            "the versions {} to {} were offered, this endpoint has {VERSION_MIN} to {VERSION}",
+            hello.version_min, hello.version_max
+        );
+        return Err(refusal(socket, reason));
+    }
+    let token = state.config.token.as_deref();
+    let challenge = Challenge {
+        version,
+        capabilities: 0,
+        id: state.id.0,
+        nonce: nonce(socket)?,
+        needs_token: token.is_some(),
+    };
+    let challenge = challenge.to_bytes();
+    send(socket, Kind::Challenge, &challenge, patience)?;
+    let proof = expect(socket, Kind::Proof, patience)?;
+    let mut answer = [0; 32];
+    if let Some(token) = token {
+        if !is_proven(token, Side::Client, &hello_body, &challenge, &proof) {
+            return Err(refusal(socket, "the token is wrong"));
+        }
+        answer = prove(token, Side::Server, &hello_body, &challenge);
+    }
+    let check = &state.config.accepts;
+    check(&hello.geometry).map_err(|reason| refusal(socket, reason))?;
+    let welcome = Welcome {
+        proof: answer,
+        name: state.config.name.clone(),
+        geometry: state.config.geometry.clone(),
+        regions: offered(state),
+    };
+    send(socket, Kind::Welcome, &welcome.to_bytes(), patience)?;
+    Ok(EndpointId(hello.id))
+}
+
+/// The regions that peers may use.
+fn offered(state: &EndpointState) -> Vec<OfferedRegion> {
+    let snapshot = state.regions.snapshot();
+    let regions = snapshot.iter().filter(|(_, region)| {
+        let access = region.access();
+        access.read || access.write
+    });
+    let offer = |(id, region): (_, &crate::Region)| OfferedRegion {
+        id,
+        access: region.access(),
+        is_mappable: region.file().is_some(),
+        bytes: region.bytes() as u64,
+    };
+    regions.map(offer).collect()
+}
