@@ -2,6 +2,8 @@
 
 use serde::Serialize;
 
+use crate::transport::TransportRow;
+
 /// A figure, as in the JSON output.
 #[derive(Debug, Clone, Serialize)]
 pub struct Figure {
@@ -31,6 +33,9 @@ pub struct Figure {
     /// What the plan of the copies says, in figures of planned copies.
     #[serde(flatten)]
     pub planned: Option<Planned>,
+    /// The fields of a row of a transport.
+    #[serde(flatten)]
+    pub transport: Option<TransportRow>,
     /// The GPU that was measured, in figures of one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub device: Option<String>,
@@ -130,6 +135,7 @@ impl Figure {
             is_reached,
             detail: String::new(),
             planned: None,
+            transport: None,
             device: None,
             fake: None,
         }
@@ -138,6 +144,11 @@ impl Figure {
     /// The figure of a GPU.
     pub(super) fn on_device(self, device: &str, is_fake: bool) -> Self {
         Self { device: Some(device.to_owned()), fake: Some(is_fake), ..self }
+    }
+
+    /// The figure of a transport.
+    pub(super) fn of_transport(self, row: TransportRow) -> Self {
+        Self { transport: Some(row), ..self }
     }
 
     /// The figure with what is known of its worst sample. A row says it if the target was missed.

@@ -16,6 +16,7 @@ mod index;
 mod memory;
 pub mod node;
 mod restart;
+pub mod transport;
 
 use std::path::PathBuf;
 use std::time::Duration;

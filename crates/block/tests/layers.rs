@@ -21,7 +21,7 @@ const LAYERS: &[(&str, &str)] = &[
     ("node", "block device disk memory runtime store tier wire"),
     ("sim", "block disk memory runtime store tier"),
     ("replay", "block runtime store tier"),
-    ("bench", "block client device memory replay runtime store tier wire"),
+    ("bench", "block client device memory replay runtime store tier transport wire"),
     ("command", "bench block client disk node replay runtime sim store tier wire"),
     // What a worker loads: no node, no benchmark, no terminal, no HTTP client.
     ("python", "block client device memory runtime store tier"),

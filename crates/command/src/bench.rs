@@ -3,6 +3,7 @@
 mod eviction;
 mod gpu;
 mod shadow;
+mod transport;
 mod vllm;
 
 use std::path::{Path, PathBuf};
@@ -16,6 +17,7 @@ use clap::{Args, Subcommand};
 use crate::bench::eviction::EvictionArgs;
 use crate::bench::gpu::GpuArgs;
 use crate::bench::shadow::ShadowArgs;
+use crate::bench::transport::TransportArgs;
 use crate::bench::vllm::VllmArgs;
 use crate::{EXIT_OK, Failure, Screen, write_json};
 
@@ -31,11 +33,16 @@ pub(super) enum BenchVerb {
     Eviction(EvictionArgs),
     /// Compare the predictions of shadow caches with stores of those sizes.
     Shadow(ShadowArgs),
+    /// Measure moving blocks between processes: TCP and shared memory, beside their limits.
+    Transport(TransportArgs),
     /// Measure vLLM with the connector: time to first token with and without a hit.
     Vllm(Box<VllmArgs>),
     /// Run as a worker process of `bench node`: commands on stdin, reports on stdout.
     #[command(hide = true)]
     NodeWorker,
+    /// Run as the other process of `bench transport`.
+    #[command(hide = true)]
+    TransportTarget,
 }
 
 /// The measurements of an embedded store.
@@ -114,6 +121,13 @@ pub(super) fn run(args: &BenchVerb, screen: &mut Screen) -> Result<i32, Failure>
         BenchVerb::Eviction(args) => eviction::run(args, screen),
         BenchVerb::Shadow(args) => shadow::run(args, screen),
         BenchVerb::Vllm(args) => vllm::run(args, screen),
+        BenchVerb::Transport(args) => transport::run(args, screen),
+        BenchVerb::TransportTarget => {
+            let orders = std::io::stdin().lock();
+            cascade_bench::transport::run_target(orders, std::io::stdout().lock())
+                .map_err(|error| Failure::other("run as the target of a benchmark", error))?;
+            Ok(EXIT_OK)
+        }
         BenchVerb::NodeWorker => {
             let commands = std::io::stdin().lock();
             node::run_worker(commands, std::io::stdout().lock())

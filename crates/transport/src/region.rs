@@ -7,7 +7,7 @@ use std::fs::File;
 use std::ptr::{self, NonNull};
 
 use cascade_block::{Checksum, checksum};
-use cascade_memory::{HostRegion, HugePages, PoolConfig};
+use cascade_memory::{HostRegion, HugePages, PoolConfig, copy_in};
 
 use crate::{Refusal, TransportError};
 
@@ -205,11 +205,15 @@ impl Span {
         checksum(unsafe { std::slice::from_raw_parts(self.base(), self.bytes()) })
     }
 
-    /// Copies from a span of the same length.
+    /// Copies from a span of the same length, in another mapping.
     pub(crate) fn copy_from(self, source: Self) {
-        assert_eq!(self.bytes(), source.bytes(), "a piece has one length");
-        // SAFETY: as in `checksum`, for both spans; `copy` allows them to overlap.
-        unsafe { ptr::copy(source.base(), self.base(), self.bytes()) };
+        // SAFETY: the holder keeps the bytes mapped. By the contract of `Region::of_memory`, nobody
+        // writes the source and nobody else uses the target while a batch moves them. The two
+        // are in different mappings, so that they do not overlap.
+        let target = unsafe { std::slice::from_raw_parts_mut(self.base(), self.bytes()) };
+        // SAFETY: as above.
+        let source = unsafe { std::slice::from_raw_parts(source.base(), source.bytes()) };
+        copy_in(target, source);
     }
 }
 
