@@ -34,6 +34,9 @@ __all__ = [
     "StageCall",
     "StageCalls",
     "Store",
+    "TransportConnection",
+    "TransportEndpoint",
+    "TransportTicket",
     "View",
     "Views",
     "__version__",
@@ -772,3 +775,101 @@ def check_stage(make: Callable[[], Stage], /) -> None:
     `make` is called once for each check and returns a stage without records. Raises
     `AssertionError` that describes the first failed check.
     """
+
+@final
+class TransportEndpoint:
+    """One side of connections to other processes; `cascadekv.transfer` builds on it.
+
+    `geometry`, at most 64 KiB, is what peers learn of its regions. `accepts` is called with that of
+    each peer and returns `None`, or why the peer is refused. `token`, of at least 16 bytes, must be
+    known to both sides.
+    """
+
+    def __new__(
+        cls,
+        *,
+        name: str = ...,
+        geometry: bytes = ...,
+        accepts: Callable[[bytes], str | None] | None = None,
+        token: str | bytes | None = None,
+    ) -> Self: ...
+    @property
+    def id(self) -> bytes:
+        """16 random bytes."""
+    @property
+    def peer_count(self) -> int:
+        """Peers that are connected to the listeners."""
+    def register(self, memory: Buffer, *, access: Literal["local", "read", "write", "both"]) -> int:
+        """Register a writable buffer; return the number of its region.
+
+        `access` is what peers may do. The buffer stays exported until the region is unregistered.
+        """
+    def register_address(
+        self,
+        address: int,
+        length: int,
+        *,
+        access: Literal["local", "read", "write", "both"],
+        owner: object,
+    ) -> int:
+        """Register host memory at an address, which must stay mapped while `owner` lives."""
+    def unregister(self, region: int, *, timeout: _Duration) -> None:
+        """Remove a region and wait until no batch uses it; raises `BusyError` if one does."""
+    def listen(self, address: str) -> str:
+        """Listen on `IP:PORT` or `unix:PATH`; return the address with its port."""
+    def connect(self, address: str, *, timeout: _Duration) -> TransportConnection:
+        """Connect to `HOST:PORT` or `unix:PATH`."""
+    def next_notice(self, *, timeout: _Duration) -> tuple[bytes, bytes] | None:
+        """Return the oldest notice: the ID of its sender, and its bytes. `None` after the time."""
+    def close(self) -> None:
+        """End the listeners and the connections that they accepted."""
+
+@final
+class TransportConnection:
+    """A connection to one peer; any number of threads may use it."""
+
+    @property
+    def peer_id(self) -> bytes:
+        """Identifies the peer's endpoint."""
+    @property
+    def geometry(self) -> bytes:
+        """What the peer says of its regions."""
+    @property
+    def regions(self) -> list[tuple[int, int, str]]:
+        """The peer's regions when the connection was made: number, bytes, access."""
+    @property
+    def is_open(self) -> bool:
+        """Whether batches can be posted."""
+    def write(
+        self,
+        runs: Sequence[tuple[int, int, int, int, int, int, int]],
+        local_and_remote_blocks: tuple[Sequence[int], Sequence[int]],
+        *,
+        notice: bytes | None = None,
+        timeout: _Duration,
+    ) -> TransportTicket:
+        """Start to write to the peer.
+
+        Each of the `runs` is local region, offset, stride, remote region, offset, stride, bytes; it
+        moves these bytes of every pair of blocks. The peer gets the `notice` after the bytes.
+        """
+    def read(
+        self,
+        runs: Sequence[tuple[int, int, int, int, int, int, int]],
+        local_and_remote_blocks: tuple[Sequence[int], Sequence[int]],
+        *,
+        notice: bytes | None = None,
+        timeout: _Duration,
+    ) -> TransportTicket:
+        """Start to read from the peer, with the arguments of `write`."""
+    def close(self) -> None:
+        """Close the connection; batches that have not ended fail."""
+
+@final
+class TransportTicket:
+    """A batch that was posted."""
+
+    def wait(self, *, timeout: _Duration) -> None:
+        """Wait until the batch has ended. After `DeadlineError` it goes on."""
+    def cancel(self, *, timeout: _Duration) -> None:
+        """End the batch: afterwards its local memory is no longer accessed."""

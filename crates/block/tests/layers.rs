@@ -24,7 +24,7 @@ const LAYERS: &[(&str, &str)] = &[
     ("bench", "block client device memory replay runtime store tier transport wire"),
     ("command", "bench block client disk node replay runtime sim store tier wire"),
     // What a worker loads: no node, no benchmark, no terminal, no HTTP client.
-    ("python", "block client device memory runtime store tier"),
+    ("python", "block client device memory runtime store tier transport"),
 ];
 
 #[test]

@@ -11,6 +11,7 @@ use std::slice;
 
 use cascade_memory::{Slab, SlabMut};
 use cascade_store::TierName;
+use cascade_transport::{Access, Region};
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::exceptions::{PyBufferError, PyTypeError, PyValueError};
 use pyo3::ffi;
@@ -18,6 +19,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyCapsule;
 
 use crate::arguments::type_error;
+use crate::errors::ConfigError;
 use crate::process_bound::ProcessBound;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -47,6 +49,34 @@ pub(crate) struct Sources(Spans);
 
 /// The memory for the blocks of a get, one span for each key.
 pub(crate) struct Targets(Spans);
+
+/// A region of a transport in the memory of a buffer, which stays exported while the region lives.
+///
+/// The Python caller must not use its bytes while a batch moves them.
+pub(crate) fn region_of(memory: &Bound<'_, PyAny>, access: Access) -> PyResult<Region> {
+    let targets = Targets::new(memory, 1)?;
+    let Some(span) = targets.0.spans.first().copied() else {
+        return Err(type_error("memory", memory, BUFFER));
+    };
+    // SAFETY: the span is in a writable C-contiguous buffer that `targets`, the owner, keeps
+    // exported. The Python caller keeps others from using it during a batch.
+    Ok(unsafe { Region::of_memory(span.start, span.bytes, access, targets) })
+}
+
+/// A region of a transport at an address that the Python caller vouches for, as for memory of
+/// other libraries: it stays mapped readable and writable while `owner` lives.
+pub(crate) fn region_at(
+    address: usize,
+    bytes: usize,
+    access: Access,
+    owner: Py<PyAny>,
+) -> PyResult<Region> {
+    let Some(start) = NonNull::new(std::ptr::with_exposed_provenance_mut(address)) else {
+        return Err(ConfigError::new_err("address: 0 is no address of memory"));
+    };
+    // SAFETY: the Python caller vouches for the memory, as the documentation of the method says.
+    Ok(unsafe { Region::of_memory(start, bytes, access, owner) })
+}
 
 // SAFETY: the pointers point into buffers that `held` keeps exported, which is memory without
 // thread affinity. Only the release of `held` calls Python, and it attaches the thread itself.

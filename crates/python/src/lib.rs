@@ -22,6 +22,7 @@ mod results;
 mod stages;
 mod stats;
 mod store;
+mod transport;
 mod view;
 
 use cascade_client::TraceContext;
@@ -43,6 +44,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     store::register(module)?;
     connect::register(module)?;
     stages::register(module)?;
+    transport::register(module)?;
     module.add_function(wrap_pyfunction!(config::check_config, module)?)?;
     module.add_function(wrap_pyfunction!(connect::default_socket, module)?)?;
     module.add_function(wrap_pyfunction!(replace_trace, module)?)

@@ -112,9 +112,6 @@ pub enum TransportError {
         /// What is wrong.
         refusal: Refusal,
     },
-    /// The batch was cancelled.
-    #[error("the batch was cancelled")]
-    Cancelled,
     /// An argument is beyond a limit of the protocol.
     #[error("{what} is {value}, the limit is {limit}")]
     TooLarge {

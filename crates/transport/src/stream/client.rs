@@ -498,7 +498,8 @@ impl Completion for StreamTicket {
             }
         }
         if self.link.drive(deadline, |_| self.progress.has_ended()).is_err() {
-            let error = TransportError::Cancelled;
+            let reason = "a cancelled read was not answered in time";
+            let error = TransportError::lost(&self.link.peer.address, reason);
             self.link.end(&mut self.link.lock_state(), &error);
         }
         let mut state = self.link.lock_state();
