@@ -1,0 +1,396 @@
+//! Connections through a proxy that misbehaves, peers that are killed, frames that lie.
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use cascade_runtime::{Clock, Deadline, SystemClock, sleep, thread};
+use cascade_transport::conformance::{Numbers, soon};
+use cascade_transport::wire::{Challenge, HEADER_BYTES, Header, Hello, Kind};
+use cascade_transport::{
+    Access, Batch, Connection, Direction, Endpoint, EndpointConfig, Limits, Listener, Piece, Place,
+    Refusal, Region, RegionId, TransportError,
+};
+
+const BYTES: usize = 4 << 20;
+
+fn endpoint(access: Access, limits: Limits) -> (Endpoint, RegionId) {
+    let endpoint = Endpoint::new(EndpointConfig { limits, ..Default::default() }).unwrap();
+    let region = endpoint.register(Region::shared(BYTES, access).unwrap()).unwrap();
+    (endpoint, region)
+}
+
+/// A server, and a client that is connected to it through a proxy.
+struct Pair {
+    client: Endpoint,
+    local: RegionId,
+    server: Endpoint,
+    remote: RegionId,
+    connection: Arc<dyn Connection>,
+    proxy: Arc<Proxy>,
+    _listener: Listener,
+}
+
+impl Pair {
+    fn new(limits: Limits) -> Self {
+        let (server, remote) = endpoint(Access::BOTH, limits);
+        let listener = server.listen_tcp("127.0.0.1:0".parse().unwrap()).unwrap();
+        let (proxy, address) = Proxy::start(listener.tcp_address().unwrap());
+        let (client, local) = endpoint(Access::LOCAL, limits);
+        let connection = client.connect_tcp(address, soon()).unwrap();
+        Self { client, local, server, remote, connection, proxy, _listener: listener }
+    }
+
+    fn pieces(&self, bytes: usize) -> [Piece; 1] {
+        [Piece {
+            local: Place { region: self.local, offset: 0 },
+            remote: Place { region: self.remote, offset: 0 },
+            bytes: bytes as u64,
+        }]
+    }
+
+    fn run(&self, direction: Direction, deadline: Deadline) -> Result<(), TransportError> {
+        let pieces = self.pieces(BYTES);
+        let batch = Batch { direction, pieces: &pieces, notice: Some(b"arrived") };
+        self.connection.post(&batch, deadline)?.wait(deadline)
+    }
+}
+
+/// Passes bytes on, and spoils them as it is told.
+#[derive(Debug)]
+struct Proxy {
+    /// Bytes of both directions so far.
+    passed: AtomicU64,
+    /// The byte of which one bit is flipped.
+    flip_at: AtomicU64,
+    /// The byte before which both connections are cut.
+    cut_at: AtomicU64,
+    /// The byte before which nothing more is passed on.
+    freeze_at: AtomicU64,
+    /// The most bytes that are passed on at a time.
+    piece: AtomicUsize,
+}
+
+const NEVER: u64 = u64::MAX;
+
+impl Proxy {
+    fn start(to: SocketAddr) -> (Arc<Self>, SocketAddr) {
+        let proxy = Arc::new(Self {
+            passed: AtomicU64::new(0),
+            flip_at: AtomicU64::new(NEVER),
+            cut_at: AtomicU64::new(NEVER),
+            freeze_at: AtomicU64::new(NEVER),
+            piece: AtomicUsize::new(1 << 16),
+        });
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let of_thread = Arc::clone(&proxy);
+        thread::spawn(move || {
+            while let Ok((client, _)) = listener.accept() {
+                let server = TcpStream::connect(to).expect("the server listens");
+                for (from, into) in [(&client, &server), (&server, &client)] {
+                    let (from, into) = (from.try_clone(), into.try_clone());
+                    let (from, into) = (from.expect("a socket"), into.expect("a socket"));
+                    let proxy = Arc::clone(&of_thread);
+                    thread::spawn(move || proxy.pass(from, into));
+                }
+            }
+        });
+        (proxy, address)
+    }
+
+    fn pass(&self, mut from: TcpStream, mut into: TcpStream) {
+        let mut buffer = vec![0; 1 << 16];
+        loop {
+            let most = self.piece.load(Ordering::Relaxed);
+            let Ok(count @ 1..) = from.read(&mut buffer[..most]) else {
+                break;
+            };
+            let first = self.passed.fetch_add(count as u64, Ordering::Relaxed);
+            let has = |at: &AtomicU64| {
+                let at = at.load(Ordering::Relaxed);
+                at >= first && at < first + count as u64
+            };
+            if has(&self.cut_at) {
+                break;
+            }
+            if first >= self.freeze_at.load(Ordering::Relaxed) {
+                sleep(Duration::from_secs(600));
+            }
+            if has(&self.flip_at) {
+                let at = self.flip_at.load(Ordering::Relaxed) - first;
+                buffer[usize::try_from(at).expect("inside")] ^= 0x10;
+            }
+            if into.write_all(&buffer[..count]).is_err() {
+                break;
+            }
+        }
+        // The other direction ends too.
+        for socket in [from, into] {
+            drop(socket.shutdown(std::net::Shutdown::Both));
+        }
+    }
+
+    fn at(&self, which: &AtomicU64, after: u64) {
+        which.store(self.passed.load(Ordering::Relaxed) + after, Ordering::Relaxed);
+    }
+}
+
+/// Whether the region of the target has exactly these bytes.
+fn has(endpoint: &Endpoint, region: RegionId, expected: &[u8]) -> bool {
+    let mut actual = vec![0; expected.len()];
+    endpoint.fetch(region, 0, &mut actual).unwrap();
+    actual == expected
+}
+
+#[test]
+fn no_flipped_bit_is_taken_for_success() {
+    let mut numbers = Numbers(1);
+    let mut found = 0;
+    for round in 0..60 {
+        let direction = [Direction::Write, Direction::Read][round % 2];
+        let pair = Pair::new(Limits::default());
+        let bytes = numbers.bytes(BYTES);
+        let (from, into) = match direction {
+            Direction::Write => ((&pair.client, pair.local), (&pair.server, pair.remote)),
+            Direction::Read => ((&pair.server, pair.remote), (&pair.client, pair.local)),
+        };
+        from.0.fill(from.1, 0, &bytes).unwrap();
+        // Half of the flips are in the first and last bytes, where the headers are.
+        let near = [numbers.below(400), BYTES as u64 + numbers.below(400)];
+        let far = numbers.below(BYTES as u64 + 300);
+        let at = if round % 4 < 2 { near[round / 4 % 2] } else { far };
+        pair.proxy.at(&pair.proxy.flip_at, at);
+        let deadline = Deadline::after(&SystemClock, Duration::from_secs(20));
+        match pair.run(direction, deadline) {
+            // The flip was after the last byte of the batch.
+            Ok(()) => assert!(has(into.0, into.1, &bytes), "round {round}: wrong bytes confirmed"),
+            Err(error) => {
+                found += 1;
+                assert!(
+                    !matches!(error, TransportError::Deadline { .. }),
+                    "round {round}, byte {at}: {error}"
+                );
+                if matches!(error, TransportError::Refused { .. }) {
+                    pair.run(direction, deadline).expect("the connection goes on");
+                    assert!(has(into.0, into.1, &bytes));
+                }
+            }
+        }
+        let notice = pair.server.next_notice(Deadline::at(SystemClock.monotonic()));
+        if notice.is_some() && direction == Direction::Write {
+            assert!(has(into.0, into.1, &bytes), "round {round}: told of bytes that are wrong");
+        }
+    }
+    assert!(found > 40, "only {found} flips hit the batch");
+}
+
+#[test]
+fn a_cut_connection_fails_and_another_one_works() {
+    let mut numbers = Numbers(2);
+    for round in 0..24 {
+        let direction = [Direction::Write, Direction::Read][round % 2];
+        let pair = Pair::new(Limits::default());
+        pair.proxy.at(&pair.proxy.cut_at, numbers.below(BYTES as u64));
+        let error = pair.run(direction, soon()).unwrap_err();
+        assert!(matches!(error, TransportError::Lost { .. }), "round {round}: {error}");
+        assert!(!pair.connection.is_open());
+        let error = pair.run(direction, soon()).unwrap_err();
+        assert!(matches!(error, TransportError::Lost { .. }), "round {round}: {error}");
+        // Nothing is held: the regions can be unregistered at once.
+        pair.client.unregister(pair.local, soon()).unwrap();
+        pair.server.unregister(pair.remote, soon()).unwrap();
+    }
+}
+
+#[test]
+fn a_frozen_peer_holds_nobody_beyond_the_deadline() {
+    for direction in [Direction::Write, Direction::Read] {
+        for after in [0, 20, 1000, 3 << 20] {
+            let limits = Limits { stall_timeout: Duration::from_millis(300), ..Limits::default() };
+            let pair = Pair::new(limits);
+            pair.proxy.at(&pair.proxy.freeze_at, after);
+            let deadline = Deadline::after(&SystemClock, Duration::from_millis(200));
+            let error = pair.run(direction, deadline).unwrap_err();
+            let is_expected = matches!(
+                error,
+                TransportError::Deadline { .. } | TransportError::Lost { .. }
+            );
+            assert!(is_expected, "{error}");
+            // The ticket was dropped: no batch of this side uses the region any more.
+            pair.client.unregister(pair.local, soon()).unwrap();
+            // The server gives up by itself.
+            pair.server.unregister(pair.remote, soon()).unwrap();
+        }
+    }
+}
+
+#[test]
+fn bytes_that_arrive_one_by_one_arrive() {
+    let pair = Pair::new(Limits::default());
+    pair.proxy.piece.store(1, Ordering::Relaxed);
+    let bytes = Numbers(3).bytes(5000);
+    pair.client.fill(pair.local, 0, &bytes).unwrap();
+    let pieces = pair.pieces(bytes.len());
+    for direction in [Direction::Write, Direction::Read] {
+        let batch = Batch { direction, pieces: &pieces, notice: Some(b"slow") };
+        pair.connection.post(&batch, soon()).unwrap().wait(soon()).unwrap();
+        assert!(has(&pair.server, pair.remote, &bytes));
+    }
+}
+
+#[test]
+fn a_deadline_that_has_passed_is_an_error_and_the_batch_can_be_waited_for() {
+    let pair = Pair::new(Limits::default());
+    let pieces = pair.pieces(BYTES);
+    let batch = Batch { direction: Direction::Read, pieces: &pieces, notice: None };
+    let mut ticket = pair.connection.post(&batch, soon()).unwrap();
+    let error = ticket.wait(Deadline::at(Duration::ZERO)).unwrap_err();
+    assert!(matches!(error, TransportError::Deadline { .. }), "{error}");
+    ticket.wait(soon()).unwrap();
+}
+
+#[test]
+fn notices_that_nobody_reads_are_refused_and_not_collected_without_limit() {
+    let pair = Pair::new(Limits { notices_max: 3, ..Limits::default() });
+    let run = || {
+        let batch = Batch { direction: Direction::Write, pieces: &[], notice: Some(b"n") };
+        pair.connection.post(&batch, soon()).unwrap().wait(soon())
+    };
+    for _ in 0..3 {
+        run().unwrap();
+    }
+    let error = run().unwrap_err();
+    assert!(matches!(error, TransportError::Refused { refusal: Refusal::Busy, .. }), "{error}");
+    pair.server.next_notice(soon()).unwrap();
+    run().unwrap();
+}
+
+/// Speaks the protocol by hand.
+struct Stranger(TcpStream);
+
+impl Stranger {
+    fn connect(address: SocketAddr) -> Self {
+        let stream = TcpStream::connect(address).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        Self(stream)
+    }
+
+    fn send(&mut self, kind: Kind, body: &[u8]) {
+        let header = Header::new(kind, 0).with_body(body).to_bytes();
+        self.0.write_all(&header).unwrap();
+        self.0.write_all(body).unwrap();
+    }
+
+    fn receive(&mut self) -> (Header, Vec<u8>) {
+        let mut header = [0; HEADER_BYTES];
+        self.0.read_exact(&mut header).unwrap();
+        let header = Header::parse(&header).unwrap();
+        let mut body = vec![0; header.body_bytes as usize];
+        self.0.read_exact(&mut body).unwrap();
+        (header, body)
+    }
+
+    fn hello(&mut self, version_min: u16, version_max: u16) {
+        let hello = Hello {
+            version_min,
+            version_max,
+            capabilities: u64::MAX,
+            id: [1; 16],
+            nonce: [2; 32],
+            name: "stranger".to_owned(),
+            geometry: vec![],
+        };
+        self.send(Kind::Hello, &hello.to_bytes());
+    }
+
+    /// Whether the peer closes the connection.
+    fn is_closed(&mut self) -> bool {
+        let mut rest = vec![];
+        match self.0.read_to_end(&mut rest) {
+            Ok(_) => true,
+            Err(error) => error.kind() == std::io::ErrorKind::ConnectionReset,
+        }
+    }
+}
+
+fn server(token: Option<Vec<u8>>) -> (Endpoint, Listener, SocketAddr) {
+    let limits =
+        Limits { handshake_timeout: Duration::from_millis(500), peers_max: 4, ..Limits::default() };
+    let server =
+        Endpoint::new(EndpointConfig { token, limits, ..Default::default() }).unwrap();
+    server.register(Region::shared(4096, Access::BOTH).unwrap()).unwrap();
+    let listener = server.listen_tcp("127.0.0.1:0".parse().unwrap()).unwrap();
+    let address = listener.tcp_address().unwrap();
+    (server, listener, address)
+}
+
+#[test]
+fn a_later_version_gets_the_common_one_and_an_incompatible_one_a_reason() {
+    let (_server, _listener, address) = server(None);
+    let mut later = Stranger::connect(address);
+    later.hello(1, 9);
+    let (header, body) = later.receive();
+    assert_eq!(header.kind, Kind::Challenge);
+    assert_eq!(Challenge::parse(&body).unwrap().version, 1);
+    let mut incompatible = Stranger::connect(address);
+    incompatible.hello(2, 9);
+    let (header, body) = incompatible.receive();
+    assert_eq!(header.kind, Kind::Refusal);
+    assert!(String::from_utf8(body).unwrap().contains("2 to 9 were offered"));
+    assert!(incompatible.is_closed());
+}
+
+#[test]
+fn frames_before_the_proof_are_refused() {
+    let (_server, _listener, address) = server(Some(b"0123456789abcdef".to_vec()));
+    let mut stranger = Stranger::connect(address);
+    stranger.hello(1, 1);
+    assert_eq!(stranger.receive().0.kind, Kind::Challenge);
+    stranger.send(Kind::Read, &[0; 16]);
+    let (header, _) = stranger.receive();
+    assert_eq!(header.kind, Kind::Refusal);
+    assert!(stranger.is_closed());
+    let mut wrong = Stranger::connect(address);
+    wrong.hello(1, 1);
+    wrong.receive();
+    wrong.send(Kind::Proof, &[0; 32]);
+    let (header, body) = wrong.receive();
+    assert_eq!((header.kind, &*body), (Kind::Refusal, &b"the token is wrong"[..]));
+}
+
+#[test]
+fn a_silent_connection_ends_with_the_time_of_the_handshake() {
+    let (_server, listener, address) = server(None);
+    let mut silent: Vec<_> = (0..4).map(|_| Stranger::connect(address)).collect();
+    // All places are taken; the next one is closed at once.
+    while listener.peer_count() < 4 {
+        sleep(Duration::from_millis(5));
+    }
+    assert!(Stranger::connect(address).is_closed());
+    assert!(silent.iter_mut().all(Stranger::is_closed));
+    let (client, _) = endpoint(Access::LOCAL, Limits::default());
+    client.connect_tcp(address, soon()).expect("the places are free again");
+}
+
+#[test]
+fn a_frame_whose_pieces_are_not_its_payload_ends_the_connection() {
+    let (server, _listener, address) = server(None);
+    let mut stranger = Stranger::connect(address);
+    stranger.hello(1, 1);
+    stranger.receive();
+    stranger.send(Kind::Proof, &[0; 32]);
+    assert_eq!(stranger.receive().0.kind, Kind::Welcome);
+    let mut entry = vec![];
+    entry.extend(0_u32.to_le_bytes());
+    entry.extend(100_u32.to_le_bytes());
+    entry.extend(0_u64.to_le_bytes());
+    let header = Header { pieces: 1, payload_bytes: 200, ..Header::new(Kind::Write, 1) };
+    stranger.0.write_all(&header.with_body(&entry).to_bytes()).unwrap();
+    stranger.0.write_all(&entry).unwrap();
+    stranger.0.write_all(&[7; 204]).unwrap();
+    assert!(stranger.is_closed());
+    assert!(has(&server, RegionId(0), &[0; 4096]), "nothing was written");
+}
