@@ -36,6 +36,11 @@ def serve_both(serve, fake):  # noqa: ARG001 # the driver is chosen before a sto
     return start
 
 
+def notes(node):
+    status = run("status", "--json", "--socket", str(node.socket))
+    return json.loads(status.stdout)["notes"]
+
+
 def gpu_node(node):
     """Return what the node in DRAM says of the node of the GPU."""
     status = run("status", "--json", "--socket", str(node.socket))
@@ -145,6 +150,7 @@ def test_needed_memory_is_given_back_and_dram_goes_on(
     wait_for(eventually, node, "serving")
     taken.write_text(str(900 << 20))
     wait_for(eventually, node, "released")
+    assert any("was given back; `cascade hbm start`" in note for note in notes(node))
     # Others still have the memory.
     refused = run("hbm", "start", "--socket", str(node.socket))
     assert refused.returncode == 1, refused
@@ -169,6 +175,7 @@ def test_a_host_without_a_gpu_serves_dram(serve_both, eventually):
     failed = wait_for(eventually, node, "failed")
     assert "exit status: 1" in failed["reason"]
     assert "this host has no GPU" in node.log()
+    eventually(lambda: any("exit status: 1" in note for note in notes(node)))
     status = run("hbm", "status", "--json", "--socket", str(node.socket))
     assert json.loads(status.stdout)["gpu_node"]["state"] == "failed"
     with cascadekv.connect(node.socket) as dram:

@@ -31,7 +31,7 @@ use crate::{Bench, Figure, MeasureError, Target, size_name, timed};
 const REGION_BYTES: u64 = 512 << 20;
 /// Bytes of one sample of the limit of TCP, and of its buffers.
 const STREAM_BYTES: usize = 128 << 20;
-/// Blocks of a batch, as in the table that KVTransferManager publishes.
+/// Blocks of a batch, as in the table that `KVTransferManager` publishes.
 const BATCH: u64 = 1538;
 /// Block lengths, with the least share of the limit over TCP and over shared memory.
 const LADDER: [(u64, f64, f64); 11] = [
@@ -103,9 +103,9 @@ pub fn run(bench: &mut Bench<'_>, options: TransportOptions) -> Result<(), Measu
     if rows.is_empty() {
         return Ok(());
     }
-    let mut pair = Pair::start(&options)?;
+    let mut pair = Pair::start(options)?;
     for row in rows {
-        let figure = pair.measure(&row, &options)?;
+        let figure = pair.measure(&row, options)?;
         bench.deliver(figure)?;
     }
     Ok(())
@@ -131,7 +131,7 @@ impl Row {
         format!("{}/{direction}/{block}/{}-thread", self.backend.name(), self.threads)
     }
 
-    fn sequence(&self, options: &TransportOptions) -> (Sequence, u64) {
+    fn sequence(&self, options: TransportOptions) -> (Sequence, u64) {
         let region_bytes = REGION_BYTES;
         // Each thread has a part of the target region of its own.
         let batch = BATCH.min(region_bytes / self.block_bytes / self.threads);
@@ -163,7 +163,7 @@ struct Pair {
 }
 
 impl Pair {
-    fn start(options: &TransportOptions) -> Result<Self, MeasureError> {
+    fn start(options: TransportOptions) -> Result<Self, MeasureError> {
         let directory = Directory::make()?;
         let mut child = TargetProcess::start()?;
         let unix = directory.0.join("t");
@@ -191,7 +191,7 @@ impl Pair {
         })
     }
 
-    fn measure(&mut self, row: &Row, options: &TransportOptions) -> Result<Figure, MeasureError> {
+    fn measure(&mut self, row: &Row, options: TransportOptions) -> Result<Figure, MeasureError> {
         let (sequence, warm_up) = row.sequence(options);
         if row.direction == Direction::Read {
             self.child.ask(&Order::Fill)?;

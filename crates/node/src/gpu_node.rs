@@ -41,6 +41,23 @@ pub struct GpuNodeStatus {
     pub pid: Option<u32>,
 }
 
+impl GpuNodeStatus {
+    /// What an operator should know of it.
+    pub(crate) fn note(&self) -> Option<String> {
+        let uuid = &self.uuid;
+        match self.state {
+            GpuNodeState::Starting | GpuNodeState::Serving => None,
+            GpuNodeState::Released => Some(format!(
+                "the memory of GPU {uuid} was given back; `cascade hbm start` takes it again"
+            )),
+            GpuNodeState::Failed => {
+                let reason = self.reason.as_deref().unwrap_or("its log says why");
+                Some(format!("the node in the memory of GPU {uuid} failed: {reason}"))
+            }
+        }
+    }
+}
+
 /// What the node in the memory of a GPU does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

@@ -304,7 +304,7 @@ impl Node {
             clients: ClientsStatus::of(&self.clients(), inner.sessions.reaped()),
             server: inner.traffic.status(),
             traces: spans.as_ref().map(Spans::status),
-            notes: Vec::new(),
+            notes: inner.gpu_node.iter().filter_map(|gpu| gpu.status().note()).collect(),
         }
     }
 }

@@ -17,8 +17,10 @@ use cascade_transport::{
 const BYTES: usize = 4 << 20;
 
 fn endpoint(access: Access, limits: Limits) -> (Endpoint, RegionId) {
-    let endpoint = Endpoint::new(EndpointConfig { limits, ..Default::default() }).unwrap();
-    let region = endpoint.register(Region::shared(BYTES, access).unwrap()).unwrap();
+    let endpoint = Endpoint::new(EndpointConfig { limits, ..Default::default() }).expect("valid");
+    let region = endpoint
+        .register(Region::shared(BYTES, access).expect("memory"))
+        .expect("it works on loopback");
     (endpoint, region)
 }
 
@@ -36,10 +38,12 @@ struct Pair {
 impl Pair {
     fn new(limits: Limits) -> Self {
         let (server, remote) = endpoint(Access::BOTH, limits);
-        let listener = server.listen_tcp("127.0.0.1:0".parse().unwrap()).unwrap();
-        let (proxy, address) = Proxy::start(listener.tcp_address().unwrap());
+        let listener = server
+            .listen_tcp("127.0.0.1:0".parse().expect("it works on loopback"))
+            .expect("it works on loopback");
+        let (proxy, address) = Proxy::start(listener.tcp_address().expect("it works on loopback"));
         let (client, local) = endpoint(Access::LOCAL, limits);
-        let connection = client.connect_tcp(address, soon()).unwrap();
+        let connection = client.connect_tcp(address, soon()).expect("it works on loopback");
         Self { client, local, server, remote, connection, proxy, _listener: listener }
     }
 
@@ -84,8 +88,8 @@ impl Proxy {
             freeze_at: AtomicU64::new(NEVER),
             piece: AtomicUsize::new(1 << 16),
         });
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let address = listener.local_addr().unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").expect("it works on loopback");
+        let address = listener.local_addr().expect("it works on loopback");
         let of_thread = Arc::clone(&proxy);
         thread::spawn(move || {
             while let Ok((client, _)) = listener.accept() {
@@ -141,7 +145,7 @@ impl Proxy {
 /// Whether the region of the target has exactly these bytes.
 fn has(endpoint: &Endpoint, region: RegionId, expected: &[u8]) -> bool {
     let mut actual = vec![0; expected.len()];
-    endpoint.fetch(region, 0, &mut actual).unwrap();
+    endpoint.fetch(region, 0, &mut actual).expect("it works on loopback");
     actual == expected
 }
 
@@ -214,10 +218,8 @@ fn a_frozen_peer_holds_nobody_beyond_the_deadline() {
             pair.proxy.at(&pair.proxy.freeze_at, after);
             let deadline = Deadline::after(&SystemClock, Duration::from_millis(200));
             let error = pair.run(direction, deadline).unwrap_err();
-            let is_expected = matches!(
-                error,
-                TransportError::Deadline { .. } | TransportError::Lost { .. }
-            );
+            let is_expected =
+                matches!(error, TransportError::Deadline { .. } | TransportError::Lost { .. });
             assert!(is_expected, "{error}");
             // The ticket was dropped: no batch of this side uses the region any more.
             pair.client.unregister(pair.local, soon()).unwrap();
@@ -273,23 +275,23 @@ struct Stranger(TcpStream);
 
 impl Stranger {
     fn connect(address: SocketAddr) -> Self {
-        let stream = TcpStream::connect(address).unwrap();
-        stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        let stream = TcpStream::connect(address).expect("it works on loopback");
+        stream.set_read_timeout(Some(Duration::from_secs(20))).expect("it works on loopback");
         Self(stream)
     }
 
     fn send(&mut self, kind: Kind, body: &[u8]) {
         let header = Header::new(kind, 0).with_body(body).to_bytes();
-        self.0.write_all(&header).unwrap();
-        self.0.write_all(body).unwrap();
+        self.0.write_all(&header).expect("it works on loopback");
+        self.0.write_all(body).expect("it works on loopback");
     }
 
     fn receive(&mut self) -> (Header, Vec<u8>) {
         let mut header = [0; HEADER_BYTES];
-        self.0.read_exact(&mut header).unwrap();
-        let header = Header::parse(&header).unwrap();
+        self.0.read_exact(&mut header).expect("it works on loopback");
+        let header = Header::parse(&header).expect("it works on loopback");
         let mut body = vec![0; header.body_bytes as usize];
-        self.0.read_exact(&mut body).unwrap();
+        self.0.read_exact(&mut body).expect("it works on loopback");
         (header, body)
     }
 
@@ -319,11 +321,15 @@ impl Stranger {
 fn server(token: Option<Vec<u8>>) -> (Endpoint, Listener, SocketAddr) {
     let limits =
         Limits { handshake_timeout: Duration::from_millis(500), peers_max: 4, ..Limits::default() };
-    let server =
-        Endpoint::new(EndpointConfig { token, limits, ..Default::default() }).unwrap();
-    server.register(Region::shared(4096, Access::BOTH).unwrap()).unwrap();
-    let listener = server.listen_tcp("127.0.0.1:0".parse().unwrap()).unwrap();
-    let address = listener.tcp_address().unwrap();
+    let server = Endpoint::new(EndpointConfig { token, limits, ..Default::default() })
+        .expect("it works on loopback");
+    server
+        .register(Region::shared(4096, Access::BOTH).expect("it works on loopback"))
+        .expect("it works on loopback");
+    let listener = server
+        .listen_tcp("127.0.0.1:0".parse().expect("it works on loopback"))
+        .expect("it works on loopback");
+    let address = listener.tcp_address().expect("it works on loopback");
     (server, listener, address)
 }
 

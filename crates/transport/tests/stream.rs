@@ -5,13 +5,13 @@ use cascade_transport::conformance::{self, Subject, soon};
 use cascade_transport::{Access, Region};
 
 fn shared(bytes: usize, access: Access) -> Region {
-    Region::shared(bytes, access).unwrap()
+    Region::shared(bytes, access).expect("there is memory")
 }
 
 /// Memory that another process cannot map.
 fn private(bytes: usize, access: Access) -> Region {
     let mut memory = vec![0_u8; bytes].into_boxed_slice();
-    let base = std::ptr::NonNull::new(memory.as_mut_ptr()).unwrap();
+    let base = std::ptr::NonNull::new(memory.as_mut_ptr()).expect("a box has an address");
     // SAFETY: the box is the region's owner, and nobody else has it.
     unsafe { Region::of_memory(base, bytes, access, memory) }
 }

@@ -49,12 +49,12 @@ pub fn run(commands: impl BufRead, mut answers: impl Write) -> Result<(), Measur
                 target.insert(Target::listen(bytes, &unix)?).addresses()
             }
             Order::Fill => {
-                let target = listening(&target)?;
+                let target = listening(target.as_ref())?;
                 fill_region(&target.endpoint, target.region, target.bytes)?;
                 Answer::Filled
             }
             Order::Verify(sequence) => {
-                let target = listening(&target)?;
+                let target = listening(target.as_ref())?;
                 compare(&target.endpoint, target.region, &sequence)?
             }
         };
@@ -64,8 +64,8 @@ pub fn run(commands: impl BufRead, mut answers: impl Write) -> Result<(), Measur
     Ok(())
 }
 
-fn listening(target: &Option<Target>) -> Result<&Target, MeasureError> {
-    target.as_ref().ok_or_else(|| failed("the target does not listen yet"))
+fn listening(target: Option<&Target>) -> Result<&Target, MeasureError> {
+    target.ok_or_else(|| failed("the target does not listen yet"))
 }
 
 struct Target {

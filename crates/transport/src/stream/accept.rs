@@ -108,7 +108,9 @@ impl Accepting {
         self.shared.is_closing.store(true, Ordering::Release);
         end(&self.listening);
         let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
-        thread.map(join);
+        if let Some(thread) = thread {
+            join(thread);
+        }
         let serving = {
             let mut serving = self.shared.serving.lock().unwrap_or_else(PoisonError::into_inner);
             std::mem::take(&mut *serving)
@@ -116,7 +118,9 @@ impl Accepting {
         for (socket, _) in &serving {
             socket.shutdown();
         }
-        serving.into_iter().for_each(|(_, thread)| join(thread));
+        for (_, thread) in serving {
+            join(thread);
+        }
     }
 }
 

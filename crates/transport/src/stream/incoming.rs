@@ -19,17 +19,6 @@ pub(super) struct Incoming {
 }
 
 impl Incoming {
-    /// Receives a header.
-    pub(super) fn header(
-        &mut self,
-        socket: &Socket,
-        patience: Patience,
-    ) -> Result<Header, TransportError> {
-        let mut bytes = [0; HEADER_BYTES];
-        socket.receive(&mut [Span::of_buffer(&mut bytes)], patience)?;
-        Header::parse(&bytes).map_err(|error| TransportError::lost(socket.peer(), error))
-    }
-
     /// Receives a payload and its checksums. Returns the first piece whose checksum differs.
     pub(super) fn payload(
         &mut self,
@@ -76,6 +65,16 @@ impl Incoming {
         }
         Ok(())
     }
+}
+
+/// Receives a header.
+pub(super) fn receive_header(
+    socket: &Socket,
+    patience: Patience,
+) -> Result<Header, TransportError> {
+    let mut bytes = [0; HEADER_BYTES];
+    socket.receive(&mut [Span::of_buffer(&mut bytes)], patience)?;
+    Header::parse(&bytes).map_err(|error| TransportError::lost(socket.peer(), error))
 }
 
 /// How many of these pieces one system call receives.

@@ -8,7 +8,7 @@ use cascade_block::checksum;
 use cascade_runtime::{Deadline, SystemClock};
 use rustix::fs::{Mode, OFlags};
 
-use super::incoming::Incoming;
+use super::incoming::{Incoming, receive_header};
 use super::outgoing::Outgoing;
 use super::socket::{Patience, Socket};
 use crate::endpoint::{EndpointId, EndpointState};
@@ -68,7 +68,7 @@ impl<'a> Served<'a> {
         if !self.socket.wait_readable(Deadline::after(&SystemClock, IDLE_WAIT))? {
             return Ok(());
         }
-        let header = self.incoming.header(self.socket, self.patience)?;
+        let header = receive_header(self.socket, self.patience)?;
         self.body.resize(header.body_bytes as usize, 0);
         self.socket.receive(&mut [Span::of_buffer(&mut self.body)], self.patience)?;
         if checksum(&self.body) != header.body_checksum {

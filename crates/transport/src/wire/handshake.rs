@@ -111,9 +111,9 @@ pub struct OfferedRegion {
 
 /// Bytes of one offered region.
 const OFFER_BYTES: usize = 16;
-const READ: u8 = 1;
-const WRITE: u8 = 2;
-const MAPPABLE: u8 = 4;
+const READ: u32 = 1;
+const WRITE: u32 = 2;
+const MAPPABLE: u32 = 4;
 
 /// The last message of the handshake.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -130,6 +130,9 @@ pub struct Welcome {
 
 impl Welcome {
     /// The body of the message.
+    ///
+    /// # Panics
+    /// If there are more regions than an endpoint may have.
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut into = Vec::new();
         into.extend_from_slice(&self.proof);
@@ -138,11 +141,15 @@ impl Welcome {
         let count = u32::try_from(self.regions.len()).expect("at most REGIONS_MAX");
         into.extend_from_slice(&count.to_le_bytes());
         for region in &self.regions {
-            let flags = READ * u8::from(region.access.read)
-                | WRITE * u8::from(region.access.write)
-                | MAPPABLE * u8::from(region.is_mappable);
+            let mut flags = 0_u32;
+            let access = region.access;
+            for (flag, is_set) in
+                [(READ, access.read), (WRITE, access.write), (MAPPABLE, region.is_mappable)]
+            {
+                flags |= if is_set { flag } else { 0 };
+            }
             into.extend_from_slice(&region.id.0.to_le_bytes());
-            into.extend_from_slice(&u32::from(flags).to_le_bytes());
+            into.extend_from_slice(&flags.to_le_bytes());
             into.extend_from_slice(&region.bytes.to_le_bytes());
         }
         into
@@ -163,7 +170,7 @@ impl Welcome {
         for _ in 0..count {
             let id = RegionId(from.u32("region")?);
             let flags = from.u32("region")?;
-            let has = |flag: u8| flags & u32::from(flag) != 0;
+            let has = |flag: u32| flags & flag != 0;
             let access = Access { read: has(READ), write: has(WRITE) };
             let bytes = from.u64("region")?;
             regions.push(OfferedRegion { id, access, is_mappable: has(MAPPABLE), bytes });
