@@ -5,7 +5,7 @@ use std::fmt;
 use cascade_runtime::Deadline;
 
 use crate::TransportError;
-use crate::endpoint::Peer;
+use crate::peer::Peer;
 use crate::piece::{Direction, Piece};
 
 /// Pieces that are moved together and confirmed together.

@@ -8,99 +8,20 @@ use std::sync::Arc;
 use cascade_runtime::{Deadline, fill_random};
 
 use crate::TransportError;
+use crate::config::EndpointConfig;
 use crate::connection::Connection;
-use crate::limits::{GEOMETRY_BYTES_MAX, Limits, NAME_BYTES_MAX};
+use crate::limits::{GEOMETRY_BYTES_MAX, NAME_BYTES_MAX};
 use crate::notice::{Notice, Notices};
+use crate::peer::EndpointId;
 use crate::piece::RegionId;
 use crate::region::Region;
 use crate::regions::Regions;
 use crate::shm::ShmConnection;
+use crate::state::EndpointState;
 use crate::stream::{Accepting, Socket, StreamConnection, listen_tcp, listen_unix};
-use crate::wire::OfferedRegion;
 
 /// The shortest token: a shorter one could be guessed.
 const TOKEN_BYTES_MIN: usize = 16;
-
-/// Identifies an endpoint: random, new for each.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct EndpointId(pub [u8; 16]);
-
-impl fmt::Debug for EndpointId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
-}
-
-impl fmt::Display for EndpointId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
-    }
-}
-
-/// Checks the geometry of a peer; an error is the reason of the refusal.
-pub type GeometryCheck = dyn Fn(&[u8]) -> Result<(), String> + Send + Sync;
-
-/// What an endpoint says of itself, and whom it admits.
-#[derive(Clone)]
-pub struct EndpointConfig {
-    /// Its name in the errors of its peers.
-    pub name: String,
-    /// What its regions hold, in the words of the program; at most 64 KiB. Peers check it.
-    pub geometry: Vec<u8>,
-    /// Checks the geometry of each peer.
-    pub accepts: Arc<GeometryCheck>,
-    /// Both sides must know it, if one has it. At least 16 bytes. It is not sent, and it does not
-    /// protect the bytes that are moved from somebody who can read or change the network.
-    pub token: Option<Vec<u8>>,
-    /// Limits.
-    pub limits: Limits,
-}
-
-impl Default for EndpointConfig {
-    fn default() -> Self {
-        Self {
-            name: "cascade".to_owned(),
-            geometry: vec![],
-            accepts: Arc::new(|_| Ok(())),
-            token: None,
-            limits: Limits::default(),
-        }
-    }
-}
-
-impl fmt::Debug for EndpointConfig {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("EndpointConfig")
-            .field("name", &self.name)
-            .field("has_token", &self.token.is_some())
-            .field("limits", &self.limits)
-            .finish_non_exhaustive()
-    }
-}
-
-/// A peer, as it introduced itself.
-#[derive(Debug, Clone)]
-pub struct Peer {
-    /// Its endpoint.
-    pub id: EndpointId,
-    /// Its name.
-    pub name: String,
-    /// Its address.
-    pub address: String,
-    /// What its regions hold.
-    pub geometry: Arc<[u8]>,
-    /// Its regions when the connection was made.
-    pub regions: Arc<Vec<OfferedRegion>>,
-}
-
-/// What the threads of an endpoint share.
-#[derive(Debug)]
-pub(crate) struct EndpointState {
-    pub(crate) id: EndpointId,
-    pub(crate) config: EndpointConfig,
-    pub(crate) regions: Regions,
-    pub(crate) notices: Notices,
-}
 
 /// One process's side of all its connections.
 #[derive(Debug, Clone)]

@@ -6,25 +6,30 @@
 //! between hosts; `shm` maps the peer's memory and copies. Every wait has a deadline.
 #![warn(clippy::disallowed_types)]
 
+mod config;
 mod connection;
 mod endpoint;
 mod error;
 mod limits;
 mod notice;
+mod peer;
 mod piece;
 mod proof;
 mod region;
 mod regions;
 mod shm;
+mod state;
 mod stream;
 
 pub mod conformance;
 pub mod wire;
 
+pub use config::{EndpointConfig, GeometryCheck};
 pub use connection::{Batch, Completion, Connection, Ticket};
-pub use endpoint::{Endpoint, EndpointConfig, EndpointId, GeometryCheck, Listener, Peer};
+pub use endpoint::{Endpoint, Listener};
 pub use error::{Refusal, TransportError};
 pub use limits::Limits;
 pub use notice::Notice;
+pub use peer::{EndpointId, Peer};
 pub use piece::{Direction, Piece, Place, RegionId, plan};
 pub use region::{Access, Region};

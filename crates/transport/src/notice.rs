@@ -5,7 +5,7 @@ use std::sync::PoisonError;
 
 use cascade_runtime::{Condvar, Deadline, Mutex, MutexGuard, SystemClock};
 
-use crate::endpoint::EndpointId;
+use crate::peer::EndpointId;
 
 /// A peer's message that came with a batch. The batch's bytes have arrived before it.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -6,7 +6,7 @@ use cascade_memory::PeerRegion;
 use cascade_runtime::{Deadline, RwLock};
 
 use crate::connection::{Batch, Connection, Ticket};
-use crate::endpoint::Peer;
+use crate::peer::Peer;
 use crate::piece::{Direction, Piece, Place, RegionId};
 use crate::region::{Span, span_of};
 use crate::regions::Snapshot;

@@ -17,7 +17,7 @@ use super::handshake;
 use super::server::Served;
 use super::socket::{Socket, end};
 use crate::TransportError;
-use crate::endpoint::EndpointState;
+use crate::state::EndpointState;
 
 /// Pause after an error of `accept`, such as too many open files.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);

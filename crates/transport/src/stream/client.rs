@@ -14,13 +14,14 @@ use super::incoming::Incoming;
 use super::outgoing::Outgoing;
 use super::socket::{Patience, Socket};
 use crate::connection::{Batch, Completion, Connection, Ticket};
-use crate::endpoint::{EndpointState, Peer};
 use crate::limits::{
     FRAME_BYTES_MAX, FRAME_PIECES_MAX, FRAMES_IN_FLIGHT_MAX, NOTICE_BYTES_MAX, PIECE_BYTES_MAX,
 };
+use crate::peer::Peer;
 use crate::piece::{Direction, Piece, Place, RegionId, plan};
 use crate::region::Span;
 use crate::regions::Snapshot;
+use crate::state::EndpointState;
 use crate::wire::{HEADER_BYTES, Header, Kind, write_entry};
 use crate::{Refusal, TransportError};
 

@@ -6,10 +6,11 @@ use cascade_runtime::{Deadline, SystemClock, fill_random};
 
 use super::socket::{Patience, Socket};
 use crate::TransportError;
-use crate::endpoint::{EndpointId, EndpointState, Peer};
 use crate::limits::Limits;
+use crate::peer::{EndpointId, Peer};
 use crate::proof::{Side, is_proven, prove};
 use crate::region::Span;
+use crate::state::EndpointState;
 use crate::wire::{
     Challenge, HEADER_BYTES, Header, Hello, Kind, OfferedRegion, VERSION, VERSION_MIN, Welcome,
 };

@@ -14,7 +14,7 @@ pub(super) struct Outgoing {
 }
 
 impl Outgoing {
-    /// Sends one frame. Returns when the kernel has all of its bytes, so that the memory may change.
+    /// Sends one frame. When it returns, the kernel has all bytes and the memory may change.
     ///
     /// After an error the peer has a part of the frame: the connection cannot go on.
     pub(super) fn send(

@@ -11,11 +11,12 @@ use rustix::fs::{Mode, OFlags};
 use super::incoming::{Incoming, receive_header};
 use super::outgoing::Outgoing;
 use super::socket::{Patience, Socket};
-use crate::endpoint::{EndpointId, EndpointState};
 use crate::notice::{Notice, NoticePlace};
+use crate::peer::EndpointId;
 use crate::piece::Direction;
 use crate::region::{Region, Span};
 use crate::regions::Snapshot;
+use crate::state::EndpointState;
 use crate::wire::{ENTRY_BYTES, Header, Kind, entries};
 use crate::{Refusal, TransportError};
 
