@@ -1,0 +1,1 @@
+"""Measures how fast other transports move batches of blocks between two processes of this host."""
