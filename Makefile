@@ -24,9 +24,13 @@ PEERS := .cache/peers
 # Engines and their dependencies, each in its own environment: 6 GB, so kept between builds.
 VLLM := .cache/vllm
 SGLANG := .cache/sglang
+TRANSPORT_PEERS := .cache/transport-peers
 # Older versions that the connectors support; the newest is the one in VLLM.
 VLLM_OLDER := 0.29 0.30 0.31
 ENGINE_TESTS := python/tests_engines
+# A network of a command's own: Mooncake listens on all addresses and asks nobody for a password.
+OWN_NETWORK = unshare $(if $(filter-out 0,$(shell id --user)),--map-root-user) --net \
+	bash -c 'ip link set lo up && exec "$$@"' bash
 # Tests that depend on the version of vLLM. `make test-engines` runs all tests with the newest.
 VERSION_TESTS := versions interface scheduler worker layout keys groups metrics events tier
 # No model downloads, no usage statistics, little memory for KV, all processors.
@@ -154,6 +158,8 @@ engines: $(VLLM)/wheel $(SGLANG)/installed
 
 .PHONY: test-engines
 test-engines: $(VLLM)/wheel $(SGLANG)/installed $(STAMPS)/check
+	@# Without it, the tests of other transports are skipped and say so.
+	$(MAKE) --no-print-directory $(TRANSPORT_PEERS)/installed || true
 	$(BIN)/pyright --pythonpath $(VLLM)/bin/python --project .ci/pyright-vllm.json
 	$(VLLM_ENVIRONMENT) $(VLLM)/bin/python $(PYTEST) --dist loadfile -W ignore --timeout 600 \
 		--ignore-glob='*/test_sglang*' $(ENGINE_TESTS)
@@ -228,6 +234,12 @@ bench-vllm: build $(VLLM)/wheel
 	mkdir -p reports .cache
 	$(VLLM_ENVIRONMENT) $(BIN)/cascade bench vllm --python $(VLLM)/bin/python --directory .cache \
 		--json reports/vllm.json
+
+.PHONY: bench-transport-peers ## Measure Mooncake and NIXL moving blocks (20 minutes): reports/transport-peers.jsonl
+bench-transport-peers: $(TRANSPORT_PEERS)/wheel
+	mkdir -p reports
+	$(OWN_NETWORK) $(TRANSPORT_PEERS)/bin/python -m cascadekv.bench.transport_peers \
+		'{"count_system_calls": true}' >reports/transport-peers.jsonl
 
 .PHONY: wheel ## Build the wheel into dist/ and test it in an empty environment
 wheel: $(STAMPS)/build
@@ -358,6 +370,19 @@ $(VLLM_OLDER:%=.cache/vllm-%/installed): .cache/vllm-%/installed: \
 		--requirement $<
 	$(VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm.pth"
+	touch $@
+
+$(TRANSPORT_PEERS)/installed: requirements/transport-peers.txt | $(STAMPS)/python
+	bash .ci/debian-packages libibverbs1 libnuma1 libcurl4
+	$(BIN)/python -m venv --clear $(TRANSPORT_PEERS)
+	$(TRANSPORT_PEERS)/bin/python -m pip install --quiet --no-deps --only-binary :all: \
+		--requirement $< || { echo "not installed: no package registry answers, or it has no" \
+		"wheels of Mooncake or NIXL for $$($(BIN)/python --version), $$(uname -sm)" >&2; exit 1; }
+	touch $@
+
+$(TRANSPORT_PEERS)/wheel: $(STAMPS)/build $(TRANSPORT_PEERS)/installed
+	$(TRANSPORT_PEERS)/bin/python -m pip install --quiet --force-reinstall --no-deps --no-index \
+		$(CARGO_TARGET_DIR)/wheels/cascadekv-*.whl
 	touch $@
 
 # SGLang requires another torch and Triton, which would change what vLLM runs. It gets its own

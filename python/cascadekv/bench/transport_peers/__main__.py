@@ -167,8 +167,6 @@ class Cell:
                 first = self._round(pair, setting, number, self.options.warm_up, deadline)
                 if not first["verified"]:
                     yield first | {"is_warm_up": True}
-            if self.options.fault == "hang":
-                pair.target.signal(signal.SIGSTOP)
             for _ in range(rounds):
                 number += 1
                 yield self._round(pair, setting, number, self.options.iterations, deadline)
@@ -181,9 +179,6 @@ class Cell:
                 "blocks": blocks,
                 "bytes": blocks * self.shape.block_bytes,
             }
-        finally:
-            if self.options.fault == "hang":
-                pair.target.signal(signal.SIGCONT)
 
     def _round(
         self, pair: Pair, setting: str, number: int, iterations: int, deadline: float
@@ -192,6 +187,8 @@ class Cell:
         numbers = {"round": number, "batches": batches}
         pair.source.call(deadline, "prepare", **numbers)
         before = pair.target.call(deadline, "usage")["cpu_s"]
+        if self.options.fault == "hang":
+            pair.target.signal(signal.SIGSTOP)
         ran = pair.source.call(deadline, "run", limit_s=self.options.round_s)
         target_s = pair.target.call(deadline, "usage")["cpu_s"] - before
         found = pair.target.call(deadline, "verify", counts=ran["counts"], **numbers)
@@ -265,7 +262,7 @@ def missing_packages(peer: str) -> str:
             missing.append(package)
     if not missing:
         return ""
-    return f"not installed: {', '.join(missing)} (make bench-transport-peers installs them)"
+    return f"not installed: {', '.join(missing)} (make bench-transport-peers installs it)"
 
 
 def cells(options: Options) -> Iterator[Cell]:
