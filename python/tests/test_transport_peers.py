@@ -7,6 +7,9 @@ import sys
 import numpy as np
 import pytest
 from cascadekv.bench.transport_peers.blocks import Region, Shape, contents, order
+from cascadekv.bench.transport_peers.movers import make_mover
+from cascadekv.bench.transport_peers.side import Target
+from cascadekv.bench.transport_peers.system_calls import total
 
 SIZE = 4096
 LIMITS = ["limit/tcp", "limit/shm"]
@@ -63,6 +66,34 @@ def test_damage_is_found_and_counted(damage):
         assert region.differing(wanted) == 2
     else:
         assert region.differing(contents(np.arange(64), 8)) == 64
+
+
+def test_a_write_to_a_block_that_did_not_move_is_found():
+    shape = make_shape()
+    target = Target(shape, make_mover("limit/shm", "memcpy", shape, "target"), "")
+    blocks = target.region.bytes.view(np.uint64).reshape(64, -1)
+    number = {"round": 1, "batches": 2}
+    moved = order(shape, 1, 2)
+    source = Region(shape)
+    source.fill(contents(np.arange(64), 1))
+    sent = source.bytes.view(np.uint64).reshape(64, -1)
+    # The second thread made one batch only.
+    for slots in [(0, 0), (1, 0), (0, 1)]:
+        blocks[moved.target[slots]] = sent[moved.source[slots]]
+    assert target.verify(number | {"counts": [2, 1]}) == {"differing_blocks": 0}
+    blocks[moved.target[1, 1, 0]] = sent[moved.source[1, 1, 0]]
+    assert target.verify(number | {"counts": [2, 1]}) == {"differing_blocks": 1}
+
+
+def test_the_number_of_system_calls_is_in_the_last_line():
+    table = """% time     seconds  usecs/call     calls    errors syscall
+------ ----------- ----------- --------- --------- ----------------
+ 60.00    0.000060           3        20         4 recvmsg
+------ ----------- ----------- --------- --------- ----------------
+100.00    0.000100           3        31         4 total
+"""
+    assert total(table) == 31
+    assert total("") == 0
 
 
 @pytest.mark.parametrize("peer", LIMITS)

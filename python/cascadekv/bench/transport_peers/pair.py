@@ -67,8 +67,8 @@ class Side:
         assert self._process.stdout is not None  # noqa: S101 # it is a pipe
         output = self._process.stdout.fileno()
         while b"\n" not in self._rest:
-            wait_s = deadline - time.monotonic()
-            if wait_s <= 0 or not select.select([output], [], [], wait_s)[0]:
+            wait_s = max(0.0, deadline - time.monotonic())
+            if not select.select([output], [], [], wait_s)[0]:
                 raise PairError(f"the {self.name} did not end its {what} by the deadline")
             data = os.read(output, 1 << 16)
             if not data:

@@ -71,10 +71,10 @@ class Target:
     def __init__(self, shape: Shape, mover: Mover, fault: str) -> None:
         """Fill the region with bytes of no round."""
         self._shape, self._fault = shape, fault
-        self._region = Region(shape, is_shared=mover.needs_shared_memory)
+        self.region = Region(shape, is_shared=mover.needs_shared_memory)
         self._expected = contents(np.arange(shape.slots), ROUNDS_MAX)
-        self._region.fill(self._expected)
-        self.description = mover.serve(self._region)
+        self.region.fill(self._expected)
+        self.description = mover.serve(self.region)
 
     def usage(self, _: Command) -> Command:
         """Return the processor time so far."""
@@ -86,8 +86,8 @@ class Target:
         source, target = order(self._shape, number, command["batches"]).moved(counts)
         self._expected[target] = contents(source, number)
         if self._fault == "corrupt" and len(target):
-            self._region.bytes[int(target[-1]) * self._shape.block_bytes] ^= 1
-        return {"differing_blocks": self._region.differing(self._expected)}
+            self.region.bytes[int(target[-1]) * self._shape.block_bytes] ^= 1
+        return {"differing_blocks": self.region.differing(self._expected)}
 
 
 class Source:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-__all__ = ["count_calls"]
+__all__ = ["count_calls", "total"]
 
 ATTACH_S = 5.0
 """How long strace may take to attach and to detach."""
@@ -36,15 +36,15 @@ def count_calls(processes: Sequence[int], work: Callable[[], object]) -> tuple[i
             strace.wait(ATTACH_S)
         if not is_attached:
             return 0, "strace may not attach to processes here"
-        return _total(output.read_text(encoding="utf-8")), ""
+        return total(output.read_text(encoding="utf-8")), ""
 
 
 def _wait_for(strace: "subprocess.Popen[bytes]", count: int) -> bool:
     assert strace.stderr is not None  # noqa: S101 # it is a pipe
     deadline, text = time.monotonic() + ATTACH_S, b""
     while text.count(b" attached") < count:
-        wait_s = deadline - time.monotonic()
-        if wait_s <= 0 or not select.select([strace.stderr], [], [], wait_s)[0]:
+        wait_s = max(0.0, deadline - time.monotonic())
+        if not select.select([strace.stderr], [], [], wait_s)[0]:
             return False
         data = os.read(strace.stderr.fileno(), 1 << 12)
         if not data:
@@ -53,7 +53,7 @@ def _wait_for(strace: "subprocess.Popen[bytes]", count: int) -> bool:
     return True
 
 
-def _total(table: str) -> int:
+def total(table: str) -> int:
     """Read the number of calls from strace's table, whose last line has the sums."""
     lines = [line.split() for line in table.splitlines() if line.strip().endswith("total")]
     # The columns: share of time, seconds, microseconds a call, calls, errors.
