@@ -1,6 +1,7 @@
 """Mooncake's Transfer Engine over TCP, through its Python API."""
 
 import importlib
+import time
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -18,9 +19,11 @@ class PeerMover:
     needs_shared_memory = False
     must_be_polled = False
 
-    def __init__(self, _setting: Setting, shape: Shape, _side: str) -> None:
+    def __init__(self, setting: Setting, shape: Shape, _side: str) -> None:
         """Start the engine; the address of the other side needs no metadata server."""
         self._shape = shape
+        self._sleep_share = setting.sleep_share
+        self._last_s = [0.0] * shape.threads
         try:
             module: Any = importlib.import_module("mooncake.engine")
         except ImportError as error:
@@ -52,14 +55,26 @@ class PeerMover:
             [size] * len(source),
         )
 
-    def move(self, thread: int, batch: object) -> None:  # noqa: ARG002 # other peers need it
-        """Write a batch. The call asks for the status of the batch until all is written.
+    def move(self, thread: int, batch: object) -> None:
+        """Write a batch. Both calls ask for its status without a pause until all is written.
 
-        It holds no lock of Python. The asynchronous calls wait in the same way.
+        They hold no lock of Python. No call of the Python API asks once about a whole batch.
         """
         source, target, lengths = cast("tuple[list[int], list[int], list[int]]", batch)
-        if status := self._engine.batch_transfer_sync_write(self._name, source, target, lengths):
-            raise MoverError(f"Mooncake's batch_transfer_sync_write returned {status}")
+        if not self._sleep_share:
+            call = "batch_transfer_sync_write"
+            status = self._engine.batch_transfer_sync_write(self._name, source, target, lengths)
+        else:
+            call = "get_batch_transfer_status"
+            start = time.monotonic()
+            number = self._engine.batch_transfer_async_write(self._name, source, target, lengths)
+            if number == 0:
+                raise MoverError("Mooncake's batch_transfer_async_write returned 0")
+            time.sleep(self._last_s[thread] * self._sleep_share)
+            status = self._engine.get_batch_transfer_status([number])
+            self._last_s[thread] = time.monotonic() - start
+        if status:
+            raise MoverError(f"Mooncake's {call} returned {status}")
 
     def _register(self, region: Region) -> None:
         if status := self._engine.register_memory(region.address, region.bytes.nbytes):

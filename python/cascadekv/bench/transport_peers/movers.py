@@ -22,6 +22,8 @@ class Setting:
     has_progress_thread: bool = False
     poll_pause_s: float | None = None
     """Pause between two questions whether a batch is complete; `None`: ask without a pause."""
+    sleep_share: float = 0.0
+    """Share of its last batch's time that a thread sleeps before it asks for the first time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +68,15 @@ class Mover(Protocol):
         ...
 
 
-# Mooncake: four connections to a target by default; its limit is 16. The longest queue lets four
-# threads submit their batches; by default it refuses what exceeds 2,048 blocks.
-_MOONCAKE_QUEUE = ("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "65535")
+# Mooncake: four connections to a target by default; its limit is 16. With its default queue it
+# refuses the batches of four threads. Its waiting threads never sleep, which costs it the processors
+# that its own threads need where there are few; `slept` spares them.
+_MOONCAKE_BASE = (("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "65535"), ("GLOG_minloglevel", "1"))
+_MOONCAKE_16 = (*_MOONCAKE_BASE, ("MC_TCP_LANES_PER_PEER", "16"))
 _MOONCAKE = {
-    "connections-4": Setting(environment=(_MOONCAKE_QUEUE,)),
-    "connections-16": Setting(environment=(_MOONCAKE_QUEUE, ("MC_TCP_LANES_PER_PEER", "16"))),
+    "connections-4": Setting(environment=_MOONCAKE_BASE),
+    "connections-16": Setting(environment=_MOONCAKE_16),
+    "connections-16-slept": Setting(environment=_MOONCAKE_16, sleep_share=0.8),
 }
 # NIXL: nixlbench's default is no progress thread and asking without a pause; Python's default is a
 # progress thread. It needs a processor for itself, so the asking thread pauses.
