@@ -69,8 +69,8 @@ class Mover(Protocol):
 
 
 # Mooncake: four connections to a target by default; its limit is 16. With its default queue it
-# refuses the batches of four threads. Its waiting threads never sleep, which costs it the processors
-# that its own threads need where there are few; `slept` spares them.
+# refuses the batches of four threads. Its waiting threads never sleep, which takes processors from
+# its own threads where there are few; `slept` spares them.
 _MOONCAKE_BASE = (("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "65535"), ("GLOG_minloglevel", "1"))
 _MOONCAKE_16 = (*_MOONCAKE_BASE, ("MC_TCP_LANES_PER_PEER", "16"))
 _MOONCAKE = {
