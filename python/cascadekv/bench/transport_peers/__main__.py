@@ -183,43 +183,61 @@ class Cell:
     def _round(
         self, pair: Pair, setting: str, number: int, iterations: int, deadline: float
     ) -> Sample:
-        batches = self.shape.batches(iterations)
-        numbers = {"round": number, "batches": batches}
-        pair.source.call(deadline, "prepare", **numbers)
+        batches = self._prepare(pair, number, iterations, deadline)
         before = pair.target.call(deadline, "usage")["cpu_s"]
         if self.options.fault == "hang":
             pair.target.signal(signal.SIGSTOP)
         ran = pair.source.call(deadline, "run", limit_s=self.options.round_s)
         target_s = pair.target.call(deadline, "usage")["cpu_s"] - before
-        found = pair.target.call(deadline, "verify", counts=ran["counts"], **numbers)
-        blocks = sum(ran["counts"]) * self.shape.batch
-        return self._facts(setting) | {
-            "round": number,
-            "batches": ran["counts"],
-            "blocks": blocks,
-            "bytes": blocks * self.shape.block_bytes,
+        times = {
             "seconds": ran["seconds"],
             "source_cpu_s": ran["cpu_s"],
             "target_cpu_s": target_s,
-            "verified": found["differing_blocks"] == 0,
-            "differing_blocks": found["differing_blocks"],
-            "error": None,
         }
+        return self._verified(pair, setting, number, batches, ran["counts"], deadline) | times
 
     def _count(self, pair: Pair, setting: str, number: int, deadline: float) -> Sample:
         """Count system calls in one more round, whose time means nothing."""
-        samples: list[Sample] = []
+        batches = self._prepare(pair, number, 1, deadline)
+        counts: list[int] = []
 
         def work() -> None:
-            samples.append(self._round(pair, setting, number, 1, deadline))
+            ran = pair.source.call(deadline, "run", limit_s=self.options.round_s)
+            counts.extend(ran["counts"])
 
         calls, problem = count_calls((pair.source.pid, pair.target.pid), work)
+        kind = {"counts_system_calls": True}
         if problem:
-            return self._failed(setting, problem) | {"counts_system_calls": True}
-        return samples[0] | {
-            "seconds": None,
-            "system_calls": calls,
-            "counts_system_calls": True,
+            return self._failed(setting, problem) | kind
+        found = self._verified(pair, setting, number, batches, counts, deadline)
+        return found | {"seconds": None, "system_calls": calls} | kind
+
+    def _prepare(self, pair: Pair, number: int, iterations: int, deadline: float) -> int:
+        """Write a round's bytes into the source; returns the batches of each thread."""
+        batches = self.shape.batches(iterations)
+        pair.source.call(deadline, "prepare", round=number, batches=batches)
+        return batches
+
+    def _verified(  # noqa: PLR0913 # what a round was
+        self,
+        pair: Pair,
+        setting: str,
+        number: int,
+        batches: int,
+        counts: list[int],
+        deadline: float,
+    ) -> Sample:
+        """Compare the target's bytes; returns a sample without times."""
+        found = pair.target.call(deadline, "verify", round=number, batches=batches, counts=counts)
+        blocks = sum(counts) * self.shape.batch
+        return self._facts(setting) | {
+            "round": number,
+            "batches": counts,
+            "blocks": blocks,
+            "bytes": blocks * self.shape.block_bytes,
+            "verified": found["differing_blocks"] == 0,
+            "differing_blocks": found["differing_blocks"],
+            "error": None,
         }
 
     def _facts(self, setting: str) -> Sample:
