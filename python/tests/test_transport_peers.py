@@ -1,6 +1,7 @@
 """The benchmark of other transports, with its limits, which need no packages but NumPy."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -110,6 +111,20 @@ def test_every_sample_is_verified_and_says_what_it_cost(peer):
         assert sample["source_cpu_s"] > 0
         assert sample["target_cpu_s"] >= 0
     assert "GB/s" in text
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
+def test_system_calls_are_counted_in_a_round_of_their_own_without_a_time():
+    _, samples, text = measure(peers=["limit/tcp"], count_system_calls=True)
+    timed, counted = samples
+    if counted["error"] == "strace may not attach to processes here":
+        pytest.skip(counted["error"])
+    assert "system_calls" not in timed
+    assert counted["verified"], text
+    assert counted["seconds"] is None
+    # Each of the 16 blocks is sent and received.
+    assert counted["system_calls"] >= 2 * 16
+    assert "system calls a block" in text
 
 
 @pytest.mark.parametrize(("fault", "differing"), [("corrupt", 1), ("stale", 16)])
