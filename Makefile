@@ -375,7 +375,7 @@ $(VLLM_OLDER:%=.cache/vllm-%/installed): .cache/vllm-%/installed: \
 $(TRANSPORT_PEERS)/installed: requirements/transport-peers.txt | $(STAMPS)/python
 	bash .ci/debian-packages libibverbs1 libnuma1 libcurl4
 	$(BIN)/python -m venv --clear $(TRANSPORT_PEERS)
-	$(TRANSPORT_PEERS)/bin/python -m pip install --quiet --no-deps --only-binary :all: \
+	@$(TRANSPORT_PEERS)/bin/python -m pip install --quiet --no-deps --only-binary :all: \
 		--requirement $< || { echo "not installed: no package registry answers, or it has no" \
 		"wheels of Mooncake or NIXL for $$($(BIN)/python --version), $$(uname -sm)" >&2; exit 1; }
 	touch $@
