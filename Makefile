@@ -241,6 +241,15 @@ bench-transport-peers: $(TRANSPORT_PEERS)/wheel
 	$(OWN_NETWORK) $(TRANSPORT_PEERS)/bin/python -m cascadekv.bench.transport_peers \
 		'{"count_system_calls": true}' >reports/transport-peers.jsonl
 
+.PHONY: transport-peers ## Install Mooncake and NIXL below .cache for `cascade bench transport --peers` (0.5 GB)
+transport-peers: $(TRANSPORT_PEERS)/wheel
+
+.PHONY: bench-transport ## Measure our transport beside its limits, Mooncake and NIXL (half an hour): reports/transport.json
+bench-transport: $(TRANSPORT_PEERS)/wheel
+	mkdir -p reports
+	$(OWN_NETWORK) $(BIN)/cascade bench transport --peers $(TRANSPORT_PEERS)/bin/python \
+		--json reports/transport.json
+
 .PHONY: wheel ## Build the wheel into dist/ and test it in an empty environment
 wheel: $(STAMPS)/build
 	mkdir -p dist

@@ -3,12 +3,13 @@
 
 mod blocks;
 mod limit;
+mod peers;
 mod row;
 mod target;
 
 use std::error::Error;
 use std::io::{BufRead as _, BufReader, Write as _};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
@@ -77,11 +78,46 @@ impl Backend {
     }
 }
 
-/// Measures all selected rows.
+/// Measures all selected rows, and those of others for the same blocks with a Python that has their
+/// packages. Returns which of these could not be measured, and why.
 ///
 /// # Errors
 /// If a process or a connection fails, or if a byte was wrong.
-pub fn run(bench: &mut Bench<'_>, options: TransportOptions) -> Result<(), MeasureError> {
+pub fn run(
+    bench: &mut Bench<'_>,
+    options: TransportOptions,
+    peers: Option<&Path>,
+) -> Result<Vec<String>, MeasureError> {
+    let rows = rows(bench, options);
+    if rows.is_empty() {
+        return Ok(vec![]);
+    }
+    let mut ours = vec![];
+    {
+        let mut pair = Pair::start(options)?;
+        for row in &rows {
+            let figure = pair.measure(row, options)?;
+            ours.push(figure.clone());
+            bench.deliver(figure)?;
+        }
+    }
+    let Some(python) = peers else {
+        return Ok(vec![]);
+    };
+    let mut lengths: Vec<_> = rows.iter().map(|row| row.block_bytes).collect();
+    lengths.sort_unstable();
+    lengths.dedup();
+    let others = peers::measure(python, &lengths, options)?;
+    let ratios = peers::compare(&ours, &others.figures, options.is_short);
+    // They belong to the rows that were selected, whatever their names.
+    for figure in others.figures.into_iter().chain(ratios) {
+        (bench.deliver)(figure)?;
+    }
+    Ok(others.failures)
+}
+
+/// The selected rows.
+fn rows(bench: &Bench<'_>, options: TransportOptions) -> Vec<Row> {
     let mut rows = vec![];
     for backend in [Backend::Tcp, Backend::Shm] {
         for (block_bytes, tcp, shm) in LADDER {
@@ -100,15 +136,7 @@ pub fn run(bench: &mut Bench<'_>, options: TransportOptions) -> Result<(), Measu
         }
     }
     rows.retain(|row| bench.wants(&row.name()));
-    if rows.is_empty() {
-        return Ok(());
-    }
-    let mut pair = Pair::start(options)?;
-    for row in rows {
-        let figure = pair.measure(&row, options)?;
-        bench.deliver(figure)?;
-    }
-    Ok(())
+    rows
 }
 
 /// One row of the table.

@@ -17,6 +17,8 @@ Examples:
       All rows: two processes on this host, 2.5 GiB of memory, some minutes.
   cascade bench transport --only tcp/write/ --json transport.json
       Only writes over TCP.
+  cascade bench transport --peers .cache/transport-peers/bin/python
+      Also Mooncake and NIXL, and how many times faster ours are: half an hour.
   cascade bench transport --short
       Check that the benchmark works. Its values mean nothing.
 
@@ -37,6 +39,10 @@ pub(crate) struct TransportArgs {
     /// Measure only rows whose name contains TEXT.
     #[arg(long, value_name = "TEXT")]
     only: Option<String>,
+    /// Also measure Mooncake and NIXL, with a Python that has their packages: .cache/transport-peers
+    /// after `make transport-peers`.
+    #[arg(long, value_name = "PYTHON")]
+    peers: Option<PathBuf>,
     /// Only check that everything works: two block lengths, few batches.
     #[arg(long)]
     short: bool,
@@ -45,8 +51,15 @@ pub(crate) struct TransportArgs {
 pub(super) fn run(args: &TransportArgs, screen: &mut Screen) -> Result<i32, Failure> {
     let output = Output::new(args.json.as_deref(), args.only.as_deref());
     let options = TransportOptions { is_short: args.short };
-    output.measure(None, screen, |deliver| {
+    let mut failures = vec![];
+    let code = output.measure(None, screen, |deliver| {
         let (directory, only) = (PathBuf::from("."), args.only.clone());
-        transport::run(&mut Bench { is_full: false, directory, only, deliver }, options)
-    })
+        let mut bench = Bench { is_full: false, directory, only, deliver };
+        failures = transport::run(&mut bench, options, args.peers.as_deref())?;
+        Ok(())
+    })?;
+    for failure in failures {
+        screen.notice(format!("not measured: {failure}"))?;
+    }
+    Ok(code)
 }

@@ -1,0 +1,30 @@
+"""`cascade bench transport`: its rows, on this machine, in its short form."""
+
+import json
+import subprocess
+import sys
+
+
+def test_each_row_says_what_was_moved_and_that_it_was_verified():
+    done = subprocess.run(
+        [sys.executable, "-m", "cascadekv", "bench", "transport", "--short", "--only", "/1KiB/1-thread", "--json", "-"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert {row["name"] for row in rows} == {
+        f"{backend}/{direction}/1KiB/1-thread"
+        for backend in ("tcp", "shm")
+        for direction in ("write", "read")
+    }
+    for row in rows:
+        assert row["backend"] in row["name"]
+        assert (row["block_bytes"], row["batch"], row["threads"]) == (1024, 1538, 1)
+        assert row["peer"] == "cascade"
+        assert row["verified"] is True
+        assert row["gbps"] > 0
+        assert row["limit_gbps"] > 0
+        assert row["share"] == row["gbps"] / row["limit_gbps"]
