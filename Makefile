@@ -132,6 +132,13 @@ test-machine: $(STAMPS)/python
 test-container: wheel
 	bash .ci/container dist/cascadekv-*_$(ARCHITECTURE).whl
 
+# The tests that need a device, over soft-RoCE. The kernel of the machine is kept in .cache.
+.PHONY: test-rdma ## Run the RDMA tests in a virtual machine; prints why where it cannot
+test-rdma: $(STAMPS)/python
+	unset MAKEFLAGS MFLAGS; program=$$($(CARGO_TEST) --quiet --no-run \
+		--message-format=json-render-diagnostics \
+		| $(BIN)/python .ci/test-programs --print transport/verbs) && bash .ci/rdma-vm $$program
+
 .PHONY: test-slow ## Run the slow tests: kill -9 at random points, one minute of racing threads
 test-slow: test-slow-store test-slow-served test-slow-python
 

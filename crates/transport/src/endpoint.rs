@@ -3,7 +3,7 @@
 use std::fmt;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use cascade_runtime::{Deadline, fill_random};
 
@@ -19,6 +19,7 @@ use crate::regions::Regions;
 use crate::shm::ShmConnection;
 use crate::state::EndpointState;
 use crate::stream::{Accepting, Socket, StreamConnection, listen_tcp, listen_unix};
+use crate::verbs::{Device, Rdma, RdmaConnection};
 
 /// The shortest token: a shorter one could be guessed.
 const TOKEN_BYTES_MIN: usize = 16;
@@ -51,7 +52,8 @@ impl Endpoint {
             .map_err(|error| TransportError::Unavailable(format!("no random bytes: {error}")))?;
         let notices = Notices::new(config.limits.notices_max);
         let regions = Regions::default();
-        Ok(Self(Arc::new(EndpointState { id: EndpointId(id), config, regions, notices })))
+        let (id, rdma) = (EndpointId(id), OnceLock::new());
+        Ok(Self(Arc::new(EndpointState { id, config, regions, notices, rdma })))
     }
 
     /// Its ID.
@@ -71,7 +73,9 @@ impl Endpoint {
     /// [`TransportError::InUse`] if a batch still uses it at the deadline. New batches cannot, and
     /// its memory is given back when the last one ends.
     pub fn unregister(&self, id: RegionId, deadline: Deadline) -> Result<(), TransportError> {
-        self.0.regions.unregister(id, deadline)
+        // A device that keeps a region registered holds it.
+        let release = || self.0.rdma.get().map_or((), |rdma| rdma.forget(id));
+        self.0.regions.unregister(id, deadline, release)
     }
 
     /// Copies bytes into a registered region.
@@ -140,6 +144,30 @@ impl Endpoint {
             }
         }
         Err(last)
+    }
+
+    /// Lets this endpoint use an RDMA device: for [`Self::connect_rdma`], and for peers that call
+    /// that. Its regions are registered with the device when they are first used.
+    ///
+    /// # Errors
+    /// If it uses one already.
+    pub fn use_device(&self, device: Arc<Device>) -> Result<(), TransportError> {
+        let used = || TransportError::Unavailable("this endpoint has an RDMA device".to_owned());
+        self.0.rdma.set(Arc::new(Rdma::new(device))).map_err(|_| used())
+    }
+
+    /// Connects to the TCP port of a peer, and moves bytes by RDMA. Both endpoints use a device.
+    /// Regions that the peer registers later are reached over TCP.
+    pub fn connect_rdma(
+        &self,
+        address: SocketAddr,
+        deadline: Deadline,
+    ) -> Result<Arc<dyn Connection>, TransportError> {
+        let none = || TransportError::Unavailable("this endpoint uses no RDMA device".to_owned());
+        let rdma = self.0.rdma.get().ok_or_else(none)?;
+        let socket = Socket::connect_tcp(address, deadline)?;
+        let stream = StreamConnection::open(socket, &self.0, deadline)?;
+        Ok(Arc::new(RdmaConnection::open(stream, rdma, deadline)?))
     }
 
     /// Connects to the Unix socket of a peer on this host. Regions that the peer allocated as

@@ -22,6 +22,7 @@ mod state;
 mod stream;
 
 pub mod conformance;
+pub mod verbs;
 pub mod wire;
 
 pub use config::{EndpointConfig, GeometryCheck};

@@ -96,6 +96,11 @@ impl Region {
         self.access
     }
 
+    /// Its first byte.
+    pub(crate) fn base(&self) -> NonNull<u8> {
+        self.base
+    }
+
     /// Its memory as a file, if other processes can map it.
     pub(crate) fn file(&self) -> Option<&File> {
         match &self.memory {

@@ -24,6 +24,12 @@ impl Snapshot {
         region.ok_or(Refusal::UnknownRegion)
     }
 
+    /// A region that a device keeps registered.
+    pub(crate) fn shared(&self, id: RegionId) -> Result<Arc<Region>, Refusal> {
+        let region = self.0.get(id.0 as usize).and_then(Option::as_ref);
+        region.map(Arc::clone).ok_or(Refusal::UnknownRegion)
+    }
+
     /// The bytes of a place, for this process.
     pub(crate) fn local(&self, place: Place, bytes: u64) -> Result<Span, Refusal> {
         self.region(place.region)?.span(place.offset, bytes)
@@ -77,11 +83,13 @@ impl Regions {
         Ok(RegionId(id))
     }
 
-    /// Removes a region, and waits until no batch uses it.
+    /// Removes a region, and waits until no batch uses it. `release` lets go of what else holds it;
+    /// a batch that was posted just before may hold it again.
     pub(crate) fn unregister(
         &self,
         id: RegionId,
         deadline: Deadline,
+        release: impl Fn(),
     ) -> Result<(), TransportError> {
         let removed = {
             let mut current = self.0.write().unwrap_or_else(PoisonError::into_inner);
@@ -93,12 +101,14 @@ impl Regions {
         let Some(region) = removed else {
             return Ok(());
         };
+        release();
         // Each batch that may use the region holds a snapshot that holds it.
         while Arc::strong_count(&region) > 1 {
             if deadline.has_passed(&SystemClock) {
                 return Err(TransportError::InUse(id));
             }
             sleep(UNREGISTER_PAUSE);
+            release();
         }
         Ok(())
     }
@@ -119,7 +129,7 @@ mod tests {
         let first = regions.register(Region::shared(4096, Access::BOTH).unwrap()).unwrap();
         let place = Place { region: first, offset: 0 };
         assert!(regions.snapshot().local(place, 4096).is_ok());
-        regions.unregister(first, soon()).unwrap();
+        regions.unregister(first, soon(), || {}).unwrap();
         assert_eq!(regions.snapshot().local(place, 1).unwrap_err(), Refusal::UnknownRegion);
         let second = regions.register(Region::shared(4096, Access::BOTH).unwrap()).unwrap();
         assert_ne!(first, second);
@@ -132,7 +142,7 @@ mod tests {
         let regions = Regions::default();
         let id = regions.register(Region::shared(4096, Access::BOTH).unwrap()).unwrap();
         let in_use = regions.snapshot();
-        let refused = regions.unregister(id, soon()).unwrap_err();
+        let refused = regions.unregister(id, soon(), || {}).unwrap_err();
         assert!(matches!(refused, TransportError::InUse(it) if it == id), "{refused}");
         in_use.region(id).unwrap().fill(0, b"still mapped").unwrap();
     }

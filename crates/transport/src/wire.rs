@@ -65,16 +65,21 @@ pub enum Kind {
     Read = 17,
     /// Client: asks for the descriptor of a region, named by its one entry.
     Map = 18,
+    /// Client: asks for queue pairs. Body: the address of its own.
+    Link = 19,
     /// Server: the frame succeeded, or `status` says why not.
     Done = 32,
     /// Server: payload of a read and its checksums follow.
     Data = 33,
     /// Server: the descriptor of a region comes with the header.
     Descriptor = 34,
+    /// Server: its queue pairs are connected. Body: their address and its regions; if `status` is
+    /// not 0, the reason why there are none.
+    Linked = 35,
 }
 
 impl Kind {
-    const ALL: [Self; 11] = [
+    const ALL: [Self; 13] = [
         Self::Hello,
         Self::Challenge,
         Self::Proof,
@@ -83,9 +88,11 @@ impl Kind {
         Self::Write,
         Self::Read,
         Self::Map,
+        Self::Link,
         Self::Done,
         Self::Data,
         Self::Descriptor,
+        Self::Linked,
     ];
 
     fn of(code: u8) -> Option<Self> {

@@ -1,6 +1,8 @@
 //! The client's side of a connection: posts frames in the caller's thread; the threads that wait
 //! for their batches receive the answers.
 
+mod exchange;
+
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -95,6 +97,8 @@ struct Progress {
     is_cancelled: AtomicBool,
     failure: LeafMutex<Option<TransportError>>,
     descriptor: LeafMutex<Option<OwnedFd>>,
+    /// The answer to a request for queue pairs: status and body.
+    linked: LeafMutex<Option<(u8, Vec<u8>)>>,
 }
 
 impl Progress {
@@ -435,6 +439,9 @@ impl Link {
         }
         if header.kind == Kind::Descriptor {
             *progress.descriptor.lock().unwrap_or_else(PoisonError::into_inner) = descriptor;
+        }
+        if header.kind == Kind::Linked {
+            self.take_linked(header, progress)?;
         }
         if header.kind == Kind::Data {
             let bytes: usize = expected.targets.iter().map(|target| target.bytes()).sum();

@@ -17,6 +17,7 @@ use crate::piece::Direction;
 use crate::region::{Region, Span};
 use crate::regions::Snapshot;
 use crate::state::EndpointState;
+use crate::verbs::Link;
 use crate::wire::{ENTRY_BYTES, Header, Kind, entries};
 use crate::{Refusal, TransportError};
 
@@ -36,6 +37,8 @@ pub(super) struct Served<'a> {
     outgoing: Outgoing,
     body: Vec<u8>,
     spans: Vec<Span>,
+    /// The queue pairs that are connected to those of the peer.
+    link: Option<Link>,
     /// The first refusal of a batch whose last frame has not come yet.
     refused: Option<Refused>,
 }
@@ -52,6 +55,7 @@ impl<'a> Served<'a> {
             outgoing: Outgoing::default(),
             body: vec![],
             spans: vec![],
+            link: None,
             refused: None,
         }
     }
@@ -81,6 +85,7 @@ impl<'a> Served<'a> {
             Kind::Write => self.write(&header, &regions),
             Kind::Read => self.read(&header, &regions),
             Kind::Map => self.map(&header, &regions),
+            Kind::Link => self.connect_queue_pairs(&header, &regions),
             _ => Err(self.malformed("a client does not send this kind of message")),
         }
     }
@@ -186,6 +191,28 @@ impl<'a> Served<'a> {
         let (status, piece) = refused.map_or((0, 0), |(refusal, piece)| (refusal.code(), piece));
         let answer = Header { status, piece, ..Header::new(Kind::Done, header.frame) }.to_bytes();
         self.socket.send(&mut [Span::of_bytes(&answer)], self.patience)
+    }
+
+    /// Makes queue pairs for those of the peer. They are destroyed with this connection.
+    fn connect_queue_pairs(
+        &mut self,
+        header: &Header,
+        regions: &Snapshot,
+    ) -> Result<(), TransportError> {
+        let served = match self.state.rdma.get() {
+            Some(rdma) => rdma.serve(&self.body, regions).map_err(|error| error.to_string()),
+            None => Err("this endpoint uses no device".to_owned()),
+        };
+        let (status, body) = match served {
+            Ok((link, body)) => {
+                self.link = Some(link);
+                (0, body)
+            }
+            Err(reason) => (1, reason.into_bytes()),
+        };
+        let answer = Header { status, ..Header::new(Kind::Linked, header.frame) };
+        let answer = answer.with_body(&body).to_bytes();
+        self.socket.send(&mut [Span::of_bytes(&answer), Span::of_bytes(&body)], self.patience)
     }
 
     /// Sends the descriptor of a region, so that a process of this host can map it.
