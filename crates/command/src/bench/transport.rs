@@ -39,8 +39,8 @@ pub(crate) struct TransportArgs {
     /// Measure only rows whose name contains TEXT.
     #[arg(long, value_name = "TEXT")]
     only: Option<String>,
-    /// Also measure Mooncake and NIXL, with a Python that has their packages: .cache/transport-peers
-    /// after `make transport-peers`.
+    /// Also measure Mooncake and NIXL, with a Python that has their packages, such as that of `make
+    /// transport-peers`
     #[arg(long, value_name = "PYTHON")]
     peers: Option<PathBuf>,
     /// Only check that everything works: two block lengths, few batches.
