@@ -6,8 +6,9 @@ import sys
 
 
 def test_each_row_says_what_was_moved_and_that_it_was_verified():
+    flags = ["--short", "--only", "/1KiB/1-thread", "--json", "-"]
     done = subprocess.run(
-        [sys.executable, "-m", "cascadekv", "bench", "transport", "--short", "--only", "/1KiB/1-thread", "--json", "-"],
+        [sys.executable, "-m", "cascadekv", "bench", "transport", *flags],
         capture_output=True,
         text=True,
         timeout=300,
