@@ -25,6 +25,7 @@ PEERS := .cache/peers
 VLLM := .cache/vllm
 SGLANG := .cache/sglang
 TRANSPORT_PEERS := .cache/transport-peers
+LMCACHE := .cache/lmcache
 # Older versions that the connectors support; the newest is the one in VLLM.
 VLLM_OLDER := 0.29 0.30 0.31
 ENGINE_TESTS := python/tests_engines
@@ -155,23 +156,34 @@ test-slow-served: $(STAMPS)/python
 test-slow-python: $(STAMPS)/build $(STAMPS)/test
 	$(BIN)/python -m pytest --quiet -m stress --timeout 600
 
-.PHONY: test-vllm ## Run the tests with real engines: vLLM on CPUs, SGLang's classes (installs 6 GB)
+.PHONY: test-vllm ## Run the tests with vLLM on CPUs, and SGLang's and LMCache's classes (installs 6 GB)
 test-vllm: $(STAMPS)/build
-	@if reason=$$(vllm=$(VLLM) sglang=$(SGLANG) bash .ci/engines-missing); then \
+	@if reason=$$(vllm=$(VLLM) sglang=$(SGLANG) lmcache=$(LMCACHE) bash .ci/engines-missing); then \
 		echo "skipped, no test was run: $$reason"; else $(MAKE) test-engines; fi
 
+.PHONY: test-lmcache ## Run the tests with LMCache's own loader and storage manager (installs 6 GB)
+test-lmcache: $(STAMPS)/build
+	@if reason=$$(vllm=$(VLLM) sglang=$(SGLANG) lmcache=$(LMCACHE) bash .ci/engines-missing); then \
+		echo "skipped, no test was run: $$reason"; else $(MAKE) test-lmcache-installed; fi
+
+.PHONY: test-lmcache-installed
+test-lmcache-installed: $(VLLM)/wheel $(LMCACHE)/installed
+	$(LMCACHE)/bin/python -m pytest --quiet -r s -W ignore --timeout 600 \
+		$(wildcard $(ENGINE_TESTS)/test_lmcache*.py)
+
 .PHONY: engines
-engines: $(VLLM)/wheel $(SGLANG)/installed
+engines: $(VLLM)/wheel $(SGLANG)/installed $(LMCACHE)/installed
 
 .PHONY: test-engines
-test-engines: $(VLLM)/wheel $(SGLANG)/installed $(STAMPS)/check
+test-engines: $(VLLM)/wheel $(SGLANG)/installed $(LMCACHE)/installed $(STAMPS)/check
 	@# Without it, the tests of other transports are skipped and say so.
 	$(MAKE) --no-print-directory $(TRANSPORT_PEERS)/installed || true
 	$(BIN)/pyright --pythonpath $(VLLM)/bin/python --project .ci/pyright-vllm.json
 	$(VLLM_ENVIRONMENT) $(VLLM)/bin/python $(PYTEST) --dist loadfile -W ignore --timeout 600 \
-		--ignore-glob='*/test_sglang*' $(ENGINE_TESTS)
+		--ignore-glob='*/test_sglang*' --ignore-glob='*/test_lmcache*' $(ENGINE_TESTS)
 	$(if $(wildcard $(ENGINE_TESTS)/test_sglang*.py),$(SGLANG)/bin/python -m pytest --quiet -r s \
 		$(wildcard $(ENGINE_TESTS)/test_sglang*.py))
+	$(MAKE) --no-print-directory test-lmcache-installed
 	$(VLLM_ENVIRONMENT) $(VLLM)/bin/python examples/vllm_second_request.py --size tiny --tokens 1024
 	mkdir -p reports
 	$(VLLM_ENVIRONMENT) $(BIN)/cascade bench vllm --short --python $(VLLM)/bin/python \
@@ -409,4 +421,14 @@ $(SGLANG)/installed: requirements/sglang.lock $(VLLM)/installed
 		--requirement $<
 	$(VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> "$$($(SGLANG)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm.pth"
+	touch $@
+
+# LMCache requires CUDA libraries that its L2 adapters do not use on a CPU, so only the packages that
+# vLLM's environment lacks are installed.
+$(LMCACHE)/installed: requirements/lmcache.lock $(VLLM)/installed
+	$(BIN)/python -m venv --clear $(LMCACHE)
+	$(VLLM)/bin/uv pip install --quiet --python $(LMCACHE)/bin/python --no-deps --require-hashes \
+		--requirement $<
+	$(VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(LMCACHE)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm.pth"
 	touch $@
