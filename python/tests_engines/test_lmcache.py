@@ -310,9 +310,8 @@ def test_after_close_all_tasks_end_as_failures(caplog):
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-def _in_child(adapter, answers):
-    keys = keys_of(range(3))
-    task = adapter.submit_store_task(keys, filled(keys))
+def _in_child(adapter, keys, items, answers):
+    task = adapter.submit_store_task(keys, items)
     answers.put(adapter.pop_completed_store_tasks()[task].is_successful())
     task = adapter.submit_lookup_and_lock_task(keys, {0: DESC})
     answers.put(adapter.query_lookup_and_lock_result(task).popcount())
@@ -327,13 +326,17 @@ def test_a_forked_child_has_misses_and_does_not_disturb_its_parent(adapt, parame
     store(adapter, keys)
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
-    child = context.Process(target=_in_child, args=[adapter, answers])
+    # Made before the fork: torch's threads do not exist in the child.
+    child = context.Process(target=_in_child, args=[adapter, keys, filled(keys), answers])
     child.start()
-    assert answers.get(timeout=60) is False
-    assert answers.get(timeout=60) == 0
-    assert answers.get(timeout=60) == child.pid
-    child.join(60)
-    assert child.exitcode == 0
+    try:
+        assert answers.get(timeout=60) is False
+        assert answers.get(timeout=60) == 0
+        assert answers.get(timeout=60) == child.pid
+        child.join(60)
+        assert child.exitcode == 0
+    finally:
+        child.kill()
     ready, _, _ = select.select([adapter.get_store_event_fd()], [], [], 0)
     assert ready == [], "the child signalled the parent's descriptor"
     assert load(adapter, keys) == [True] * 3
@@ -359,11 +362,13 @@ def test_wrong_parameters_are_named(wrong, message):
 
 
 def test_a_node_that_refuses_the_server_is_named(serve, tmp_path):
-    tenants = tmp_path / "tenants.toml"
-    secret = tmp_path / "secret"
-    secret.write_text("0" * 64)
-    secret.chmod(0o600)
-    del tenants
-    node = serve("--dram", "16MiB", token_file=str(secret))
-    with pytest.raises(RefusedError):
-        create({"cascade.node": f"unix:{node.socket}"})
+    token, wrong, config = (tmp_path / name for name in ("token", "wrong", "tenants.toml"))
+    for file, text in ((token, "0123456789abcdef-alice"), (wrong, "0123456789abcdef-other")):
+        file.write_text(text)
+        file.chmod(0o600)
+    config.write_text(f'[[tenant]]\nname = "alice"\ntoken_file = "{token}"\ndram = "8MiB"\n')
+    node = serve("--dram", "16MiB", "--config", str(config))
+    parameters = {"cascade.node": f"unix:{node.socket}"}
+    with pytest.raises(RefusedError, match="token"):
+        create({**parameters, "cascade.token_file": str(wrong)})
+    create({**parameters, "cascade.token_file": str(token)}).close()

@@ -276,9 +276,7 @@ class CascadeL2Adapter(L2AdapterInterface):
     def _get(self, keys: list[Any], objects: list[Any], deadline: float) -> Any:
         store = self._store()
         layouts = [_layout_of_object(item) for item in objects]
-        buffers = [
-            _memory_of(item, layout) for item, layout in zip(objects, layouts, strict=True)
-        ]
+        buffers = [_memory_of(item, layout) for item, layout in zip(objects, layouts, strict=True)]
         results = store.get(self._block_keys(keys, layouts), buffers, timeout=_remaining(deadline))
         loaded = Bitmap(len(keys))
         hits: list[Any] = []
