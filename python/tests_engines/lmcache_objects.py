@@ -3,6 +3,7 @@
 The bytes of an object are a function of its key, so any reader can tell right from wrong.
 """
 
+import argparse
 import hashlib
 import json
 import select
@@ -35,6 +36,7 @@ __all__ = [
     "DESC",
     "LIMIT_S",
     "MODEL",
+    "configs",
     "create",
     "desc",
     "filled",
@@ -112,8 +114,6 @@ def is_right(item, key):
 
 def configs(parameters, **outer):
     """Parse the plugin's command line as LMCache's server does."""
-    import argparse  # noqa: PLC0415 # only here
-
     spec = {
         "type": "plugin",
         "module_path": "cascadekv.connectors.lmcache",
@@ -179,13 +179,13 @@ def load(adapter, keys, layout=DESC):
     return states
 
 
-def manager(parameters, l1_bytes=64 << 20):
+def manager(parameters, l1_bytes=64 << 20, **outer):
     """Start LMCache's storage manager, with its controllers, over the plugin."""
     memory = L1MemoryManagerConfig(size_in_bytes=l1_bytes, use_lazy=False, shm_name="")
     config = StorageManagerConfig(
         l1_manager_config=L1ManagerConfig(memory),
         eviction_config=EvictionConfig(eviction_policy="LRU"),
-        l2_adapter_config=L2AdaptersConfig(configs(parameters).adapters),
+        l2_adapter_config=L2AdaptersConfig(configs(parameters, **outer).adapters),
     )
     return StorageManager(config)
 
