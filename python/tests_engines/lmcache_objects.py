@@ -64,7 +64,7 @@ def desc(*shape, dtype=torch.bfloat16):
 DESC = desc()
 
 
-def keys_of(numbers, model=MODEL, rank=0, ranks=1, group=0, salt=""):
+def keys_of(numbers, model=MODEL, *, rank=0, ranks=1, group=0, salt=""):
     """Return the keys of numbered chunks, hashed as LMCache's server hashes them: 32 bytes."""
     kv_rank = ObjectKey.ComputeKVRank(ranks, rank, ranks, rank)
     return [

@@ -199,7 +199,7 @@ def test_a_lock_that_nobody_releases_expires(adapt, monkeypatch):
     adapter = adapt()
     keys = keys_of(range(3))
     store(adapter, keys)
-    monkeypatch.setattr(adapter._locks, "_ttl_s", 0.0)
+    monkeypatch.setattr(adapter._locks, "_ttl_s", 0.0)  # noqa: SLF001 # 10 minutes
     look_up(adapter, keys)
     look_up(adapter, keys_of([9]))
     assert adapter.report_status()["locked_key_count"] == 0

@@ -101,7 +101,7 @@ def test_chunks_of_another_dtype_are_misses_in_a_shared_node(manage, stored, ser
     assert prefetch(second, keys) == (0, 5)
 
 
-def test_two_processes_share_a_node(manage, stored, serve):
+def test_two_processes_share_a_node(manage, serve):
     node = serve("--dram", "64MiB")
     writer = (
         "import sys; from lmcache_objects import *\n"
@@ -127,7 +127,7 @@ def test_a_restarted_node_keeps_the_chunks(manage, stored, serve, tmp_path, even
     eventually(lambda: prefetch(managed, keys)[1] == 20 or managed.clear())
 
 
-def test_embedded_files_survive_the_process(manage, stored, tmp_path):
+def test_embedded_files_survive_the_process(manage, tmp_path):
     keys = keys_of(range(20))
     adapter = create(files_of(tmp_path / "files"))
     store(adapter, keys)

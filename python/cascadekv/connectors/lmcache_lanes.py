@@ -84,9 +84,11 @@ class Lane(Generic[_T]):
     ) -> None:
         result = failed
         try:
-            if time.monotonic() >= deadline:
-                raise DeadlineError("the task waited longer than cascade.timeout for its turn")
-            result = action(deadline)
+            if time.monotonic() < deadline:
+                result = action(deadline)
+            else:
+                late = DeadlineError("the task waited longer than cascade.timeout for its turn")
+                self._failures.count(self._name, late)
         except STORE_FAILURES as error:
             self._failures.count(self._name, error)
         except Exception:
