@@ -69,7 +69,7 @@ pub fn endpoints(
 /// # Panics
 /// If the transport violates a check.
 pub fn all(open: &mut dyn FnMut() -> Subject) {
-    let checks: [Check; 12] = [
+    let checks: [Check; 13] = [
         written_pieces_arrive,
         read_pieces_arrive,
         a_batch_of_many_frames_arrives,
@@ -79,6 +79,7 @@ pub fn all(open: &mut dyn FnMut() -> Subject) {
         an_unknown_region_is_refused,
         a_notice_comes_after_its_bytes,
         an_empty_batch_carries_a_notice,
+        batches_of_both_directions_are_posted_before_any_is_waited_for,
         many_threads_share_a_connection,
         a_closed_connection_refuses_batches,
         a_dropped_listener_ends_connections,
@@ -341,6 +342,27 @@ fn an_empty_batch_carries_a_notice(subject: &Subject) {
     let long = vec![0; 4097];
     let error = subject.run_with(Direction::Write, &[], Some(&long)).expect_err("it is too long");
     assert!(matches!(error, TransportError::TooLarge { limit: 4096, .. }), "{error}");
+}
+
+fn batches_of_both_directions_are_posted_before_any_is_waited_for(subject: &Subject) {
+    // More than sockets hold: a peer that sends what nobody receives would take no more frames.
+    let mut sides = subject.fill(&mut Numbers(8));
+    let bytes = REGION_BYTES as u64;
+    let reads = [piece((subject.local[0], 0), (subject.remote[0], 0), bytes)];
+    let writes = [piece((subject.local[1], 0), (subject.remote[1], 0), bytes)];
+    let mut tickets = vec![];
+    for _ in 0..3 {
+        for (direction, pieces) in [(Direction::Read, &reads), (Direction::Write, &writes)] {
+            let batch = Batch { direction, pieces, notice: None };
+            tickets.push(subject.connection.post(&batch, soon()).expect("it can be posted"));
+        }
+    }
+    for mut ticket in tickets {
+        ticket.wait(soon()).expect("it arrives");
+    }
+    subject.model(&mut sides, &reads, Direction::Read);
+    subject.model(&mut sides, &writes, Direction::Write);
+    subject.compare(&sides);
 }
 
 fn many_threads_share_a_connection(subject: &Subject) {

@@ -114,10 +114,11 @@ impl Endpoint {
         Ok(Listener { accepting, tcp: Some(address), unix: None })
     }
 
-    /// Listens on a Unix socket, which only this user can connect to.
+    /// Listens on a Unix socket, which only this user can connect to. Replaces a socket that a killed
+    /// process left.
     ///
     /// # Errors
-    /// If the file exists or cannot be made.
+    /// If another process listens there, or the file cannot be made.
     pub fn listen_unix(&self, path: &Path) -> Result<Listener, TransportError> {
         let accepting = listen_unix(&self.0, path)?;
         Ok(Listener { accepting, tcp: None, unix: Some(path.to_owned()) })
@@ -177,7 +178,8 @@ impl Endpoint {
         path: &Path,
         deadline: Deadline,
     ) -> Result<Arc<dyn Connection>, TransportError> {
-        let stream = StreamConnection::open(Socket::connect_unix(path)?, &self.0, deadline)?;
+        let stream =
+            StreamConnection::open(Socket::connect_unix(path, deadline)?, &self.0, deadline)?;
         Ok(Arc::new(ShmConnection::new(stream)))
     }
 }

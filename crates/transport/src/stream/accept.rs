@@ -3,7 +3,7 @@
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError};
@@ -15,7 +15,7 @@ use rustix::fs::{Mode, chmod};
 
 use super::handshake;
 use super::server::Served;
-use super::socket::{Socket, end};
+use super::socket::{Socket, end, set_up_tcp};
 use crate::TransportError;
 use crate::state::EndpointState;
 
@@ -54,7 +54,7 @@ pub(crate) fn listen_tcp(
     let listening = listener.try_clone().map_err(refused)?.into();
     let accept = move || {
         let (stream, peer) = listener.accept()?;
-        stream.set_nodelay(true)?;
+        set_up_tcp(&stream)?;
         Ok((stream.into(), peer.to_string()))
     };
     let accepting = Accepting::start(Arc::clone(state), listening, Box::new(accept));
@@ -68,7 +68,7 @@ pub(crate) fn listen_unix(
 ) -> Result<Accepting, TransportError> {
     let name = path.display().to_string();
     let refused = |error: io::Error| listen_error(&name, &error);
-    let listener = UnixListener::bind(path).map_err(refused)?;
+    let listener = bind_unix(path).map_err(refused)?;
     chmod(path, Mode::RUSR | Mode::WUSR).map_err(|error| refused(error.into()))?;
     let listening = listener.try_clone().map_err(refused)?.into();
     let peer = name.clone();
@@ -77,6 +77,21 @@ pub(crate) fn listen_unix(
         Ok((stream.into(), peer.clone()))
     };
     Accepting::start(Arc::clone(state), listening, Box::new(accept)).map_err(refused)
+}
+
+/// Makes a Unix socket. Replaces one that a killed process left.
+fn bind_unix(path: &Path) -> io::Result<UnixListener> {
+    let bound = UnixListener::bind(path);
+    let is_taken = matches!(&bound, Err(error) if error.kind() == io::ErrorKind::AddrInUse);
+    let is_left = || {
+        let connected = UnixStream::connect(path);
+        matches!(connected, Err(error) if error.kind() == io::ErrorKind::ConnectionRefused)
+    };
+    if !(is_taken && is_left()) {
+        return bound;
+    }
+    std::fs::remove_file(path)?;
+    UnixListener::bind(path)
 }
 
 fn listen_error(address: &str, error: &io::Error) -> TransportError {

@@ -27,6 +27,8 @@ use crate::state::EndpointState;
 use crate::wire::{HEADER_BYTES, Header, Kind, write_entry};
 use crate::{Refusal, TransportError};
 
+/// How long a thread that cannot send waits for one more answer.
+const ANSWER_WAIT: Duration = Duration::from_millis(5);
 /// How often a cancelled batch looks whether the thread that receives has left its memory.
 const LEAVE_WAIT: Duration = Duration::from_millis(50);
 
@@ -331,7 +333,9 @@ impl Link {
             }
         }
         let patience = Patience { deadline: Some(deadline), ..self.patience };
-        let sent = sender.outgoing.send(&self.socket, &header, body, payload, patience);
+        let mut receive = || self.receive_what_came();
+        let sending: (_, &mut dyn FnMut() -> bool) = (patience, &mut receive);
+        let sent = sender.outgoing.send(&self.socket, &header, body, payload, sending);
         if let Err(error) = &sent {
             // The peer has a part of the frame.
             let reason = format!("a frame was cut: {error}");
@@ -376,16 +380,42 @@ impl Link {
             if let Some(error) = &state.broken {
                 return Err(error.clone());
             }
-            state.has_receiver = true;
-            drop(state);
-            let received = self.receive_one(deadline);
-            state = self.lock_state();
-            state.has_receiver = false;
-            if let Err(error) = received {
-                self.end(&mut state, &error);
-            }
-            self.changed.notify_all();
+            state = self.receive_with(state, deadline);
         }
+    }
+
+    /// Receives one answer, if one arrives by the deadline. No other thread receives now.
+    fn receive_with<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, LinkState>,
+        deadline: Deadline,
+    ) -> MutexGuard<'a, LinkState> {
+        state.has_receiver = true;
+        drop(state);
+        let received = self.receive_one(deadline);
+        let mut state = self.lock_state();
+        state.has_receiver = false;
+        if let Err(error) = received {
+            self.end(&mut state, &error);
+        }
+        self.changed.notify_all();
+        state
+    }
+
+    /// Receives the answers that have come, for a thread that sends: the peer takes no more frames
+    /// while its answers are not received. False if none had come.
+    fn receive_what_came(&self) -> bool {
+        let mut state = self.lock_state();
+        let mut has_received = false;
+        while !state.has_receiver && !state.waiting.is_empty() {
+            let waiting = state.waiting.len();
+            state = self.receive_with(state, Deadline::after(&SystemClock, ANSWER_WAIT));
+            if state.waiting.len() == waiting {
+                break;
+            }
+            has_received = true;
+        }
+        has_received
     }
 
     /// Receives one answer, if one arrives by the deadline. Only one thread calls this at a time.

@@ -16,6 +16,8 @@ pub(super) struct Outgoing {
 impl Outgoing {
     /// Sends one frame. When it returns, the kernel has all bytes and the memory may change.
     ///
+    /// `receive` is called while the peer takes no bytes, as in `Socket::send_and`.
+    ///
     /// After an error the peer has a part of the frame: the connection cannot go on.
     pub(super) fn send(
         &mut self,
@@ -23,7 +25,7 @@ impl Outgoing {
         header: &Header,
         body: &[u8],
         payload: &[Span],
-        patience: Patience,
+        (patience, receive): (Patience, &mut dyn FnMut() -> bool),
     ) -> Result<(), TransportError> {
         let header = header.to_bytes();
         self.sums.clear();
@@ -37,12 +39,12 @@ impl Outgoing {
             self.queue.push(*piece);
             queued_bytes += piece.bytes();
             if queued_bytes >= CHUNK_BYTES || self.queue.len() >= SPANS_MAX {
-                socket.send(&mut self.queue, patience)?;
+                socket.send_and(&mut self.queue, patience, receive)?;
                 self.queue.clear();
                 queued_bytes = 0;
             }
         }
         self.queue.push(Span::of_bytes(&self.sums));
-        socket.send(&mut self.queue, patience)
+        socket.send_and(&mut self.queue, patience, receive)
     }
 }

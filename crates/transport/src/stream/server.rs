@@ -166,7 +166,10 @@ impl<'a> Served<'a> {
             payload_bytes: bytes,
             ..Header::new(Kind::Data, header.frame)
         };
-        self.outgoing.send(self.socket, &answer, &[], &self.spans, self.patience)?;
+        // The client receives without a question from here.
+        let mut receive = || false;
+        let sending: (_, &mut dyn FnMut() -> bool) = (self.patience, &mut receive);
+        self.outgoing.send(self.socket, &answer, &[], &self.spans, sending)?;
         self.deliver(place, header);
         Ok(())
     }

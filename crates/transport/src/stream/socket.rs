@@ -5,18 +5,18 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::net::{SocketAddr, TcpStream};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use cascade_runtime::{Deadline, SystemClock, now};
+use cascade_runtime::{Deadline, SystemClock, now, sleep};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use rustix::net::sockopt::{self, Timeout, set_socket_timeout};
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, Shutdown,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType, connect,
+    socket_with,
 };
 
 use crate::TransportError;
@@ -24,6 +24,12 @@ use crate::region::Span;
 
 /// How long one system call waits: deadlines are kept to within this time.
 const TICK: Duration = Duration::from_millis(50);
+/// Pause before another attempt to connect to a Unix socket whose queue is full.
+const CONNECT_PAUSE: Duration = Duration::from_millis(5);
+/// An idle connection to a host that does not answer ends after 10 s and three questions in 5 s each.
+const KEEPALIVE_IDLE: Duration = Duration::from_secs(10);
+const KEEPALIVE_PAUSE: Duration = Duration::from_secs(5);
+const KEEPALIVE_COUNT: u32 = 3;
 /// The most spans of one system call (`IOV_MAX`).
 pub(super) const SPANS_MAX: usize = 1024;
 
@@ -67,16 +73,29 @@ impl Socket {
         let left = deadline.remaining(&SystemClock).max(Duration::from_millis(1));
         let refused = |error| refused(&peer, error);
         let stream = TcpStream::connect_timeout(&address, left).map_err(refused)?;
-        stream.set_nodelay(true).map_err(refused)?;
+        set_up_tcp(&stream).map_err(refused)?;
         Self::of(stream.into(), peer.clone()).map_err(refused)
     }
 
     /// Connects to a Unix socket.
-    pub(crate) fn connect_unix(path: &Path) -> Result<Self, TransportError> {
+    pub(crate) fn connect_unix(path: &Path, deadline: Deadline) -> Result<Self, TransportError> {
         let peer = path.display().to_string();
-        let refused = |error| refused(&peer, error);
-        let stream = UnixStream::connect(path).map_err(refused)?;
-        Self::of(stream.into(), peer.clone()).map_err(refused)
+        let refused = |error: Errno| refused(&peer, error.into());
+        let address = SocketAddrUnix::new(path).map_err(refused)?;
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
+        let socket = socket.map_err(refused)?;
+        loop {
+            match connect(&socket, &address) {
+                Ok(()) => break,
+                // The peer has not accepted earlier connections yet.
+                Err(Errno::AGAIN) if !deadline.has_passed(&SystemClock) => sleep(CONNECT_PAUSE),
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(refused(error)),
+            }
+        }
+        rustix::io::ioctl_fionbio(&socket, false).map_err(refused)?;
+        Self::of(socket, peer.clone()).map_err(|error| self::refused(&peer, error))
     }
 
     /// Takes a connected socket.
@@ -127,7 +146,18 @@ impl Socket {
         spans: &mut [Span],
         patience: Patience,
     ) -> Result<(), TransportError> {
-        self.move_all(spans, patience, |message| {
+        self.send_and(spans, patience, &mut || false)
+    }
+
+    /// As `send`. While the peer takes no bytes, it may wait for bytes of its own to be received:
+    /// `receive` does that, and says whether there were any.
+    pub(super) fn send_and(
+        &self,
+        spans: &mut [Span],
+        patience: Patience,
+        receive: &mut dyn FnMut() -> bool,
+    ) -> Result<(), TransportError> {
+        self.move_all(spans, patience, receive, |message| {
             // SAFETY: `message` points to spans whose bytes their holders keep mapped during this
             // call; the kernel only reads them.
             unsafe { libc::sendmsg(self.socket.as_raw_fd(), message, libc::MSG_NOSIGNAL) }
@@ -140,7 +170,7 @@ impl Socket {
         spans: &mut [Span],
         patience: Patience,
     ) -> Result<(), TransportError> {
-        self.move_all(spans, patience, |message| {
+        self.move_all(spans, patience, &mut || false, |message| {
             let message = std::ptr::from_ref(message).cast_mut();
             // SAFETY: `message` lives on `move_all`'s stack and only its `msg_flags` are written.
             // The holders keep the bytes mapped during this call, and by the contract of
@@ -154,6 +184,7 @@ impl Socket {
         &self,
         spans: &mut [Span],
         patience: Patience,
+        while_blocked: &mut dyn FnMut() -> bool,
         call: impl Fn(&libc::msghdr) -> isize,
     ) -> Result<(), TransportError> {
         let mut rest = skip(spans, 0);
@@ -171,7 +202,11 @@ impl Socket {
                 }
                 Err(_) => match io::Error::last_os_error() {
                     error if error.kind() == io::ErrorKind::Interrupted => {}
-                    error if error.kind() == io::ErrorKind::WouldBlock => {}
+                    error if error.kind() == io::ErrorKind::WouldBlock => {
+                        if while_blocked() {
+                            since = now();
+                        }
+                    }
                     error => return Err(TransportError::lost(&self.peer, error)),
                 },
             }
@@ -237,6 +272,16 @@ impl AsFd for Socket {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
+}
+
+/// Sends small messages at once, and finds out that a host is gone although nothing is sent.
+pub(super) fn set_up_tcp(stream: &TcpStream) -> io::Result<()> {
+    stream.set_nodelay(true)?;
+    sockopt::set_socket_keepalive(stream, true)?;
+    sockopt::set_tcp_keepidle(stream, KEEPALIVE_IDLE)?;
+    sockopt::set_tcp_keepintvl(stream, KEEPALIVE_PAUSE)?;
+    sockopt::set_tcp_keepcnt(stream, KEEPALIVE_COUNT)?;
+    Ok(())
 }
 
 fn refused(peer: &str, error: io::Error) -> TransportError {
