@@ -75,6 +75,8 @@ struct Proxy {
     freeze_at: AtomicU64,
     /// The most bytes that are passed on at a time.
     piece: AtomicUsize,
+    /// Milliseconds before each of these.
+    delay_ms: AtomicU64,
 }
 
 const NEVER: u64 = u64::MAX;
@@ -87,6 +89,7 @@ impl Proxy {
             cut_at: AtomicU64::new(NEVER),
             freeze_at: AtomicU64::new(NEVER),
             piece: AtomicUsize::new(1 << 16),
+            delay_ms: AtomicU64::new(0),
         });
         let listener = TcpListener::bind("127.0.0.1:0").expect("it works on loopback");
         let address = listener.local_addr().expect("it works on loopback");
@@ -112,6 +115,7 @@ impl Proxy {
             let Ok(count @ 1..) = from.read(&mut buffer[..most]) else {
                 break;
             };
+            sleep(Duration::from_millis(self.delay_ms.load(Ordering::Relaxed)));
             let first = self.passed.fetch_add(count as u64, Ordering::Relaxed);
             let has = |at: &AtomicU64| {
                 let at = at.load(Ordering::Relaxed);
@@ -241,6 +245,21 @@ fn bytes_that_arrive_one_by_one_arrive() {
         pair.connection.post(&batch, soon()).unwrap().wait(soon()).unwrap();
         assert!(has(&pair.server, pair.remote, &bytes));
     }
+}
+
+#[test]
+fn a_peer_that_sends_byte_by_byte_holds_nobody_for_ever() {
+    // It always makes progress, so that it never stalls.
+    let limits = Limits { stall_timeout: Duration::from_secs(1), ..Limits::default() };
+    let pair = Pair::new(limits);
+    pair.proxy.piece.store(1, Ordering::Relaxed);
+    pair.proxy.delay_ms.store(20, Ordering::Relaxed);
+    let pieces = pair.pieces(1 << 20);
+    let batch = Batch { direction: Direction::Read, pieces: &pieces, notice: None };
+    let mut ticket = pair.connection.post(&batch, soon()).unwrap();
+    let error = ticket.wait(soon()).unwrap_err();
+    assert!(error.to_string().contains("too slowly"), "{error}");
+    pair.server.unregister(pair.remote, soon()).unwrap();
 }
 
 #[test]

@@ -44,7 +44,7 @@ pub(crate) struct StreamConnection {
 pub(super) struct Link {
     socket: Socket,
     peer: Peer,
-    patience: Patience,
+    stall: Duration,
     /// Held while a batch is sent, so that its frames follow each other.
     sender: Mutex<Sender>,
     state: Mutex<LinkState>,
@@ -129,7 +129,7 @@ impl StreamConnection {
         let link = Link {
             socket,
             peer,
-            patience: Patience { deadline: None, stall: endpoint.config.limits.stall_timeout },
+            stall: endpoint.config.limits.stall_timeout,
             sender: Mutex::default(),
             state: Mutex::default(),
             changed: Condvar::new(),
@@ -332,7 +332,7 @@ impl Link {
                 state.waiting.push_back(WaitingFrame { number: header.frame, progress, expected });
             }
         }
-        let patience = Patience { deadline: Some(deadline), ..self.patience };
+        let patience = Patience { deadline: Some(deadline), stall: self.stall };
         let mut receive = || self.receive_what_came();
         let sending: (_, &mut dyn FnMut() -> bool) = (patience, &mut receive);
         let sent = sender.outgoing.send(&self.socket, &header, body, payload, sending);
@@ -423,9 +423,11 @@ impl Link {
         if !self.socket.wait_readable(deadline)? {
             return Ok(());
         }
-        let mut bytes = [0; HEADER_BYTES];
-        let descriptor = self.socket.receive_with_descriptor(&mut bytes, self.patience)?;
         let lost = |reason: &str| TransportError::lost(&self.peer.address, reason);
+        let mut bytes = [0; HEADER_BYTES];
+        let patience = Patience::of_frame(self.stall, 0);
+        let descriptor = self.socket.receive_with_descriptor(&mut bytes, patience);
+        let descriptor = descriptor.map_err(|error| self.too_slow(error))?;
         let header = Header::parse(&bytes).map_err(|error| lost(&error.to_string()))?;
         let frame = {
             let mut state = self.lock_state();
@@ -435,7 +437,8 @@ impl Link {
             frame
         };
         let answered = if frame.number == header.frame {
-            self.take_answer(&header, &frame, descriptor)
+            let taken = self.take_answer(&header, &frame, descriptor);
+            taken.map_err(|error| self.too_slow(error))
         } else {
             Err(lost("its answers are in the wrong order"))
         };
@@ -447,6 +450,16 @@ impl Link {
         state.receiving = None;
         frame.progress.frames_left.fetch_sub(1, Ordering::AcqRel);
         answered
+    }
+
+    /// An answer that takes too long ends the connection: the next one could not be found.
+    fn too_slow(&self, error: TransportError) -> TransportError {
+        match error {
+            TransportError::Deadline { .. } => {
+                TransportError::lost(&self.peer.address, "an answer came too slowly")
+            }
+            other => other,
+        }
     }
 
     /// Takes the answer of a frame. An error ends the connection; a refusal only the batch.
@@ -480,11 +493,12 @@ impl Link {
             if !is_whole {
                 return Err(lost("it sent other bytes than were asked for"));
             }
+            let patience = Patience::of_frame(self.stall, header.payload_bytes);
             let mut incoming = self.incoming.lock().unwrap_or_else(PoisonError::into_inner);
             if progress.is_cancelled.load(Ordering::Acquire) {
-                return incoming.discard(&self.socket, header, self.patience);
+                return incoming.discard(&self.socket, header, patience);
             }
-            let damaged = incoming.payload(&self.socket, &expected.targets, self.patience)?;
+            let damaged = incoming.payload(&self.socket, &expected.targets, patience)?;
             if let Some(piece) = damaged {
                 progress.fail(self.refused(piece, Refusal::Damaged));
             }

@@ -11,6 +11,7 @@ use rustix::fs::{Mode, OFlags};
 use super::incoming::{Incoming, receive_header};
 use super::outgoing::Outgoing;
 use super::socket::{Patience, Socket};
+use crate::limits::FRAME_BYTES_MAX;
 use crate::notice::{Notice, NoticePlace};
 use crate::peer::EndpointId;
 use crate::piece::Direction;
@@ -50,7 +51,7 @@ impl<'a> Served<'a> {
             socket,
             state,
             peer,
-            patience: Patience { deadline: None, stall },
+            patience: Patience::of_frame(stall, 0),
             incoming: Incoming::default(),
             outgoing: Outgoing::default(),
             body: vec![],
@@ -73,7 +74,11 @@ impl<'a> Served<'a> {
         if !self.socket.wait_readable(Deadline::after(&SystemClock, IDLE_WAIT))? {
             return Ok(());
         }
+        let stall = self.state.config.limits.stall_timeout;
+        self.patience = Patience::of_frame(stall, 0);
         let header = receive_header(self.socket, self.patience)?;
+        // Its payload, or that of the answer.
+        self.patience = Patience::of_frame(stall, FRAME_BYTES_MAX);
         self.body.resize(header.body_bytes as usize, 0);
         self.socket.receive(&mut [Span::of_buffer(&mut self.body)], self.patience)?;
         if checksum(&self.body) != header.body_checksum {
@@ -151,7 +156,7 @@ impl<'a> Served<'a> {
 
     fn read(&mut self, header: &Header, regions: &Snapshot) -> Result<(), TransportError> {
         let bytes = self.entry_bytes(header);
-        if bytes > crate::limits::FRAME_BYTES_MAX {
+        if bytes > FRAME_BYTES_MAX {
             return Err(self.malformed("a frame reads more than the limit"));
         }
         if let Err(refused) = self.look_up(header, regions, Direction::Read) {

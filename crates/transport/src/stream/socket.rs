@@ -30,6 +30,8 @@ const CONNECT_PAUSE: Duration = Duration::from_millis(5);
 const KEEPALIVE_IDLE: Duration = Duration::from_secs(10);
 const KEEPALIVE_PAUSE: Duration = Duration::from_secs(5);
 const KEEPALIVE_COUNT: u32 = 3;
+/// The lowest rate of a frame, in bytes a second: slower peers are taken for stalled ones.
+const RATE_MIN: u64 = 1 << 20;
 /// The most spans of one system call (`IOV_MAX`).
 pub(super) const SPANS_MAX: usize = 1024;
 
@@ -43,6 +45,12 @@ pub(super) struct Patience {
 }
 
 impl Patience {
+    /// The time that the rest of a frame may take: the peer makes progress, and not too slowly.
+    pub(super) fn of_frame(stall: Duration, bytes: u64) -> Self {
+        let time = stall + Duration::from_secs(bytes.div_ceil(RATE_MIN));
+        Self { deadline: Some(Deadline::after(&SystemClock, time)), stall }
+    }
+
     fn check(self, since: Duration, peer: &str) -> Result<(), TransportError> {
         if self.deadline.is_some_and(|deadline| deadline.has_passed(&SystemClock)) {
             return Err(TransportError::Deadline { what: "moving a batch" });

@@ -4,6 +4,7 @@ use std::sync::{Arc, PoisonError};
 
 use cascade_runtime::Deadline;
 
+use super::super::socket::Patience;
 use super::{Expected, Link, Progress, StreamConnection};
 use crate::TransportError;
 use crate::region::Span;
@@ -50,7 +51,8 @@ impl Link {
         progress: &Progress,
     ) -> Result<(), TransportError> {
         let mut body = vec![0; header.body_bytes as usize];
-        self.socket.receive(&mut [Span::of_buffer(&mut body)], self.patience)?;
+        let patience = Patience::of_frame(self.stall, header.body_bytes.into());
+        self.socket.receive(&mut [Span::of_buffer(&mut body)], patience)?;
         if cascade_block::checksum(&body) != header.body_checksum {
             let reason = "the checksum of a body does not match";
             return Err(TransportError::lost(&self.peer.address, reason));
