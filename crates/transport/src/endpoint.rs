@@ -114,8 +114,8 @@ impl Endpoint {
         Ok(Listener { accepting, tcp: Some(address), unix: None })
     }
 
-    /// Listens on a Unix socket, which only this user can connect to. Replaces a socket that a killed
-    /// process left.
+    /// Listens on a Unix socket, which only this user can connect to. Replaces a socket that a
+    /// killed process left.
     ///
     /// # Errors
     /// If another process listens there, or the file cannot be made.

@@ -26,7 +26,7 @@ use crate::region::Span;
 const TICK: Duration = Duration::from_millis(50);
 /// Pause before another attempt to connect to a Unix socket whose queue is full.
 const CONNECT_PAUSE: Duration = Duration::from_millis(5);
-/// An idle connection to a host that does not answer ends after 10 s and three questions in 5 s each.
+/// An idle connection to a host that does not answer ends after 10 s and three questions of 5 s.
 const KEEPALIVE_IDLE: Duration = Duration::from_secs(10);
 const KEEPALIVE_PAUSE: Duration = Duration::from_secs(5);
 const KEEPALIVE_COUNT: u32 = 3;
