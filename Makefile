@@ -51,7 +51,7 @@ STRIP ?= --strip
 STRIP_PROGRAM = $(if $(STRIP),-- -C strip=symbols)
 # Limits of stripped wheels in bytes. Third-party code is not optimised in the profile release.
 WHEEL_LIMIT_dist := 10000000
-WHEEL_LIMIT_release := 12000000
+WHEEL_LIMIT_release := 12600000
 # `prove-wheel WHEEL` for a wheel of the given profile.
 PROVE_WHEEL = limit=$(if $(STRIP),$(WHEEL_LIMIT_$(1))) python=$(abspath $(BIN)/python) \
 	bash .ci/prove-wheel
