@@ -184,7 +184,8 @@ def test_a_node_that_starts_after_the_engine_is_used(fake, node, eventually, cap
         assert not step.hbm.is_available
         node.start()
         assert is_connected(step.hbm, eventually)
-        assert caplog.text.count("keeps blocks in the memory of a GPU") == 1
+        # Another thread of the worker may be the one that writes it.
+        eventually(lambda: caplog.text.count("keeps blocks in the memory of a GPU") == 1)
         # What the engine loads moves up, and what it saves is in both.
         assert load(step, range(2), plan=3) == [True] * 2
         save(step, range(2, 4), plan=4)
