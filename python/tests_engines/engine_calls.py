@@ -103,6 +103,28 @@ def generate(
     return [Answer(tuple(o.outputs[0].token_ids), o.num_cached_tokens) for o in outputs]
 
 
+def answer_with(
+    llm: Any, prompt: Sequence[int], tokens: int, params: Mapping[str, object] | None
+) -> tuple[Answer, Any]:
+    """Answer a prompt that has `kv_transfer_params`; returns also those of the response."""
+    from vllm import SamplingParams  # noqa: PLC0415
+
+    extra = {"kv_transfer_params": dict(params)} if params else None
+    parameters = SamplingParams(
+        temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, extra_args=extra
+    )
+    given: dict[str, object] = {"prompt_token_ids": list(prompt)}
+    (output,) = llm.generate([given], parameters, use_tqdm=False)
+    answer = Answer(tuple(output.outputs[0].token_ids), output.num_cached_tokens)
+    return answer, output.kv_transfer_params
+
+
+def reads_from_prefill_engines(llm: Any) -> int:
+    """Return how many loads were read from prefill engines."""
+    _, worker = connectors(llm)
+    return int(worker._worker._transfers.reads)  # noqa: SLF001
+
+
 def reset_prefix_cache(llm: Any) -> bool:
     """Empty the engine's own prefix cache, not the store."""
     return bool(llm.reset_prefix_cache())

@@ -106,6 +106,8 @@ class Facts:
     loads_failed: int = 0
     answers: dict = field(default_factory=dict)
     finished: dict = field(default_factory=dict)
+    params: dict = field(default_factory=dict)
+    """By finished request: the `kv_transfer_params` of its response."""
 
 
 class ScheduledEngine:
@@ -234,6 +236,7 @@ class ScheduledEngine:
                 self.facts.answers[each.request_id] += each.new_token_ids
                 if each.finish_reason is not None:
                     self.facts.finished[each.request_id] = each.finish_reason
+                    self.facts.params[each.request_id] = each.kv_transfer_params
             self.compare_running()
 
     def ask(self, *prompts, new=6):

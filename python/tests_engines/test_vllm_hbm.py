@@ -175,7 +175,10 @@ def is_connected(tier, eventually):
 @pytest.mark.parametrize("is_expected", [False, True])
 def test_a_node_that_starts_after_the_engine_is_used(fake, node, eventually, caplog, is_expected):
     node.stop()
-    with cascadekv.Store(dram="16MiB", huge_pages=False) as store, caplog.at_level("INFO"):
+    with (
+        cascadekv.Store(dram="16MiB", huge_pages=False) as store,
+        caplog.at_level("INFO", "vllm.cascade"),
+    ):
         step = TieredStep(fake, store, node.socket, is_expected=is_expected, retry_s=0.05)
         save(step, range(2))
         assert load(step, range(2)) == [True] * 2

@@ -234,6 +234,23 @@ fn a_frozen_peer_holds_nobody_beyond_the_deadline() {
 }
 
 #[test]
+fn a_batch_that_cannot_be_sent_whole_ends_its_connection() {
+    // No answer comes back, so that frames wait until no more may be sent.
+    let pair = Pair::new(Limits::default());
+    pair.proxy.freeze_at.store(0, Ordering::Relaxed);
+    let [piece] = pair.pieces(BYTES);
+    // Two pieces fill a frame, and as many frames as may wait are not enough.
+    let pieces = vec![piece; 200];
+    let batch = Batch { direction: Direction::Read, pieces: &pieces, notice: None };
+    let deadline = Deadline::after(&SystemClock, Duration::from_millis(300));
+    let error = pair.connection.post(&batch, deadline).unwrap_err();
+    assert!(matches!(error, TransportError::Deadline { .. }), "{error}");
+    // There is no ticket to wait for: the answers of the frames that were sent must not come.
+    assert!(!pair.connection.is_open());
+    pair.client.unregister(pair.local, soon()).unwrap();
+}
+
+#[test]
 fn bytes_that_arrive_one_by_one_arrive() {
     let pair = Pair::new(Limits::default());
     pair.proxy.piece.store(1, Ordering::Relaxed);

@@ -7,7 +7,7 @@ next release. With a version that is too old, importing this module raises `Impo
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -60,13 +60,20 @@ def untested_warning(version: str = vllm.__version__) -> str | None:
 # The connector.
 
 
-def transfer_results(arrived: set[str], failed: set[str]) -> Any:
-    """Return requests whose loads ended or failed; vLLM 0.29 calls `get_finished` instead."""
+def transfer_results(
+    arrived: set[str], failed: set[str], sent: Collection[str] = frozenset()
+) -> Any:
+    """Return requests whose loads ended or failed, and those whose pages were sent.
+
+    vLLM 0.29 calls `get_finished` instead.
+    """
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: PLC0415 # not in 0.29
         KVConnectorTransferResults,
     )
 
-    return KVConnectorTransferResults(finished_recving=arrived, failed_recving=failed)
+    return KVConnectorTransferResults(
+        finished_sending=set(sent), finished_recving=arrived, failed_recving=failed
+    )
 
 
 def unsupported_groups(groups: int) -> str | None:

@@ -38,7 +38,7 @@ from cascadekv.connectors.vllm.events import DeferredStore, EventSource
 from cascadekv.connectors.vllm.groups import groups_of
 from cascadekv.connectors.vllm.hbm import open_hbm
 from cascadekv.connectors.vllm.identity import adapter_fingerprint, manifest_of
-from cascadekv.connectors.vllm.keys import RequestKeys, origin_of
+from cascadekv.connectors.vllm.keys import RequestKeys, features_of, origin_of
 from cascadekv.connectors.vllm.layout import HeldPart, LayoutError, describe
 from cascadekv.connectors.vllm.memory import GpuPages, HostMemory, memory_of
 from cascadekv.connectors.vllm.metadata import (
@@ -53,6 +53,7 @@ from cascadekv.connectors.vllm.registration import ManifestRegistration
 from cascadekv.connectors.vllm.scheduler import Scheduler, SchedulerSettings
 from cascadekv.connectors.vllm.settings import read_connector_settings
 from cascadekv.connectors.vllm.store import EngineStore, PrivateNode, private_socket
+from cascadekv.connectors.vllm.transfer_setup import offered, open_transfers, transfers_between
 from cascadekv.connectors.vllm.worker import Worker
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+    from cascadekv.connectors.vllm.transfer_requests import TransferRequests
 
 __all__ = ["CascadeConnector"]
 
@@ -115,6 +118,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         self._generation = ""
         self._namespaces: dict[str, Namespace] = {}
         self._scheduler: Scheduler | None = None
+        self._transfers: TransferRequests | None = None
         self._worker: Worker | None = None
         self._gpu_counts = GpuCounts()
         self._parts: list[HeldPart] = []
@@ -205,13 +209,13 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         self,
         finished_req_ids: set[str],  # noqa: ARG002 # saves end with their step
     ) -> tuple[set[str] | None, set[str] | None]:
-        """Return the requests whose asynchronous loads ended."""
-        return None, self._arrivals()[0]
+        """Return the requests whose pages were sent, and those whose asynchronous loads ended."""
+        return self._sent(), self._arrivals()[0]
 
     @_guarded(lambda: versions.transfer_results(set(), set()))
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ARG002
-        """Return the requests whose asynchronous loads ended, and those that failed completely."""
-        return versions.transfer_results(*self._arrivals())
+        """Return the requests whose pages were sent, whose loads ended, and whose loads failed."""
+        return versions.transfer_results(*self._arrivals(), self._sent())
 
     @_guarded(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -291,6 +295,8 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
     @_guarded(lambda: None)
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """Apply the outcomes of earlier plans."""
+        if self._transfers is not None:
+            self._transfers.sent(connector_output.finished_sending or ())
         report = connector_output.kv_connector_worker_meta
         if self._scheduler is None or not isinstance(report, WorkerReport):
             return
@@ -311,9 +317,9 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self,
         request: "Request",
-        block_ids: tuple[list[int], ...],  # noqa: ARG002 # saved blocks are copied already
+        block_ids: tuple[list[int], ...],
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Remove a request; its blocks can be freed at once."""
+        """Remove a request; its pages are kept if they are offered to a decode engine."""
         if self._scheduler is None:
             return False, None
         add_hints = functools.partial(
@@ -327,7 +333,15 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
                 keys=keys.prompt(request.num_prompt_tokens),
                 arrived_unix_s=request.arrival_time,
             )
-        return False, None
+        # Last: if a call above raised, the pages would not be kept.
+        return offered(
+            self._transfers,
+            request,
+            block_ids,
+            block_tokens=self._block_tokens,
+            settings=(str(self._kv_transfer_config.engine_id), self.settings.transfer),
+            failures=self._failures,
+        )
 
     @_guarded(lambda: False)
     def reset_cache(self) -> bool:
@@ -431,6 +445,9 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         attached = [(held, memory_of(memory, held.regions, pages)) for held in self._parts]
         manifest = manifest_of(self._vllm_config, cache, self.settings.weights, pieces)
         self._manifest = manifest
+        transfers = open_transfers(
+            self._vllm_config, self.settings, (self._parts, manifest), memory, pieces
+        )
         self._worker = Worker(
             self._store.store,
             self._namespace,
@@ -438,12 +455,17 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             save_timeout=self.settings.save_timeout,
             is_layerwise=self.settings.layerwise,
             hbm=open_hbm(self.settings, [memory for _, memory in attached]),
+            transfers=transfers,
         )
         self._worker.attach(attached, list(cache.kv_cache_groups[0].layer_names))
         self._gpu_counts.attach(memory for _, memory in attached)
         # Launches of other devices return before the work is done: times on the host are wrong.
         is_timed = all(isinstance(memory, HostMemory | GpuPages) for _, memory in attached)
-        return WorkerFacts(manifest, [held.part for held in self._parts], is_timed)
+        listener = None if transfers is None else (transfers.address, transfers.id)
+        return WorkerFacts(manifest, [held.part for held in self._parts], is_timed, listener)
+
+    def _sent(self) -> set[str]:
+        return self._worker.take_sent() if self._worker is not None else set()
 
     def _start_scheduler(self, facts: Sequence[WorkerFacts]) -> None:
         """Create the scheduler's side for the parts that the workers hold."""
@@ -471,6 +493,9 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         except LayoutError as reason:
             _LOG.warning("Cascade: this engine's KV is not stored: %s", reason)
             return
+        self._transfers = transfers_between(
+            str(self._kv_transfer_config.engine_id), settings, facts, self._failures
+        )
         self._scheduler = Scheduler(
             self._store.store,
             list(parts.values()),
@@ -482,6 +507,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             hints_of=self._hints_of,
             on_saved=self._announce_saved if self._has_events() else None,
             background=self._background,
+            transfers=self._transfers,
         )
         self._follow_changes(list(parts))
         block_bytes = sum(part.block_bytes for part in parts.values())
@@ -553,13 +579,9 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         return hints
 
     def _keys_of(self, parts: Sequence[str], request: "Request") -> RequestKeys:
-        features = [
-            (feature.mm_position.offset, feature.mm_position.length, feature.identifier)
-            for feature in request.mm_features or ()
-        ]
         origin = origin_of(request, adapter_fingerprint)
         space = self._namespace(self._generation)
-        return RequestKeys(space, parts, self._block_tokens, origin, features)
+        return RequestKeys(space, parts, self._block_tokens, origin, features_of(request))
 
     def _namespace(self, generation: str) -> Namespace:
         """Return the namespace of a generation; each reset of the engine's cache starts one."""

@@ -10,7 +10,13 @@ from cascadekv.connectors.vllm.settings import ConnectorSettings, read_connector
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
 
-__all__ = ["is_one_process", "load_mode", "log_at_start", "rank_of", "wanted_layout"]
+__all__ = [
+    "is_one_process",
+    "load_mode",
+    "log_at_start",
+    "rank_of",
+    "wanted_layout",
+]
 
 _LOG = logging.getLogger("vllm.cascade")
 

@@ -16,7 +16,7 @@ from cascadekv._native import BlockKey, BlockKeys, Namespace, chain_keys
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-__all__ = ["KEY_BYTES", "RequestKeys", "UnkeyableRequest", "origin_of"]
+__all__ = ["KEY_BYTES", "RequestKeys", "UnkeyableRequest", "features_of", "origin_of"]
 
 KEY_BYTES = 32
 
@@ -40,6 +40,14 @@ def origin_of(request: "Request", adapter: Callable[[Any], str | None]) -> dict[
     if request.cache_salt:
         origin["salt"] = request.cache_salt
     return origin
+
+
+def features_of(request: "Request") -> list[tuple[int, int, str]]:
+    """Return offset, length and identifier of a prompt's images and audio."""
+    return [
+        (feature.mm_position.offset, feature.mm_position.length, feature.identifier)
+        for feature in request.mm_features or ()
+    ]
 
 
 class RequestKeys:

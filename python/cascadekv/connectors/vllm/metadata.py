@@ -8,6 +8,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from cascadekv.connectors.vllm.offers import PullPlan, TransferPlan
+
 __all__ = [
     "SLOW_TIERS",
     "Load",
@@ -50,6 +52,8 @@ class WorkerFacts(KVConnectorHandshakeMetadata):
     """The parts that this worker holds."""
     is_timed: bool = True
     """Whether loads and steps are measured by the clock of the device that makes them."""
+    listener: tuple[str, str] | None = None
+    """Where peers read its pages: address, and ID of the endpoint."""
     refusal: str | None = None
     """Why this worker's KV cannot be stored; if set, the engine stores and loads nothing."""
 
@@ -72,6 +76,8 @@ class Load:
     """The request's trace, as a `traceparent` header."""
     parents: dict[str, bytes | None] = field(default_factory=dict[str, bytes | None])
     """By part: the key of the block before the first one."""
+    pull: PullPlan | None = None
+    """If set, the blocks are read from a prefill engine instead of the store."""
 
 
 @dataclass(slots=True)
@@ -111,6 +117,8 @@ class StepPlan(KVConnectorMetadata):
     """Tokens before them; only meaningful if the step has one request."""
     requests: int = 0
     """Requests whose tokens the step computes."""
+    transfer: TransferPlan | None = None
+    """What changes in leases of pages."""
 
 
 @dataclass(slots=True)

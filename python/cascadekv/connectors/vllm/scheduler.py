@@ -10,7 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,12 +30,15 @@ from cascadekv.connectors.vllm.metadata import (
     WorkerReport,
 )
 from cascadekv.connectors.vllm.metrics import CascadeStats
+from cascadekv.connectors.vllm.offers import PullPlan
+from cascadekv.connectors.vllm.tracked import LookupResult, PendingLookup, TrackedRequest
+from cascadekv.connectors.vllm.transfer_requests import TransferRequests
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-__all__ = ["LookupResult", "Scheduler", "SchedulerSettings"]
+__all__ = ["Scheduler", "SchedulerSettings"]
 
 _LOG = logging.getLogger("vllm.cascade")
 RESULT_MAX_AGE_S = 1.0
@@ -46,6 +49,8 @@ LOOKUP_WAIT_S = 0.002
 """How long the scheduler's thread waits for a node's result, if no other call is queued."""
 FINISHED_MAX = 256
 """Requests that are remembered after their end, if KV events are published."""
+PEERS = "peers"
+"""The name of the tier of pages in another engine."""
 SAVE_RETRY_S = 5.0
 """Delay before a request's blocks are saved again after a save that stored none of them."""
 
@@ -65,59 +70,6 @@ class SchedulerSettings:
     """Deadline of a lookup in a background thread; a miss after that."""
 
 
-@dataclass(frozen=True, slots=True)
-class LookupResult:
-    """The result of a lookup."""
-
-    blocks: int = 0
-    """Number of leading blocks of the request that are stored and that every group can use."""
-    tiers: tuple[str, ...] = ()
-    """The slowest tier of each of these blocks."""
-    preemptions: int = 0
-    """The request's preemptions at the time of the lookup."""
-    at: float = 0.0
-    """The time of the lookup, by the monotonic clock."""
-
-
-@dataclass(slots=True)
-class _PendingLookup:
-    """A lookup in flight."""
-
-    tiers: Future[tuple[str, ...]]
-    started: float
-    """By the performance counter."""
-    preemptions: int
-
-
-@dataclass(slots=True)
-class _TrackedRequest:
-    """The state of one request."""
-
-    request: "Request"
-    keys: RequestKeys
-    hints: Hints
-    result: LookupResult | None = None
-    pending: _PendingLookup | None = None
-    lookup_counted: int = -1
-    """Preemptions when its lookup was last counted, so that a waiting request counts once."""
-    choice_counted: int = -1
-    """Preemptions when the choice of blocks to load was last counted, for the same reason."""
-    is_logged: bool = False
-    may_load: bool = True
-    """False after a failed load: the request is computed from then on."""
-    may_save: bool = True
-    """False if the engine's cache was reset while the request was computed."""
-    is_async: bool = False
-    load: tuple[int, int] | None = None
-    """First and last block to load, the last excluded."""
-    saved: int = 0
-    """Number of leading blocks that need no save."""
-    trace: str | None = None
-    """The request's trace, as a `traceparent` header."""
-    save_after: float = 0.0
-    """Earliest time of the next save, by the monotonic clock."""
-
-
 class Scheduler:
     """The scheduler's side for one engine. Called from the scheduler's thread only."""
 
@@ -134,10 +86,12 @@ class Scheduler:
         hints_of: Callable[["Request"], Hints],
         on_saved: Callable[["Request", RequestKeys, SaveResult], None] | None = None,
         background: BackgroundThread | None = None,
+        transfers: TransferRequests | None = None,
     ) -> None:
         """`choose` returns how many of the found blocks to load rather than to compute.
 
-        `background` makes the calls to a node; an embedded store is called directly.
+        `background` makes the calls to a node; an embedded store is called directly. `transfers`
+        has the offers of prefill engines.
         """
         self._store = store
         self._parts = list(parts)
@@ -149,8 +103,9 @@ class Scheduler:
         self._hints_of = hints_of
         self._on_saved = on_saved
         self._background = background
-        self._tracked: dict[str, _TrackedRequest] = {}
-        self._finished: dict[str, _TrackedRequest] = {}
+        self._transfers = transfers
+        self._tracked: dict[str, TrackedRequest] = {}
+        self._finished: dict[str, TrackedRequest] = {}
         """The last requests that finished, for saves of GPUs that end after their request."""
         self._loads: list[Load] = []
         """Loads for the next plan."""
@@ -165,6 +120,8 @@ class Scheduler:
 
         Lookahead prefetches its blocks, and keeps those in memory there for a bounded time.
         """
+        if self._transfers is not None:
+            self._transfers.add(request, self._block_tokens)
         tracked = self._track(request)
         if tracked is None or not tracked.keys.blocks or not self._is_long_enough(request):
             return
@@ -173,7 +130,7 @@ class Scheduler:
         if not self._settings.is_lite and self._settings.lookahead_s:
             self._run(functools.partial(self._look_ahead, tracked))
 
-    def _look_ahead(self, tracked: _TrackedRequest) -> None:
+    def _look_ahead(self, tracked: TrackedRequest) -> None:
         """Hint and prefetch the blocks of a waiting request."""
         store = self._store()
         if store is None:
@@ -211,7 +168,11 @@ class Scheduler:
         if tracked is None:
             return 0, False
         tracked.load = None
+        tracked.offer = None
         tracked.keys.extend(request.all_token_ids)
+        pulled = self._tokens_to_pull(tracked, computed_tokens)
+        if pulled:
+            return pulled, True
         if not _is_fresh(tracked.result, request):
             result = self._look_up(tracked)
             if result is None:
@@ -233,6 +194,10 @@ class Scheduler:
     ) -> None:
         """Plan a load into the blocks that the engine allocated for it."""
         tracked = self._tracked.get(request.request_id)
+        is_pull = tracked is not None and tracked.offer is not None and external_tokens > 0
+        if self._transfers is not None and not is_pull:
+            # It is computed, or loaded from the store: the prefill engine need not wait for it.
+            self._transfers.give_back(request.request_id)
         if tracked is None or tracked.load is None or not external_tokens:
             return
         first, most = tracked.load
@@ -251,6 +216,14 @@ class Scheduler:
             result.tiers[last - 1] if last <= len(result.tiers) else "",
             trace=tracked.trace,
         )
+        if tracked.offer is not None and self._transfers is not None:
+            load.tier = PEERS
+            load.pull = PullPlan(tracked.offer, self._transfers.workers)
+            self._loads.append(load)
+            self._transfers.use(request.request_id)
+            tracked.offer = None
+            self._async_blocks[request.request_id] = last - first
+            return
         # Appended before anything can raise: the engine counts these tokens as loaded already. The
         # workers report all blocks of a load without keys as failed.
         self._loads.append(load)
@@ -264,15 +237,18 @@ class Scheduler:
     def tokens_by_tier(self, request: "Request", external_tokens: int) -> dict[str, int]:
         """Return how many of the loaded tokens come from each tier."""
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or tracked.result is None or not external_tokens:
+        if tracked is None or not external_tokens:
             return {}
         # vLLM calls this right after planning the load, so the last load is usually the right one.
         planned = (load for load in reversed(self._loads) if load.request == request.request_id)
         load = next(planned, None)
         if load is None:
             return {}
+        if load.pull is not None:
+            return {PEERS: external_tokens}
         last = load.first + -(-external_tokens // self._block_tokens)
-        blocks = Counter(tracked.result.tiers[load.first : last])
+        result = tracked.result or LookupResult()
+        blocks = Counter(result.tiers[load.first : last])
         return {tier: count * self._block_tokens for tier, count in blocks.items()}
 
     def plan_step(self, output: "SchedulerOutput", generation: str) -> StepPlan:
@@ -282,6 +258,8 @@ class Scheduler:
         plan.tokens = output.total_num_scheduled_tokens
         self._loads = []
         plan.requests = len(output.num_scheduled_tokens)
+        if self._transfers is not None:
+            plan.transfer = self._transfers.take_plan()
         try:
             self._plan_saves(output, plan)
         except Exception as error:  # noqa: BLE001 # a bug here must not fail the engine
@@ -346,6 +324,20 @@ class Scheduler:
                 tracked.saved = min(tracked.saved, saved.first)
                 tracked.save_after = time.monotonic() + SAVE_RETRY_S
 
+    def _tokens_to_pull(self, tracked: TrackedRequest, computed_tokens: int) -> int:
+        """Return how many tokens to read from a prefill engine: all or none of its prompt."""
+        request = tracked.request
+        if self._transfers is None or not tracked.may_load or request.skip_reading_prefix_cache:
+            return 0
+        offer = self._transfers.offer(request)
+        tokens = 0 if offer is None else offer.tokens - computed_tokens
+        first = computed_tokens // self._block_tokens
+        last = first if offer is None else -(-offer.tokens // self._block_tokens)
+        if tokens <= 0 or not self._may_load_async(last - first):
+            return 0
+        tracked.load, tracked.offer, tracked.is_async = (first, last), offer, True
+        return tokens
+
     def take_stats(self) -> CascadeStats | None:
         """Return the statistics since the last call; `None` if there are none."""
         return None if self.stats.is_empty() else self.stats.clone_and_reset()
@@ -390,7 +382,7 @@ class Scheduler:
             tracked.result, tracked.pending, tracked.load, tracked.saved = None, None, None, 0
             tracked.may_load = False
 
-    def _track(self, request: "Request") -> _TrackedRequest | None:
+    def _track(self, request: "Request") -> TrackedRequest | None:
         try:
             keys = self._keys_of(request)
             keys.extend(request.all_token_ids)
@@ -398,11 +390,11 @@ class Scheduler:
             self._failures.count("computing the keys of a request", reason)
             return None
         trace = (request.trace_headers or {}).get("traceparent")
-        tracked = _TrackedRequest(request, keys, self._hints_of(request), trace=trace)
+        tracked = TrackedRequest(request, keys, self._hints_of(request), trace=trace)
         self._tracked[request.request_id] = tracked
         return tracked
 
-    def _look_up(self, tracked: _TrackedRequest) -> LookupResult | None:
+    def _look_up(self, tracked: TrackedRequest) -> LookupResult | None:
         """Look up a request; `None` while the lookup is in flight."""
         preemptions = tracked.request.num_preemptions
         if not tracked.keys.blocks or not self._is_long_enough(tracked.request):
@@ -434,8 +426,8 @@ class Scheduler:
         return self._count_lookup(tracked, (), seconds)
 
     def _start_lookup(
-        self, tracked: _TrackedRequest, background: BackgroundThread
-    ) -> _PendingLookup | None:
+        self, tracked: TrackedRequest, background: BackgroundThread
+    ) -> PendingLookup | None:
         query = functools.partial(
             self._query, tracked.keys, tracked.keys.blocks, tracked.hints, tracked.trace
         )
@@ -444,7 +436,7 @@ class Scheduler:
             tracked.pending = None
         else:
             preemptions = tracked.request.num_preemptions
-            tracked.pending = _PendingLookup(tiers, time.perf_counter(), preemptions)
+            tracked.pending = PendingLookup(tiers, time.perf_counter(), preemptions)
         return tracked.pending
 
     def _query(
@@ -465,7 +457,7 @@ class Scheduler:
             return ()
 
     def _count_lookup(
-        self, tracked: _TrackedRequest, tiers: tuple[str, ...], seconds: float
+        self, tracked: TrackedRequest, tiers: tuple[str, ...], seconds: float
     ) -> LookupResult:
         preemptions = tracked.request.num_preemptions
         if tracked.lookup_counted != preemptions:
@@ -474,7 +466,7 @@ class Scheduler:
             self.stats.lookup(blocks=blocks, hit_blocks=hits, seconds=seconds)
         return LookupResult(len(tiers), tiers, preemptions, time.monotonic())
 
-    def _log_lookup(self, tracked: _TrackedRequest, computed: int) -> None:
+    def _log_lookup(self, tracked: TrackedRequest, computed: int) -> None:
         """Log a request's hits once, in the format of UCM's log line."""
         if tracked.is_logged:
             return
@@ -489,7 +481,7 @@ class Scheduler:
         )
 
     def _blocks_to_load(
-        self, tracked: _TrackedRequest, request: "Request", computed: int
+        self, tracked: TrackedRequest, request: "Request", computed: int
     ) -> tuple[int, int, bool]:
         """Return the first and last block to load, and whether to load asynchronously."""
         result = tracked.result or LookupResult()
@@ -526,7 +518,7 @@ class Scheduler:
     def _is_long_enough(self, request: "Request") -> bool:
         return request.num_prompt_tokens >= self._settings.min_tokens
 
-    def _save_names(self, tracked: _TrackedRequest, last: int) -> None:
+    def _save_names(self, tracked: TrackedRequest, last: int) -> None:
         """Store keys without KV, so that lite mode can count hits."""
         tracked.keys.extend(tracked.request.all_token_ids[: last * self._block_tokens])
         self._run(functools.partial(self._put_names, tracked.keys, tracked.saved, last))
@@ -545,7 +537,7 @@ class Scheduler:
         except CascadeError as error:
             self._failures.count("storing keys", error)
 
-    def _save(self, tracked: _TrackedRequest, tables: Sequence[Sequence[int]], last: int) -> Save:
+    def _save(self, tracked: TrackedRequest, tables: Sequence[Sequence[int]], last: int) -> Save:
         first, keys = tracked.saved, tracked.keys
         return Save(
             tracked.request.request_id,

@@ -1,6 +1,7 @@
 """Parses `kv_connector_extra_config`: the store's keys and the connector's own keys."""
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +19,13 @@ __all__ = ["ConnectorSettings", "read_connector_settings"]
 UCM_KEY = "UCM_CONFIG_FILE"
 SECONDS_MIN, SECONDS_MAX = 0.001, 3600.0
 LOADS = ("auto", "sync", "async")
+TRANSFERS = ("off", "direct", "node")
+_LISTEN_FORM = re.compile(r".+:\d{1,5}")
 _LOAD = "auto, sync or async"
 _BOOLEAN = "true or false"
+_TRANSFER = "off, direct or node"
+_LISTEN = "HOST:PORT, where port 0 takes a free one"
+_LEASE = "a number of seconds from 4 to 3600"
 _SHARE = "a share from 0 to 1"
 _TOKENS = "a number of tokens"
 _SHARDS = "a number of shares of the KV heads"
@@ -36,6 +42,10 @@ _OWN = {
     "cascade.layerwise": _BOOLEAN,
     "cascade.hbm": _SOCKET,
     "cascade.kv_layout": _LAYOUT,
+    "cascade.transfer": _TRANSFER,
+    "cascade.transfer_listen": _LISTEN,
+    "cascade.transfer_token_file": _FILE,
+    "cascade.transfer_lease": _LEASE,
     "cascade.hit_ratio": _SHARE,
     "cascade.min_tokens": _TOKENS,
     "cascade.lite": _BOOLEAN,
@@ -76,6 +86,17 @@ class ConnectorSettings:
     """
     kv_layout: str | None = None
     """The KV layout that vLLM is asked for. Default: vLLM's choice."""
+    transfer: str = "off"
+    """How a prefill engine's KV reaches a decode engine.
+
+    `direct`: the decode engine reads its pages. `node`: both use one node's store.
+    """
+    transfer_listen: str = "127.0.0.1:0"
+    """Where the first worker lets peers read its pages; others use the following ports."""
+    transfer_token_file: str | None = None
+    """File with the secret of both engines, of 16 characters or more; for peers on other hosts."""
+    transfer_lease: float = 30.0
+    """Seconds that a finished prefill's pages are kept for a decode engine that is silent."""
     hit_ratio: float = 1.0
     """Largest share of a prompt that is loaded."""
     min_tokens: int = 0
@@ -108,6 +129,11 @@ class ConnectorSettings:
     """Most blocks of asynchronous loads in flight; blocks beyond them are computed."""
     notes: tuple[str, ...] = ()
     """Notes about the settings for the log."""
+
+    def read_transfer_token(self) -> bytes | None:
+        """Read the secret that prefill and decode engines share; `None` without one."""
+        path = self.transfer_token_file
+        return None if path is None else Path(path).read_bytes().strip()
 
     def read_secret(self) -> bytes | None:
         """Read the tenant's secret; `None` without one."""
@@ -180,6 +206,9 @@ def _is_text(value: object) -> bool:
 _CHECKS: Mapping[str, Callable[[object], bool]] = {
     _LOAD: lambda value: value in LOADS,
     _BOOLEAN: lambda value: isinstance(value, bool),
+    _TRANSFER: lambda value: value in TRANSFERS,
+    _LISTEN: lambda value: _is_text(value) and _LISTEN_FORM.fullmatch(str(value)) is not None,
+    _LEASE: lambda value: _is_number(value, 4, SECONDS_MAX),
     _SHARE: lambda value: _is_number(value, 0, 1),
     _TOKENS: lambda value: _is_count(value, 0),
     _SHARDS: lambda value: _is_count(value, 1),

@@ -40,6 +40,7 @@ from cascadekv.connectors.vllm.promotions import Promotions
 from cascadekv.connectors.vllm.running_load import RunningLoad
 from cascadekv.connectors.vllm.saves import Saver
 from cascadekv.connectors.vllm.tasks import TaskLog
+from cascadekv.connectors.vllm.transfers import Transfers
 
 __all__ = ["Worker"]
 
@@ -72,10 +73,12 @@ class Worker:
         save_timeout: float,
         is_layerwise: bool = False,
         hbm: HbmTier | None = None,
+        transfers: Transfers | None = None,
     ) -> None:
         """`store` returns the store, or `None` while it is unavailable; time-outs in seconds.
 
-        `hbm` is the tier above the store, for KV in the memory of a GPU.
+        `hbm` is the tier above the store, for KV in the memory of a GPU; `transfers` moves pages
+        between engines.
         """
         self._store = store
         self._namespace = namespace
@@ -83,6 +86,7 @@ class Worker:
         self._save_timeout = save_timeout
         self._is_layerwise = is_layerwise
         self._hbm = hbm
+        self._transfers = transfers
         self._parts: dict[str, tuple[HeldPart, Memory]] = {}
         self._layers: dict[str, int] = {}
         """Index of each layer for layerwise loads; empty if they are off."""
@@ -131,6 +135,8 @@ class Worker:
         """Load what this step needs, and start the asynchronous loads."""
         self._plan = max(self._plan, plan.number)
         self._is_idle = plan.tokens == 0
+        if plan.transfer is not None and self._transfers is not None:
+            self._transfers.apply(plan.transfer)
         # The engine plans steps ahead. Pages stay invalid until a plan was made with the knowledge
         # that their load failed; earlier plans may save blocks that were computed from them.
         self._invalid_pages = {
@@ -184,7 +190,12 @@ class Worker:
         """Start a load, unless it is copied together with others: then return false."""
         orders = {name: order.another() for name, order in place.items()}
         load = running.load
-        if load.is_async:
+        if load.pull is not None:
+            if self._transfers is None:
+                raise ValueError("this worker reads no pages of other engines")
+            pulled = self._transfers.pull(running, time.monotonic() + self._load_timeout)
+            self._async_loads[load.request] = (running, pulled)
+        elif load.is_async:
             future = self._loaders.submit(self._load_async, running, orders)
             self._async_loads[load.request] = (running, future)
         elif self._layers and load.keys and self._fits_one_batch(load):
@@ -318,6 +329,10 @@ class Worker:
             self._promotions.start(ended)
         return arrived, failed
 
+    def take_sent(self) -> set[str]:
+        """Return finished requests whose pages no other engine reads any more."""
+        return set() if self._transfers is None else self._transfers.take_ended()
+
     def take_failed_pages(self) -> set[int]:
         """Return the pages that could not be loaded since the last call."""
         failed, self._failed_pages = self._failed_pages, set()
@@ -341,6 +356,8 @@ class Worker:
         self._gpu_saves.close()
         if self._promotions is not None:
             self._promotions.close()
+        if self._transfers is not None:
+            self._transfers.close()
         self._async_loads, self._parts = {}, {}
         self._saver.attach({})
         if self._hbm is not None:

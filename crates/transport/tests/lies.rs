@@ -1,0 +1,162 @@
+//! A server that speaks the protocol and lies: the client believes none of it.
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::time::Duration;
+
+use cascade_runtime::thread::{self, JoinHandle};
+use cascade_transport::conformance::soon;
+use cascade_transport::wire::{Challenge, HEADER_BYTES, Header, Kind, OfferedRegion, Welcome};
+use cascade_transport::{
+    Access, Batch, Direction, Endpoint, EndpointConfig, Piece, Place, Region, RegionId,
+    TransportError,
+};
+
+const BYTES: usize = 4096;
+const TOKEN: &[u8] = b"0123456789abcdef";
+
+/// One connection of a server that this test writes by hand.
+struct Liar(TcpStream);
+
+impl Liar {
+    /// Runs `lie` with the first connection to the address.
+    fn start(lie: impl FnOnce(Self) + Send + 'static) -> (SocketAddr, JoinHandle<()>) {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("it works on loopback");
+        let address = listener.local_addr().expect("it works on loopback");
+        let thread = thread::spawn(move || {
+            let (stream, _) = listener.accept().expect("a client connects");
+            stream.set_read_timeout(Some(Duration::from_secs(20))).expect("it works on loopback");
+            lie(Self(stream));
+        });
+        (address, thread)
+    }
+
+    fn send(&mut self, kind: Kind, body: &[u8]) {
+        self.0.write_all(&Header::new(kind, 0).with_body(body).to_bytes()).expect("a client");
+        self.0.write_all(body).expect("a client");
+    }
+
+    fn receive(&mut self) -> Header {
+        let mut bytes = [0; HEADER_BYTES];
+        self.0.read_exact(&mut bytes).expect("a client");
+        let header = Header::parse(&bytes).expect("a client's header");
+        let mut body = vec![0; header.body_bytes as usize];
+        self.0.read_exact(&mut body).expect("a client");
+        header
+    }
+
+    fn challenge(&mut self, needs_token: bool) {
+        assert_eq!(self.receive().kind, Kind::Hello);
+        let (id, nonce) = ([7; 16], [8; 32]);
+        let challenge = Challenge { version: 1, capabilities: 0, id, nonce, needs_token };
+        self.send(Kind::Challenge, &challenge.to_bytes());
+    }
+
+    fn welcome(&mut self) {
+        assert_eq!(self.receive().kind, Kind::Proof);
+        let bytes = BYTES as u64;
+        let offered =
+            OfferedRegion { id: RegionId(0), access: Access::BOTH, is_mappable: false, bytes };
+        let name = "liar".to_owned();
+        let welcome = Welcome { proof: [0; 32], name, geometry: vec![], regions: vec![offered] };
+        self.send(Kind::Welcome, &welcome.to_bytes());
+    }
+
+    /// Waits until the client closes the connection.
+    fn wait_for_end(&mut self) {
+        let mut rest = vec![];
+        // A reset is an end, too.
+        drop(self.0.read_to_end(&mut rest));
+    }
+}
+
+fn client(token: Option<&[u8]>) -> (Endpoint, RegionId) {
+    let config = EndpointConfig { token: token.map(<[u8]>::to_vec), ..Default::default() };
+    let client = Endpoint::new(config).expect("valid");
+    let region = client
+        .register(Region::shared(BYTES, Access::LOCAL).expect("memory"))
+        .expect("it works on loopback");
+    (client, region)
+}
+
+/// Runs a batch whose frame is answered by `answer`; returns the client's error.
+fn run(direction: Direction, answer: fn(Header) -> Header) -> TransportError {
+    let (address, liar) = Liar::start(move |mut liar| {
+        liar.challenge(false);
+        liar.welcome();
+        let asked = liar.receive();
+        let mut payload = vec![0; usize::try_from(asked.payload_bytes).expect("small")];
+        liar.0.read_exact(&mut payload).expect("a client");
+        if asked.kind == Kind::Write {
+            liar.0.read_exact(&mut [0; 4]).expect("the checksum of the piece");
+        }
+        liar.0.write_all(&answer(asked).to_bytes()).expect("a client");
+        liar.wait_for_end();
+    });
+    let (client, region) = client(None);
+    let connection = client.connect_tcp(address, soon()).expect("the handshake is right");
+    let pieces = [Piece {
+        local: Place { region, offset: 0 },
+        remote: Place { region: RegionId(0), offset: 0 },
+        bytes: 100,
+    }];
+    let batch = Batch { direction, pieces: &pieces, notice: None };
+    let mut ticket = connection.post(&batch, soon()).expect("it is sent");
+    let error = ticket.wait(soon()).expect_err("the answer is a lie");
+    assert!(!connection.is_open(), "the connection has ended");
+    liar.join().expect("the server ends");
+    error
+}
+
+#[test]
+fn an_answer_of_another_kind_is_not_taken() {
+    for (direction, answer) in [
+        // No bytes came.
+        (Direction::Read, (|asked| Header::new(Kind::Done, asked.frame)) as fn(Header) -> Header),
+        (Direction::Read, |asked| Header::new(Kind::Descriptor, asked.frame)),
+        // Nobody said that the bytes arrived.
+        (Direction::Write, |asked| Header::new(Kind::Data, asked.frame)),
+        (Direction::Write, |asked| Header::new(Kind::Descriptor, asked.frame)),
+        (Direction::Write, |asked| Header::new(Kind::Write, asked.frame)),
+    ] {
+        let error = run(direction, answer);
+        assert!(error.to_string().contains("does not belong to the frame"), "{error}");
+    }
+}
+
+#[test]
+fn an_answer_to_another_frame_is_not_taken() {
+    for frame in [0, 2, u64::MAX] {
+        let answer = match frame {
+            0 => |_| Header::new(Kind::Done, 0),
+            2 => |_| Header::new(Kind::Done, 2),
+            _ => (|_| Header::new(Kind::Done, u64::MAX)) as fn(Header) -> Header,
+        };
+        let error = run(Direction::Write, answer);
+        assert!(error.to_string().contains("wrong order"), "{frame}: {error}");
+    }
+}
+
+#[test]
+fn fewer_bytes_than_were_asked_for_are_not_taken() {
+    let error = run(Direction::Read, |asked| Header::new(Kind::Data, asked.frame));
+    assert!(error.to_string().contains("other bytes than were asked for"), "{error}");
+}
+
+#[test]
+fn a_server_that_does_not_know_the_token_is_refused() {
+    for needs_token in [true, false] {
+        let (address, liar) = Liar::start(move |mut liar| {
+            liar.challenge(needs_token);
+            if needs_token {
+                liar.welcome();
+            }
+            liar.wait_for_end();
+        });
+        let (client, _) = client(Some(TOKEN));
+        let error = client.connect_tcp(address, soon()).expect_err("it does not know the token");
+        let expected = if needs_token { "does not know the token" } else { "it has no token" };
+        assert!(error.to_string().contains(expected), "{error}");
+        liar.join().expect("the server ends");
+    }
+}

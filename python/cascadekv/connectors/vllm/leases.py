@@ -1,0 +1,120 @@
+"""A worker's table of leases: which requests' pages other engines may read.
+
+Peers read the table's entry after the pages: only if it still holds the lease were the pages the
+request's while they were read. An entry is cleared before the engine may use the pages again.
+"""
+
+import json
+import logging
+import threading
+import time
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from cascadekv.connectors.failures import FailureLog
+from cascadekv.connectors.vllm.offers import TransferPlan
+
+__all__ = ["DONE", "ENTRY_BYTES", "LEASES_MAX", "RENEW", "LeaseTable", "lease_notice"]
+
+_LOG = logging.getLogger("vllm.cascade")
+LEASES_MAX = 4096
+"""Most leases at a time: entries of the table."""
+ENTRY_BYTES = 8
+DONE, RENEW = "done", "renew"
+_SECONDS_MAX = 3600.0
+
+
+def lease_notice(kind: str, lease: int, *, rank: int = 0, workers: int = 1) -> bytes:
+    """Return the message that renews a lease, or ends it for one of a peer's workers."""
+    return json.dumps([kind, lease, rank, workers]).encode()
+
+
+@dataclass(slots=True)
+class _Lease:
+    """The lease of one request."""
+
+    slot: int
+    number: int
+    expires: float | None = None
+    """By the monotonic clock; `None` while the request is computed."""
+    seconds: float = 0.0
+    done: set[int] = field(default_factory=set[int])
+    """Ranks of the decode engine that are done."""
+    is_done: bool = False
+
+
+class LeaseTable:
+    """The leases of one worker. The engine's thread and the thread of messages use it."""
+
+    def __init__(self) -> None:
+        """Start without leases."""
+        self.memory = array("Q", bytes(ENTRY_BYTES * LEASES_MAX))
+        """What peers read: for each entry the number of its lease, or 0."""
+        self._lock = threading.Lock()
+        self._by_request: dict[str, _Lease] = {}
+        self._by_number: dict[int, _Lease] = {}
+        self._failures = FailureLog(_LOG)
+
+    def apply(self, plan: TransferPlan) -> None:
+        """Carry out what the scheduler planned."""
+        with self._lock:
+            for request, slot, number in plan.opened:
+                lease = _Lease(slot, number)
+                self._by_request[request] = self._by_number[number] = lease
+                self.memory[slot] = number
+            for request, seconds in plan.ended:
+                if (lease := self._by_request.get(request)) is not None:
+                    lease.seconds = seconds
+                    lease.expires = time.monotonic() + seconds
+            for request in plan.dropped:
+                self._close(request)
+
+    def receive(self, message: bytes) -> None:
+        """Apply a message of a peer; one that cannot be read is counted."""
+        try:
+            kind, number, rank, workers = json.loads(message)
+            rank, workers = int(rank), int(workers)
+            with self._lock:
+                lease = self._by_number.get(int(number))
+                if lease is None:
+                    return
+                if kind == RENEW:
+                    if lease.expires is not None:
+                        lease.expires = time.monotonic() + min(lease.seconds, _SECONDS_MAX)
+                elif kind == DONE and 0 <= rank < workers:
+                    lease.done.add(rank)
+                    lease.is_done = len(lease.done) >= workers
+                else:
+                    self._failures.count("reading a message of a decode engine", repr(message))
+        except (ValueError, TypeError) as error:
+            self._failures.count("reading a message of a decode engine", error)
+
+    def take_ended(self) -> set[str]:
+        """Close the leases that are over and return their requests, whose pages can be freed."""
+        with self._lock:
+            if not self._by_request:
+                return set()
+            now = time.monotonic()
+            ended: set[str] = set()
+            for request, lease in self._by_request.items():
+                if lease.expires is None or not (lease.is_done or now >= lease.expires):
+                    continue
+                if not lease.is_done:
+                    reason = f"the pages of request {request} were not read for {lease.seconds:g} s"
+                    self._failures.count("waiting for a decode engine", reason)
+                ended.add(request)
+            for request in ended:
+                self._close(request)
+            return ended
+
+    def open_leases(self) -> Mapping[str, int]:
+        """Return the open leases by request."""
+        with self._lock:
+            return {request: lease.number for request, lease in self._by_request.items()}
+
+    def _close(self, request: str) -> None:
+        lease = self._by_request.pop(request, None)
+        if lease is not None:
+            del self._by_number[lease.number]
+            self.memory[lease.slot] = 0

@@ -1,0 +1,208 @@
+"""What a prefill engine offers to a decode engine: the `kv_transfer_params` of a finished request.
+
+The fields are those of vLLM's NIXL connector, so that proxies and routers pass them on unchanged.
+Cascade's own part, `cascade`, names the workers to read from, and the lease: while it lasts, the
+pages hold the prompt's KV.
+"""
+
+import hashlib
+import hmac
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, cast
+
+__all__ = [
+    "Offer",
+    "OfferError",
+    "PullPlan",
+    "TransferPlan",
+    "params_without_pages",
+    "prompt_digest",
+    "wants_decode",
+    "wants_prefill",
+]
+
+VERSION = 1
+_LEASE_DIGITS = 16
+"""Of a lease, as text: a proxy may turn numbers into floating point."""
+_GROUPS_MAX = 64
+_WORKERS_MAX = 1024
+"""Most groups and workers of an offer: a request's parameters come from anyone."""
+
+
+class OfferError(ValueError):
+    """`kv_transfer_params` cannot be used, with the reason."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Pages of a finished prefill, leased to a decode engine."""
+
+    engine: str
+    """The prefill engine."""
+    request: str
+    """Its request."""
+    workers: list[tuple[str, str]]
+    """Of each worker, by rank: its address, and the ID of its endpoint."""
+    blocks: list[list[int]]
+    """By group: the page of each block from the prompt's first on; 0 for a block not kept."""
+    tokens: int
+    """Tokens whose KV the pages hold."""
+    slot: int
+    """Number of the lease in each worker's table of leases."""
+    lease: int
+    """What the table holds there while the pages are the request's: a random number."""
+    seconds: float
+    """How long the lease lasts without being renewed."""
+    prompt: str
+    """Digest of the prompt and of everything else that its KV depends on."""
+
+    def params(self, token: bytes | None) -> dict[str, Any]:
+        """Return the `kv_transfer_params` of the prefill's response."""
+        host, _, port = self.workers[0][0].rpartition(":")
+        own: dict[str, Any] = {
+            "version": VERSION,
+            "workers": [list(each) for each in self.workers],
+            "slot": self.slot,
+            "lease": f"{self.lease:016x}",
+            "seconds": self.seconds,
+            "prompt": self.prompt,
+        }
+        if token is not None:
+            own["seal"] = self._seal(token)
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self.engine,
+            "remote_request_id": self.request,
+            "remote_host": host.strip("[]"),
+            "remote_port": int(port),
+            "remote_block_ids": self.blocks,
+            "remote_num_tokens": self.tokens,
+            "tp_size": len(self.workers),
+            "cascade": own,
+        }
+
+    @classmethod
+    def parse(cls, params: Mapping[str, Any], token: bytes | None, *, tokens: int) -> "Offer":
+        """Read the parameters of a request with a prompt of this length. Raises `OfferError`."""
+        own = params.get("cascade")
+        if not isinstance(own, Mapping):
+            raise OfferError("the prefill engine has no Cascade connector with cascade.transfer")
+        own = cast("Mapping[str, Any]", own)
+        if own.get("version") != VERSION:
+            raise OfferError(f"version {own.get('version')!r} of an offer, this is {VERSION}")
+        try:
+            _check_sizes(params["remote_block_ids"], own["workers"], tokens)
+            offer = cls(
+                str(params["remote_engine_id"]),
+                str(params["remote_request_id"]),
+                [(str(address), str(endpoint)) for address, endpoint in own["workers"]],
+                [[int(page) for page in group] for group in params["remote_block_ids"]],
+                int(params["remote_num_tokens"]),
+                int(own["slot"]),
+                int(str(own["lease"])[:_LEASE_DIGITS], 16),
+                float(own["seconds"]),
+                str(own["prompt"]),
+            )
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+            raise OfferError(f"an offer cannot be read: {error!r}") from error
+        if offer.tokens != tokens:
+            raise OfferError(f"an offer of {offer.tokens} tokens for a prompt of {tokens}")
+        if token is not None:
+            seal = own.get("seal")
+            expected = offer._seal(token)
+            if not isinstance(seal, str) or not hmac.compare_digest(seal, expected):
+                raise OfferError("an offer is not sealed with this engine's transfer token")
+        return offer
+
+    def _seal(self, token: bytes) -> str:
+        """Return a proof that a holder of the token made exactly this offer."""
+        return hmac.new(token, _canonical(asdict(self)), hashlib.sha256).hexdigest()
+
+
+@dataclass(slots=True)
+class PullPlan:
+    """For the workers: blocks of a load that are read from a prefill engine."""
+
+    offer: Offer
+    workers: int
+    """Number of workers of this engine; each tells each of the prefill engine's when it is done."""
+
+
+@dataclass(slots=True)
+class TransferPlan:
+    """For the workers: what a step changes in leases, given and taken."""
+
+    opened: list[tuple[str, int, int]] = field(default_factory=list[tuple[str, int, int]])
+    """Requests whose pages may be offered, each with slot and lease."""
+    ended: list[tuple[str, float]] = field(default_factory=list[tuple[str, float]])
+    """Finished requests whose pages were offered, and the seconds of their leases."""
+    dropped: list[str] = field(default_factory=list[str])
+    """Requests whose pages are not offered after all."""
+    renewed: list[Offer] = field(default_factory=list[Offer])
+    """Offers to other engines' requests that still wait here."""
+    released: list[Offer] = field(default_factory=list[Offer])
+    """Offers that are not needed any more."""
+    workers: int = 1
+    """Number of workers of this engine."""
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to do."""
+        return any((self.opened, self.ended, self.dropped, self.renewed, self.released))
+
+
+def params_without_pages(engine: str, request: str, *, way: str) -> dict[str, Any]:
+    """Return the `kv_transfer_params` of a prefill whose pages are not offered.
+
+    `way` is `node` if the decode engine finds the KV in a node, `none` if it has to compute it.
+    Some routers refuse a response without parameters.
+    """
+    return {
+        "do_remote_prefill": way == "node",
+        "do_remote_decode": False,
+        "remote_engine_id": engine,
+        "remote_request_id": request,
+        "remote_host": None,
+        "remote_port": None,
+        "remote_block_ids": [],
+        "cascade": {"version": VERSION, "way": way},
+    }
+
+
+def wants_decode(params: object) -> bool:
+    """Whether a request is a prefill whose pages another engine will read."""
+    return isinstance(params, Mapping) and bool(
+        cast("Mapping[str, Any]", params).get("do_remote_decode")
+    )
+
+
+def wants_prefill(params: object) -> bool:
+    """Whether another engine has computed a request's prompt."""
+    return isinstance(params, Mapping) and bool(
+        cast("Mapping[str, Any]", params).get("do_remote_prefill")
+    )
+
+
+def prompt_digest(
+    tokens: Sequence[int], origin: Mapping[str, str], features: Sequence[tuple[int, int, str]]
+) -> str:
+    """Return the digest of a prompt, its adapter and salt (`origin`), and its images and audio."""
+    facts = {"origin": dict(origin), "features": sorted(features)}
+    digest = hashlib.sha256(_canonical(facts))
+    digest.update(array("I", tokens).tobytes())
+    return digest.hexdigest()
+
+
+def _check_sizes(blocks: Sequence[Any], workers: Sequence[Any], tokens: int) -> None:
+    """Refuse lists that are longer than they can be, before each of their items is looked at."""
+    if not 1 <= len(workers) <= _WORKERS_MAX or not 1 <= len(blocks) <= _GROUPS_MAX:
+        raise ValueError(f"{len(workers)} workers, {len(blocks)} groups")
+    if any(len(group) > tokens for group in blocks):
+        raise ValueError("more blocks than tokens")
+
+
+def _canonical(facts: Mapping[str, object]) -> bytes:
+    return json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()

@@ -1,0 +1,69 @@
+"""What the scheduler's side knows of a request: keys, lookup, and what is planned for it."""
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cascadekv import Hints
+from cascadekv.connectors.vllm.keys import RequestKeys
+from cascadekv.connectors.vllm.offers import Offer
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+__all__ = ["LookupResult", "PendingLookup", "TrackedRequest"]
+
+
+@dataclass(frozen=True, slots=True)
+class LookupResult:
+    """The result of a lookup."""
+
+    blocks: int = 0
+    """Number of leading blocks of the request that are stored and that every group can use."""
+    tiers: tuple[str, ...] = ()
+    """The slowest tier of each of these blocks."""
+    preemptions: int = 0
+    """The request's preemptions at the time of the lookup."""
+    at: float = 0.0
+    """The time of the lookup, by the monotonic clock."""
+
+
+@dataclass(slots=True)
+class PendingLookup:
+    """A lookup in flight."""
+
+    tiers: Future[tuple[str, ...]]
+    started: float
+    """By the performance counter."""
+    preemptions: int
+
+
+@dataclass(slots=True)
+class TrackedRequest:
+    """The state of one request."""
+
+    request: "Request"
+    keys: RequestKeys
+    hints: Hints
+    result: LookupResult | None = None
+    pending: PendingLookup | None = None
+    lookup_counted: int = -1
+    """Preemptions when its lookup was last counted, so that a waiting request counts once."""
+    choice_counted: int = -1
+    """Preemptions when the choice of blocks to load was last counted, for the same reason."""
+    is_logged: bool = False
+    may_load: bool = True
+    """False after a failed load: the request is computed from then on."""
+    may_save: bool = True
+    """False if the engine's cache was reset while the request was computed."""
+    is_async: bool = False
+    offer: Offer | None = None
+    """Set if the next load is from a prefill engine."""
+    load: tuple[int, int] | None = None
+    """First and last block to load, the last excluded."""
+    saved: int = 0
+    """Number of leading blocks that need no save."""
+    trace: str | None = None
+    """The request's trace, as a `traceparent` header."""
+    save_after: float = 0.0
+    """Earliest time of the next save, by the monotonic clock."""

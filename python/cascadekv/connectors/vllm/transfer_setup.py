@@ -1,0 +1,120 @@
+"""Sets up transfers between engines from the settings, and answers requests that ask for one."""
+
+import functools
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from cascadekv import CascadeError
+from cascadekv.connectors.failures import FailureLog
+from cascadekv.connectors.vllm.identity import adapter_fingerprint
+from cascadekv.connectors.vllm.keys import UnkeyableRequest, features_of, origin_of
+from cascadekv.connectors.vllm.layout import HeldPart
+from cascadekv.connectors.vllm.metadata import WorkerFacts
+from cascadekv.connectors.vllm.offers import params_without_pages, prompt_digest, wants_decode
+from cascadekv.connectors.vllm.settings import ConnectorSettings
+from cascadekv.connectors.vllm.transfer_geometry import Geometry, GeometryError
+from cascadekv.connectors.vllm.transfer_requests import TransferRequests
+from cascadekv.connectors.vllm.transfers import Transfers
+from cascadekv.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
+
+__all__ = ["offered", "open_transfers", "transfers_between"]
+
+_LOG = logging.getLogger("vllm.cascade")
+
+
+def open_transfers(
+    config: "VllmConfig",
+    settings: ConnectorSettings,
+    held: tuple[Sequence[HeldPart], Mapping[str, str]],
+    memory: "torch.Tensor",
+    pieces: int,
+) -> Transfers | None:
+    """Let decode engines read a worker's pages, if the settings say so.
+
+    `held` are its parts and the manifest; `pieces` is the number of the attention backend's blocks
+    in one block of the engine. Raises `ConfigError`.
+    """
+    if settings.transfer != "direct":
+        return None
+    if memory.device.type != "cpu":
+        _LOG.warning(
+            "Cascade: cascade.transfer: direct is ignored, because the KV is in device memory; "
+            "use cascade.transfer: node"
+        )
+        return None
+    parallel, (parts, manifest) = config.parallel_config, held
+    host, _, port = settings.transfer_listen.rpartition(":")
+    listen = f"{host}:{int(port) + parallel.rank}" if int(port) else f"{host}:0"
+    try:
+        geometry = Geometry.of(
+            parts,
+            manifest,
+            rank=parallel.rank,
+            workers=parallel.world_size,
+            block_tokens=config.cache_config.block_size * parallel.decode_context_parallel_size,
+            pieces=pieces,
+        )
+        token = settings.read_transfer_token()
+        return Transfers(memory, geometry, listen=listen, token=token)
+    except (CascadeError, GeometryError, OSError, ValueError) as error:
+        raise ConfigError(f"cascade.transfer_listen: {listen}: {error}") from error
+
+
+def transfers_between(
+    engine: str, settings: ConnectorSettings, facts: Sequence[WorkerFacts], failures: FailureLog
+) -> TransferRequests | None:
+    """Return the scheduler's side, if all workers let decode engines read their pages."""
+    listeners = [each.listener for each in facts if each.listener is not None]
+    if len(listeners) < len(facts):
+        return None
+    return TransferRequests(
+        engine,
+        listeners,
+        token=settings.read_transfer_token(),
+        lease_s=settings.transfer_lease,
+        digest_of=functools.partial(_digest_of, failures),
+    )
+
+
+def offered(  # noqa: PLR0913 # each is named by its caller
+    transfers: TransferRequests | None,
+    request: "Request",
+    pages: Sequence[Sequence[int]],
+    *,
+    block_tokens: int,
+    settings: tuple[str, str],
+    failures: FailureLog,
+) -> tuple[bool, dict[str, Any] | None]:
+    """Return whether a finished request's pages must be kept, and its `kv_transfer_params`.
+
+    `settings` are the engine's ID and `cascade.transfer`.
+    """
+    if transfers is not None:
+        params = transfers.finish(request, pages, block_tokens)
+        if params is not None:
+            return True, params
+    if not wants_decode(request.kv_transfer_params):
+        return False, None
+    engine, way = settings
+    if way == "off":
+        reason = "cascade.transfer is off: the decode engine computes the prompt again"
+        failures.count("offering the pages of a request", reason)
+    way = "node" if way == "node" else "none"
+    return False, params_without_pages(engine, request.request_id, way=way)
+
+
+def _digest_of(failures: FailureLog, request: "Request") -> str | None:
+    """Return a digest of a prompt and of all that its KV depends on; `None` without one."""
+    try:
+        origin = origin_of(request, adapter_fingerprint)
+    except UnkeyableRequest as reason:
+        failures.count("offering the pages of a request", reason)
+        return None
+    tokens = request.all_token_ids[: request.num_prompt_tokens]
+    return prompt_digest(tokens, origin, features_of(request))
