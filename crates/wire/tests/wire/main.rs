@@ -1,0 +1,3 @@
+//! The messages between a node and its clients.
+
+mod messages;
