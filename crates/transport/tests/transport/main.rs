@@ -1,0 +1,5 @@
+//! Connections over TCP and shared memory: conformance, faults, and peers that lie.
+
+mod faults;
+mod lies;
+mod stream;
