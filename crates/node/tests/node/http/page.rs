@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use cascade_node::config::SecurityConfig;
 use serde_json::Value;
 
-use crate::served::Served;
+use super::served::Served;
 
 /// The names of browsers on different systems.
 const BROWSERS: [&str; 3] = ["chromium", "chromium-browser", "google-chrome"];

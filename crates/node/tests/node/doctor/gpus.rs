@@ -9,8 +9,8 @@ use cascade_node::doctor::{
 };
 use tempfile::TempDir;
 
-use crate::fake_machine::{FakeMachine, gpu_report};
-use crate::{LIMIT, diagnose, node};
+use super::fake_machine::{FakeMachine, gpu_report};
+use super::{LIMIT, diagnose, node};
 
 /// The finding about a machine with this answer and no kernel module.
 fn finding(answer: GpuAnswer) -> Finding {

@@ -8,8 +8,8 @@ use std::os::unix::net::UnixListener;
 use cascade_node::doctor::CheckState;
 use tempfile::TempDir;
 
-use crate::fake_machine::FakeMachine;
-use crate::{assert_reported, diagnose, node};
+use super::fake_machine::FakeMachine;
+use super::{assert_reported, diagnose, node};
 
 #[test]
 fn a_port_in_use_is_reported() {

@@ -7,8 +7,8 @@ use std::process::Command;
 use cascade_node::doctor::{CheckState, Machine as _, ThisMachine};
 use tempfile::TempDir;
 
-use crate::fake_machine::FakeMachine;
-use crate::{assert_reported, diagnose, node, result_of};
+use super::fake_machine::FakeMachine;
+use super::{assert_reported, diagnose, node, result_of};
 
 /// Two concurrent checks used the same file name: 4 of 32 starts reported `direct_io` with "File
 /// exists" on a healthy machine.

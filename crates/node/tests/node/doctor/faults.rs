@@ -5,8 +5,8 @@ use std::io;
 use cascade_node::doctor::{CheckState, FileSystem};
 use tempfile::TempDir;
 
-use crate::fake_machine::FakeMachine;
-use crate::{GIB, assert_reported, diagnose, node};
+use super::fake_machine::FakeMachine;
+use super::{GIB, assert_reported, diagnose, node};
 
 /// A change of a healthy machine, and the problem that it causes: id, state, text, remedy.
 type Fault = (fn(&mut FakeMachine), &'static str, CheckState, &'static str, &'static str);

@@ -13,8 +13,8 @@ use cascade_node::traffic::{CompletedRequest, Operation};
 use cascade_node::{Node, NodeConfig};
 use cascade_store::{CallOptions, KeepPool, Put, StoreConfig};
 
-use crate::prometheus::{metrics_of, panel_queries};
-use crate::served::{BLOCK_BYTES, Served, get, key};
+use super::prometheus::{metrics_of, panel_queries};
+use super::served::{BLOCK_BYTES, Served, get, key};
 
 /// Metrics that stay zero in this test, with the reason or the test that covers them.
 const ZERO_HERE: [(&str, &str); 25] = [
@@ -31,17 +31,23 @@ const ZERO_HERE: [(&str, &str); 25] = [
     ("cascade_http_handshake_failures", "needs certificates: security.rs"),
     ("cascade_exported_spans", "needs a collector: traces.rs"),
     ("cascade_lost_spans", "needs requests under a subscriber: traces.rs"),
-    ("cascade_shed_gets", "needs a stage that fails: crates/store/tests/health.rs"),
-    ("cascade_tier_breaker_openings", "needs a stage that fails: crates/store/tests/health.rs"),
-    ("cascade_tier_stuck_calls", "needs a stage that hangs: crates/store/tests/health.rs"),
+    ("cascade_shed_gets", "needs a stage that fails: crates/store/tests/store/health.rs"),
+    (
+        "cascade_tier_breaker_openings",
+        "needs a stage that fails: crates/store/tests/store/health.rs",
+    ),
+    ("cascade_tier_stuck_calls", "needs a stage that hangs: crates/store/tests/store/health.rs"),
     ("cascade_pending_bytes", "is zero again as soon as the mover has written"),
-    ("cascade_demote_failures", "needs a disk that fails: crates/store/tests/sick_disk.rs"),
+    ("cascade_demote_failures", "needs a disk that fails: crates/store/tests/store/sick_disk.rs"),
     ("cascade_demote_declines", "needs a stage that declines blocks"),
     ("cascade_name_failures", "needs a stage that fails to take names"),
-    ("cascade_protection_refused", "needs a smaller quota: crates/store/tests/protection.rs"),
+    ("cascade_protection_refused", "needs a smaller quota: crates/store/tests/store/protection.rs"),
     ("cascade_shadow_hit_ratio", "a sample of all blocks, which may have no hit"),
     ("cascade_pool_huge_page_bytes", "the machine may have no huge pages"),
-    ("cascade_warm_restart_rejected_records", "needs damage: crates/store/tests/pool_files.rs"),
+    (
+        "cascade_warm_restart_rejected_records",
+        "needs damage: crates/store/tests/store/pool_files.rs",
+    ),
     ("cascade_warm_restart_seconds", "a small pool is taken over in less than a millisecond"),
 ];
 

@@ -14,7 +14,7 @@ use cascade_node::doctor::{
 use cascade_node::socket_place::{SocketPathState, SocketPlaceError};
 use cascade_store::LeftoverPool;
 
-use crate::GIB;
+use super::GIB;
 
 /// A simulated machine: healthy, except for what a test changes.
 #[derive(Debug)]

@@ -8,8 +8,8 @@ use cascade_node::doctor::{CheckState, ThisMachine};
 use cascade_store::{LeftoverPool, Store, StoreConfig};
 use tempfile::TempDir;
 
-use crate::fake_machine::FakeMachine;
-use crate::{GIB, assert_reported, diagnose, node, result_of};
+use super::fake_machine::FakeMachine;
+use super::{GIB, assert_reported, diagnose, node, result_of};
 
 #[test]
 fn unused_pool_files_are_reported() {

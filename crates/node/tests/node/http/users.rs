@@ -10,7 +10,7 @@ use cascade_node::status::{ALL_TENANTS, Status, StatusView};
 use cascade_store::{CallOptions, Put, Request, StoreConfig};
 use rustix::process::Uid;
 
-use crate::served::{Answer, Served, get, get_as_user};
+use super::served::{Answer, Served, get, get_as_user};
 
 const BOB: u32 = 4711;
 const FOREIGN_USER: u32 = 4712;

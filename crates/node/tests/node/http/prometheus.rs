@@ -14,9 +14,9 @@ use cascade_node::config::SecurityConfig;
 use cascade_node::metrics::families;
 use serde_json::Value;
 
-use crate::hit_rate;
-use crate::provoked::start_with_every_part;
-use crate::served::{Served, get};
+use super::hit_rate;
+use super::provoked::start_with_every_part;
+use super::served::{Served, get};
 
 /// Values for the dashboard's variables.
 const VARIABLES: [(&str, &str); 3] =

@@ -4,7 +4,7 @@ use cascade_block::BlockKey;
 use cascade_node::config::SecurityConfig;
 use cascade_store::{CallOptions, Put, Request};
 
-use crate::served::Served;
+use super::served::Served;
 
 /// Blocks of a request. One of them is shared by all requests.
 const CHAIN: u64 = 20;

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use cascade_node::config::SecurityConfig;
 
-use crate::served::{Served, request, send};
+use super::served::{Served, request, send};
 
 fn connect(served: &Served) -> TcpStream {
     let stream = TcpStream::connect(served.address()).unwrap();

@@ -16,7 +16,7 @@ use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
 
-use crate::served::{Answer, Served, exchange, get, request, send};
+use super::served::{Answer, Served, exchange, get, request, send};
 
 const TOKEN: &str = "a-token-of-at-least-16-characters";
 const GUARDED: [&str; 4] = ["/", "/live", "/status.json", "/metrics"];
@@ -189,7 +189,7 @@ impl Authority {
         stream.write_all(request(served.address(), "/metrics", &[]).as_bytes())?;
         let mut bytes = Vec::new();
         stream.read_to_end(&mut bytes)?;
-        Ok(crate::served::answer(&bytes))
+        Ok(super::served::answer(&bytes))
     }
 }
 

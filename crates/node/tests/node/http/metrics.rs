@@ -9,7 +9,7 @@ use cascade_node::status::NodeState;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
-use crate::served::{Served, get};
+use super::served::{Served, get};
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
@@ -48,7 +48,7 @@ fn the_documentation_lists_every_metric() {
     }
     let path = root().join("docs/observability.md");
     let text = fs::read_to_string(&path).unwrap();
-    let (begin, end) = ("<!-- metrics: made by crates/node/tests/http -->\n", "<!-- end -->");
+    let (begin, end) = ("<!-- metrics: made by crates/node/tests/node/http -->\n", "<!-- end -->");
     let (before, rest) = text.split_once(begin).unwrap();
     let (_, after) = rest.split_once(end).unwrap();
     assert_current("docs/observability.md", &format!("{before}{begin}{table}{end}{after}"));
@@ -89,7 +89,7 @@ fn the_older_text_format_has_the_same_values() {
     assert!(text.header("content-type").unwrap().starts_with("text/plain; version=0.0.4"));
     assert!(text.body.contains("# TYPE cascade_puts_total counter\n"), "{}", text.body);
     assert!(!text.body.contains("# EOF"));
-    let stored = |answer: &crate::served::Answer| {
+    let stored = |answer: &super::served::Answer| {
         answer.metric("cascade_puts_total", "outcome=\"stored\"").to_bits()
     };
     assert_eq!(stored(&open), 10f64.to_bits());
@@ -141,7 +141,7 @@ fn run_and_scrape(operations: &[StoreOperation]) {
                 requested += to - from;
             }
             StoreOperation::Delete(at) => {
-                drop(served.node.store().delete(&[crate::served::key(at)]));
+                drop(served.node.store().delete(&[super::served::key(at)]));
             }
         }
         let scrape = served.get("/metrics");

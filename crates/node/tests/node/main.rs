@@ -1,0 +1,6 @@
+//! A node: its configuration, its HTTP port, its doctor and its systemd unit.
+
+mod configuration;
+mod doctor;
+mod http;
+mod systemd;
