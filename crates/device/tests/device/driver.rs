@@ -2,8 +2,6 @@
 
 #![expect(unsafe_code, reason = "forks")]
 
-mod fake;
-
 use std::error::Error as _;
 use std::path::Path;
 use std::sync::Arc;
@@ -15,7 +13,7 @@ use cascade_device::{
 use cascade_memory::{DeviceError, DeviceMemory as _};
 use cascade_runtime::SystemClock;
 
-use fake::{assert_nothing_left, command, count, finish, is_child};
+use crate::fake::{self, assert_nothing_left, command, count, finish, is_child};
 
 #[test]
 fn a_report_names_the_driver_and_says_fake() {

@@ -2,8 +2,6 @@
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
-mod fake;
-
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -19,7 +17,9 @@ use cascade_device::{
 use cascade_memory::DeviceMemory as _;
 use cascade_runtime::SystemClock;
 
-use fake::{Fastest, command, costs, empty, finish, foreign, pattern, pool, slab, soon};
+use crate::fake::{
+    self, Fastest, command, costs, empty, finish, foreign, pattern, pool, slab, soon,
+};
 
 const CHILD: &str = "use_everything_in_a_child";
 /// Set in children that only share memory, and start no copies.
@@ -34,7 +34,7 @@ const CODES: [&str; 2] = ["1", "700"];
 
 /// The exported names of all functions that the loader knows.
 fn names() -> Vec<&'static str> {
-    let source = include_str!("../src/functions.rs");
+    let source = include_str!("../../src/functions.rs");
     let (_, table) = source.split_once("\nfunctions! {").unwrap();
     // Each entry has two names, of which the second is the exported one.
     let names: Vec<&str> =

@@ -4,8 +4,6 @@
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 #![expect(unsafe_code, reason = "names memory and streams of another library")]
 
-mod fake;
-
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -16,7 +14,7 @@ use cascade_device::{
 use cascade_memory::{HostSlab, Pool};
 use cascade_runtime::{Clock as _, Deadline, SystemClock, sleep};
 
-use fake::{
+use crate::fake::{
     assert_nothing_left, context, count, empty, hold, is_child, pattern, pool, registered, release,
     slab, soon,
 };

@@ -2,8 +2,6 @@
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
-mod fake;
-
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,9 +11,9 @@ use cascade_device::{
 };
 use cascade_memory::Pool;
 
-use fake::{
-    Fastest, context, costs, empty, foreign, hold, is_child, pattern, piece, pool, registered,
-    release, slab, soon,
+use crate::fake::{
+    self, Fastest, context, costs, empty, foreign, hold, is_child, pattern, piece, pool,
+    registered, release, slab, soon,
 };
 
 const MIB: usize = 1 << 20;

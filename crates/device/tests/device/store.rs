@@ -3,8 +3,6 @@
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
-mod fake;
-
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::Path;
 use std::ptr::NonNull;
@@ -24,7 +22,9 @@ use cascade_store::{
 };
 use cascade_tier::conformance::block_store::bytes_of;
 
-use fake::{assert_nothing_left, command, context, empty, is_child, piece, pool, registered, soon};
+use crate::fake::{
+    self, assert_nothing_left, command, context, empty, is_child, piece, pool, registered, soon,
+};
 
 const MIB: u64 = 1 << 20;
 const BLOCK: usize = 64 << 10;

@@ -3,8 +3,6 @@
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
-mod fake;
-
 use std::fs::File;
 use std::io::{IoSlice, Read as _};
 use std::mem::MaybeUninit;
@@ -23,7 +21,7 @@ use cascade_wire::{Answer, VERSION, Welcome};
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
-use fake::{assert_nothing_left, context, count, is_child, soon};
+use crate::fake::{self, assert_nothing_left, context, count, is_child, soon};
 
 const MIB: usize = 1 << 20;
 /// Length of the memory.

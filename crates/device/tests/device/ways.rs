@@ -4,8 +4,6 @@
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
-mod fake;
-
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -16,9 +14,9 @@ use cascade_device::{
 use cascade_memory::{HostSlab, Pool};
 use cascade_runtime::{Deadline, SystemClock};
 
-use fake::{
-    Fastest, assert_nothing_left, context, costs, count, empty, foreign, hold, is_child, pattern,
-    piece, pool, registered, release, slab, soon,
+use crate::fake::{
+    self, Fastest, assert_nothing_left, context, costs, count, empty, foreign, hold, is_child,
+    pattern, piece, pool, registered, release, slab, soon,
 };
 
 const MIB: usize = 1 << 20;

@@ -3,8 +3,6 @@
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
-mod fake;
-
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -15,8 +13,8 @@ use cascade_device::{
 use cascade_memory::{DeviceError, DeviceMemory, Pool, SlabMut};
 use cascade_runtime::SystemClock;
 
-use fake::{
-    assert_nothing_left, context, context_on, count, hold, is_child, pattern, release, soon,
+use crate::fake::{
+    self, assert_nothing_left, context, context_on, count, hold, is_child, pattern, release, soon,
 };
 
 const MIB: usize = 1 << 20;

@@ -3,8 +3,6 @@
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
-mod fake;
-
 use std::fs::File;
 use std::io::{BufRead as _, BufReader, IoSlice, IoSliceMut, Stdin, Write as _, stdin};
 use std::mem::MaybeUninit;
@@ -24,8 +22,8 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
 
-use fake::{
-    assert_nothing_left, command, context, context_on, count, empty, finish, hold, is_child,
+use crate::fake::{
+    self, assert_nothing_left, command, context, context_on, count, empty, finish, hold, is_child,
     pattern, piece, pool, registered, release, slab, soon,
 };
 

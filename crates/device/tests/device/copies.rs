@@ -2,8 +2,6 @@
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
-mod fake;
-
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,7 +12,7 @@ use cascade_device::{
 use cascade_memory::{DeviceError, DeviceMemory as _, Pool};
 use cascade_runtime::{Deadline, SystemClock};
 
-use fake::{
+use crate::fake::{
     assert_nothing_left, context, count, empty, hold, is_child, pattern, piece, pool, registered,
     release, slab, soon,
 };

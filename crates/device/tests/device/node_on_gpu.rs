@@ -1,8 +1,6 @@
 //! A node whose blocks are in the memory of the fake device, and its clients: the conformance suite
 //! of stores, with node, client and driver in one process.
 
-mod fake;
-
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 
@@ -12,7 +10,7 @@ use cascade_node::{Node, NodeConfig, Server};
 use cascade_store::PolicyKind;
 use cascade_tier::conformance::block_store::{DRAM_BYTES, Subject, all};
 
-use fake::{context, is_child};
+use crate::fake::{context, is_child};
 
 /// The first device of the fake.
 const GPU: &str = "GPU-fafafafa-fafa-fafa-fafa-fafafafafafa";

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::process::Command;
 
-const TEXT: &str = include_str!("../src/kernels/copy.ptx");
+const TEXT: &str = include_str!("../../src/kernels/copy.ptx");
 /// Architectures of Ampere, Hopper and Blackwell.
 const ARCHITECTURES: [&str; 3] = ["sm_80", "sm_90", "sm_100"];
 
