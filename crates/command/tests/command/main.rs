@@ -8,6 +8,7 @@ mod gpu;
 mod hit_rate;
 mod node;
 mod port;
+mod reference;
 mod replay;
 mod serve;
 mod sim;
