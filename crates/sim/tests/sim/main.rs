@@ -1,0 +1,5 @@
+//! The simulator: its disk, its worlds, and the bugs that it finds.
+
+mod disk;
+mod plants;
+mod worlds;
