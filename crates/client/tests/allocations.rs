@@ -6,7 +6,7 @@
 #![expect(unsafe_code, reason = "counts allocations, for which it has to be the allocator")]
 
 #[expect(dead_code, unused_imports, reason = "these tests use a part of it")]
-#[path = "served/test_node.rs"]
+#[path = "client/test_node.rs"]
 mod test_node;
 
 use std::alloc::{GlobalAlloc, Layout, System};

@@ -1,0 +1,21 @@
+//! The file tier: conformance, crashes, damage, faults, hangs and full disks.
+
+mod block_files;
+mod child_test;
+mod conformance;
+mod damage;
+mod device_probe;
+mod device_slabs;
+mod erase;
+mod faults;
+mod fixtures;
+mod full_disk;
+mod hangs;
+mod kill;
+mod model;
+mod next_segment;
+mod registered;
+mod shared_syncs;
+mod small_disk;
+mod syncs;
+mod world;

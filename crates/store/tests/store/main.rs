@@ -1,0 +1,54 @@
+//! The store as its callers see it: calls, tiers, sources, restarts, damage and faults.
+
+mod aliases;
+mod blocks;
+mod chains;
+mod changes;
+#[path = "../../../disk/tests/disk/child_test.rs"]
+mod child_test;
+mod conformance;
+mod damage;
+mod deadlines;
+mod device;
+mod device_faults;
+mod dram;
+mod encryption;
+mod erase;
+mod eviction;
+mod explain;
+mod failed_start;
+mod files;
+mod health;
+mod hit_rate;
+mod kill;
+mod late_clock;
+mod ledger_versions;
+mod lock_holds;
+mod locked_store;
+mod lower_stage;
+mod map_source;
+mod mixed_batch;
+mod model;
+mod named_pool;
+mod pool_files;
+mod protection;
+mod race;
+mod read_flow;
+mod records;
+mod scrub;
+mod shadows;
+mod sick_disk;
+mod simulated;
+mod simulated_sources;
+#[path = "../../../disk/tests/disk/small_disk.rs"]
+mod small_disk;
+mod source_conformance;
+mod source_faults;
+mod sources;
+mod stages;
+mod third_party;
+mod troubled_stage;
+mod truncated_pool;
+mod victim_order;
+mod warm;
+mod write_through;

@@ -1,0 +1,33 @@
+//! A named pool in a temporary directory, for tests of warm restarts.
+
+#![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
+
+use std::path::{Path, PathBuf};
+
+use cascade_store::{KeepPool, Store, StoreConfig, WarmStats};
+
+use crate::blocks::dram;
+
+/// A temporary directory, in `/dev/shm` if possible.
+pub(crate) fn directory() -> tempfile::TempDir {
+    let shared = Path::new("/dev/shm");
+    let made = tempfile::Builder::new().prefix("cascade-test").tempdir_in(shared);
+    made.or_else(|_| tempfile::tempdir()).unwrap()
+}
+
+pub(crate) fn pool(directory: &Path) -> PathBuf {
+    directory.join("pool")
+}
+
+pub(crate) fn ledger(directory: &Path) -> PathBuf {
+    directory.join("pool.ledger")
+}
+
+pub(crate) fn config(directory: &Path, mib: u64) -> StoreConfig {
+    let keep_pool = KeepPool::Always;
+    StoreConfig { pool_file: Some(pool(directory)), keep_pool, ..dram(mib) }
+}
+
+pub(crate) fn warm(store: &Store) -> WarmStats {
+    store.stats().warm.unwrap()
+}
