@@ -161,7 +161,7 @@ def bytes_of() -> Callable[..., bytes]:
 def eventually() -> Callable[[Callable[[], object]], None]:
     """Wait until a condition holds that depends on another process."""
 
-    def wait(condition: Callable[[], object], limit_s: float = 30) -> None:
+    def wait(condition: Callable[[], object], limit_s: float = 60) -> None:
         end = time.monotonic() + limit_s
         while not condition():
             assert time.monotonic() < end, f"the condition did not hold within {limit_s} s"

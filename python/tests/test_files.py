@@ -46,7 +46,7 @@ def test_blocks_that_left_memory_are_read_from_files(two_tiers, keys_of, bytes_o
     assert stats["stages"]["files"]["used_bytes"] >= 30 * MIB
 
 
-def test_a_prefetched_block_is_read_from_memory(two_tiers, keys_of, bytes_of):
+def test_a_prefetched_block_is_read_from_memory(two_tiers, keys_of, bytes_of, eventually):
     keys = keys_of(range(40))
     for key in keys:
         two_tiers.put(key, [bytes_of(key, MIB)])
@@ -55,8 +55,7 @@ def test_a_prefetched_block_is_read_from_memory(two_tiers, keys_of, bytes_of):
         key for key, tiers in zip(keys, two_tiers.locate(keys), strict=True) if tiers == ["files"]
     ][:2]
     assert two_tiers.prefetch(below) == 2
-    while any("dram" not in tiers for tiers in two_tiers.locate(below)):
-        pass
+    eventually(lambda: all("dram" in tiers for tiers in two_tiers.locate(below)))
     views = two_tiers.view(below)
     assert [view.tier for view in views] == ["dram", "dram"]
 

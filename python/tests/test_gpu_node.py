@@ -47,6 +47,12 @@ def gpu_node(node):
     return json.loads(status.stdout)["node"]["gpu_node"]
 
 
+def hbm_state(node):
+    """Return the state of the node of the GPU, as `cascade hbm status` prints it."""
+    status = run("hbm", "status", "--json", "--socket", str(node.socket))
+    return json.loads(status.stdout)["gpu_node"]["state"]
+
+
 def wait_for(eventually, node, state):
     """Wait for a state and return the status that has it: a failed node starts again."""
     seen = []
@@ -176,8 +182,8 @@ def test_a_host_without_a_gpu_serves_dram(serve_both, eventually):
     assert "exit status: 1" in failed["reason"]
     assert "this host has no GPU" in node.log()
     eventually(lambda: any("exit status: 1" in note for note in notes(node)))
-    status = run("hbm", "status", "--json", "--socket", str(node.socket))
-    assert json.loads(status.stdout)["gpu_node"]["state"] == "failed"
+    # It starts again after each failure, and fails again.
+    eventually(lambda: hbm_state(node) == "failed")
     with cascadekv.connect(node.socket) as dram:
         assert dram.put(keys_of([0]), [block_of(0)], namespace=SPACE)[0].ok
 

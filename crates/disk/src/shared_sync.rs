@@ -112,6 +112,14 @@ mod tests {
         shared.run(deadline, &SystemClock, late, sync)
     }
 
+    fn wait_until(what: &str, condition: impl Fn() -> bool) {
+        let limit = Deadline::after(&SystemClock, Duration::from_secs(60));
+        while !condition() {
+            assert!(!limit.has_passed(&SystemClock), "timed out waiting until {what}");
+            thread::yield_now();
+        }
+    }
+
     /// Makes a first sync, lets five callers come during it, and returns the number of syncs and
     /// the results of the five. `next` is the result of a sync by the number of those before it.
     fn five_during_one(
@@ -126,18 +134,14 @@ mod tests {
                 wait.recv().map_err(|_| late())
             })
         });
-        while !shared.lock().is_running {
-            thread::yield_now();
-        }
+        wait_until("the first sync runs", || shared.lock().is_running);
         let others: Vec<_> = (0..5)
             .map(|_| {
                 let (its, count) = (Arc::clone(&shared), Arc::clone(&syncs));
                 thread::spawn(move || run(&its, || next(count.fetch_add(1, Ordering::Relaxed))))
             })
             .collect();
-        while shared.lock().waiting < 5 {
-            thread::yield_now();
-        }
+        wait_until("the others wait for it", || shared.lock().waiting == 5);
         go.send(()).expect("the first sync waits");
         assert!(first.join().expect("no panic").is_ok());
         let results = others.into_iter().map(|other| other.join().expect("no panic")).collect();

@@ -13,8 +13,8 @@ use rustix::fs::{
 };
 
 use crate::fault::Watch;
+use crate::locked_file::LockedFile;
 use crate::mapping::{Mapping, READ_WRITE};
-use crate::named::LockedFile;
 use crate::pages::{self, HUGE_PAGE};
 use crate::{HugePages, MemoryError, PageReport, PageSource, PoolConfig, PoolFiles};
 

@@ -11,6 +11,7 @@ mod fault;
 mod heap;
 mod holders;
 mod host_region;
+mod locked_file;
 mod magazine;
 mod mapping;
 mod named;
@@ -31,6 +32,7 @@ pub use device::{
 };
 pub use error::MemoryError;
 pub use host_region::HostRegion;
+pub use locked_file::LockedFile;
 pub use named::{IdlePoolFiles, PoolFiles};
 pub use pages::{HugePages, PageReport, PageSource};
 pub use peer_region::PeerRegion;

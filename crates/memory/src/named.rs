@@ -15,11 +15,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use rustix::fs::{
-    FallocateFlags, FlockOperation, Mode, OFlags, StatVfs, fallocate, flock, fstatvfs, ftruncate,
-    open, statfs, statvfs,
+    FallocateFlags, Mode, OFlags, StatVfs, fallocate, fstatvfs, ftruncate, open, statfs, statvfs,
 };
 use rustix::process::geteuid;
 
+use crate::locked_file::LockedFile;
 use crate::pages;
 use crate::{MemoryError, SharedWords};
 
@@ -33,18 +33,6 @@ const LOCK_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// `TMPFS_MAGIC`: files there are memory.
 const TMPFS: u64 = 0x0102_1994;
-
-/// A file that is locked for as long as this value lives. Unlocked explicitly, not only by closing:
-/// a child has a copy of the descriptor between `fork` and `exec`.
-#[derive(Debug)]
-pub(crate) struct LockedFile(File);
-
-impl Drop for LockedFile {
-    fn drop(&mut self) {
-        let unlocked = flock(&self.0, FlockOperation::Unlock);
-        debug_assert!(unlocked.is_ok(), "unlocking our own lock");
-    }
-}
 
 /// Removes newly created files that hold no blocks, unless they are persisted.
 #[derive(Debug)]
@@ -113,7 +101,7 @@ impl PoolFiles {
         let table_path = table_path(path);
         let table = open_locked(&table_path)?;
         let remove_on_drop = RemoveOnDrop::of(path, &table_path);
-        let table_size = size_of(&table.0, &table_path)?;
+        let table_size = size_of(table.file(), &table_path)?;
         // An empty table was created just now, so it does not stay if the rest fails.
         remove_on_drop.arm(false, table_size == 0);
         // Before anything is reserved, and before an earlier pool of another size is removed.
@@ -125,13 +113,13 @@ impl PoolFiles {
             // The table loses its entries now, so it does not stay if the rest fails.
             remove_on_drop.arm(false, true);
             // Clear the table before the new pool exists: its entries describe the old one.
-            clear_and_reserve(&table.0, &table_path, table_bytes)?;
+            clear_and_reserve(table.file(), &table_path, table_bytes)?;
         }
         let pool = match existing {
             Some(pool) => pool,
             None => create_pool(path, pool_bytes, &remove_on_drop)?,
         };
-        let words = map_words(&table.0, &table_path, table_bytes)?;
+        let words = map_words(table.file(), &table_path, table_bytes)?;
         let (pool_path, table) = (path.to_owned(), Arc::new(table));
         let files = Self {
             remove_on_drop,
@@ -277,7 +265,7 @@ impl IdlePoolFiles {
         let mut words = [0; WORDS];
         for (at, word) in words.iter_mut().enumerate() {
             let mut bytes = [0; 8];
-            let read = self.table.0.read_at(&mut bytes, at as u64 * 8).map_err(failed)?;
+            let read = self.table.file().read_at(&mut bytes, at as u64 * 8).map_err(failed)?;
             *word = if read == bytes.len() { u64::from_le_bytes(bytes) } else { 0 };
         }
         Ok(words)
@@ -418,17 +406,11 @@ fn try_lock(path: &Path, flags: OFlags) -> Result<Option<LockedFile>, MemoryErro
     for _ in 0..LOCK_TRIES_MAX {
         let file = open_file(path, flags).map_err(|e| named("open", path, e))?;
         check_ours(&file, path)?;
-        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => {}
-            Err(rustix::io::Errno::WOULDBLOCK) => return Ok(None),
-            Err(error) => return Err(named("lock", path, error.into())),
-        }
-        let file = LockedFile(file);
-        let locked =
-            file.0.metadata().map_err(|source| named("read the metadata of", path, source))?;
-        let is_same = |now: fs::Metadata| now.ino() == locked.ino() && now.dev() == locked.dev();
-        if fs::symlink_metadata(path).is_ok_and(is_same) {
-            return Ok(Some(file));
+        let locked = LockedFile::try_lock(file).map_err(|source| named("lock", path, source))?;
+        let Ok(locked) = locked else { return Ok(None) };
+        let is_there = locked.is_at(path);
+        if is_there.map_err(|source| named("read the metadata of", path, source))? {
+            return Ok(Some(locked));
         }
     }
     Ok(None)

@@ -6,7 +6,8 @@ use std::os::unix::fs::{OpenOptionsExt, PermissionsExt, chown};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{FlockOperation, Mode, OFlags, fchmod, flock};
+use cascade_memory::LockedFile;
+use rustix::fs::{Mode, OFlags, fchmod};
 use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use rustix::process::geteuid;
 
@@ -21,7 +22,7 @@ const BACKLOG: i32 = 4096;
 pub(crate) struct SocketFile {
     path: PathBuf,
     lock_path: PathBuf,
-    _lock: File,
+    _lock: LockedFile,
 }
 
 impl SocketFile {
@@ -46,9 +47,11 @@ impl SocketFile {
         let lock_path = PathBuf::from(lock_path);
         let lock = open_lock(&lock_path).map_err(failed("open the lock file of the socket"))?;
         // Two nodes that start at the same time can both find the path free. The lock decides.
-        if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
+        let lock =
+            LockedFile::try_lock(lock).map_err(failed("lock the lock file of the socket"))?;
+        let Ok(lock) = lock else {
             return Err(path_error(SocketPlaceError::Taken { path: path.to_owned() }));
-        }
+        };
         if found == SocketPathState::Stale {
             fs::remove_file(path).map_err(failed("remove the stale socket"))?;
         }

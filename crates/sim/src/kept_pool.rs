@@ -10,7 +10,7 @@ use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use rustix::fs::{FlockOperation, flock};
+use cascade_memory::LockedFile;
 
 /// Directories that this process has made.
 static DIRECTORIES: AtomicU64 = AtomicU64::new(0);
@@ -20,7 +20,7 @@ static DIRECTORIES: AtomicU64 = AtomicU64::new(0);
 pub(crate) struct KeptPool {
     directory: PathBuf,
     /// Locked while the directory is in use.
-    _lock: File,
+    _lock: LockedFile,
     /// How often its process was killed.
     kills: AtomicU64,
 }
@@ -69,27 +69,26 @@ impl KeptPool {
 
 /// Makes and locks a directory. `None` if another process has it: one of another PID namespace can
 /// have the same number.
-fn claim(directory: &Path) -> io::Result<Option<File>> {
+fn claim(directory: &Path) -> io::Result<Option<LockedFile>> {
     match fs::create_dir(directory) {
         Err(error) if error.kind() != ErrorKind::AlreadyExists => return Err(error),
         Ok(()) | Err(_) => {}
     }
-    let lock = match File::open(directory) {
+    let opened = match File::open(directory) {
         // Its owner has just removed it.
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
         opened => opened?,
     };
-    match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
-        Ok(()) => {}
-        Err(rustix::io::Errno::WOULDBLOCK) => return Ok(None),
-        Err(error) => return Err(error.into()),
+    let Ok(lock) = LockedFile::try_lock(opened)? else { return Ok(None) };
+    // Its owner removed it before the lock was taken.
+    if !lock.is_at(directory)? {
+        return Ok(None);
     }
     // Left by a process that was killed.
     for entry in fs::read_dir(directory)? {
         fs::remove_file(entry?.path())?;
     }
-    // Not if its owner removed it before the lock was taken.
-    Ok(directory.is_dir().then_some(lock))
+    Ok(Some(lock))
 }
 
 /// The table of a pool: its ledger.

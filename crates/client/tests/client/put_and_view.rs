@@ -7,7 +7,7 @@ use cascade_client::{Client, ConnectOptions};
 use cascade_node::{Node, NodeConfig, Server};
 use cascade_tier::{BlockStore, CallOptions, Put, PutOutcome, ViewOutcome};
 
-use crate::test_node::{TestNode, hits, keys, put};
+use crate::test_node::{TestNode, hits, keys, put, wait_until};
 
 const NOW: CallOptions = CallOptions { timeout: None, writer: None };
 
@@ -43,9 +43,7 @@ fn a_block_that_one_client_puts_is_read_by_another() {
     );
     drop(views);
     drop((writer, reader));
-    while !node.clients().is_empty() {
-        std::thread::yield_now();
-    }
+    wait_until("the node has noticed that its clients are gone", || node.clients().is_empty());
     drop(server);
 }
 

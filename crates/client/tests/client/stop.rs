@@ -61,7 +61,7 @@ fn only_the_first_call_to_a_stopped_node_waits_for_its_deadline() {
         "{timed_out:?}"
     );
     // It takes 1.0 s; more while other tests keep every processor busy.
-    assert!(took < Duration::from_secs(5), "{took:?} of 1 s");
+    assert!(took < Duration::from_secs(20), "{took:?} of 1 s");
     for _ in 0..100 {
         let (views, took) = timed(|| client.view(&some, within(60_000)));
         assert!(matches!(views[0], ViewOutcome::Miss), "{views:?}");
@@ -70,7 +70,7 @@ fn only_the_first_call_to_a_stopped_node_waits_for_its_deadline() {
             matches!(outcomes[0], PutOutcome::Failed(StoreError::Unavailable { .. })),
             "{outcomes:?}"
         );
-        assert!(took < Duration::from_secs(5), "a call waits for an unavailable node: {took:?}");
+        assert!(took < Duration::from_secs(20), "a call waits for an unavailable node: {took:?}");
     }
     assert_eq!(hits(&some, &views), 8, "views need no node");
     node.signal(Signal::CONT);
@@ -100,7 +100,7 @@ fn connecting_to_a_stopped_node_times_out() {
         let (connected, took) = timed(|| Client::connect(options.clone()));
         let error = connected.expect_err("no process accepts");
         assert!(matches!(error, StoreError::Unavailable { .. }), "{error:?}");
-        assert!(took < Duration::from_secs(5), "{took:?} of 300 ms");
+        assert!(took < Duration::from_secs(20), "{took:?} of 300 ms: it waits for the node");
     }
     pause(Duration::ZERO);
     drop(listener);

@@ -10,6 +10,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::mpsc;
 use std::time::Duration;
 
+use cascade_runtime::{Deadline, SystemClock};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
@@ -129,7 +130,9 @@ impl ServedNode {
             stat.map_or(true, |stat| stat.rsplit(") ").next().unwrap().starts_with('T'))
         };
         let threads = format!("/proc/{}/task", self.process().as_raw_nonzero());
+        let limit = Deadline::after(&SystemClock, READY_TIMEOUT);
         while !fs::read_dir(&threads).unwrap().all(|thread| is_stopped(thread.unwrap())) {
+            assert!(!limit.has_passed(&SystemClock), "waited in vain for all threads to stop");
             std::thread::yield_now();
         }
     }

@@ -188,6 +188,8 @@ fn a_forked_child_is_refused_and_its_parent_goes_on() {
     let child = unsafe { libc::fork() };
     assert!(child >= 0, "a process can be created");
     if child == 0 {
+        // SAFETY: ends a child that waits, with an error.
+        unsafe { libc::alarm(60) };
         let copied = memory.copy_in(0, &[2; 4096]);
         let is_refused = matches!(&copied, Err(DeviceError::Failed { source, .. })
             if source.to_string().contains("`spawn` instead of `fork`"));

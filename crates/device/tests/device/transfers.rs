@@ -12,7 +12,7 @@ use cascade_device::{
     RegisteredPool, Slabs, Stream, Transfer,
 };
 use cascade_memory::{HostSlab, Pool};
-use cascade_runtime::{Clock as _, Deadline, SystemClock, sleep};
+use cascade_runtime::{Clock as _, SystemClock, sleep};
 
 use crate::fake::{
     assert_nothing_left, context, count, empty, hold, is_child, pattern, pool, registered, release,
@@ -344,12 +344,18 @@ fn a_pool_can_be_dropped_while_it_is_being_registered() {
     let context = context();
     let pool = pool(4 * MIB);
     let registered = RegisteredPool::begin(&context, Arc::new(pool.clone()), 4096).unwrap();
+    let deadline = soon();
     while registered.report().pieces < 3 {
+        assert!(!deadline.has_passed(&SystemClock), "waited in vain for three registered pieces");
         sleep(Duration::from_millis(1));
     }
     drop(registered);
-    let deadline = Deadline::after(&SystemClock, Duration::from_secs(20));
-    while count("live") > 0 && !deadline.has_passed(&SystemClock) {
+    let deadline = soon();
+    while count("live") > 0 {
+        assert!(
+            !deadline.has_passed(&SystemClock),
+            "waited in vain for the end of the registration"
+        );
         sleep(Duration::from_millis(1));
     }
     assert!(count("cuMemHostRegister_v2") < 1000, "it stopped early");

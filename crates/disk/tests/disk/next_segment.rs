@@ -3,11 +3,15 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
+use std::time::Duration;
 
 use cascade_disk::conformance::{append, assert_hits, assert_recovered, deadline, pool};
 use cascade_disk::io::{FileIo, Transfer, TransferEngine, TransferKind, TransferQueue};
 use cascade_disk::{BlockFiles, FilesConfig, IoEngine, open_with};
 use cascade_runtime::{Deadline, SystemClock};
+
+/// Time that another thread may take to get where the test waits for it.
+const LIMIT: Duration = Duration::from_secs(60);
 
 /// Another engine, whose syncs wait until the test lets them go on.
 #[derive(Debug)]
@@ -87,7 +91,7 @@ fn sealing() -> Sealing {
     let blocks: Vec<_> = (0..12).map(|number| (number, 12_288)).collect();
     // Returns although the segment before is not sealed yet.
     let stored = append(files.as_ref(), &pool, &blocks);
-    has_begun.recv().unwrap();
+    has_begun.recv_timeout(LIMIT).unwrap();
     Sealing { directory, files, pool, stored, go }
 }
 
@@ -118,7 +122,7 @@ fn a_sync_waits_for_the_seal() {
     std::thread::yield_now();
     assert!(synced.try_recv().is_err());
     go.send(()).unwrap();
-    synced.recv().unwrap().unwrap();
+    synced.recv_timeout(LIMIT).unwrap().unwrap();
     thread.join().unwrap();
     assert_hits(files.as_ref(), &pool, &stored);
     drop(files);

@@ -19,6 +19,9 @@ const THREADS: u64 = 6;
 /// Rounds of each thread; it goes on while fewer calls than this succeeded, as on a slow disk.
 const ROUNDS: u64 = 60;
 const ROUNDS_MAX: u64 = 20 * ROUNDS;
+const BLOCK_BYTES: usize = 5000;
+/// Twice the space of all blocks: nothing is reclaimed here. Each takes whole pages and a header.
+const CAPACITY_BYTES: u64 = 2 * THREADS * ROUNDS_MAX * (BLOCK_BYTES as u64).next_multiple_of(4096);
 
 /// What happened to one file, in ticks of the log.
 #[derive(Debug, Default)]
@@ -107,7 +110,7 @@ impl TransferQueue for LoggingQueue<'_> {
 fn a_call_that_succeeds_has_synced_all_writes_before_it() {
     let directory = tempfile::tempdir().unwrap();
     let config = FilesConfig {
-        capacity_bytes: 64 << 20,
+        capacity_bytes: CAPACITY_BYTES,
         segment_bytes: 256 << 10,
         direct: false,
         ..FilesConfig::new(directory.path())
@@ -130,7 +133,7 @@ fn a_call_that_succeeds_has_synced_all_writes_before_it() {
                     if round >= ROUNDS && succeeded.load(Ordering::SeqCst) > ROUNDS {
                         break;
                     }
-                    append(files.as_ref(), pool, &[(thread * ROUNDS_MAX + round, 5000)]);
+                    append(files.as_ref(), pool, &[(thread * ROUNDS_MAX + round, BLOCK_BYTES)]);
                     let before = engine.tick();
                     let time =
                         Duration::from_millis(if round.is_multiple_of(3) { 1 } else { 5000 });

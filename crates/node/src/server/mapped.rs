@@ -27,7 +27,10 @@ fn inode_of(line: &str) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use cascade_memory::{HugePages, Pool, PoolConfig};
+    use cascade_runtime::{Deadline, SystemClock};
 
     use super::*;
 
@@ -48,7 +51,9 @@ mod tests {
         let mut child = std::process::Command::new("sleep").arg("60").spawn().expect("sleep");
         let other = i32::try_from(child.id()).expect("process numbers are small");
         // Between fork and exec the child is a copy of this process, with its mappings.
+        let limit = Deadline::after(&SystemClock, Duration::from_secs(60));
         while may_access(other, &file) {
+            assert!(!limit.has_passed(&SystemClock), "waited in vain for the child to run `sleep`");
             std::thread::yield_now();
         }
         assert!(may_access(i32::MAX, &file), "an unknown process has no list");

@@ -9,6 +9,8 @@ use std::time::Duration;
 use cascade_runtime::{CallError, CallLimit, Calls, Cancel, Deadline, ManualClock, SystemClock};
 
 const LONG: Duration = Duration::from_secs(600);
+/// Real time that another thread may take to get where the test waits for it.
+const LIMIT: Duration = Duration::from_secs(60);
 
 fn calls(threads_max: usize) -> Calls {
     Calls::new("test-call", threads_max, Arc::new(SystemClock))
@@ -36,7 +38,7 @@ fn hang(calls: &Calls, clock: &ManualClock) -> (mpsc::Sender<u32>, mpsc::Receive
     let late = move |value| sender.send(value).unwrap_or(());
     std::thread::scope(|scope| {
         let hung = scope.spawn(move || calls.call(CallLimit::until(deadline), work, late));
-        has_begun.recv().unwrap();
+        has_begun.recv_timeout(LIMIT).unwrap();
         clock.advance(LONG);
         let result = hung.join().unwrap();
         assert!(matches!(result, Err(CallError::TimedOut)), "{result:?}");
@@ -54,7 +56,7 @@ fn a_hung_call_times_out_and_its_late_result_is_delivered() {
     let refused = calls.call(CallLimit { refuse_if_stuck: true, ..patient }, || 1, drop);
     assert!(matches!(refused, Err(CallError::AllStuck)), "at once: {refused:?}");
     release.send(7).unwrap();
-    assert_eq!(late.recv().unwrap(), 7);
+    assert_eq!(late.recv_timeout(LIMIT).unwrap(), 7);
     assert_eq!(calls.call(patient, || 8, drop).unwrap(), 8);
     assert_eq!(calls.stuck_calls(), 0);
 }
@@ -106,7 +108,7 @@ fn a_wait_ends_at_once_when_it_is_cancelled() {
         };
         let calls = &calls;
         let waiting = scope.spawn(move || calls.call(limit, work, drop));
-        has_begun.recv().unwrap();
+        has_begun.recv_timeout(LIMIT).unwrap();
         let queued = scope.spawn(move || calls.call(limit, || Ok(1), drop));
         std::thread::park_timeout(Duration::from_millis(10));
         cancel.set();
@@ -149,7 +151,7 @@ fn a_queued_call_is_refused_once_all_threads_are_stuck() {
         };
         let hung = after(LONG);
         let hung = scope.spawn(move || calls.call(hung, work, drop));
-        has_begun.recv().unwrap();
+        has_begun.recv_timeout(LIMIT).unwrap();
         let queued = scope.spawn(move || calls.call(patient, || (), drop));
         std::thread::park_timeout(Duration::from_millis(10));
         clock.advance(LONG);
@@ -173,7 +175,7 @@ fn a_started_call_runs_until_its_caller_drops_it() {
         hold.recv().unwrap_or(());
     });
     let first = first.unwrap();
-    has_begun.recv().unwrap();
+    has_begun.recv_timeout(LIMIT).unwrap();
     let was_made = Arc::new(AtomicBool::new(false));
     let made = Arc::clone(&was_made);
     let second = calls.start(false, move || made.store(true, Ordering::Relaxed)).unwrap();
@@ -198,7 +200,7 @@ fn a_started_call_is_refused_once_all_threads_are_stuck() {
         begun.send(()).unwrap();
         hold.recv().unwrap_or(());
     });
-    has_begun.recv().unwrap();
+    has_begun.recv_timeout(LIMIT).unwrap();
     let second = calls.start(false, || ()).unwrap();
     assert!(!second.is_refused());
     drop(first.unwrap());
@@ -258,7 +260,7 @@ fn a_call_that_lasts_too_long_is_reported_once() {
             hold.recv()
         };
         let waiting = scope.spawn(move || calls.call(watched, work, drop));
-        has_begun.recv().unwrap();
+        has_begun.recv_timeout(LIMIT).unwrap();
         let limit = Duration::from_secs(3);
         assert!(!calls.has_hung(limit));
         clock.advance(Duration::from_secs(4));

@@ -548,7 +548,7 @@ fn a_lock_that_another_os_thread_holds_is_waited_for() {
             *shared.lock().unwrap() += 1;
         });
     });
-    start.recv().unwrap();
+    start.recv_timeout(Duration::from_secs(60)).unwrap();
     drop(guard);
     world.join().unwrap();
     assert_eq!(*lock.lock().unwrap(), 1);

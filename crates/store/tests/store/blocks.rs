@@ -1,5 +1,6 @@
 //! Blocks whose bytes are a function of their key, so that any reader can verify them.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use cascade_block::{BlockKey, Manifest, Namespace, TenantSecret};
@@ -52,6 +53,16 @@ pub(crate) fn wait_until(what: &str, condition: impl Fn() -> bool) {
     while !condition() {
         assert!(!limit.has_passed(&SystemClock), "timed out waiting until {what}");
         std::thread::yield_now();
+    }
+}
+
+/// Sets a flag when it is dropped, also by a panic: a scope waits for the threads that run until it
+/// is set.
+pub(crate) struct StopOnDrop<'a>(pub(crate) &'a AtomicBool);
+
+impl Drop for StopOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
     }
 }
 

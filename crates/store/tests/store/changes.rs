@@ -18,7 +18,7 @@ use cascade_store::{
 };
 use proptest::prelude::*;
 
-use crate::blocks::{MIB, bytes_of, check, dram, key, keys, put};
+use crate::blocks::{MIB, StopOnDrop, bytes_of, check, dram, key, keys, put};
 use crate::third_party::{MapStage, flush, wait_for};
 
 const KEYS: u64 = 40;
@@ -489,6 +489,7 @@ fn followers_of_a_busy_store_match_it_once_it_is_idle() {
                 }
             });
         }
+        let _stopper = StopOnDrop(&is_over);
         let limit = Deadline::after(&SystemClock, Duration::from_secs(2));
         while !limit.has_passed(&SystemClock) {
             close.step(&store, 100);
@@ -496,7 +497,6 @@ fn followers_of_a_busy_store_match_it_once_it_is_idle() {
                 rare.step(&store, 10);
             }
         }
-        is_over.store(true, Relaxed);
     });
     flush(&store);
     close.compare(&store, &all, 100);

@@ -19,7 +19,7 @@ use cascade_store::{
     CallOptions, FileLayout, FilesConfig, HealthState, IoEngine, PutOutcome, Store, StoreConfig,
 };
 
-use crate::blocks::{self, MIB, check, dram, keys, put};
+use crate::blocks::{self, MIB, StopOnDrop, check, dram, keys, put};
 
 const BLOCK: usize = 12 << 10;
 /// How long each layout is attacked.
@@ -371,15 +371,6 @@ fn flip_at_random(directory: &Path, is_over: &AtomicBool) -> u64 {
         std::thread::sleep(Duration::from_millis(2));
     }
     flips
-}
-
-/// Stops the thread that flips bits, also after a panic.
-struct StopOnDrop<'a>(&'a AtomicBool);
-
-impl Drop for StopOnDrop<'_> {
-    fn drop(&mut self) {
-        self.0.store(true, Ordering::Relaxed);
-    }
 }
 
 #[test]

@@ -17,7 +17,7 @@ use cascade_store::{
 };
 use cascade_tier::conformance::tier as conformance;
 
-use crate::blocks::{MIB, bytes_of, check, dram, key, keys, put};
+use crate::blocks::{MIB, bytes_of, check, dram, key, keys, put, wait_until};
 use crate::third_party::{self, MapStage};
 
 const BLOCK: usize = 64 << 10;
@@ -315,9 +315,10 @@ fn nothing_is_written_before_the_encryption_marker_is_restored() {
     assert_eq!(stage.block_count(), 0);
     stage.fails_to_register.store(false, Ordering::Relaxed);
     // Failed attempts may have opened the circuit, and one flush reports the earlier failure.
-    while store.flush(CallOptions::default()).is_err() {
+    wait_until("a flush succeeds", || {
         third_party::wait_for(&store, 0, true);
-    }
+        store.flush(CallOptions::default()).is_ok()
+    });
     put(&store, &keys(20..24), BLOCK);
     third_party::flush(&store);
     assert!(stage.block_count() >= 4);

@@ -13,7 +13,7 @@ use cascade_store::{
     ViewOutcome,
 };
 
-use crate::blocks::{MIB, bytes_of, check, dram, key, keys, put, wait_until};
+use crate::blocks::{MIB, StopOnDrop, bytes_of, check, dram, key, keys, put, wait_until};
 use crate::third_party;
 
 const BLOCK: usize = 64 << 10;
@@ -75,7 +75,8 @@ fn a_held_view_is_unchanged_and_reported() {
     else {
         panic!("it was put")
     };
-    let timeout = Some(Duration::from_millis(50));
+    // Long enough for all but what is held.
+    let timeout = Some(Duration::from_secs(1));
     let erased = store.erase(CallOptions { timeout, writer: None }).unwrap();
     assert_eq!(erased.memory.held_bytes, BLOCK);
     let is_held = |left: &NotErased| left.why.contains("held");
@@ -111,12 +112,12 @@ fn calls_during_an_erase_are_refused_and_no_erased_block_is_served() {
                 }
             });
         }
+        let _stopper = StopOnDrop(&is_done);
         for _ in 0..5 {
             let erased = store.erase(CallOptions::default()).unwrap();
             assert!(erased.is_complete(), "{erased:?}");
             assert_eq!(check(&store, &keys(0..400)), vec![None; 400]);
         }
-        is_done.store(true, Ordering::Relaxed);
     });
     assert!(store.erase(CallOptions::default()).unwrap().is_complete());
     assert_eq!(store.stats().pool.reserved_bytes, 0);
@@ -164,7 +165,8 @@ fn an_erase_that_timed_out_erases_no_later_block() {
     put(&store, &keys(0..4), BLOCK);
     store.flush(CallOptions::default()).unwrap();
     let hang = stage.hang_erase();
-    let timeout = Some(Duration::from_millis(50));
+    // Long enough for all but what is held.
+    let timeout = Some(Duration::from_secs(1));
     let erased = store.erase(CallOptions { timeout, writer: None }).unwrap();
     assert_eq!(erased.left[0].what, "tier map", "{erased:?}");
     put(&store, &keys(10..14), BLOCK);
@@ -181,7 +183,8 @@ fn an_erase_that_timed_out_erases_no_later_block() {
 /// A write that had timed out was counted as finished, although it still wrote its bytes.
 #[test]
 fn an_erase_waits_for_a_write_in_flight_or_reports_it() {
-    let timeout = Duration::from_millis(300);
+    // Long enough for all but what hangs.
+    let timeout = Duration::from_secs(1);
     let (store, stage) = third_party::open(StoreConfig { timeout, ..dram(8) });
     stage.erases.store(true, Ordering::Relaxed);
     let hang = stage.hang();

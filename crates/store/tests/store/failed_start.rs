@@ -12,7 +12,7 @@ use std::process::{Child, Stdio};
 
 use cascade_store::{FilesConfig, KeepPool, Store, StoreConfig, StoreError, leftover_pools};
 
-use crate::blocks::{MIB, check, keys, put};
+use crate::blocks::{MIB, StopOnDrop, check, keys, put};
 use crate::child_test;
 use crate::named_pool::{config, directory, warm};
 use crate::small_disk::SmallDisk;
@@ -187,14 +187,11 @@ fn a_start_waits_while_another_process_lists_its_files() {
                 leftover_pools(directory.path()).unwrap();
             }
         });
+        let _stopper = StopOnDrop(&stop);
         for round in 0..50 {
             let store = Store::open(named(path.clone()));
-            if store.is_err() {
-                stop.store(true, std::sync::atomic::Ordering::Relaxed);
-            }
             let store = store.unwrap_or_else(|error| panic!("round {round}: {error:?}"));
             put(&store, &keys(0..2), BLOCK);
         }
-        stop.store(true, std::sync::atomic::Ordering::Relaxed);
     });
 }

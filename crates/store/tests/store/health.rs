@@ -371,10 +371,8 @@ fn the_second_stage_serves_while_the_first_fails() {
 
 fn check_hung_stage(write: WritePolicy) {
     let stage = MapStage::new();
-    let health = cascade_store::HealthConfig {
-        probe_timeout: Duration::from_millis(400),
-        ..frequent_probes()
-    };
+    let health =
+        cascade_store::HealthConfig { probe_timeout: Duration::from_secs(2), ..frequent_probes() };
     let config = StoreConfig {
         pipeline: "Dram|Map".to_owned(),
         timeout: Duration::from_secs(3600),
@@ -434,10 +432,8 @@ fn a_stage_that_ignores_deadlines_blocks_neither_write_through_puts_nor_close() 
 #[test]
 fn slabs_of_a_hung_call_are_not_reused_until_it_ends() {
     let stage = MapStage::new();
-    let health = cascade_store::HealthConfig {
-        probe_timeout: Duration::from_millis(400),
-        ..frequent_probes()
-    };
+    let health =
+        cascade_store::HealthConfig { probe_timeout: Duration::from_secs(2), ..frequent_probes() };
     let pipeline = "Dram|Map".to_owned();
     let config = StoreConfig { pipeline, health, ..dram(4) };
     let store = Store::open_with(config, &stage.registry(), Arc::new(SystemClock)).unwrap();
@@ -468,8 +464,11 @@ fn closing_does_not_wait_for_a_stage_that_hangs_in_close() {
     let pipeline = "Dram|Map".to_owned();
     let config = StoreConfig { pipeline, timeout, health: frequent_probes(), ..dram(4) };
     let store = Store::open_with(config, &stage.registry(), Arc::new(SystemClock)).unwrap();
-    put(&store, &keys(0..4), BLOCK);
-    flush(&store);
+    for key in keys(0..4) {
+        let outcome = store.put(&[Put::new(key, &bytes_of(&key, BLOCK))], long_timeout()).remove(0);
+        assert!(matches!(outcome, PutOutcome::Stored), "{outcome:?}");
+    }
+    store.flush(long_timeout()).unwrap();
     let _held = stage.hang();
     store.close().unwrap_err();
     let outcome = store.put(&[Put::new(key(9), b"late")], long_timeout()).remove(0);

@@ -6,9 +6,11 @@ use std::thread::{JoinHandle, ThreadId};
 use std::time::Duration;
 
 use cascade_block::BlockKey;
-use cascade_runtime::{Clock, LeafMutex, ManualClock};
+use cascade_runtime::{Clock, Deadline, LeafMutex, ManualClock, SystemClock};
 use cascade_store::Store;
 
+/// Real time that a thread may take to get where the other one waits for it.
+const LIMIT: Duration = Duration::from_secs(60);
 const UNPOISONED: &str = "no test panics with this lock";
 
 /// See the module.
@@ -43,7 +45,7 @@ impl LateClock {
             // No store has this key.
             store.delete(&[BlockKey::from_bytes([0xfd; 32])]);
         });
-        is_stopped.recv().expect("a deletion asks for the time of day");
+        is_stopped.recv_timeout(LIMIT).expect("a deletion asks for the time of day");
         holder
     }
 
@@ -68,7 +70,9 @@ impl Clock for LateClock {
         let stops = self.stops.lock().expect(UNPOISONED).take_if(|it| it.0 == me);
         if let Some((_, stopped)) = stops {
             stopped.send(()).expect("a thread waits for the lock to be held");
+            let limit = Deadline::after(&SystemClock, LIMIT);
             while !self.is_released.load(Ordering::SeqCst) {
+                assert!(!limit.has_passed(&SystemClock), "waited in vain for `release_lock`");
                 std::thread::yield_now();
             }
         }

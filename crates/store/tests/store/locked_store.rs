@@ -2,7 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
-use std::sync::{Arc, Barrier, mpsc};
+use std::sync::{Arc, mpsc};
 use std::thread::ThreadId;
 use std::time::Duration;
 
@@ -24,9 +24,14 @@ const LONG: Duration = Duration::from_secs(60);
 /// under the lock.
 #[derive(Debug)]
 struct StoppingClock {
-    stops: LeafMutex<Option<ThreadId>>,
-    is_stopped: Barrier,
-    goes_on: Barrier,
+    stops: LeafMutex<Option<Stop>>,
+}
+
+#[derive(Debug)]
+struct Stop {
+    thread: ThreadId,
+    stopped: mpsc::Sender<()>,
+    goes_on: mpsc::Receiver<()>,
 }
 
 impl Clock for StoppingClock {
@@ -35,10 +40,11 @@ impl Clock for StoppingClock {
     }
 
     fn unix_ms(&self) -> u64 {
-        let stops = self.stops.lock().unwrap().take_if(|it| *it == std::thread::current().id());
-        if stops.is_some() {
-            self.is_stopped.wait();
-            self.goes_on.wait();
+        let me = std::thread::current().id();
+        let stop = self.stops.lock().unwrap().take_if(|it| it.thread == me);
+        if let Some(stop) = stop {
+            stop.stopped.send(()).expect("the test waits for this");
+            stop.goes_on.recv_timeout(4 * LONG).expect("the test lets a deletion go on");
         }
         SystemClock.unix_ms()
     }
@@ -97,8 +103,7 @@ fn call_all(store: &Store, slabs: Vec<PutSlab>) {
 
 impl StoppingClock {
     fn new() -> Arc<Self> {
-        let (is_stopped, goes_on) = (Barrier::new(2), Barrier::new(2));
-        Arc::new(Self { stops: LeafMutex::new(None), is_stopped, goes_on })
+        Arc::new(Self { stops: LeafMutex::new(None) })
     }
 
     /// Makes a call in another thread, while a deletion of this block has the lock. Returns whether
@@ -110,11 +115,14 @@ impl StoppingClock {
         call: impl FnOnce() + Send,
     ) -> bool {
         std::thread::scope(|scope| {
-            scope.spawn(|| {
-                *self.stops.lock().unwrap() = Some(std::thread::current().id());
+            let (stopped, is_stopped) = mpsc::channel();
+            let (go_on, goes_on) = mpsc::channel();
+            scope.spawn(move || {
+                let thread = std::thread::current().id();
+                *self.stops.lock().unwrap() = Some(Stop { thread, stopped, goes_on });
                 assert_eq!(store.delete(&[*key]), [true]);
             });
-            self.is_stopped.wait();
+            is_stopped.recv_timeout(LONG).expect("a deletion asks for the time of day");
             let (ended, is_ended) = mpsc::channel();
             let caller = scope.spawn(move || {
                 call();
@@ -122,7 +130,7 @@ impl StoppingClock {
             });
             let was_in_time = is_ended.recv_timeout(LONG).is_ok();
             // Without this, a call without a deadline would keep the test for ever.
-            self.goes_on.wait();
+            go_on.send(()).expect("the deletion waits for this");
             caller.join().unwrap();
             was_in_time
         })
@@ -141,7 +149,8 @@ fn an_acquire_waits_for_the_lock_until_its_own_deadline() {
         CallOptions { timeout: Some(Duration::from_millis(20)), ..CallOptions::default() };
     let acquire = || assert!(store.acquire(&Request::new(&many), options).is_empty());
     assert!(clock.ends_beside_a_hold(&store, &many[0], acquire));
-    let views = store.acquire(&Request::new(&many[1..]), options);
+    let unhurried = CallOptions { timeout: Some(LONG), ..CallOptions::default() };
+    let views = store.acquire(&Request::new(&many[1..]), unhurried);
     assert_eq!(views.len(), many.len() - 1);
 }
 

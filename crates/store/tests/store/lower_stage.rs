@@ -64,16 +64,17 @@ fn a_slow_stage_delays_puts_and_drops_no_blocks() {
 #[test]
 fn puts_behind_a_hung_stage_fail_with_busy_by_their_deadline() {
     let (store, stage) = open(StoreConfig { dirty_bytes_max: Some(MIB), ..dram(4) });
-    stage.delay_ms.store(2000, Relaxed);
+    let held = stage.hang();
     put(&store, &keys(0..16), BLOCK);
     let bytes = bytes_of(&key(99), BLOCK);
-    let options = CallOptions { timeout: Some(Duration::from_millis(50)), writer: None };
+    let options = CallOptions { timeout: Some(Duration::from_millis(500)), writer: None };
     let outcome = store.put(&[Put::new(key(99), &bytes)], options).pop().unwrap();
     let PutOutcome::Failed(StoreError::Busy { tier: "map", pending_bytes }) = outcome else {
         panic!("{outcome:?}")
     };
     assert_eq!(pending_bytes, MIB);
     assert_eq!(check(&store, &keys(99..100)), [None]);
+    drop(held);
 }
 
 #[test]
@@ -97,11 +98,11 @@ fn a_slow_read_times_out_and_the_block_is_kept() {
     let (store, stage) = open(dram(4));
     put(&store, &keys(0..256), BLOCK);
     flush(&store);
-    stage.delay_ms.store(500, Relaxed);
-    let options = CallOptions { timeout: Some(Duration::from_millis(20)), writer: None };
+    let held = stage.hold_loads();
+    let options = CallOptions { timeout: Some(Duration::from_millis(200)), writer: None };
     let view = store.view(&keys(0..1), options).pop().unwrap();
     assert!(matches!(view, ViewOutcome::Failed(StoreError::Timeout { .. })), "{view:?}");
-    stage.delay_ms.store(0, Relaxed);
+    drop(held);
     assert_eq!(check(&store, &keys(0..1)), [Some("map")]);
 }
 

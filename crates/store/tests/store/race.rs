@@ -13,7 +13,7 @@ use cascade_block::{BlockKey, DigestAlgorithm, DigestMode};
 use cascade_runtime::SystemClock;
 use cascade_store::{CallOptions, GetOutcome, Put, Store, StoreConfig, StoreError, ViewOutcome};
 
-use crate::blocks::{bytes_of, dram, keys};
+use crate::blocks::{StopOnDrop, bytes_of, dram, keys};
 use crate::third_party::MapStage;
 
 const BLOCK: usize = 32 << 10;
@@ -143,14 +143,6 @@ fn race(digest: DigestMode) {
     assert_eq!(stats.stages[0].1.used_bytes, 0, "the stage is empty too");
     let counters = stats.counters;
     assert_eq!(counters.gets, counters.hits + counters.misses + counters.get_failures);
-}
-
-struct StopOnDrop<'a>(&'a AtomicBool);
-
-impl Drop for StopOnDrop<'_> {
-    fn drop(&mut self) {
-        self.0.store(true, Relaxed);
-    }
 }
 
 #[expect(clippy::disallowed_methods, reason = "the test runs for a configured time")]

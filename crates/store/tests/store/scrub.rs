@@ -14,7 +14,7 @@ use cascade_store::{
     ViewOutcome,
 };
 
-use crate::blocks::{MIB, check, dram, keys, put, wait_until};
+use crate::blocks::{MIB, StopOnDrop, check, dram, keys, put, wait_until};
 use crate::named_pool::{config, directory, pool, warm};
 
 const BLOCK: usize = 48 << 10;
@@ -142,18 +142,15 @@ fn a_scrub_does_not_block_puts() {
                 store.scrub(options());
             }
         });
+        let _stopper = StopOnDrop(&stop);
         for round in 0..40 {
             let outcomes = put(&store, &keys(round * 50..(round + 1) * 50), BLOCK);
             let is_right = |it: &cascade_store::PutOutcome| {
                 use cascade_store::{DeclineReason::WorthLess, PutOutcome};
                 matches!(it, PutOutcome::Stored | PutOutcome::Declined(WorthLess))
             };
-            if !outcomes.iter().all(is_right) {
-                stop.store(true, std::sync::atomic::Ordering::Relaxed);
-                panic!("{outcomes:?}");
-            }
+            assert!(outcomes.iter().all(is_right), "{outcomes:?}");
         }
-        stop.store(true, std::sync::atomic::Ordering::Relaxed);
     });
     check(&store, &keys(0..2000));
     assert_eq!(store.stats().counters.damaged_blocks, 0);

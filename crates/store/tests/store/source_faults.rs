@@ -13,6 +13,9 @@ use crate::blocks::{bytes_of, check, dram, key, keys, put, wait_until};
 use crate::map_source::{Fault, MapSource, open, stats_of, wait_for};
 
 const BLOCK: usize = 64 << 10;
+/// The deadline of calls that miss it, in which they have read DRAM and asked a source. It is
+/// shorter than the timeout of a probe: the source has failed no call that had enough time.
+const SHORT: Duration = Duration::from_secs(2);
 
 /// No circuit opens in these tests, unless it is what they are about.
 fn lenient() -> StoreConfig {
@@ -169,7 +172,7 @@ fn a_call_ends_at_its_deadline_while_a_source_fetches() {
     let store = open(lenient(), &[&source]);
     put(&store, &keys(0..2), BLOCK);
     let held = source.hold_fetches();
-    let options = CallOptions { timeout: Some(Duration::from_millis(200)), ..Default::default() };
+    let options = CallOptions { timeout: Some(SHORT), ..Default::default() };
     let views = store.view(&keys(0..4), options);
     assert!(matches!(views[0], ViewOutcome::Hit { tier: "dram", .. }), "{views:?}");
     assert!(matches!(views[1], ViewOutcome::Hit { tier: "dram", .. }), "{views:?}");
@@ -191,7 +194,7 @@ fn a_call_ends_at_its_deadline_while_a_source_hangs() {
     let store = open(lenient(), &[&source]);
     put(&store, &keys(0..2), BLOCK);
     let held = source.hold_fetches();
-    let options = CallOptions { timeout: Some(Duration::from_millis(200)), ..Default::default() };
+    let options = CallOptions { timeout: Some(SHORT), ..Default::default() };
     let views = store.view(&keys(0..4), options);
     assert!(matches!(views[1], ViewOutcome::Hit { tier: "dram", .. }), "{views:?}");
     assert!(matches!(views[2], ViewOutcome::Failed(StoreError::Timeout { .. })), "{views:?}");
@@ -246,7 +249,7 @@ fn a_circuit_that_opens_ends_the_waits_for_a_source_that_hangs() {
     source.ignores_limits.store(true, Relaxed);
     let health = HealthConfig {
         probe_interval: Duration::from_millis(20),
-        probe_timeout: Duration::from_millis(50),
+        probe_timeout: Duration::from_secs(1),
         ..HealthConfig::default()
     };
     let config = StoreConfig { health, timeout: Duration::from_secs(600), ..dram(16) };
@@ -286,7 +289,7 @@ fn a_reader_whose_fetch_times_out_leaves_the_block_to_others() {
     source.add(&keys(0..1), BLOCK);
     let store = open(lenient(), &[&source]);
     let held = source.hold_fetches();
-    let short = CallOptions { timeout: Some(Duration::from_millis(100)), ..Default::default() };
+    let short = CallOptions { timeout: Some(SHORT), ..Default::default() };
     std::thread::scope(|scope| {
         let first = scope.spawn(|| store.view(&keys(0..1), short));
         held.wait_until_reached();

@@ -13,7 +13,7 @@ use cascade_store::{
 };
 use cascade_tier::tier::BlockFacts;
 
-use crate::blocks::{MIB, bytes_of, check, dram, key, keys, put, wait_until};
+use crate::blocks::{MIB, StopOnDrop, bytes_of, check, dram, key, keys, put, wait_until};
 use crate::third_party::{MapStage, flush, frequent_probes, open, wait_for};
 
 const BLOCK: usize = 64 << 10;
@@ -59,16 +59,17 @@ fn a_flush_returns_during_continuous_puts() {
                 put(&store, &keys(at..at + 1), BLOCK);
             }
         });
+        let _stopper = StopOnDrop(&stop);
         for _ in 0..20 {
             flush(&store);
         }
-        stop.store(true, Relaxed);
     });
 }
 
 #[test]
 fn closing_over_a_hung_stage_returns_an_error() {
-    let timeout = Duration::from_millis(100);
+    // Long enough for puts; the close waits for it.
+    let timeout = Duration::from_secs(1);
     let (store, stage) = open(StoreConfig { timeout, ..dram(16) });
     stage.delay_ms.store(3_600_000, Relaxed);
     put(&store, &keys(0..32), BLOCK);
@@ -83,7 +84,8 @@ fn closing_over_a_hung_stage_returns_an_error() {
 /// The error of a flush during a close wrongly blamed the stage.
 #[test]
 fn a_flush_during_a_close_fails_with_closed() {
-    let timeout = Duration::from_millis(100);
+    // Long enough for the first put and flush; the close waits for it.
+    let timeout = Duration::from_secs(2);
     let (store, _stage) =
         open(StoreConfig { timeout, mover_bytes_per_second: Some(1), ..dram(16) });
     // The first block is written at once; after that the mover's budget is used up for a day.

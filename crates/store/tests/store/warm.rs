@@ -21,7 +21,7 @@ use cascade_store::{
     ViewOutcome,
 };
 
-use crate::blocks::{MIB, bytes_of, check, keys, put};
+use crate::blocks::{MIB, bytes_of, check, keys, put, wait_until};
 use crate::child_test;
 use crate::named_pool::{config, directory, pool, warm};
 use crate::third_party::MapStage;
@@ -138,9 +138,7 @@ fn load_and_wait(directory: &Path) {
     stage.delay_ms.store(600_000, Relaxed);
     std::thread::scope(|scope| {
         scope.spawn(|| store.view(&[below], CallOptions::default()));
-        while stage.loads.load(Relaxed) == 0 {
-            std::thread::yield_now();
-        }
+        wait_until("the stage loads", || stage.loads.load(Relaxed) > 0);
         report("loading");
         wait();
     });
@@ -430,9 +428,10 @@ fn held_memory_is_freed_when_its_holder_releases_it_or_ends() {
         holder.kill().unwrap();
         holder.wait().unwrap();
         // A store that needs memory checks the holders, at most once a second.
-        while !refill(&store, 1000).contains(&reserved) {
+        wait_until("the memory of the killed holder is allocated again", || {
             store.clear();
-        }
+            refill(&store, 1000).contains(&reserved)
+        });
         assert_eq!(warm(&store).held_by_earlier, 0);
     }
 }

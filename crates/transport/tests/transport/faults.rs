@@ -75,8 +75,8 @@ struct Proxy {
     freeze_at: AtomicU64,
     /// The most bytes that are passed on at a time.
     piece: AtomicUsize,
-    /// Milliseconds before each of these.
-    delay_ms: AtomicU64,
+    /// Milliseconds before each of these, for answers.
+    answer_delay_ms: AtomicU64,
 }
 
 const NEVER: u64 = u64::MAX;
@@ -89,7 +89,7 @@ impl Proxy {
             cut_at: AtomicU64::new(NEVER),
             freeze_at: AtomicU64::new(NEVER),
             piece: AtomicUsize::new(1 << 16),
-            delay_ms: AtomicU64::new(0),
+            answer_delay_ms: AtomicU64::new(0),
         });
         let listener = TcpListener::bind("127.0.0.1:0").expect("it works on loopback");
         let address = listener.local_addr().expect("it works on loopback");
@@ -97,25 +97,28 @@ impl Proxy {
         thread::spawn(move || {
             while let Ok((client, _)) = listener.accept() {
                 let server = TcpStream::connect(to).expect("the server listens");
-                for (from, into) in [(&client, &server), (&server, &client)] {
+                for (from, into, is_answer) in [(&client, &server, false), (&server, &client, true)]
+                {
                     let (from, into) = (from.try_clone(), into.try_clone());
                     let (from, into) = (from.expect("a socket"), into.expect("a socket"));
                     let proxy = Arc::clone(&of_thread);
-                    thread::spawn(move || proxy.pass(from, into));
+                    thread::spawn(move || proxy.pass(from, into, is_answer));
                 }
             }
         });
         (proxy, address)
     }
 
-    fn pass(&self, mut from: TcpStream, mut into: TcpStream) {
+    fn pass(&self, mut from: TcpStream, mut into: TcpStream, is_answer: bool) {
         let mut buffer = vec![0; 1 << 16];
         loop {
             let most = self.piece.load(Ordering::Relaxed);
             let Ok(count @ 1..) = from.read(&mut buffer[..most]) else {
                 break;
             };
-            sleep(Duration::from_millis(self.delay_ms.load(Ordering::Relaxed)));
+            if is_answer {
+                sleep(Duration::from_millis(self.answer_delay_ms.load(Ordering::Relaxed)));
+            }
             let first = self.passed.fetch_add(count as u64, Ordering::Relaxed);
             let has = |at: &AtomicU64| {
                 let at = at.load(Ordering::Relaxed);
@@ -266,11 +269,12 @@ fn bytes_that_arrive_one_by_one_arrive() {
 
 #[test]
 fn a_peer_that_sends_byte_by_byte_holds_nobody_for_ever() {
-    // It always makes progress, so that it never stalls.
-    let limits = Limits { stall_timeout: Duration::from_secs(1), ..Limits::default() };
+    // It always makes progress, so that it never stalls, but the header of its answer takes longer
+    // than it may.
+    let limits = Limits { stall_timeout: Duration::from_secs(4), ..Limits::default() };
     let pair = Pair::new(limits);
     pair.proxy.piece.store(1, Ordering::Relaxed);
-    pair.proxy.delay_ms.store(20, Ordering::Relaxed);
+    pair.proxy.answer_delay_ms.store(150, Ordering::Relaxed);
     let pieces = pair.pieces(1 << 20);
     let batch = Batch { direction: Direction::Read, pieces: &pieces, notice: None };
     let mut ticket = pair.connection.post(&batch, soon()).unwrap();
@@ -355,8 +359,14 @@ impl Stranger {
 }
 
 fn server(token: Option<Vec<u8>>) -> (Endpoint, Listener, SocketAddr) {
-    let limits =
-        Limits { handshake_timeout: Duration::from_millis(500), peers_max: 4, ..Limits::default() };
+    server_with(token, Duration::from_secs(60))
+}
+
+fn server_with(
+    token: Option<Vec<u8>>,
+    handshake_timeout: Duration,
+) -> (Endpoint, Listener, SocketAddr) {
+    let limits = Limits { handshake_timeout, peers_max: 4, ..Limits::default() };
     let server = Endpoint::new(EndpointConfig { token, limits, ..Default::default() })
         .expect("it works on loopback");
     server
@@ -403,16 +413,26 @@ fn frames_before_the_proof_are_refused() {
     assert_eq!((header.kind, &*body), (Kind::Refusal, &b"the token is wrong"[..]));
 }
 
-#[test]
-fn a_silent_connection_ends_with_the_time_of_the_handshake() {
-    let (_server, listener, address) = server(None);
-    let mut silent: Vec<_> = (0..4).map(|_| Stranger::connect(address)).collect();
-    // All places are taken; the next one is closed at once.
-    while listener.peer_count() < 4 {
+fn wait_for_peers(listener: &Listener, count: usize) {
+    let limit = soon();
+    while listener.peer_count() != count {
+        let found = listener.peer_count();
+        assert!(!limit.has_passed(&SystemClock), "waited in vain for {count} peers of {found}");
         sleep(Duration::from_millis(5));
     }
+}
+
+#[test]
+fn a_silent_connection_ends_with_the_time_of_the_handshake() {
+    // Long enough for all of them to be accepted before the first one ends.
+    let (_server, listener, address) = server_with(None, Duration::from_secs(3));
+    let mut silent: Vec<_> = (0..4).map(|_| Stranger::connect(address)).collect();
+    // All places are taken; the next one is closed at once.
+    wait_for_peers(&listener, 4);
     assert!(Stranger::connect(address).is_closed());
     assert!(silent.iter_mut().all(Stranger::is_closed));
+    // A place is free when its thread has ended, a moment after its connection.
+    wait_for_peers(&listener, 0);
     let (client, _) = endpoint(Access::LOCAL, Limits::default());
     client.connect_tcp(address, soon()).expect("the places are free again");
 }

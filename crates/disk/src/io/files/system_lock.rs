@@ -6,7 +6,7 @@ use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use rustix::fs::{FlockOperation, flock};
+use cascade_memory::LockedFile;
 use rustix::process::{Pid, test_kill_process};
 
 use super::{FileIdentity, FileOperations as _, HeldLock, LockedBy, SystemFiles};
@@ -15,8 +15,7 @@ use super::{FileIdentity, FileOperations as _, HeldLock, LockedBy, SystemFiles};
 /// first completes `io_uring` operations in flight. An opening waits up to ten seconds for the lock
 /// of a dead process.
 const DEAD_OWNER_RETRIES: u32 = 1000;
-/// A process that forks shares its open files with the child until the child's `exec`. A lock that
-/// was just released may therefore be held for a moment under the ID of a living process.
+/// A living process may have the lock for a moment only, such as one whose opening fails.
 const LIVING_OWNER_RETRIES: u32 = 50;
 const RETRY_PAUSE: Duration = Duration::from_millis(10);
 /// Maximum length of a process ID as text, with the end of its line.
@@ -26,8 +25,7 @@ const PID_BYTES_MAX: usize = 16;
 #[derive(Debug)]
 struct SystemLock {
     path: PathBuf,
-    /// Open as long as the lock is held.
-    _file: File,
+    _file: LockedFile,
     identity: FileIdentity,
 }
 
@@ -61,12 +59,13 @@ pub(super) fn lock(path: &Path) -> io::Result<Box<dyn HeldLock>> {
         }
         opened => opened?,
     };
-    wait_for_lock(&file)?;
+    let locked = wait_for_lock(file)?;
+    let file = locked.file();
     // Only the holder of the lock gets here, so the file names the holder.
     file.set_len(0)?;
     file.write_all_at(format!("{}\n", std::process::id()).as_bytes(), 0)?;
     let identity = identity_of(&file.metadata()?);
-    Ok(Box::new(SystemLock { path: path.to_owned(), _file: file, identity }))
+    Ok(Box::new(SystemLock { path: path.to_owned(), _file: locked, identity }))
 }
 
 /// Opens or creates the file. It is not truncated, because it names the process that holds the
@@ -77,24 +76,22 @@ fn open(path: &Path) -> io::Result<File> {
 }
 
 /// Takes the lock. The error names the process that holds it.
-fn wait_for_lock(file: &File) -> io::Result<()> {
+fn wait_for_lock(mut file: File) -> io::Result<LockedFile> {
     let mut retries = 0;
     loop {
-        match flock(file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => return Ok(()),
-            Err(rustix::io::Errno::WOULDBLOCK) => {
-                // Read in each round, because another process may have taken the lock meanwhile.
-                let pid = owner_pid(file);
-                let is_living = pid.is_none_or(is_alive);
-                let limit = if is_living { LIVING_OWNER_RETRIES } else { DEAD_OWNER_RETRIES };
-                if retries >= limit {
-                    return Err(LockedBy { pid }.into());
-                }
-                retries += 1;
-                cascade_runtime::sleep(RETRY_PAUSE);
-            }
-            Err(error) => return Err(error.into()),
+        file = match LockedFile::try_lock(file)? {
+            Ok(locked) => return Ok(locked),
+            Err(file) => file,
+        };
+        // Read in each round, because another process may have taken the lock meanwhile.
+        let pid = owner_pid(&file);
+        let is_living = pid.is_none_or(is_alive);
+        let limit = if is_living { LIVING_OWNER_RETRIES } else { DEAD_OWNER_RETRIES };
+        if retries >= limit {
+            return Err(LockedBy { pid }.into());
         }
+        retries += 1;
+        cascade_runtime::sleep(RETRY_PAUSE);
     }
 }
 

@@ -11,7 +11,7 @@ use super::served::{Served, request, send};
 
 fn connect(served: &Served) -> TcpStream {
     let stream = TcpStream::connect(served.address()).unwrap();
-    stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
     stream
 }
 
@@ -27,7 +27,8 @@ fn is_closed(mut stream: TcpStream) -> bool {
 #[test]
 fn connections_with_slow_requests_are_closed_and_others_are_served() {
     let served = Served::start_with(SecurityConfig::default(), |config| {
-        config.head_timeout = Duration::from_millis(500);
+        // Long enough for the requests that are not slow.
+        config.head_timeout = Duration::from_secs(3);
     });
     let slow: Vec<TcpStream> = (0..20)
         .map(|_| {
@@ -112,9 +113,12 @@ fn health_is_answered_while_many_connections_scrape() {
     std::thread::scope(|scope| {
         let flood: Vec<_> =
             (0..300).map(|_| scope.spawn(|| scrape_until(&served, &is_over, &scrapes))).collect();
+        let _stopper = StopOnDrop(&is_over);
+        let clock = Instant::now();
         let mut checks = 0;
         // So every connection scrapes several times between the health checks.
         while scrapes.load(Relaxed) < 2000 {
+            assert!(clock.elapsed() < Duration::from_secs(100), "waited in vain for 2000 scrapes");
             assert_eq!(served.get_over_tcp("/healthz").code, 200);
             assert_eq!(served.get_over_tcp("/readyz").code, 200);
             checks += 1;
@@ -125,6 +129,16 @@ fn health_is_answered_while_many_connections_scrape() {
             thread.join().unwrap();
         }
     });
+}
+
+/// Sets a flag when it is dropped, also by a panic: a scope waits for the threads that run until it
+/// is set.
+struct StopOnDrop<'a>(&'a AtomicBool);
+
+impl Drop for StopOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Relaxed);
+    }
 }
 
 /// Scrapes on keep-alive connections, with a new one whenever the node closes the last.

@@ -60,6 +60,10 @@ fn parse(stat: &str) -> Option<(u64, bool)> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
+    use cascade_runtime::{Deadline, SystemClock};
+
     use super::*;
 
     #[test]
@@ -72,7 +76,9 @@ mod tests {
         assert!(it.is_alive());
         child.kill().expect("it is ours");
         // Until it is waited for it is a zombie: it has a number but no memory.
+        let limit = Deadline::after(&SystemClock, Duration::from_secs(60));
         while it.is_alive() {
+            assert!(!limit.has_passed(&SystemClock), "waited in vain for the end of the child");
             std::thread::yield_now();
         }
         child.wait().expect("it is ours");
