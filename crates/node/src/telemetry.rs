@@ -1,5 +1,6 @@
 //! Telemetry of a node: log lines on standard error, and spans to a trace collector.
 
+mod collector;
 mod context;
 mod export;
 
@@ -9,7 +10,7 @@ use std::time::Duration;
 
 use opentelemetry::KeyValue;
 use opentelemetry::trace::TracerProvider;
-use opentelemetry_otlp::{SpanExporter, WithExportConfig};
+use opentelemetry_otlp::{SpanExporter, WithExportConfig, WithHttpConfig};
 use opentelemetry_sdk::Resource;
 use opentelemetry_sdk::trace::{
     BatchConfigBuilder, BatchSpanProcessor, Sampler, SdkTracer, SdkTracerProvider,
@@ -28,6 +29,7 @@ use crate::status::TraceStatus;
 pub use cascade_wire::TraceContext;
 pub use context::request_span;
 
+use collector::CollectorClient;
 use context::SPAN_TARGET;
 use export::{BoundedProcessor, CountingExporter, SpanCounts};
 
@@ -70,6 +72,9 @@ pub enum TelemetryError {
         #[source]
         source: opentelemetry_otlp::ExporterBuildError,
     },
+    /// The client of the collector could not be created.
+    #[error("cannot create the client that sends traces")]
+    Client(#[source] io::Error),
     /// The log is closed.
     #[error("cannot change the log filter")]
     LogClosed(#[source] reload::Error),
@@ -92,8 +97,10 @@ impl Spans {
     /// and counted.
     pub fn open(endpoint: &str) -> Result<Self, TelemetryError> {
         let endpoint = traces_url(endpoint)?;
+        let client = CollectorClient::new(EXPORT_TIMEOUT).map_err(TelemetryError::Client)?;
         let exporter = SpanExporter::builder()
             .with_http()
+            .with_http_client(client)
             .with_endpoint(&endpoint)
             .with_timeout(EXPORT_TIMEOUT)
             .build()
@@ -232,6 +239,12 @@ fn traces_url(endpoint: &str) -> Result<String, TelemetryError> {
     if host.is_empty() || host.contains(char::is_whitespace) {
         return Err(invalid("the host is missing; use http://HOST:PORT"));
     }
+    if host.contains('@') {
+        return Err(invalid(
+            "a user in the URL is not supported; set OTEL_EXPORTER_OTLP_HEADERS to an \
+             Authorization header",
+        ));
+    }
     let path = if path.is_empty() { "v1/traces" } else { path };
     Ok(format!("http://{host}/{path}"))
 }
@@ -248,7 +261,9 @@ mod tests {
         assert_eq!(url("http://127.0.0.1:4318"), "http://127.0.0.1:4318/v1/traces");
         assert_eq!(url("http://collector:4318/"), "http://collector:4318/v1/traces");
         assert_eq!(url("http://collector/otlp/v1/traces"), "http://collector/otlp/v1/traces");
-        for wrong in ["collector:4318", "https://collector:4318", "http://", "http:// a"] {
+        for wrong in
+            ["collector:4318", "https://collector:4318", "http://", "http:// a", "http://u:p@c"]
+        {
             let error = traces_url(wrong).unwrap_err().to_string();
             assert!(error.contains("traces_endpoint"), "{error}");
         }

@@ -9,6 +9,8 @@ use std::process::Command;
 use std::sync::mpsc::{self, Receiver, TryRecvError};
 use std::time::Duration;
 
+use cascade_runtime::{Clock as _, SystemClock};
+use rustix::process::{Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -145,6 +147,24 @@ fn refused_requests_and_health_checks_have_no_spans() {
     let batches = batches.recv_timeout(READY_TIMEOUT).expect("the span of the last request");
     let text = String::from_utf8_lossy(&batches);
     assert_eq!(text.matches("http ").collect::<Vec<_>>(), ["http "], "only the last request");
+}
+
+#[test]
+fn a_node_works_and_stops_though_its_trace_collector_hangs() {
+    // Connections are accepted by the kernel, and nobody answers.
+    let collector = TcpListener::bind("127.0.0.1:0").unwrap();
+    let endpoint = collector.local_addr().unwrap();
+    let mut node = ServedNode::start(&format!("traces_endpoint = \"http://{endpoint}\"\n"));
+    let start = SystemClock.monotonic();
+    for _ in 0..5 {
+        node.output(&["ping"]);
+    }
+    kill_process(node.process(), Signal::TERM).unwrap();
+    assert!(node.child.wait().unwrap().success());
+    // Its spans get 2 s.
+    let took = SystemClock.monotonic().saturating_sub(start);
+    assert!(took < Duration::from_secs(20), "{took:?}");
+    assert!(node.log().contains("spans were dropped"), "{}", node.log());
 }
 
 /// The doctor did not count the connections of the port.

@@ -4,7 +4,7 @@ use std::io::{self, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::mpsc::{self, Receiver};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use cascade_node::config::LogConfig;
 use cascade_node::telemetry::{self, Spans, TraceContext, request_span};
@@ -129,6 +129,56 @@ fn spans_without_a_collector_are_counted_as_lost() {
     spans.close(Duration::from_secs(10));
     let status = spans.status();
     assert_eq!((status.exported_spans, status.lost_spans), (0, 5000), "every span is counted");
+}
+
+/// A collector that accepts connections and does this with each.
+fn bad_collector(answer: impl Fn(TcpStream) -> Option<TcpStream> + Send + 'static) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let endpoint = format!("http://{}", listener.local_addr().unwrap());
+    std::thread::spawn(move || {
+        let kept: Vec<_> = listener.incoming().map(|stream| answer(stream.unwrap())).collect();
+        drop(kept);
+    });
+    endpoint
+}
+
+#[test]
+fn a_collector_that_hangs_delays_neither_requests_nor_the_stop() {
+    let spans = Spans::open(&bad_collector(Some)).unwrap();
+    let subscriber =
+        telemetry::subscriber(&LogConfig::default(), Some(&spans), false, io::sink).unwrap();
+    let start = Instant::now();
+    tracing::subscriber::with_default(subscriber, || {
+        for _ in 0..5000 {
+            drop(request_span("view", "default", None));
+        }
+    });
+    assert!(start.elapsed() < Duration::from_secs(4), "no request waits for the time limit of 5 s");
+    spans.close(Duration::from_millis(500));
+    assert!(start.elapsed() < Duration::from_secs(4), "{:?}", start.elapsed());
+    let status = spans.status();
+    assert_eq!((status.exported_spans, status.lost_spans), (0, 5000), "every span is counted");
+}
+
+#[test]
+fn spans_that_the_collector_refuses_are_counted_as_lost() {
+    let spans = Spans::open(&bad_collector(|mut stream| {
+        let mut bytes = Vec::new();
+        let mut piece = [0; 4096];
+        while !bytes.windows(4).any(|four| four == b"view") {
+            let count = stream.read(&mut piece).unwrap();
+            assert!(count > 0, "the whole request arrives");
+            bytes.extend_from_slice(&piece[..count]);
+        }
+        stream.write_all(b"HTTP/1.1 500 Full\r\nContent-Length: 0\r\n\r\n").unwrap();
+        None
+    }))
+    .unwrap();
+    let subscriber =
+        telemetry::subscriber(&LogConfig::default(), Some(&spans), false, io::sink).unwrap();
+    tracing::subscriber::with_default(subscriber, || drop(request_span("view", "default", None)));
+    spans.close(Duration::from_secs(10));
+    assert_eq!((spans.status().exported_spans, spans.status().lost_spans), (0, 1));
 }
 
 #[test]
