@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
+use std::process::Command;
 
 /// Each crate, and the crates of ours that it may depend on. Tests may depend on others.
 const LAYERS: &[(&str, &str)] = &[
@@ -46,6 +47,37 @@ fn crates_depend_only_on_crates_below() {
         violations.extend(above.map(|it| format!("crates/{name} must not depend on {it}")));
     }
     assert!(violations.is_empty(), "\n{}", violations.join("\n"));
+}
+
+/// `make build` compiles the program and the Python module with two commands. If the features of a
+/// crate that both link differed, it would be compiled twice, and so would all that depend on it.
+#[test]
+fn the_program_and_the_module_share_the_builds_of_their_crates() {
+    let (program, module) = (features("cascade-command"), features("cascade-python"));
+    let differ = program.iter().filter_map(|(name, ours)| {
+        let theirs = module.get(name)?;
+        (ours != theirs).then(|| format!("{name}: {ours:?}, in the module {theirs:?}"))
+    });
+    let differ: Vec<_> = differ.collect();
+    assert!(differ.is_empty(), "add features in crates/python:\n{}", differ.join("\n"));
+    assert!(module.len() > 30 && program.contains_key("cascade-store v0.1.0"), "{module:?}");
+}
+
+/// The features of each crate that is linked into the target of `package`, by name and version.
+fn features(package: &str) -> BTreeMap<String, BTreeSet<String>> {
+    let mut command = Command::new(env!("CARGO"));
+    command.args(["tree", "--offline", "--locked", "--prefix=none", "--format={p}\t{f}"]);
+    command.args(["--edges=normal,no-proc-macro", "--package", package]);
+    let output = command.current_dir(env!("CARGO_MANIFEST_DIR")).output().expect("cargo runs");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let lines = String::from_utf8(output.stdout).expect("cargo prints UTF-8");
+    let crates = lines.lines().filter_map(|line| line.split_once('\t'));
+    let crates = crates.map(|(name, features)| {
+        let name = name.split(' ').take(2).collect::<Vec<_>>().join(" ");
+        let features = features.trim_end_matches(" (*)").split(',');
+        (name, features.filter(|it| !it.is_empty()).map(str::to_owned).collect())
+    });
+    crates.collect()
 }
 
 /// The crates of ours under `[dependencies]`, without `cascade-`.
