@@ -4,6 +4,7 @@
 """
 
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -53,10 +54,32 @@ def _build_program() -> None:
     if cargo is None:
         raise FileNotFoundError("cargo is not installed; https://rustup.rs installs it")
     command = [cargo, "build", "--release", "--locked", "--package", "cascade-command"]
-    subprocess.run(command, check=True)  # noqa: S603 # no part is from outside
+    command += ["--bin", "cascade"]
+    environment = {"CASCADE_COMMIT": _commit()} | os.environ
+    subprocess.run(command, check=True, env=environment)  # noqa: S603 # no part is from outside
     command = [cargo, "metadata", "--no-deps", "--format-version", "1"]
     metadata = subprocess.run(command, check=True, capture_output=True)  # noqa: S603 # as above
     target = Path(json.loads(metadata.stdout)["target_directory"])
     scripts = Path("target", "wheel", "scripts")
     scripts.mkdir(parents=True, exist_ok=True)
     shutil.copy2(target / "release" / "cascade", scripts)
+
+
+def _commit() -> str:
+    """Return the commit of this checkout, with a mark if files differ; `unknown` outside of git."""
+    commit = _git("rev-parse", "HEAD")
+    if not commit:
+        return "unknown"
+    changes = _git("status", "--porcelain", "--untracked-files=no")
+    return commit if changes == "" else f"{commit} with local changes"
+
+
+def _git(*arguments: str) -> str | None:
+    """Return what git prints; `None` if it fails or is not installed."""
+    git = shutil.which("git")
+    if git is None:
+        return None
+    run = subprocess.run(  # noqa: S603 # no part is from outside
+        [git, *arguments], check=False, capture_output=True, text=True
+    )
+    return run.stdout.strip() if run.returncode == 0 else None

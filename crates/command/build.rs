@@ -1,23 +1,22 @@
-//! Passes the commit to the build, so that figures can be traced to the source.
+//! Passes the profile and the optimisation level to the build, so that figures can be judged. The
+//! commit is a variable of the compilation of `main.rs` alone, which takes a second.
 
-use std::process::Command;
+#![expect(clippy::disallowed_methods, reason = "cargo passes values in the environment")]
+
+use std::env::var;
+use std::path::{Component, Path};
 
 fn main() {
-    let commit = git(&["rev-parse", "HEAD"]).unwrap_or_else(|| "unknown".to_owned());
-    let changes = git(&["status", "--porcelain", "--untracked-files=no"]).unwrap_or_default();
-    let mark = if changes.is_empty() { "" } else { " with local changes" };
-    println!("cargo::rustc-env=CASCADE_COMMIT={commit}{mark}");
     println!("cargo::rerun-if-changed=build.rs");
-    // All crates: a change in any of them changes this program.
-    println!("cargo::rerun-if-changed=..");
-    // The log of HEAD grows with every commit. Git knows its path, which differs in a worktree.
-    if let Some(log) = git(&["rev-parse", "--git-path", "logs/HEAD"]) {
-        println!("cargo::rerun-if-changed={log}");
-    }
+    let profile = profile().unwrap_or_else(|| var("PROFILE").unwrap_or_default());
+    println!("cargo::rustc-env=CASCADE_PROFILE={profile}");
+    println!("cargo::rustc-env=CASCADE_OPT_LEVEL={}", var("OPT_LEVEL").unwrap_or_default());
 }
 
-fn git(args: &[&str]) -> Option<String> {
-    let output = Command::new("git").args(args).output().ok()?;
-    let text = String::from_utf8(output.stdout).ok()?;
-    output.status.success().then(|| text.trim().to_owned())
+/// The name of the profile's directory, such as `dist`: `PROFILE` says `release` there, too.
+fn profile() -> Option<String> {
+    let directory = var("OUT_DIR").ok()?;
+    let mut parts = Path::new(&directory).components().rev();
+    parts.find(|part| *part == Component::Normal("build".as_ref()))?;
+    parts.next()?.as_os_str().to_str().map(str::to_owned)
 }

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import cascadekv
 import numpy as np
+from cascadekv.bench.optimised import require_optimised
 
 ROUNDS = 7
 BATCH = 256
@@ -147,6 +148,7 @@ def measure_pages() -> list[dict[str, object]]:
 
 
 if __name__ == "__main__":
+    require_optimised()
     figures = measure() + measure_pages()
     if len(sys.argv) > 1:
         Path(sys.argv[1]).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")

@@ -36,6 +36,7 @@ from cascadekv import (
     Namespace,
     PreparedPut,
 )
+from cascadekv.bench.optimised import require_optimised
 from gpu_device import BATCH_BYTES, ROUNDS, Array, Device, Mark, Others, TorchDevice
 
 GIB = 1 << 30
@@ -509,4 +510,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    require_optimised()
     main()

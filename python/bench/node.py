@@ -19,6 +19,7 @@ from pathlib import Path
 import cascadekv
 import numpy as np
 from cascadekv._program import program
+from cascadekv.bench.optimised import require_optimised
 
 ROUNDS = 7
 REPEATS = 40
@@ -139,6 +140,7 @@ def measure(
 
 
 if __name__ == "__main__":
+    require_optimised()
     figures: list[dict[str, object]] = []
     with bare_round_trip() as bare, node() as path:
         store = cascadekv.connect(path)

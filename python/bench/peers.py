@@ -15,6 +15,7 @@ from pathlib import Path
 import cascadekv
 import numpy as np
 import torch
+from cascadekv.bench.optimised import require_optimised
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.memory_allocators.mixed_memory_allocator import MixedMemoryAllocator
@@ -130,6 +131,7 @@ def measure() -> list[dict[str, object]]:
 
 
 if __name__ == "__main__":
+    require_optimised()
     torch.set_num_threads(1)
     print(f"lmcache {version('lmcache')}, cascadekv {cascadekv.__version__}, one thread")
     figures = measure()

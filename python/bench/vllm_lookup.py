@@ -14,6 +14,7 @@ from pathlib import Path
 
 import cascadekv
 from cascadekv import Hints, Manifest, Namespace
+from cascadekv.bench.optimised import require_optimised
 from cascadekv.connectors.vllm.groups import CacheGroup
 from cascadekv.connectors.vllm.keys import RequestKeys
 from cascadekv.connectors.vllm.metadata import Part
@@ -84,4 +85,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    require_optimised()
     main()

@@ -47,11 +47,13 @@ __all__ = [
     "connect",
     "default_socket",
     "digest",
+    "has_debug_assertions",
     "replace_trace",
     "weights_fingerprint",
 ]
 
 __version__: str
+has_debug_assertions: bool
 
 _Key: TypeAlias = BlockKey | bytes
 _Keys: TypeAlias = BlockKeys | BlockKey | Buffer | Iterable[BlockKey | bytes]

@@ -26,7 +26,8 @@ def test_the_command_prints_its_version_and_its_commit():
     run = cascade("--version")
     assert run.returncode == 0
     version = re.escape(cascadekv.__version__)
-    assert re.fullmatch(rf"cascade {version} \((\w+)( with local changes)?\)\n", run.stdout)
+    commit = r"commit \w+( with local changes)?"
+    assert re.fullmatch(rf"cascade {version} \({commit}, \w+, opt-level \w\)\n", run.stdout)
 
 
 def test_the_program_is_native_and_the_module_is_the_same_program(shared_node):

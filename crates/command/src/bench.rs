@@ -19,10 +19,20 @@ use crate::bench::gpu::GpuArgs;
 use crate::bench::shadow::ShadowArgs;
 use crate::bench::transport::TransportArgs;
 use crate::bench::vllm::VllmArgs;
-use crate::{EXIT_OK, Failure, Screen, write_json};
+use crate::{EXIT_OK, Failure, Screen, built, write_json};
+
+/// What to measure, and whether the build may be one whose figures mean nothing.
+#[derive(Debug, Args)]
+pub(super) struct BenchArgs {
+    /// Run although this build is not optimised, to test the benchmark. Its figures mean nothing.
+    #[arg(long, global = true)]
+    unoptimised: bool,
+    #[command(subcommand)]
+    verb: BenchVerb,
+}
 
 #[derive(Debug, Subcommand)]
-pub(super) enum BenchVerb {
+enum BenchVerb {
     /// Measure an embedded store: put, get, view, lookup, restart and disk.
     Core(CoreArgs),
     /// Measure a served node: control path, copies, hot reads, idle clients, soak.
@@ -112,9 +122,47 @@ pub(super) struct NodeArgs {
     soak: Option<u64>,
 }
 
+impl BenchVerb {
+    /// Where the figures go as JSON.
+    fn json(&self) -> Option<&Path> {
+        match self {
+            Self::Core(args) => args.json.as_deref(),
+            Self::Node(args) => args.json.as_deref(),
+            Self::Gpu(args) => args.json(),
+            Self::Eviction(args) => args.json(),
+            Self::Shadow(args) => args.json(),
+            Self::Transport(args) => args.json(),
+            Self::Vllm(args) => args.json(),
+            Self::NodeWorker | Self::TransportTarget => None,
+        }
+    }
+
+    /// A process that a benchmark starts, which reports to it.
+    fn is_worker(&self) -> bool {
+        matches!(self, Self::NodeWorker | Self::TransportTarget)
+    }
+}
+
 /// Runs one of the benchmarks.
-pub(super) fn run(args: &BenchVerb, screen: &mut Screen) -> Result<i32, Failure> {
-    match args {
+///
+/// # Errors
+/// If this build is not optimised and that is not permitted, or the benchmark fails.
+pub(super) fn run(args: &BenchArgs, screen: &mut Screen) -> Result<i32, Failure> {
+    let build = built::build();
+    if let Some(warning) = build.warning().filter(|_| !args.verb.is_worker()) {
+        if !args.unoptimised {
+            return Err(Failure::usage(
+                format!("{warning} ({}, opt-level {})", build.profile, build.opt_level),
+                "build with `make build`, or add --unoptimised to run it for a test",
+            ));
+        }
+        if args.verb.json() == Some(Path::new("-")) {
+            screen.notice(warning)?;
+        } else {
+            screen.line(warning)?;
+        }
+    }
+    match &args.verb {
         BenchVerb::Core(args) => core(args, screen),
         BenchVerb::Node(args) => node(args, screen),
         BenchVerb::Gpu(args) => gpu::run(args, screen),
@@ -187,11 +235,8 @@ impl<'a> Output<'a> {
         screen: &mut Screen,
         measure: impl FnOnce(Deliver<'_>) -> Result<(), MeasureError>,
     ) -> Result<i32, Failure> {
-        let environment = Environment::capture(crate::COMMIT, disk);
+        let environment = Environment::capture(built::build(), disk);
         let is_json_on_screen = self.json == Some(Path::new("-"));
-        if environment.profile == "debug" {
-            screen.notice("note: this is a debug build; its figures mean nothing")?;
-        }
         if is_json_on_screen {
             self.subject.map_or(Ok(()), |subject| screen.notice(subject))?;
         } else {

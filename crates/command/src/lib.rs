@@ -3,6 +3,7 @@
 
 mod bench;
 mod blocks;
+mod built;
 mod config;
 mod connection;
 mod doctor;
@@ -36,11 +37,6 @@ pub use screen::{Screen, write_file, write_json};
 pub use size::{Count, WarmUp, parse_bytes, parse_time};
 pub use status::render as render_status;
 
-/// The commit that this program was built from.
-const COMMIT: &str = env!("CASCADE_COMMIT");
-/// What `--version` prints after the name.
-const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), " (", env!("CASCADE_COMMIT"), ")");
-
 /// The command succeeded.
 pub const EXIT_OK: i32 = 0;
 /// A check failed, a block had wrong bytes, or the command could not do its work.
@@ -52,7 +48,8 @@ pub const EXIT_INTERRUPTED: i32 = 130;
 
 /// Keeps the KV cache of LLM inference engines in DRAM and files, and measures what it saves.
 #[derive(Debug, Parser)]
-#[command(name = "cascade", version = VERSION, propagate_version = true, max_term_width = 100)]
+#[command(name = "cascade", version = built::version(), propagate_version = true)]
+#[command(max_term_width = 100)]
 #[command(arg_required_else_help = true, subcommand_required = true)]
 #[command(after_help = "\
 Examples:
@@ -88,8 +85,7 @@ enum Verb {
     /// Replay a request trace through a store, check every byte, and show the hit rate.
     Replay(Box<ReplayArgs>),
     /// Measure this build against the limits of this machine.
-    #[command(subcommand)]
-    Bench(bench::BenchVerb),
+    Bench(bench::BenchArgs),
     /// Simulate stores on virtual time with a seed, and check what they promise.
     Sim(sim::SimArgs),
     /// Show the state of a running node.
@@ -140,7 +136,9 @@ Examples:
 }
 
 /// Runs one command line (its first element is the program's name) and returns the exit code.
-pub fn main(args: impl Iterator<Item = OsString>) -> i32 {
+/// `commit` is what the program was built from, if that is known.
+pub fn main(args: impl Iterator<Item = OsString>, commit: Option<&'static str>) -> i32 {
+    commit.into_iter().for_each(built::set_commit);
     let command = match Command::try_parse_from(args) {
         Ok(command) => command,
         Err(usage) => {

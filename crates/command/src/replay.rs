@@ -21,8 +21,8 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::replay::assemble::{Measured, Plan};
 use crate::{
-    EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Failure, ReplayArgs, Screen, interrupt, write_file,
-    write_json,
+    EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Failure, ReplayArgs, Screen, built, interrupt,
+    write_file, write_json,
 };
 
 /// How often the progress bar is redrawn.
@@ -32,9 +32,9 @@ const FLUSH_TIMEOUT: Duration = Duration::from_secs(600);
 
 pub(super) fn run(args: &ReplayArgs, screen: &mut Screen) -> Result<i32, Failure> {
     args.check()?;
-    let environment = Environment::capture(crate::COMMIT, args.files.as_deref());
-    if environment.profile == "debug" && !args.metadata_only {
-        screen.notice("note: this is a debug build; its times mean nothing")?;
+    let environment = Environment::capture(built::build(), args.files.as_deref());
+    if environment.warning.is_some() && !args.metadata_only {
+        screen.notice("note: this build is not optimised; its times mean nothing")?;
     }
     let plan = Plan::new(args)?;
     let result = if args.metadata_only {

@@ -217,7 +217,7 @@ fn write(args: &SimArgs, result: &SimResult, screen: &mut Screen) -> Result<(), 
         summarize(result, screen)?;
     }
     if let Some(path) = &args.json {
-        let commit = crate::COMMIT;
+        let commit = crate::built::commit();
         write_json(path, &Document { result, nodes: args.nodes, commit }, screen)?;
     }
     Ok(())

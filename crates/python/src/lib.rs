@@ -32,6 +32,8 @@ use pyo3::prelude::*;
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    // Benchmarks report nothing then.
+    module.add("has_debug_assertions", cfg!(debug_assertions))?;
     keys::register(module)?;
     chain_keys::register(module)?;
     namespace::register(module)?;

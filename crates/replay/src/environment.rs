@@ -32,14 +32,37 @@ pub struct Environment {
     pub disk: Option<Mount>,
     /// Version of this program.
     pub version: String,
-    /// Commit that this program was built from.
-    pub commit: String,
-    /// `release` or `debug`; figures of a debug build mean nothing.
-    pub profile: String,
+    /// How this program was built.
+    #[serde(flatten)]
+    pub build: Build,
+    /// Says that the figures mean nothing, if the build was not optimised.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub warning: Option<&'static str>,
     /// Start of the run, in milliseconds since 1970 UTC.
     pub started_unix_ms: u64,
     /// The command line, with the program's name instead of its path.
     pub argv: Vec<String>,
+}
+
+/// How a program was built.
+#[derive(Debug, Clone, Serialize)]
+pub struct Build {
+    /// The commit, perhaps with ` with local changes`; `unknown` outside of `make`.
+    pub commit: String,
+    /// Cargo's profile, by its directory: `release`, `dist` or `debug`.
+    pub profile: String,
+    /// Cargo's optimisation level.
+    pub opt_level: String,
+    /// Debug assertions are on.
+    pub has_debug_assertions: bool,
+}
+
+impl Build {
+    /// Says that figures mean nothing, if the build was not optimised.
+    pub fn warning(&self) -> Option<&'static str> {
+        let is_slow = self.has_debug_assertions || matches!(&*self.opt_level, "0" | "1");
+        is_slow.then_some("unoptimised build: the figures mean nothing")
+    }
 }
 
 /// The file system of a directory.
@@ -58,8 +81,8 @@ pub struct Mount {
 impl Environment {
     /// Reads the environment. What the system does not report is `unknown` or left out.
     ///
-    /// `commit` is that of the program that measures.
-    pub fn capture(commit: &str, directory: Option<&Path>) -> Self {
+    /// `build` is that of the program that measures.
+    pub fn capture(build: Build, directory: Option<&Path>) -> Self {
         let uname = rustix::system::uname();
         let text = |part: &std::ffi::CStr| part.to_string_lossy().into_owned();
         Self {
@@ -78,8 +101,8 @@ impl Environment {
             ),
             disk: directory.and_then(mount_of),
             version: env!("CARGO_PKG_VERSION").to_owned(),
-            commit: commit.to_owned(),
-            profile: if cfg!(debug_assertions) { "debug" } else { "release" }.to_owned(),
+            warning: build.warning(),
+            build,
             started_unix_ms: SystemClock.unix_ms(),
             argv: argv(std::env::args_os()),
         }
@@ -92,15 +115,16 @@ impl Environment {
             .as_ref()
             .map_or(String::new(), |disk| format!(", {} on {}", disk.file_system, disk.source));
         format!(
-            "{} x {}, load {}, {} memory, {}{disk}; cascade {} ({}, {})",
+            "{} x {}, load {}, {} memory, {}{disk}; cascade {} ({}, {}, opt-level {})",
             self.cpu_count,
             self.cpu,
             self.load_average.as_deref().and_then(|load| load.split(' ').next()).unwrap_or("?"),
             ByteSize(self.memory_bytes).rounded(),
             self.kernel,
             self.version,
-            self.commit.get(..12).unwrap_or(&self.commit),
-            self.profile,
+            self.build.commit.get(..12).unwrap_or(&self.build.commit),
+            self.build.profile,
+            self.build.opt_level,
         )
     }
 }
@@ -213,7 +237,20 @@ mod tests {
 
     #[test]
     fn the_environment_of_this_machine_is_captured() {
-        let here = Environment::capture("unknown", Some(Path::new("no/such/directory")));
+        let build = Build {
+            commit: "0123456789abcdef".to_owned(),
+            profile: "dist".to_owned(),
+            opt_level: "1".to_owned(),
+            has_debug_assertions: false,
+        };
+        let here = Environment::capture(build, Some(Path::new("no/such/directory")));
+        assert!(here.headline().contains("(0123456789ab, dist, opt-level 1)"), "{here:?}");
+        let json = serde_json::to_value(&here).unwrap();
+        assert_eq!(json["profile"], "dist");
+        assert_eq!(json["warning"], "unoptimised build: the figures mean nothing");
+        let optimised = Build { opt_level: "3".to_owned(), ..here.build.clone() };
+        assert_eq!(optimised.warning(), None);
+        assert!(Build { has_debug_assertions: true, ..optimised }.warning().is_some());
         assert!(here.memory_bytes > 0 && here.cpu_count > 0);
         assert!(resident_bytes().is_some_and(|bytes| bytes > 1 << 20));
     }

@@ -40,6 +40,12 @@ pub(crate) struct EvictionArgs {
     json: Option<PathBuf>,
 }
 
+impl EvictionArgs {
+    pub(super) fn json(&self) -> Option<&Path> {
+        self.json.as_deref()
+    }
+}
+
 pub(super) fn run(args: &EvictionArgs, screen: &mut Screen) -> Result<i32, Failure> {
     let traces = traces(&args.traces)?;
     let table = study_table(&traces, &args.sizes);

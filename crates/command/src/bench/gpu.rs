@@ -68,6 +68,12 @@ pub(crate) struct GpuArgs {
     without_hbm: bool,
 }
 
+impl GpuArgs {
+    pub(super) fn json(&self) -> Option<&Path> {
+        self.json.as_deref()
+    }
+}
+
 pub(super) fn run(args: &GpuArgs, screen: &mut Screen) -> Result<i32, Failure> {
     screen.notice("loading the CUDA driver, which may take seconds")?;
     let (device, is_fake, without_kernel) = (args.device, args.fake, args.without_kernel);

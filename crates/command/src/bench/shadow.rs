@@ -46,6 +46,12 @@ pub(crate) struct ShadowArgs {
     json: Option<PathBuf>,
 }
 
+impl ShadowArgs {
+    pub(super) fn json(&self) -> Option<&Path> {
+        self.json.as_deref()
+    }
+}
+
 pub(super) fn run(args: &ShadowArgs, screen: &mut Screen) -> Result<i32, Failure> {
     let tier = match &args.files {
         Some(directory) => ShadowTier::Files(directory),

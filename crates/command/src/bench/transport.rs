@@ -1,6 +1,6 @@
 //! `cascade bench transport`: the options.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use cascade_bench::Bench;
 use cascade_bench::transport::{self, TransportOptions};
@@ -46,6 +46,12 @@ pub(crate) struct TransportArgs {
     /// Only check that everything works: two block lengths, few batches.
     #[arg(long)]
     short: bool,
+}
+
+impl TransportArgs {
+    pub(super) fn json(&self) -> Option<&Path> {
+        self.json.as_deref()
+    }
 }
 
 pub(super) fn run(args: &TransportArgs, screen: &mut Screen) -> Result<i32, Failure> {

@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use cascade_replay::environment::Environment;
 use clap::{Args, ValueEnum};
 
-use crate::{Failure, Screen};
+use crate::{Failure, Screen, built};
 
 /// Where `make bench-vllm` installs vLLM.
 const INSTALLED: &str = ".cache/vllm/bin/python";
@@ -70,6 +70,12 @@ pub(crate) struct VllmArgs {
     short: bool,
 }
 
+impl VllmArgs {
+    pub(super) fn json(&self) -> Option<&Path> {
+        self.json.as_deref()
+    }
+}
+
 /// A generated model.
 #[derive(Debug, Clone, Copy, ValueEnum)]
 enum Model {
@@ -109,7 +115,7 @@ enum Baseline {
 pub(super) fn run(args: &VllmArgs, screen: &mut Screen) -> Result<i32, Failure> {
     let python = find_python(args.python.as_deref())?;
     let environment =
-        serde_json::to_string(&Environment::capture(crate::COMMIT, Some(&args.directory)))
+        serde_json::to_string(&Environment::capture(built::build(), Some(&args.directory)))
             .map_err(|error| Failure::measure("vLLM", error))?;
     screen.notice(format!("measuring with {}", python.display()))?;
     let mut command = Command::new(python);

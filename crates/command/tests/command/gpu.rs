@@ -81,7 +81,7 @@ fn bench_fake(args: &[&str], variables: &[(&str, &str)]) -> (Output, Option<Vec<
     let directory = tempfile::TempDir::new().unwrap();
     let path = directory.path().join("gpu.json");
     let mut command = cascade_with_fake();
-    command.args(["bench", "gpu", "--fake", "--json"]).arg(&path).args(args);
+    command.args(["bench", "gpu", "--unoptimised", "--fake", "--json"]).arg(&path).args(args);
     let output = command.envs(variables.iter().copied()).output().unwrap();
     let figures = path.exists().then(|| crate::json(&path).as_array().unwrap().clone());
     (output, figures)
@@ -279,13 +279,16 @@ fn without_a_gpu_nothing_is_measured() {
     let directory = tempfile::TempDir::new().unwrap();
     let path = directory.path().join("gpu.json");
     let mut command = cascade_with("/no/such/driver.so");
-    let output = command.args(["bench", "gpu", "--json"]).arg(&path).output().unwrap();
+    let output =
+        command.args(["bench", "gpu", "--unoptimised", "--json"]).arg(&path).output().unwrap();
     assert_eq!(output.status.code(), Some(1));
     let message = stderr(&output);
     for part in ["\"not measured\"", "/no/such/driver.so", "install the NVIDIA driver"] {
         assert!(message.contains(part), "{part}: {message}");
     }
-    assert!(output.stdout.is_empty() && !path.exists(), "no figure was made up");
+    let text = String::from_utf8(output.stdout).unwrap();
+    let is_warning = |line: &str| line.starts_with("unoptimised build");
+    assert!(text.lines().all(is_warning) && !path.exists(), "no figure was made up: {text}");
 }
 
 #[test]
@@ -320,14 +323,14 @@ fn a_missing_fake_driver_is_explained_with_how_to_build_it() {
     let program = directory.path().join("cascade");
     std::fs::hard_link(env!("CARGO_BIN_EXE_cascade"), &program).unwrap();
     let mut command = Command::new(program);
-    command.args(["bench", "gpu", "--fake"]).env_remove("CASCADE_CUDA_LIBRARY");
+    command.args(["bench", "gpu", "--unoptimised", "--fake"]).env_remove("CASCADE_CUDA_LIBRARY");
     let output = command.output().unwrap();
     assert_eq!(output.status.code(), Some(2));
     let message = stderr(&output);
     assert!(message.contains("cargo build -p cascade-device-fake"), "{message}");
     // Some other library is no driver.
     let mut command = cascade_with("/proc/version");
-    let output = command.args(["bench", "gpu", "--fake"]).output().unwrap();
+    let output = command.args(["bench", "gpu", "--unoptimised", "--fake"]).output().unwrap();
     assert_eq!(output.status.code(), Some(2));
     assert!(stderr(&output).contains("cannot load the fake driver"), "{}", stderr(&output));
 }

@@ -14,7 +14,16 @@ fn selected_figures_of_a_served_node_are_measured() {
         ("hot/64x", &["hot/64x128KiB/8-readers"]),
         ("memory-kernel", &["idle/200-clients/memory-kernel"]),
     ] {
-        let output = run(&["bench", "node", "--short", "--only", only, "--json", &path_text]);
+        let output = run(&[
+            "bench",
+            "node",
+            "--unoptimised",
+            "--short",
+            "--only",
+            only,
+            "--json",
+            &path_text,
+        ]);
         assert_eq!(output.status.code(), Some(0), "{only}: {}", stderr(&output));
         let figures = json(&path);
         let figures = figures.as_array().unwrap();
@@ -34,7 +43,7 @@ fn a_short_soak_with_killed_workers_leaks_nothing() {
     let path = directory.path().join("soak.json");
     let path_text = path.display().to_string();
     let only = ["--only", "soak/", "--soak", "2", "--json", path_text.as_str()];
-    let output = run(&[&["bench", "node", "--short"], &only[..]].concat());
+    let output = run(&[&["bench", "node", "--unoptimised", "--short"], &only[..]].concat());
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     let figures = json(&path);
     let value = |name: &str| {
@@ -46,8 +55,37 @@ fn a_short_soak_with_killed_workers_leaks_nothing() {
 }
 
 #[test]
+fn an_unoptimised_build_reports_figures_only_for_tests_and_says_so() {
+    const WARNING: &str = "unoptimised build: the figures mean nothing";
+    if !cfg!(debug_assertions) {
+        return;
+    }
+    let output = run(&["bench", "node", "--short"]);
+    assert_eq!(output.status.code(), Some(2));
+    let message = stderr(&output);
+    for part in [WARNING, "make build", "--unoptimised"] {
+        assert!(message.contains(part), "{message}");
+    }
+    assert!(output.stdout.is_empty());
+    let directory = tempfile::TempDir::new().unwrap();
+    let path = directory.path().join("node.json").display().to_string();
+    let only = ["--short", "--only", "control/lookup/p50", "--json"];
+    let run_for = |json: &str| {
+        let output = run(&[&["bench", "--unoptimised", "node"], &only[..], &[json]].concat());
+        assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+        output
+    };
+    let text = String::from_utf8(run_for(&path).stdout).unwrap();
+    assert!(text.contains(WARNING), "{text}");
+    let environment = json(&directory.path().join("node.environment.json"));
+    assert_eq!(environment["warning"], WARNING);
+    assert!(environment["commit"].is_string(), "{environment}");
+    assert!(stderr(&run_for("-")).contains(WARNING));
+}
+
+#[test]
 fn an_unknown_figure_is_refused() {
-    let output = run(&["bench", "node", "--short", "--only", "nothing like that"]);
+    let output = run(&["bench", "node", "--unoptimised", "--short", "--only", "nothing like that"]);
     assert_eq!(output.status.code(), Some(2));
     assert!(stderr(&output).contains("matches no figure"));
     assert_eq!(run(&["bench", "node", "--soak", "0"]).status.code(), Some(2));

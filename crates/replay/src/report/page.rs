@@ -187,7 +187,7 @@ fn plots(result: &ReplayResult) -> Result<Markup, PlotError> {
 
 fn environment(result: &ReplayResult) -> Markup {
     let environment = &result.environment;
-    let disk = environment.disk.as_ref();
+    let (build, disk) = (&environment.build, environment.disk.as_ref());
     let disk =
         disk.map(|disk| format!("{} on {} ({})", disk.file_system, disk.source, disk.options));
     let rows = [
@@ -196,8 +196,11 @@ fn environment(result: &ReplayResult) -> Markup {
         ("memory", ByteSize(environment.memory_bytes).rounded()),
         ("kernel", environment.kernel.clone()),
         ("disk of the file tier", disk.unwrap_or_else(|| "no file tier".to_owned())),
-        ("version", format!("{} ({})", environment.version, environment.profile)),
-        ("commit", environment.commit.clone()),
+        (
+            "version",
+            format!("{} ({}, opt-level {})", environment.version, build.profile, build.opt_level),
+        ),
+        ("commit", build.commit.clone()),
         ("wall time", format!("{:.1} s, {} worker(s)", result.seconds, result.run.threads)),
     ];
     html! {
