@@ -77,24 +77,25 @@ fn blocks_after_a_kill_have_the_right_bytes_and_flushed_blocks_survive() {
     let directory = tempfile::tempdir().unwrap();
     let mut random = u64::from(std::process::id());
     let (mut found, mut promised) = (0, 0);
-    for _ in 0..rounds {
+    for round in 0..rounds {
         let mut child = start(directory.path());
-        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let mut lines = BufReader::new(child.stdout.take().unwrap())
+            .lines()
+            .map_while(Result::ok)
+            .filter_map(|line| line.strip_prefix("flushed ")?.parse::<u64>().ok());
+        // On a busy machine, a child may not come to its first flush in the time of a round.
+        let first = if round % 4 == 0 { lines.next() } else { None };
         random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
         let delay = Duration::from_millis(20 + (random >> 33) % 200);
         std::thread::sleep(delay);
         child.kill().unwrap();
         child.wait().unwrap();
-        let flushed: Vec<u64> = lines
-            .map_while(Result::ok)
-            .filter_map(|line| line.strip_prefix("flushed ")?.parse().ok())
-            .collect();
         let store = open(directory.path());
         // `check` compares every byte of every block that is served.
         found += check(&store, &keys(0..KEYS)).iter().filter(|tier| tier.is_some()).count();
-        if let Some(last) = flushed.last() {
+        if let Some(last) = lines.last().or(first) {
             promised += 1;
-            let tier = check(&store, &keys(*last..last + 1))[0];
+            let tier = check(&store, &keys(last..last + 1))[0];
             assert!(tier.is_some(), "block {last} was flushed before the kill");
         }
         assert_eq!(store.stats().counters.damaged_blocks, 0, "a torn record is skipped, not read");
