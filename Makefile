@@ -34,9 +34,11 @@ OWN_NETWORK = unshare $(if $(filter-out 0,$(shell id --user)),--map-root-user) -
 	bash -c 'ip link set lo up && exec "$$@"' bash
 # Tests that depend on the version of vLLM. `make test-engines` runs all tests with the newest.
 VERSION_TESTS := versions interface scheduler worker layout keys groups metrics events tier
-# No model downloads, no usage statistics, little memory for KV, all processors.
+# No model downloads, no usage statistics, little memory for KV, all processors. vLLM pins the threads
+# of every engine of a host to the same processors, where two engines starve each other.
 VLLM_ENVIRONMENT := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_KVCACHE_SPACE=1 \
-	VLLM_CPU_NUM_OF_RESERVED_CPU=0 VLLM_CACHE_ROOT=$(CURDIR)/$(VLLM)/cache
+	VLLM_CPU_NUM_OF_RESERVED_CPU=0 VLLM_CPU_OMP_THREADS_BIND=nobind \
+	VLLM_CACHE_ROOT=$(CURDIR)/$(VLLM)/cache
 TRACE := data/traces/mooncake/conversation_trace.jsonl
 LOOM_FLAGS := --cfg loom
 HOST = $(shell rustc -vV | sed -n "s/^host: //p")
@@ -49,12 +51,15 @@ PROFILE ?= release
 # Wheels carry no symbols; `make STRIP= ...` keeps them for perf and backtraces.
 STRIP ?= --strip
 STRIP_PROGRAM = $(if $(STRIP),-- -C strip=symbols)
-# Limits of stripped wheels in bytes. Third-party code is not optimised in the profile release.
+# Limits of stripped wheels in bytes.
 WHEEL_LIMIT_dist := 10000000
-WHEEL_LIMIT_release := 12600000
+WHEEL_LIMIT_release := 11000000
 # `prove-wheel WHEEL` for a wheel of the given profile.
 PROVE_WHEEL = limit=$(if $(STRIP),$(WHEEL_LIMIT_$(1))) python=$(abspath $(BIN)/python) \
 	bash .ci/prove-wheel
+# What `cascade --version` says, so that figures can be traced to the source.
+COMMIT = $(shell git rev-parse HEAD 2>/dev/null || echo unknown)$(shell \
+	git diff-index --quiet HEAD 2>/dev/null || echo " with local changes")
 # The program `cascade`, where pyproject.toml has maturin find it for the wheel.
 PROGRAM := target/wheel/scripts/cascade
 # Platforms of a release's wheels; docs/installation.md has the table.
@@ -66,8 +71,19 @@ PYTEST := -m pytest --quiet -r s --numprocesses $(shell nproc)
 # needed.
 DEV_PYTHON := PYTHONPATH=$(CURDIR)/python $(BIN)/python
 # Every command uses the features of the whole workspace. Other package selections would build their
-# own copies of third-party crates.
-CARGO_TEST := cargo test --locked --workspace
+# own copies of third-party crates. Without make's flags cargo does not look for make's job server,
+# which it has no access to.
+CARGO_TEST := unset MAKEFLAGS MFLAGS; cargo test --locked --workspace
+# One process a test; .config/nextest.toml has the rules.
+NEXTEST := unset MAKEFLAGS MFLAGS; $(BIN)/cargo-nextest nextest run --locked --workspace \
+	--cargo-quiet --hide-progress-bar
+NEXTEST_SHOW := --no-capture --status-level all
+# The same cases of property tests in each run. `make full` draws a seed and prints it.
+export PROPTEST_RNG_SEED ?= 7
+# Seed of `make sim` and `make fuzz`; empty: a fresh one, which they print.
+SEED ?=
+# Rounds of `make flaky`.
+N ?= 20
 
 # The CUDA driver over host memory, from the same build, and the Python tests that use it.
 FAKE_DRIVER := $(CARGO_TARGET_DIR)/debug/libcascade_device_fake.so
@@ -94,27 +110,35 @@ run: build
 		--fresh --json reports/conversation.json --report reports/conversation.html
 	@echo "Report: reports/conversation.html (figures: reports/conversation.json)"
 
-# Rust and Python tests run in parallel, and Rust's test programs beside each other, because many
-# wait for a process or a deadline. The output of each is printed as a whole.
+# Rust and Python tests run in parallel, because many wait for a process or a deadline. The output of
+# each is printed as a whole.
 .PHONY: test ## Run all Rust and Python tests except the slow ones
 test: $(STAMPS)/dev $(STAMPS)/test
 	$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-rust test-python
 
 .PHONY: test-rust ## Run the Rust tests
-test-rust: $(STAMPS)/python
-	@# Without make's flags cargo does not look for make's job server, which it has no access to.
-	unset MAKEFLAGS MFLAGS; $(CARGO_TEST) --quiet --no-run --message-format=json-render-diagnostics \
-		| $(BIN)/python .ci/test-programs
-	unset MAKEFLAGS MFLAGS; $(CARGO_TEST) --quiet --doc
+test-rust: $(STAMPS)/test
+	$(NEXTEST)
+	$(CARGO_TEST) --quiet --doc
+
+.PHONY: test-all ## Run all Rust tests, those of minutes too
+test-all: $(STAMPS)/test
+	$(NEXTEST) --profile all
 
 # All tests of the device crates; of other crates those with `gpu` in their name.
 .PHONY: test-gpu-fake ## Run the GPU tests over the fake driver
 test-gpu-fake: $(STAMPS)/dev $(STAMPS)/test
-	unset MAKEFLAGS MFLAGS; $(CARGO_TEST) --quiet --no-run --message-format=json-render-diagnostics \
-		| $(BIN)/python .ci/test-programs device device-fake
-	unset MAKEFLAGS MFLAGS; $(CARGO_TEST) --quiet --test doctor --test command -- gpu
+	$(NEXTEST) --profile all -E 'package(cascade-device) | package(cascade-device-fake) | test(gpu)'
 	$(if $(DEVICE_TESTS),CASCADE_CUDA_LIBRARY=$(FAKE_DRIVER) $(DEV_PYTHON) $(PYTEST) $(DEVICE_TESTS))
 	@echo "all over the fake driver: no GPU was used, and no time means anything"
+
+.PHONY: full ## Run every test that there is (hours); STEP="loom fuzz": these; goes on where it stopped
+full:
+	@SEED=$(SEED) $$(bash .ci/find-python) .ci/steps.py full $(STEP)
+
+.PHONY: flaky ## Run all tests N times beside a load, in random order, and list what ever failed
+flaky: $(STAMPS)/dev $(STAMPS)/flaky
+	$(BIN)/python .ci/flaky.py $(N)
 
 .PHONY: test-python ## Run the Python tests against a build with debug assertions
 test-python: $(STAMPS)/dev $(STAMPS)/test
@@ -125,9 +149,9 @@ test-wheel: $(STAMPS)/build $(STAMPS)/test
 	$(BIN)/python $(PYTEST)
 
 .PHONY: test-machine ## Run the tests that need Prometheus, a browser or root; prints what is skipped
-test-machine: $(STAMPS)/python
+test-machine: $(STAMPS)/test
 	bash .ci/debian-packages prometheus chromium
-	$(CARGO_TEST) --test http --test doctor --test systemd --test sick_disk -- --nocapture
+	$(NEXTEST) $(NEXTEST_SHOW) -E 'package(cascade-node) | test(/^sick_disk::/)'
 
 .PHONY: test-container ## Build the container and run a node in it; skipped without buildah
 test-container: wheel
@@ -135,26 +159,61 @@ test-container: wheel
 
 # The tests that need a device, over soft-RoCE. The kernel of the machine is kept in .cache.
 .PHONY: test-rdma ## Run the RDMA tests in a virtual machine; prints why where it cannot
-test-rdma: $(STAMPS)/python
-	unset MAKEFLAGS MFLAGS; program=$$($(CARGO_TEST) --quiet --no-run \
-		--message-format=json-render-diagnostics \
-		| $(BIN)/python .ci/test-programs --print transport/verbs) && bash .ci/rdma-vm $$program
+test-rdma: $(STAMPS)/test
+	unset MAKEFLAGS MFLAGS; program=$$($(BIN)/cargo-nextest nextest list --locked --workspace \
+		--cargo-quiet --list-type binaries-only --message-format json \
+		-E 'binary_id(cascade-transport::verbs)' \
+		| $(BIN)/python -c 'import json, sys; print(*(each["binary-path"] for each in \
+			json.load(sys.stdin)["rust-binaries"].values() if each["binary-name"] == "verbs"))') \
+		&& bash .ci/rdma-vm $$program
 
 .PHONY: test-slow ## Run the slow tests: kill -9 at random points, one minute of racing threads
 test-slow: test-slow-store test-slow-served test-slow-python
 
 .PHONY: test-slow-store
-test-slow-store: $(STAMPS)/python
-	CASCADE_KILL_ROUNDS=200 $(CARGO_TEST) --test kill -- --include-ignored
-	CASCADE_RACE_SECONDS=60 $(CARGO_TEST) --test race
+test-slow-store: $(STAMPS)/test
+	CASCADE_KILL_ROUNDS=200 $(NEXTEST) --profile all --run-ignored all -E 'test(/^kill::/)'
+	CASCADE_RACE_SECONDS=60 $(NEXTEST) --profile all -E 'test(/^race::/)'
+	$(NEXTEST) --profile all --run-ignored only -E 'test(random_flips_for_a_minute) \
+		| test(/gibibytes?_(is|are)_recovered/) | test(/^study::shadow_caches_predict/)'
 
 .PHONY: test-slow-served
-test-slow-served: $(STAMPS)/python
-	CASCADE_KILL_ROUNDS=500 CASCADE_TRAFFIC_MIB=1024 $(CARGO_TEST) --test served
+test-slow-served: $(STAMPS)/test
+	CASCADE_KILL_ROUNDS=500 CASCADE_TRAFFIC_MIB=1024 $(NEXTEST) --profile all \
+		-E 'binary_id(cascade-client::client)'
 
 .PHONY: test-slow-python
 test-slow-python: $(STAMPS)/build $(STAMPS)/test
 	$(BIN)/python -m pytest --quiet -m stress --timeout 600
+
+.PHONY: sim ## Simulate a node for a minute, each world twice; a failure prints its seed
+sim: $(STAMPS)/build
+	mkdir -p reports
+	$(BIN)/cascade sim --nodes 1 --seconds 60 --twice $(if $(SEED),--seed $(SEED)) \
+		--json reports/sim.json
+
+.PHONY: soak ## Call a node for a minute and check its memory, files and threads
+soak: $(STAMPS)/build
+	mkdir -p reports
+	$(BIN)/cascade bench node --only soak/ --soak 60 --json reports/node-soak.json
+
+.PHONY: smoke-bench ## Run each benchmark for a moment: that it ends, not how fast
+smoke-bench: $(STAMPS)/build
+	mkdir -p reports
+	$(BIN)/cascade bench core --only /128KiB --directory .cache --json reports/core-smoke.json
+	$(BIN)/cascade bench node --short --json reports/node-smoke.json
+	$(BIN)/cascade bench transport --short --json reports/transport-smoke.json
+
+.PHONY: vllm ## Install vLLM for CPUs and this build of the package below .cache (5 GB)
+vllm: $(STAMPS)/build
+	@if reason=$$(vllm=$(VLLM) sglang=$(VLLM) lmcache=$(VLLM) bash .ci/engines-missing); then \
+		echo "$$reason"; exit 1; fi
+	@$(MAKE) --no-print-directory $(VLLM)/wheel
+
+.PHONY: smoke-vllm ## Check that answers of a real vLLM are equal with blocks of a node (two engines)
+smoke-vllm: vllm
+	$(VLLM_ENVIRONMENT) $(VLLM)/bin/python -m pytest --quiet -r s -W ignore --timeout 300 \
+		-k 'served-async and not prompts_of_any_length' $(ENGINE_TESTS)/test_equality.py
 
 .PHONY: test-vllm ## Run the tests with vLLM on CPUs, and SGLang's and LMCache's classes (installs 6 GB)
 test-vllm: $(STAMPS)/build
@@ -212,7 +271,7 @@ check-source: $(STAMPS)/check
 .PHONY: check-rust ## Run Clippy and the source style tests
 check-rust: $(STAMPS)/python
 	cargo clippy --locked --workspace --all-targets --quiet -- -D warnings
-	$(CARGO_TEST) --test tidy --quiet
+	$(CARGO_TEST) --test block --quiet -- tidy::
 
 .PHONY: check-python ## Check Python types, and the stubs against the built module
 check-python: $(STAMPS)/dev $(STAMPS)/test $(STAMPS)/check
@@ -295,6 +354,10 @@ $(DIST_TARGETS:%=dist-%): dist-%: $(STAMPS)/tools $(STAMPS)/dist
 		'"$(DIST_PLATFORM)"'
 	$(call PROVE_WHEEL,dist) dist/cascadekv-*-$(DIST_PLATFORM).whl
 
+.PHONY: prove-wheel ## Install the built wheel in an empty environment and use it there
+prove-wheel: $(STAMPS)/build
+	$(call PROVE_WHEEL,$(PROFILE)) $(CARGO_TARGET_DIR)/wheels/cascadekv-*.whl
+
 .PHONY: docs ## Build the Rust documentation and run the examples of docs/python.md
 docs: $(STAMPS)/dev $(STAMPS)/test
 	RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --no-deps --quiet
@@ -315,14 +378,18 @@ sanitize: export RUSTFLAGS := -Zsanitizer=address
 # The sanitizer makes each of these runs three times slower; `make test` has all of them.
 sanitize: export CASCADE_FAULT_STEP := 5
 sanitize:
+ifneq ($(shell uname -sm),Linux x86_64)
+	@echo "skipped, no test was run: supported on Linux x86-64 only, this is $$(uname -sm)"
+else
 	cargo test --locked --quiet --target $(HOST) --package cascade-runtime \
 		--package cascade-memory --package cascade-disk --features cascade-runtime/sanitizer \
 		--lib --tests
-	cargo test --locked --quiet --target $(HOST) --package cascade-store --test race
+	cargo test --locked --quiet --target $(HOST) --package cascade-store --test store -- race::
+endif
 
 .PHONY: fuzz ## Fuzz each target for FUZZ_SECONDS seconds (default: 60)
 fuzz:
-	bash .ci/fuzz $(FUZZ_SECONDS)
+	bash .ci/fuzz $(FUZZ_SECONDS) $(SEED)
 
 .PHONY: clean ## Remove everything that make built or installed here
 clean:
@@ -337,21 +404,31 @@ $(STAMPS)/python: .ci/find-python
 	mkdir -p $(STAMPS) && touch $@
 
 .PHONY: environment
-environment: $(STAMPS)/tools $(STAMPS)/test $(STAMPS)/check
+environment: $(STAMPS)/tools $(STAMPS)/test
+	cargo fetch --locked --quiet
 
 $(STAMPS)/tools: requirements/build.txt $(STAMPS)/python
 	$(BIN)/python -m pip install --quiet --requirement $<
 	touch $@
 
-$(STAMPS)/test $(STAMPS)/check $(STAMPS)/dist: $(STAMPS)/%: requirements/%.txt $(STAMPS)/python
+$(STAMPS)/check $(STAMPS)/dist $(STAMPS)/flaky: $(STAMPS)/%: requirements/%.txt $(STAMPS)/python
 	$(BIN)/python -m pip install --quiet --requirement $<
 	touch $@
 
-# The build settings of the installed wheel. A change rebuilds it.
+$(STAMPS)/test: requirements/test.txt requirements/nextest.txt $(STAMPS)/python
+	$(BIN)/python -m pip install --quiet --requirement requirements/test.txt
+	$(BIN)/python -m pip install --quiet --require-hashes --requirement requirements/nextest.txt
+	touch $@
+
+$(STAMPS)/flaky: $(STAMPS)/test
+
+# The build settings of the installed wheel. A change rebuilds it; another commit costs a link.
+BUILD_SETTINGS = $(PROFILE) $(STRIP) $(COMMIT)
 .PHONY: always
 $(STAMPS)/profile: always | $(STAMPS)/python
-	@echo "$(PROFILE) $(STRIP)" | cmp --silent - $@ || echo "$(PROFILE) $(STRIP)" >$@
+	@echo "$(BUILD_SETTINGS)" | cmp --silent - $@ || echo "$(BUILD_SETTINGS)" >$@
 
+$(STAMPS)/build dist: export CASCADE_COMMIT = $(COMMIT)
 $(STAMPS)/build: $(RUST_SOURCES) $(PYTHON_SOURCES) $(STAMPS)/tools $(STAMPS)/profile
 	rm -f $(CARGO_TARGET_DIR)/wheels/cascadekv-*.whl
 	cargo rustc --profile $(PROFILE) --locked --quiet --package cascade-command --bin cascade \
