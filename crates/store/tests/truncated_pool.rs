@@ -2,8 +2,6 @@
 //!
 //! The next access to the truncated part ended the process by SIGBUS without a message.
 
-#![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
-
 mod blocks;
 mod named_pool;
 

@@ -12,7 +12,7 @@ use crate::blocks::dram;
 pub(crate) fn directory() -> tempfile::TempDir {
     let shared = Path::new("/dev/shm");
     let made = tempfile::Builder::new().prefix("cascade-test").tempdir_in(shared);
-    made.or_else(|_| tempfile::tempdir()).unwrap()
+    made.or_else(|_| tempfile::tempdir()).expect("a directory for the test")
 }
 
 pub(crate) fn pool(directory: &Path) -> PathBuf {
@@ -29,5 +29,5 @@ pub(crate) fn config(directory: &Path, mib: u64) -> StoreConfig {
 }
 
 pub(crate) fn warm(store: &Store) -> WarmStats {
-    store.stats().warm.unwrap()
+    store.stats().warm.expect("its pool is named")
 }
