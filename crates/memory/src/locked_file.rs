@@ -12,9 +12,9 @@ use crate::process_mark;
 
 /// A file that is locked exclusively for as long as this value lives, or until the process ends.
 ///
-/// Dropping unlocks, and does not only close: the lock belongs to the open file, of which a child
-/// has a copy between `fork` and `exec`. A forked child that drops its own copy of this value
-/// unlocks nothing: its parent still has the lock.
+/// Dropping unlocks the file before it is closed. Closing is not enough: a child has a copy of the
+/// open file between `fork` and `exec`. A forked child that drops its own copy of this value unlocks
+/// nothing: its parent still has the lock.
 #[derive(Debug)]
 pub struct LockedFile {
     file: File,

@@ -16,6 +16,8 @@ use crate::socket_place::{self, SocketPathState, SocketPlaceError};
 
 /// Connections that the kernel holds until the node accepts them; `net.core.somaxconn` caps it.
 const BACKLOG: i32 = 4096;
+/// How often a lock is taken again after another node has removed its file.
+const LOCK_ATTEMPTS: usize = 16;
 
 /// A socket's file and the lock of the node that serves it. Both files are removed on drop.
 #[derive(Debug)]
@@ -45,11 +47,9 @@ impl SocketFile {
         let mut lock_path = path.as_os_str().to_owned();
         lock_path.push(".lock");
         let lock_path = PathBuf::from(lock_path);
-        let lock = open_lock(&lock_path).map_err(failed("open the lock file of the socket"))?;
         // Two nodes that start at the same time can both find the path free. The lock decides.
-        let lock =
-            LockedFile::try_lock(lock).map_err(failed("lock the lock file of the socket"))?;
-        let Ok(lock) = lock else {
+        let lock = lock(&lock_path).map_err(failed("lock the lock file of the socket"))?;
+        let Some(lock) = lock else {
             return Err(path_error(SocketPlaceError::Taken { path: path.to_owned() }));
         };
         if found == SocketPathState::Stale {
@@ -90,6 +90,18 @@ fn bind_private(path: &Path) -> io::Result<UnixListener> {
     Ok(UnixListener::from(socket))
 }
 
+/// Locks a lock file; nothing if another node has the lock.
+fn lock(path: &Path) -> io::Result<Option<LockedFile>> {
+    for _ in 0..LOCK_ATTEMPTS {
+        let Ok(lock) = LockedFile::try_lock(open_lock(path)?)? else { break };
+        // Otherwise a node that ends has removed this file, and a new node would lock another one.
+        if lock.is_at(path)? {
+            return Ok(Some(lock));
+        }
+    }
+    Ok(None)
+}
+
 fn open_lock(path: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.create(true).truncate(false).write(true).mode(0o600);
@@ -108,6 +120,8 @@ impl Drop for SocketFile {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
     use super::*;
 
     #[test]
@@ -123,6 +137,31 @@ mod tests {
         assert!(!path.exists());
         drop(UnixListener::bind(&path).expect("the path is free again"));
         SocketFile::listen(&path, 0o660, None).expect("the socket is stale");
+    }
+
+    /// A node could lock a file that its last owner had just removed. Another node then locked a new
+    /// file of that name, and both served the path.
+    #[test]
+    fn of_nodes_that_come_and_go_one_at_a_time_has_the_lock() {
+        let directory = tempfile::tempdir().expect("a temporary directory");
+        let path = directory.path().join("cascade.sock");
+        let (holders, taken) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..500 {
+                        let Ok(Some(lock)) = lock(&path) else { continue };
+                        assert_eq!(holders.fetch_add(1, Ordering::SeqCst), 0, "it has two owners");
+                        std::thread::yield_now();
+                        holders.fetch_sub(1, Ordering::SeqCst);
+                        taken.fetch_add(1, Ordering::SeqCst);
+                        fs::remove_file(&path).expect("its owner removes it");
+                        drop(lock);
+                    }
+                });
+            }
+        });
+        assert!(taken.into_inner() > 0);
     }
 
     /// The umask was changed around each bind. Two binds at the same time could leave it at 0177,

@@ -151,7 +151,7 @@ fn refused_requests_and_health_checks_have_no_spans() {
 
 #[test]
 fn a_node_works_and_stops_though_its_trace_collector_hangs() {
-    // Connections are accepted by the kernel, and nobody answers.
+    // The kernel accepts connections; no process answers.
     let collector = TcpListener::bind("127.0.0.1:0").unwrap();
     let endpoint = collector.local_addr().unwrap();
     let mut node = ServedNode::start(&format!("traces_endpoint = \"http://{endpoint}\"\n"));

@@ -262,10 +262,14 @@ fn parts_of_requests_among_other_calls_keep_blocks_and_counts() {
             let mut trace = Trace::new(kind, seed, Some(visits), true);
             trace.run(200);
             let blocks = trace.eviction.blocks();
+            let mut without_cycle = HashSet::new();
             for slot in trace.slots.values() {
                 let ancestors = std::iter::successors(Some(*slot), |at| blocks.next_ancestor(*at));
                 let mut seen = HashSet::new();
-                assert!(ancestors.take(CAPACITY + 1).all(|at| seen.insert(at)), "a cycle");
+                for at in ancestors.take_while(|at| !without_cycle.contains(at)) {
+                    assert!(seen.insert(at), "a cycle");
+                }
+                without_cycle.extend(seen);
             }
             trace.evict_all();
         }
