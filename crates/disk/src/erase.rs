@@ -71,24 +71,30 @@ impl Erasure {
         is_gone
     }
 
-    /// Erases the manifests of a directory and syncs the removals. Manifests are kept as long as
-    /// block files remain: without its manifest, encrypted data would be taken for plain blocks.
+    /// Erases the manifests of a directory and syncs the removals. Manifests are kept as long as a
+    /// block file may be there, or come back by a power loss: without its manifest, encrypted data
+    /// would be taken for plain blocks.
     pub(crate) fn erase_manifests(
         &mut self,
         io: &FileIo,
         directory: &Path,
-        remaining: &[PathBuf],
+        are_blocks_gone: bool,
         deadline: Deadline,
     ) {
-        if !remaining.is_empty() {
-            let why = io::Error::other("block files of their namespaces were not removed");
-            self.add_remaining(&directory.join("manifests"), "not removed", &why);
-            self.sync(io, directory, deadline);
-            return;
-        }
-        match manifests::files(io, directory, deadline) {
-            Ok(paths) => drop(self.erase(io, paths, deadline)),
-            Err(error) => self.add_remaining(&directory.join("manifests"), "not listed", &error),
+        let manifests = directory.join("manifests");
+        if are_blocks_gone {
+            match manifests::files(io, directory, deadline) {
+                // There may be no directory to sync.
+                Ok(paths) if paths.is_empty() => {}
+                Ok(paths) => {
+                    drop(self.erase(io, paths, deadline));
+                    self.sync(io, &manifests, deadline);
+                }
+                Err(error) => self.add_remaining(&manifests, "not listed", &error),
+            }
+        } else {
+            let why = io::Error::other("block files of their namespaces may be left");
+            self.add_remaining(&manifests, "not removed", &why);
         }
         self.sync(io, directory, deadline);
     }
@@ -110,36 +116,39 @@ impl Erasure {
     }
 }
 
-/// Lists the files below a directory that `is_ours` accepts, including those in subdirectories.
+/// Lists the files below a directory that `is_ours` accepts, including those in subdirectories, and
+/// all these directories.
 pub(crate) fn files_below(
     io: &FileIo,
     directory: &Path,
     deadline: Deadline,
     is_ours: fn(&Path) -> bool,
-) -> Result<Vec<PathBuf>, DiskError> {
+) -> Result<(Vec<PathBuf>, Vec<PathBuf>), DiskError> {
     let top = directory.to_owned();
     io.call("list", directory, deadline, move |files| {
-        let mut found = Vec::new();
-        let mut pending = list(files, &top)?;
+        let (mut found, mut directories, mut pending) = (Vec::new(), Vec::new(), vec![top]);
         while let Some(path) = pending.pop() {
             if is_ours(&path) {
                 found.push(path);
-            } else if path.extension().is_none() {
-                pending.extend(list(files, &path)?);
+            } else if path.extension().is_none()
+                && let Some(inside) = list(files, &path)?
+            {
+                pending.extend(inside);
+                directories.push(path);
             }
         }
-        Ok(found)
+        Ok((found, directories))
     })
 }
 
-/// Lists a directory. The list is empty if the path does not exist or is not a directory.
-fn list(files: &dyn FileOperations, path: &Path) -> io::Result<Vec<PathBuf>> {
+/// Lists a directory; `None` if the path does not exist or is not a directory.
+fn list(files: &dyn FileOperations, path: &Path) -> io::Result<Option<Vec<PathBuf>>> {
     match files.list(path) {
         Err(error)
             if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) =>
         {
-            Ok(Vec::new())
+            Ok(None)
         }
-        other => other,
+        other => other.map(Some),
     }
 }

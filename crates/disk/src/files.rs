@@ -288,10 +288,14 @@ impl Tier for FilesTier {
         let mut keeps = |meta: &BlockFacts, address| keep(&meta.key, address);
         let mut reclaimed = self.files()?.reclaim(&mut keeps, deadline).map_err(TierError::from)?;
         let mut alias_locations = self.alias_locations();
-        // The store knows only the shared address: the places of aliases are updated here.
-        for (key, old, new) in &reclaimed.moved {
-            if let Some(other) = alias_locations.get_mut(key).filter(|other| other.place == *old) {
-                other.place = *new;
+        // An alias has the address of its content and that of its own bytes. Either may have moved.
+        let moved: HashMap<_, _> =
+            reclaimed.moved.iter().map(|(_, old, new)| (*old, *new)).collect();
+        if !moved.is_empty() {
+            for other in alias_locations.values_mut() {
+                let AliasLocation { shared, place } = *other;
+                let after = |address| moved.get(&address).copied().unwrap_or(address);
+                *other = AliasLocation { shared: after(shared), place: after(place) };
             }
         }
         for (key, place) in &mut reclaimed.dropped {
@@ -307,15 +311,15 @@ impl Tier for FilesTier {
 
     fn recover(&self) -> Vec<(BlockFacts, Address)> {
         let mut recovery = self.recovery.lock().unwrap_or_else(PoisonError::into_inner);
-        let live = std::mem::take(&mut recovery.live);
+        let mut live = std::mem::take(&mut recovery.live);
         let mut alias_locations = self.alias_locations();
         let mut first_place = HashMap::new();
-        for (facts, place) in &live {
+        for (facts, address) in &mut live {
             let Some(digest) = facts.digest else { continue };
-            // The store links blocks of one digest to one content, with the address of the first.
-            let shared = *first_place.entry(digest).or_insert(*place);
-            if shared != *place {
-                alias_locations.insert(facts.key, AliasLocation { shared, place: *place });
+            let (shared, place) = (*first_place.entry(digest).or_insert(*address), *address);
+            if shared != place {
+                alias_locations.insert(facts.key, AliasLocation { shared, place });
+                *address = shared;
             }
         }
         live

@@ -83,7 +83,7 @@ impl Deadline {
     }
 
     /// A deadline at a monotonic time of the clock.
-    pub fn at(time: Duration) -> Self {
+    pub const fn at(time: Duration) -> Self {
         Self(time)
     }
 

@@ -16,6 +16,10 @@ pub enum Plant {
     LateDeadline,
     /// A lease outlives the slab that it grants.
     OutlivingLease,
+    /// A notice is given before the bytes of its batch have arrived.
+    EarlyNotice,
+    /// The cancel of a batch returns while its memory is still written.
+    EarlyCancel,
 }
 
 /// A name that is no plant's.
@@ -25,12 +29,14 @@ pub struct UnknownPlant(String);
 
 impl Plant {
     /// All plants.
-    pub const ALL: [Self; 5] = [
+    pub const ALL: [Self; 7] = [
         Self::LostWakeUp,
         Self::EarlyPublish,
         Self::StaleAddress,
         Self::LateDeadline,
         Self::OutlivingLease,
+        Self::EarlyNotice,
+        Self::EarlyCancel,
     ];
 
     /// Its name on a command line.
@@ -41,6 +47,8 @@ impl Plant {
             Self::StaleAddress => "stale-address",
             Self::LateDeadline => "late-deadline",
             Self::OutlivingLease => "outliving-lease",
+            Self::EarlyNotice => "early-notice",
+            Self::EarlyCancel => "early-cancel",
         }
     }
 }

@@ -281,7 +281,8 @@ pub trait Tier: Send + Sync + fmt::Debug {
         deadline: Deadline,
     ) -> Result<MakeRoomOutcome, TierError>;
 
-    /// Returns the blocks of earlier runs, once.
+    /// Returns the blocks of earlier runs, once. All names of the same bytes have one address, if
+    /// the tier knows that they do.
     fn recover(&self) -> Vec<(BlockFacts, Address)>;
 
     /// Returns once all stored blocks would survive a restart, if the tier is persistent.

@@ -19,21 +19,18 @@ impl PerBlockFiles {
         let _reclaims = self.reclaim_lock.lock(deadline, clock).ok_or_else(timed_out)?;
         let _renames = self.rename_lock.lock(deadline, clock).ok_or_else(timed_out)?;
         let blocks = self.config.directory.join("blocks");
-        let found = files_below(&self.io, &blocks, deadline, |path| {
+        let (found, mut directories) = files_below(&self.io, &blocks, deadline, |path| {
             has_extension(path, &["block", "tmp"])
         })?;
         *self.table() = BlockFileTable::default();
         let mut erased = Erasure::default();
-        let mut directories: Vec<_> =
-            found.iter().filter_map(|path| path.parent().map(ToOwned::to_owned)).collect();
-        let remaining = erased.erase(&self.io, found, deadline);
+        let mut are_gone = erased.erase(&self.io, found, deadline).is_empty();
+        // Also those without files: an earlier removal may not be on stable storage.
         directories.sort_unstable();
-        directories.dedup();
         for directory in directories {
-            erased.sync(&self.io, &directory, deadline);
+            are_gone &= erased.sync(&self.io, &directory, deadline);
         }
-        let directory = &self.config.directory;
-        erased.erase_manifests(&self.io, directory, &remaining, deadline);
+        erased.erase_manifests(&self.io, &self.config.directory, are_gone, deadline);
         Ok(erased.report)
     }
 }

@@ -41,9 +41,9 @@ impl SegmentFiles {
         self.moved_addresses.write().unwrap_or_else(PoisonError::into_inner).clear();
         unreported.clear();
         self.aliases().clear();
-        for path in others {
+        for path in &others {
             let why = std::io::Error::other("it belongs to another writer of this directory");
-            erased.add_remaining(&path, "not removed", &why);
+            erased.add_remaining(path, "not removed", &why);
         }
         // The oldest first: without a mark, a crash leaves the newest blocks and no earlier ones.
         segments.sort_unstable_by_key(|path| segment_name(path).map(|(_, number)| number));
@@ -60,11 +60,14 @@ impl SegmentFiles {
             }
         }
         // The mark stays while a segment may come back.
-        if is_marked && remaining.is_empty() && erased.sync(&self.io, directory, deadline) {
+        let mut are_gone = remaining.is_empty() && erased.sync(&self.io, directory, deadline);
+        if is_marked && are_gone {
             let mark = vec![checkpoint_path(&self.config)];
-            remaining = erased.erase(&self.io, mark, deadline);
+            are_gone = erased.erase(&self.io, mark, deadline).is_empty();
         }
-        erased.erase_manifests(&self.io, directory, &remaining, deadline);
+        // Writers share the manifests.
+        are_gone &= others.iter().all(|path| segment_name(path).is_none());
+        erased.erase_manifests(&self.io, directory, are_gone, deadline);
         Ok(erased.report)
     }
 

@@ -9,7 +9,7 @@ use cascade_block::{Manifest, Namespace, TenantSecret};
 use cascade_disk::conformance::{self, append, content, deadline};
 use cascade_disk::io::FileIo;
 use cascade_disk::io::fault::{Fault, FaultPlan};
-use cascade_disk::{FileLayout, FilesConfig, IoEngine, open, open_with};
+use cascade_disk::{FileLayout, FilesConfig, IoEngine, WriterName, open, open_with};
 use cascade_runtime::SystemClock;
 
 const LENGTH: usize = 40_000;
@@ -169,6 +169,27 @@ fn a_file_whose_erase_hangs_is_kept_reported_and_counted() {
         assert_eq!(files.stats().used_bytes, 0);
     }
     assert!(left >= 1, "overwriting or removing a segment can hang");
+}
+
+/// The manifests that mark a tier as encrypted were removed while another writer had blocks, which
+/// were taken for unencrypted ones at its next opening.
+#[test]
+fn an_erase_keeps_the_manifests_of_another_writer_with_segments() {
+    let directory = tempfile::tempdir().unwrap();
+    let (pool, clock) = (conformance::pool(), Arc::new(SystemClock));
+    let of = |name: &str| FilesConfig {
+        writer: WriterName::new(name).unwrap(),
+        ..config(directory.path(), FileLayout::Segments)
+    };
+    let (other, _) = open(of("other"), clock.clone(), &pool, deadline()).unwrap();
+    append(&*other, &pool, &[(1, LENGTH)]);
+    let (files, _) = open(of("own"), clock, &pool, deadline()).unwrap();
+    let namespace = Namespace::new(Manifest::new().with("a", "b"), &TenantSecret::new("s"));
+    files.register_manifest(&namespace, deadline()).unwrap();
+    let erased = files.erase(deadline()).unwrap();
+    assert_eq!(files.manifests(deadline()).unwrap().len(), 1, "{erased:?}");
+    assert_eq!(other.erase(deadline()).unwrap().left, []);
+    assert_eq!(other.manifests(deadline()).unwrap(), []);
 }
 
 /// A crash between two removals left an older segment without the newer ones, and the next opening

@@ -15,6 +15,7 @@ mod kill;
 mod model;
 mod next_segment;
 mod registered;
+mod shared_bytes;
 mod shared_syncs;
 mod small_disk;
 mod syncs;

@@ -284,7 +284,9 @@ fn send_run(
 
 /// Stores a batch, and makes room for blocks that do not fit. Each round tries the blocks that
 /// still lack room. It ends when all are stored, at the deadline, or after more than
-/// [`INEFFECTIVE_ROUNDS_MAX`] rounds without progress.
+/// [`INEFFECTIVE_ROUNDS_MAX`] rounds without progress. Progress is fewer blocks without room than
+/// after any round before: where a batch does not fit as a whole, room for its last blocks is made
+/// by dropping the first ones, which are then stored again, without end.
 fn store_with_room(
     core: &Arc<StoreCore>,
     stage: usize,
@@ -293,6 +295,7 @@ fn store_with_room(
 ) -> Vec<Result<Address, TierError>> {
     let mut results: Vec<_> = blocks.iter().map(|_| Err(TierError::Full)).collect();
     let mut remaining: Vec<usize> = (0..blocks.len()).collect();
+    let mut fewest = remaining.len();
     let (mut ineffective, mut rounds) = (0, 0);
     while !remaining.is_empty() {
         let batch = remaining.iter().map(|at| blocks[*at].clone()).collect();
@@ -302,12 +305,12 @@ fn store_with_room(
         for (at, result) in remaining.iter().zip(stored) {
             results[*at] = result;
         }
-        let before = remaining.len();
         remaining.retain(|at| matches!(results[*at], Err(TierError::Full)));
         let may_keep = rounds < KEEPING_ROUNDS_MAX;
         rounds += 1;
         // Rounds that keep blocks can free nothing; only those that keep none are counted.
-        ineffective = if remaining.len() < before || may_keep { 0 } else { ineffective + 1 };
+        ineffective = if remaining.len() < fewest || may_keep { 0 } else { ineffective + 1 };
+        fewest = fewest.min(remaining.len());
         let is_last = ineffective > INEFFECTIVE_ROUNDS_MAX || deadline.has_passed(&*core.clock);
         if remaining.is_empty() || is_last {
             break;

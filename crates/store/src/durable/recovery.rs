@@ -31,14 +31,8 @@ pub(crate) fn recover(core: &mut StoreCore, recovered: Vec<Recovered>) {
                 continue;
             }
             // The ledger recorded this address for the block in DRAM: the bytes are the same.
-            if restored.is_stored_at(&facts.key, at, address)
-                && let Some(key) = state.catalog.find(&facts.key)
-            {
-                let content = state.catalog.entry(key).content;
-                state.catalog.set_address(content, at, Some(address));
-                continue;
-            }
-            insert_recovered(state, at, &facts, address);
+            let is_same = restored.is_stored_at(&facts.key, at, address);
+            insert_recovered(state, at, &facts, (address, is_same));
             parents.extend(facts.parent.map(|parent| (facts.key, parent)));
         }
     }
@@ -66,12 +60,13 @@ fn count_restored(core: &mut StoreCore, started: Duration) {
     }
 }
 
-/// Adds one block of a stage to the catalog. Its checksum is compared when it is read.
+/// Adds one block of a stage to the catalog. Its checksum is compared when it is read. `is_same`:
+/// it has the bytes of the block in DRAM.
 fn insert_recovered(
     state: &mut StoreState,
     stage: usize,
     facts: &BlockFacts,
-    address: cascade_tier::tier::Address,
+    (address, is_same): (cascade_tier::tier::Address, bool),
 ) {
     debug_assert!(stage < LOWER_STAGES_MAX, "the pipeline limits the number of stages");
     let new = NewKey {
@@ -81,17 +76,17 @@ fn insert_recovered(
         expires_unix_ms: facts.expires_unix_ms.unwrap_or(0),
     };
     if let Some(key) = state.catalog.find(&facts.key) {
-        // A faster tier has this key already. If the bytes cannot be shown to be the same, drop the
-        // slower copy, because it may be older.
         let content = state.catalog.entry(key).content;
-        let is_same = state.catalog.content(content).bytes == facts.bytes
-            && !state.catalog.content(content).has_address(stage)
-            && facts.digest.is_some()
-            && facts.digest.as_ref() == state.catalog.digest_of(content);
-        if is_same {
-            state.set_address(content, stage, address);
-        } else {
-            state.push_key_change(stage, KeyChange::Remove(facts.key, address));
+        let is_same = is_same
+            || state.catalog.content(content).bytes == facts.bytes
+                && facts.digest.is_some()
+                && facts.digest.as_ref() == state.catalog.digest_of(content);
+        match state.catalog.address(content, stage) {
+            None if is_same => state.set_address(content, stage, address),
+            Some(known) if is_same && known == address => {}
+            // A faster tier has this key already, and its bytes cannot be shown to be the same: the
+            // slower copy may be older. Or it is a second copy.
+            None | Some(_) => state.push_key_change(stage, KeyChange::Remove(facts.key, address)),
         }
         return;
     }

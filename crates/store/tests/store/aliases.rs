@@ -5,19 +5,23 @@ use std::sync::atomic::Ordering;
 use std::thread;
 
 use cascade_block::{DigestAlgorithm, DigestMode};
+use cascade_runtime::ManualClock;
+use cascade_store::stages::StageRegistry;
 use cascade_store::{
-    BlockState, CallOptions, GetOutcome, Loss, Put, PutOutcome, Store, StoreConfig, ViewOutcome,
+    BlockState, CallOptions, FileLayout, FilesConfig, GetOutcome, Loss, Put, PutOutcome, Store,
+    StoreConfig, ViewOutcome,
 };
 
-use crate::blocks::{bytes_of, check, dram, key, keys, put};
+use crate::blocks::{MIB, bytes_of, check, dram, key, keys, put, wait_until};
+use crate::named_pool;
 use crate::third_party::{MapStage, flush, open};
 
 const BLOCK: usize = 64 << 10;
+const DIGEST: DigestMode = DigestMode::On(DigestAlgorithm::Blake3);
 
 /// A store whose lower tier alone has the bytes of key 0.
 fn open_with_key_0() -> (Store, Arc<MapStage>) {
-    let digest = DigestMode::On(DigestAlgorithm::Blake3);
-    let (store, stage) = open(StoreConfig { digest, ..dram(4) });
+    let (store, stage) = open(StoreConfig { digest: DIGEST, ..dram(4) });
     assert!(matches!(put_as(&store, 0), PutOutcome::Stored));
     evict(&store);
     (store, stage)
@@ -182,8 +186,7 @@ fn a_key_whose_block_is_dropped_before_it_is_recorded_is_absent() {
 /// the other key before that was recorded.
 #[test]
 fn a_key_that_is_put_again_leaves_the_bytes_of_another_one() {
-    let digest = DigestMode::On(DigestAlgorithm::Blake3);
-    let (store, stage) = open(StoreConfig { digest, ..dram(4) });
+    let (store, stage) = open(StoreConfig { digest: DIGEST, ..dram(4) });
     stage.has_one_block_a_key.store(true, Ordering::Relaxed);
     let stores = stage.hold_stores();
     put(&store, &keys(600..601), BLOCK);
@@ -217,4 +220,69 @@ fn a_block_that_the_tier_is_dropping_was_reclaimed() {
         assert!(matches!(state, BlockState::Absent { why: Loss::Reclaimed, .. }), "{state:?}");
         drop(rooms);
     }
+}
+
+/// What happened: of two block files with the same bytes, the tier took one for the first and the
+/// store the other. The deletion of a name then left its file, and a restart brought it back.
+#[test]
+fn deleted_names_do_not_come_back_after_warm_restarts() {
+    let directory = named_pool::directory();
+    let open = || {
+        let files = FilesConfig {
+            capacity_bytes: 64 * MIB,
+            layout: FileLayout::FilePerBlock,
+            ..FilesConfig::new(directory.path().join("files"))
+        };
+        let config = StoreConfig {
+            pipeline: "Dram|Files".to_owned(),
+            files: Some(files),
+            digest: DIGEST,
+            ..named_pool::config(directory.path(), 8)
+        };
+        // All files have the same time, so that they are found in the order of a directory.
+        let clock = Arc::new(ManualClock::default());
+        Store::open_with(config, &StageRegistry::default(), clock).unwrap()
+    };
+    // Many share a directory, so that some of the second names are found first.
+    let names = keys(0..400);
+    let store = open();
+    for twins in names.chunks(2) {
+        let bytes = bytes_of(&twins[0], 1000);
+        let puts: Vec<Put<'_>> = twins.iter().map(|name| Put::new(*name, &bytes)).collect();
+        store.put(&puts, CallOptions::default());
+    }
+    flush(&store);
+    store.close().unwrap();
+    drop(store);
+    let store = open();
+    assert_eq!(store.delete(&names), [true; 400]);
+    flush(&store);
+    store.close().unwrap();
+    drop(store);
+    let store = open();
+    let left = store.contains(&names).iter().filter(|is_there| **is_there).count();
+    assert_eq!(left, 0);
+}
+
+/// What happened: the block was written with the time of the first put, and gone after a restart.
+#[test]
+fn a_key_that_expired_before_it_was_written_has_the_time_of_its_next_put() {
+    let (store, stage) = open(StoreConfig { digest: DIGEST, ..dram(4) });
+    let stores = stage.hold_stores();
+    put(&store, &keys(9..10), BLOCK);
+    stores.wait_until_reached();
+    let bytes = bytes_of(&key(0), BLOCK);
+    let put_for = |n, ttl_ms| {
+        let block = Put { ttl_ms, ..Put::new(key(n), &bytes) };
+        store.put(&[block], CallOptions::default()).remove(0)
+    };
+    assert!(matches!(put_for(0, Some(1)), PutOutcome::Stored));
+    // Another key keeps the bytes.
+    assert!(matches!(put_for(1, None), PutOutcome::Deduplicated));
+    wait_until("it has expired", || !store.contains(&[key(0)])[0]);
+    assert!(matches!(put_for(0, None), PutOutcome::Deduplicated));
+    drop(stores);
+    flush(&store);
+    let facts = stage.facts_of(&key(0)).expect("it was written");
+    assert_eq!(facts.expires_unix_ms, None);
 }

@@ -167,6 +167,24 @@ fn a_failed_sync_fails_the_next_flush_of_every_caller() {
     flush(&store);
 }
 
+/// The simulator expected one flush to report both.
+#[test]
+fn a_flush_that_a_stage_fails_leaves_failed_writes_to_the_next() {
+    let (store, stage) = open(StoreConfig { health: frequent_probes(), ..dram(4) });
+    stage.fails.store(true, Relaxed);
+    put(&store, &keys(0..4), BLOCK);
+    wait_for(&store, 0, false);
+    stage.fails.store(false, Relaxed);
+    wait_for(&store, 0, true);
+    stage.fails_flush.store(true, Relaxed);
+    for expected in ["flush", "store some blocks"] {
+        let error = store.flush(CallOptions::default()).unwrap_err();
+        let StoreError::Tier { operation, .. } = error else { panic!("{error}") };
+        assert_eq!(operation, expected);
+    }
+    flush(&store);
+}
+
 /// A node ended with an error about write failures that its clients had already got.
 #[test]
 fn close_does_not_report_a_write_failure_that_was_reported_before() {
@@ -232,6 +250,23 @@ fn a_full_stage_reclaims_its_oldest_blocks() {
     for (tiers, tier) in located.iter().zip(served) {
         assert_eq!(tiers.is_empty(), tier.is_none());
     }
+}
+
+#[test]
+fn blocks_that_do_not_fit_together_do_not_keep_their_stage_busy() {
+    let (store, stage) = open(dram(4));
+    let held = stage.hold_stores();
+    put(&store, &keys(0..1), 500);
+    held.wait_until_reached();
+    // The next batch has both of these, and there is room for either one.
+    put(&store, &keys(1..2), 4096);
+    put(&store, &keys(2..3), 300_000);
+    stage.capacity_bytes.store(300_000, Relaxed);
+    drop(held);
+    store.flush(CallOptions::default()).expect_err("one of them is not stored");
+    let stored = stage.stored.load(Relaxed);
+    assert!(stored < 20, "three blocks were stored {stored} times");
+    assert!(check(&store, &keys(1..3)).iter().all(Option::is_some));
 }
 
 #[test]

@@ -1,7 +1,5 @@
 //! A named pool in a temporary directory, for tests of warm restarts.
 
-#![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
-
 use std::path::{Path, PathBuf};
 
 use cascade_store::{KeepPool, Store, StoreConfig, WarmStats};
@@ -12,7 +10,7 @@ use crate::blocks::dram;
 pub(crate) fn directory() -> tempfile::TempDir {
     let shared = Path::new("/dev/shm");
     let made = tempfile::Builder::new().prefix("cascade-test").tempdir_in(shared);
-    made.or_else(|_| tempfile::tempdir()).unwrap()
+    made.or_else(|_| tempfile::tempdir()).expect("a directory for the test")
 }
 
 pub(crate) fn pool(directory: &Path) -> PathBuf {
@@ -29,5 +27,5 @@ pub(crate) fn config(directory: &Path, mib: u64) -> StoreConfig {
 }
 
 pub(crate) fn warm(store: &Store) -> WarmStats {
-    store.stats().warm.unwrap()
+    store.stats().warm.expect("its pool is named")
 }

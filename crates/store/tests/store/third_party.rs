@@ -157,6 +157,8 @@ impl Drop for HangGuard {
 
 #[derive(Debug)]
 struct StoredBlock {
+    /// Of the name with which it was stored.
+    facts: BlockFacts,
     names: BTreeSet<BlockKey>,
     bytes: Vec<u8>,
 }
@@ -206,12 +208,12 @@ impl MapStage {
         HangGuard::new(&self.loaded_held)
     }
 
-    /// Number of stored blocks.
     /// Holds calls to make room, once they have removed blocks.
     pub(crate) fn hold_rooms(&self) -> HangGuard {
         HangGuard::new(&self.rooms_held)
     }
 
+    /// Number of stored blocks.
     pub(crate) fn block_count(&self) -> usize {
         self.blocks.lock().unwrap().len()
     }
@@ -229,8 +231,14 @@ impl MapStage {
     pub(crate) fn add_survivor(&self, facts: BlockFacts, bytes: Vec<u8>) {
         let address = self.next.fetch_add(1, Ordering::Relaxed);
         let names = BTreeSet::from([facts.key]);
-        self.blocks.lock().unwrap().insert(address, StoredBlock { names, bytes });
+        self.blocks.lock().unwrap().insert(address, StoredBlock { facts, names, bytes });
         self.survivors.lock().unwrap().push((facts, Address(address)));
+    }
+
+    /// The facts with which a block was stored.
+    pub(crate) fn facts_of(&self, key: &BlockKey) -> Option<BlockFacts> {
+        let blocks = self.blocks.lock().unwrap();
+        blocks.values().map(|kept| kept.facts).find(|facts| facts.key == *key)
     }
 
     /// Whether a stored block has this name.
@@ -330,7 +338,7 @@ impl Stage for MapStage {
             let names = BTreeSet::from([facts.key]);
             blocks.insert(
                 address,
-                StoredBlock { names, bytes: slab.host().expect("host memory").to_vec() },
+                StoredBlock { facts, names, bytes: slab.host().expect("host memory").to_vec() },
             );
             self.stored.fetch_add(1, Ordering::Relaxed);
             Ok(Address(address))

@@ -17,7 +17,7 @@ use cascade_disk::{
 use cascade_memory::{HugePages, Pool, PoolConfig, Slab};
 use cascade_runtime::simulated::{Domain, Ending, Random, Report, Settings, World};
 use cascade_runtime::{Clock, Deadline, LeafMutex, SystemClock, now, sleep};
-use cascade_sim::disk::{DiskSettings, Episode, Latency, SimDisk};
+use cascade_sim::disk::{CallKind, DiskFault, DiskSettings, Episode, Latency, SimDisk};
 
 const DIRECTORY: &str = "/tier/files";
 const CAPACITY_BYTES: u64 = 24 << 20;
@@ -293,6 +293,47 @@ fn a_power_loss_after_the_first_acknowledgement_loses_nothing() {
             assert_recovered(&recovery, &stored);
             assert_hits(files.as_ref(), &pool, &stored);
             assert_eq!(files.manifests(deadline()).unwrap().len(), 1, "seed {seed}");
+        }
+    }
+}
+
+/// Erases a tier with a manifest, a block, and one that was removed just before; then the power is
+/// lost. Syncs may fail during the erase.
+fn lose_power_after_an_erase(seed: u64, layout: FileLayout, syncs_fail: bool) {
+    let disk = new_disk(DiskSettings::without_latency(seed));
+    let config = small_config(layout, false);
+    let (files, _) = open(&disk, &config);
+    let manifest = Manifest::new().with("dtype", "bf16");
+    let namespace = Namespace::new(manifest, &TenantSecret::new([1, 2, 3]));
+    files.register_manifest(&namespace, deadline()).unwrap();
+    let stored = conformance::append(files.as_ref(), &small_pool(), &[(1, 5000), (2, 300)]);
+    files.sync(deadline()).unwrap();
+    files.remove(&[(key(1), stored[0].address)], deadline()).unwrap();
+    if syncs_fail {
+        let fault = DiskFault::Error(CallKind::Sync);
+        disk.inject(Episode::new(fault, Duration::ZERO, Duration::MAX));
+    }
+    let erased = files.erase(deadline()).unwrap();
+    disk.clear_faults();
+    disk.power_loss();
+    drop(files);
+    let (files, recovery) = open(&disk, &config);
+    let manifests = files.manifests(deadline()).unwrap();
+    let what = format!("seed {seed}, {layout:?}: {} blocks, {erased:?}", recovery.live.len());
+    assert_eq!(erased.left.is_empty(), !syncs_fail, "{what}");
+    assert!(recovery.live.is_empty() || syncs_fail, "{what}");
+    assert_eq!(manifests.len(), usize::from(syncs_fail), "{what}");
+}
+
+/// An erase removed the manifests before the removals of blocks were on stable storage. A power
+/// loss then left a block of an encrypted tier that nothing marked as encrypted, and the store
+/// refused to open.
+#[test]
+fn a_power_loss_after_an_erase_leaves_no_block_without_its_manifest() {
+    for seed in 0..100 {
+        for layout in LAYOUTS {
+            lose_power_after_an_erase(seed, layout, false);
+            lose_power_after_an_erase(seed, layout, true);
         }
     }
 }

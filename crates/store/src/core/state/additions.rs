@@ -30,14 +30,19 @@ impl StoreState {
     }
 
     /// The write of a content under one of its keys. The key that it was queued with may have been
-    /// deleted and put again with other bytes: a stage with one block for each key would replace
-    /// the first by the second, while other keys share its bytes.
-    pub(crate) fn with_current_key(&mut self, pending: PendingWrite) -> PendingWrite {
-        let found = self.catalog.find(&pending.facts.key);
-        let is_current =
-            found.is_some_and(|key| self.catalog.entry(key).content == pending.content);
+    /// deleted and put again, with other bytes: a stage with one block for each key would replace
+    /// the first by the second, while other keys share its bytes. Or with the same bytes, and
+    /// another time at which it expires.
+    pub(crate) fn with_current_key(&mut self, mut pending: PendingWrite) -> PendingWrite {
         let place = (pending.content, pending.generation);
-        if is_current || self.catalog.live_content(place).is_none() {
+        if self.catalog.live_content(place).is_none() {
+            return pending;
+        }
+        let found = self.catalog.find(&pending.facts.key).map(|key| self.catalog.entry(key));
+        if let Some(entry) = found.filter(|entry| entry.content == pending.content) {
+            let expires = entry.expires_unix_ms;
+            pending.facts.expires_unix_ms = (expires != 0).then_some(expires);
+            pending.facts.is_prefix = entry.is_prefix();
             return pending;
         }
         let Some(key) = self.catalog.each_key_of(pending.content).next() else { return pending };

@@ -1,0 +1,108 @@
+//! Names of the same bytes: the tier and its caller mean the same address, over reopenings too.
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::path::Path;
+use std::sync::Arc;
+
+use cascade_block::{BlockKey, Digest};
+use cascade_disk::conformance::{block, deadline, key, meta, pool};
+use cascade_disk::{Address, BlockFacts, FileLayout, FilesConfig, FilesTier};
+use cascade_memory::Pool;
+use cascade_runtime::SystemClock;
+use cascade_tier::TierName;
+use cascade_tier::tier::{Load, LoadOutcome, Tier};
+
+const LENGTH: usize = 5000;
+const CAPACITY_BYTES: u64 = 1 << 20;
+
+fn open(directory: &Path, layout: FileLayout, pool: &Pool) -> FilesTier {
+    let config = FilesConfig {
+        capacity_bytes: CAPACITY_BYTES,
+        segment_bytes: 256 << 10,
+        layout,
+        ..FilesConfig::new(directory)
+    };
+    let name: TierName = "files";
+    FilesTier::open(config, name, Arc::new(SystemClock), pool, deadline()).unwrap()
+}
+
+/// Block `number` with the bytes and the digest of block 1.
+fn twin(number: u64) -> BlockFacts {
+    BlockFacts { digest: Some(Digest::from_bytes([1; 32])), ..meta(number, LENGTH) }
+}
+
+fn store(tier: &FilesTier, pool: &Pool, facts: BlockFacts, body: u64) -> Address {
+    let (_, slab) = block(pool, body, LENGTH);
+    tier.store(vec![(facts, slab)], deadline()).remove(0).unwrap()
+}
+
+fn recovered(tier: &FilesTier) -> Vec<(BlockKey, Address)> {
+    tier.recover().into_iter().map(|(facts, address)| (facts.key, address)).collect()
+}
+
+fn is_hit(tier: &FilesTier, pool: &Pool, key: BlockKey, address: Address) -> bool {
+    let slab = pool.allocate(LENGTH).unwrap();
+    let outcome = tier.load(vec![Load { key, address, slab }], deadline()).remove(0);
+    matches!(outcome, LoadOutcome::Hit(_))
+}
+
+/// Two blocks with the same bytes are found with one address, by which both are read and removed,
+/// whichever the tier takes for the first.
+fn one_address_names_both(layout: FileLayout) {
+    let directory = tempfile::tempdir().unwrap();
+    let pool = pool();
+    let tier = open(directory.path(), layout, &pool);
+    store(&tier, &pool, twin(1), 1);
+    store(&tier, &pool, twin(2), 1);
+    drop(tier);
+    let tier = open(directory.path(), layout, &pool);
+    let found = recovered(&tier);
+    let [(_, address), (_, other)] = found[..] else { panic!("{found:?}") };
+    assert_eq!(address, other);
+    assert!([1, 2].iter().all(|number| is_hit(&tier, &pool, key(*number), address)));
+    tier.remove(&[(key(1), address), (key(2), address)], deadline()).unwrap();
+    drop(tier);
+    assert_eq!(recovered(&open(directory.path(), layout, &pool)), []);
+}
+
+#[test]
+fn one_address_names_both_segments() {
+    one_address_names_both(FileLayout::Segments);
+}
+
+#[test]
+fn one_address_names_both_block_files() {
+    one_address_names_both(FileLayout::FilePerBlock);
+}
+
+/// Reclaim moves the first of them: its caller knows both by the new address from then on.
+#[test]
+fn one_address_names_both_after_a_move() {
+    let directory = tempfile::tempdir().unwrap();
+    let pool = pool();
+    let layout = FileLayout::Segments;
+    let tier = open(directory.path(), layout, &pool);
+    store(&tier, &pool, twin(1), 1);
+    // The second one is in another segment, which is younger.
+    for number in 10..60 {
+        store(&tier, &pool, meta(number, LENGTH), number);
+    }
+    store(&tier, &pool, twin(2), 1);
+    drop(tier);
+    let tier = open(directory.path(), layout, &pool);
+    let found = recovered(&tier);
+    let mut address = found.iter().find(|(found, _)| *found == key(1)).unwrap().1;
+    let is_twin = |found: &BlockKey| [key(1), key(2)].contains(found);
+    let room = tier.make_room(&mut |found, _| is_twin(found), deadline()).unwrap();
+    for (found, old, new) in &room.moved {
+        if *found == key(1) && *old == address {
+            address = *new;
+        }
+    }
+    assert!(!room.moved.is_empty(), "{room:?}");
+    assert!([1, 2].iter().all(|number| is_hit(&tier, &pool, key(*number), address)));
+    tier.remove(&[(key(1), address), (key(2), address)], deadline()).unwrap();
+    drop(tier);
+    let left = recovered(&open(directory.path(), layout, &pool));
+    assert!(!left.iter().any(|(found, _)| is_twin(found)), "{left:?}");
+}
