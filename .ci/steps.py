@@ -73,6 +73,7 @@ FULL = (
     Step("prove-wheel"),
     Step("test-gpu-fake"),
     Step("sim"),
+    Step("sim-transport"),
     Step("test-machine"),
     Step("smoke-bench"),
     Step("soak"),

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Literal, Self, SupportsIndex, TypeAlias, Unpack, final, overload
+from typing import Literal, Protocol, Self, SupportsIndex, TypeAlias, Unpack, final, overload
 
 from typing_extensions import Buffer, CapsuleType
 
@@ -13,6 +13,7 @@ from cascadekv.hints import Hints
 from cascadekv.results import ChangeKind, DeclineReason, GetStatus, PutStatus
 from cascadekv.stages import Stage
 from cascadekv.stats import Stats
+from cascadekv.transfer import Tls
 
 __all__ = [
     "BlockKey",
@@ -778,13 +779,35 @@ def check_stage(make: Callable[[], Stage], /) -> None:
     `AssertionError` that describes the first failed check.
     """
 
+class _RdmaSettings(Protocol):
+    @property
+    def use(self) -> Literal["require", "prefer"]: ...
+    @property
+    def devices(self) -> Sequence[str]: ...
+    @property
+    def near_gpu(self) -> str | None: ...
+    @property
+    def gid_index(self) -> int | None: ...
+    @property
+    def queue_pairs(self) -> int: ...
+    @property
+    def timeout(self) -> int: ...
+    @property
+    def traffic_class(self) -> int: ...
+    @property
+    def flush(self) -> Literal["gpu", "always", "never"]: ...
+    @property
+    def relaxed_ordering(self) -> bool: ...
+
 @final
 class TransportEndpoint:
     """One side of connections to other processes; `cascadekv.transfer` builds on it.
 
     `geometry`, at most 64 KiB, is what peers learn of its regions. `accepts` is called with that of
     each peer and returns `None`, or why the peer is refused. `token`, of at least 16 bytes, must be
-    known to both sides.
+    known to both sides. `tls` encrypts TCP connections. Large batches are divided among `streams`,
+    at most 16. `heartbeat`, an interval and a limit, disconnects peers that were connected to and
+    that answer nothing within the limit.
     """
 
     def __new__(
@@ -794,6 +817,9 @@ class TransportEndpoint:
         geometry: bytes = ...,
         accepts: Callable[[bytes], str | None] | None = None,
         token: str | bytes | None = None,
+        tls: Tls | None = None,
+        streams: int = 1,
+        heartbeat: tuple[_Duration, _Duration] | None = None,
     ) -> Self: ...
     @property
     def id(self) -> bytes:
@@ -815,8 +841,29 @@ class TransportEndpoint:
         owner: object,
     ) -> int:
         """Register host memory at an address, which must stay mapped while `owner` lives."""
+    def register_gpu(
+        self,
+        address: int,
+        length: int,
+        *,
+        device: int,
+        access: Literal["local", "read", "write", "both"],
+        owner: object,
+    ) -> int:
+        """Register memory of a GPU, which only RDMA reaches; it must live as long as `owner`.
+
+        Needs `use_rdma`, and a driver with DMA-BUF. `device` is the GPU's index below 16.
+        """
+    def use_rdma(self, settings: _RdmaSettings) -> str:
+        """Open an RDMA device and return its name; raises `ConfigError` if there is none.
+
+        From then on, `connect` to a TCP port uses RDMA.
+        """
     def unregister(self, region: int, *, timeout: _Duration) -> None:
-        """Remove a region and wait until no batch uses it; raises `BusyError` if one does."""
+        """Remove a region and wait until no batch uses it; raises `BusyError` if one does.
+
+        No new batch can use it then, and another call waits again.
+        """
     def listen(self, address: str) -> str:
         """Listen on `IP:PORT` or `unix:PATH`; return the address with its port."""
     def connect(self, address: str, *, timeout: _Duration) -> TransportConnection:
@@ -839,6 +886,15 @@ class TransportConnection:
     @property
     def regions(self) -> list[tuple[int, int, str]]:
         """The peer's regions when the connection was made: number, bytes, access."""
+    @property
+    def transport(self) -> str:
+        """How the bytes move: `tcp`, `unix`, `shm` or `rdma`."""
+    @property
+    def no_rdma(self) -> str | None:
+        """Why bytes move by TCP although RDMA is preferred; `None` if it is not so."""
+    @property
+    def tls(self) -> Literal["kernel", "userspace"] | None:
+        """What encrypts the connection; `None` without TLS."""
     @property
     def is_open(self) -> bool:
         """Whether batches can be posted."""

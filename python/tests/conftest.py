@@ -20,6 +20,7 @@ from pathlib import Path
 import cascadekv
 import pytest
 from cascadekv import BlockKey, BlockKeys, Namespace, Store
+from stopping import stop
 
 MIB = 1 << 20
 START_S = 30
@@ -75,12 +76,7 @@ class Node:
 
     def suspend(self) -> None:
         """Suspend the node, and return once all of its threads are stopped."""
-        self.process.send_signal(signal.SIGSTOP)
-        end = time.monotonic() + STOP_S
-        threads = Path(f"/proc/{self.process.pid}/task")
-        while not all(_is_stopped(thread) for thread in threads.iterdir()):
-            assert time.monotonic() < end, "the node does not stop"
-            time.sleep(0.001)
+        stop(self.process.pid)
 
     def resume(self) -> None:
         """Resume the suspended node."""
@@ -104,14 +100,6 @@ class Node:
             self.process.kill()
             self.process.wait()
             raise
-
-
-def _is_stopped(thread: Path) -> bool:
-    try:
-        stat = (thread / "stat").read_text()
-    except OSError:
-        return True  # the thread has ended
-    return stat.rpartition(") ")[2].startswith("T")
 
 
 @contextlib.contextmanager
@@ -211,3 +199,32 @@ def two_tiers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]
         opened = cascadekv.connect(serve(*flags, segment_size="8MiB").socket)
     with opened:
         yield opened
+
+
+@pytest.fixture
+def authority(tmp_path) -> Callable[[str], Path]:
+    """Return a function that makes an authority of that name, and a certificate for loopback.
+
+    It returns their directory, with `authority.pem`, `certificate.pem` and `key.pem`.
+    """
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("openssl is not installed")
+
+    def make(name: str) -> Path:
+        directory = tmp_path / f"authority-{name}"
+        directory.mkdir()
+        new_key = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
+        names = "subjectAltName=IP:127.0.0.1,DNS:localhost"
+        by = "-CA authority.pem -CAkey ca.key -copy_extensions copy -days 2"
+        for command in (
+            f"req -x509 {new_key} -keyout ca.key -out authority.pem -subj /CN={name} -days 2",
+            f"req {new_key} -keyout key.pem -out request.pem -subj /CN=peer -addext {names}",
+            f"x509 -req -in request.pem {by} -out certificate.pem",
+        ):
+            subprocess.run(  # noqa: S603 # our own arguments
+                [openssl, *command.split()], cwd=directory, check=True, capture_output=True
+            )
+        return directory
+
+    return make

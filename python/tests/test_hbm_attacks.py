@@ -37,6 +37,7 @@ from hbm_engine import (
     run,
     save,
 )
+from stopping import stop
 
 KILLS = 12
 """Processes that a test kills, each at another moment."""
@@ -412,7 +413,7 @@ def test_a_client_that_never_unmaps_is_named_and_delays_nobody(fake, serve_hbm, 
         cascadekv.connect(node.socket, gpu=engine.gpu) as store,
     ):
         assert stuck.stdout.readline() == "started\n"
-        stuck.send_signal(signal.SIGSTOP)
+        stop(stuck.pid)
         try:
             released = run("hbm", "release", "--socket", str(node.socket))
             assert released.returncode == 0, released

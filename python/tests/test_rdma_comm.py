@@ -4,8 +4,10 @@ import logging
 
 import numpy as np
 import pytest
+from cascadekv import transfer
 from cascadekv.compat import rdma_comm
 from cascadekv.errors import ConfigError
+from cascadekv.transfer import Rdma
 
 BLOCKS, BYTES, LAYERS = 64, 4096, 2
 
@@ -14,7 +16,8 @@ BLOCKS, BYTES, LAYERS = 64, 4096, 2
 def clean_log():
     yield
     for handler in list(rdma_comm.log.handlers):
-        rdma_comm.log.removeHandler(handler)
+        for logger in (rdma_comm.log, transfer.log):
+            logger.removeHandler(handler)
         handler.close()
     rdma_comm.log.setLevel(logging.NOTSET)
 
@@ -89,11 +92,12 @@ def test_unknown_variables_are_warned_about(monkeypatch):
         Side("prefill")
 
 
+# The machine of `make test-rdma` has these devices' first one.
 @pytest.mark.filterwarnings("error")
 def test_each_variable_of_the_document_is_known(monkeypatch, tmp_path):
     values = {
-        "KVCACHE_RDMA_GID_INDEX": "3",
-        "KVCACHE_RDMA_NICS": "mlx5_0,mlx5_1",
+        "KVCACHE_RDMA_GID_INDEX": "1",
+        "KVCACHE_RDMA_NICS": "rxe0,rxe1",
         "KVCACHE_IB_TIMEOUT": "18",
         "KVCACHE_RELAX_ORDERING": "true",
         "KVCACHE_GDRCOPY_FLUSH_ENABLE": "1",
@@ -113,6 +117,62 @@ def test_each_variable_of_the_document_is_known(monkeypatch, tmp_path):
     assert "no layer 9" in (tmp_path / "errors").read_text()
     assert "connected to" in (tmp_path / "debug").read_text()
     assert "connected to" not in (tmp_path / "errors").read_text()
+
+
+def test_the_variables_of_rdma_are_read():
+    values = {
+        "KVCACHE_RDMA_GID_INDEX": "3",
+        "KVCACHE_RDMA_NICS": "mlx5_0, mlx5_1,mlx5_2",
+        "KVCACHE_IB_TIMEOUT": "20",
+        "KVCACHE_RELAX_ORDERING": "true",
+        "KVCACHE_GDRCOPY_FLUSH_ENABLE": "1",
+    }
+    expected = Rdma(
+        use="prefer",
+        devices=["mlx5_1"],
+        gid_index=3,
+        timeout=20,
+        relaxed_ordering=True,
+        flush="always",
+    )
+    assert rdma_comm.rdma_of(values, 4) == expected
+    assert rdma_comm.rdma_of({}, 4) == Rdma(use="prefer", devices=[])
+    assert rdma_comm.rdma_of({**values, "CASCADE_TRANSFER_RDMA": "off"}, 4) is None
+    required = rdma_comm.rdma_of({"CASCADE_TRANSFER_RDMA": "require"}, 0)
+    assert required is not None
+    assert required.use == "require"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "reason"),
+    [
+        ("CASCADE_TRANSFER_RDMA", "yes", "'yes' is not prefer, require or off"),
+        ("KVCACHE_RDMA_GID_INDEX", "three", "KVCACHE_RDMA_GID_INDEX: 'three' is not a whole"),
+        ("KVCACHE_IB_TIMEOUT", "99", "timeout: 99 is not between 0 and 31"),
+    ],
+)
+def test_wrong_values_of_the_variables_of_rdma_are_errors(variable, value, reason):
+    with pytest.raises(ConfigError, match=reason):
+        rdma_comm.rdma_of({variable: value}, 0)
+
+
+def test_a_device_that_is_not_there_means_tcp_with_one_logged_line(monkeypatch, caplog):
+    monkeypatch.setenv("KVCACHE_RDMA_NICS", "absent0")
+    prefill, decode = Side("prefill"), Side("decode")
+    ip, port = decode.comm.address.split(":")
+    caplog.set_level(logging.INFO, rdma_comm.log.name)
+    assert prefill.comm.connect(ip, port)
+    assert "blocks move by tcp" in caplog.text
+    assert prefill.comm.write_cache(ip, port, [7], [8], 0) == 0
+    lines = [record for record in caplog.records if "blocks move by TCP" in record.message]
+    assert len(lines) == 2, "one for each process"
+
+
+def test_a_device_that_is_required_and_not_there_is_an_error(monkeypatch):
+    monkeypatch.setenv("KVCACHE_RDMA_NICS", "absent0")
+    monkeypatch.setenv("CASCADE_TRANSFER_RDMA", "require")
+    with pytest.raises(ConfigError, match="rdma: "):
+        Side("prefill")
 
 
 def test_an_interface_that_is_not_there_is_an_error(monkeypatch):

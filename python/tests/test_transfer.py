@@ -1,5 +1,9 @@
-"""Blocks of paged KV between processes: TCP, Unix socket, ranks, arrivals, lost peers."""
+"""Blocks of paged KV between processes: TCP, Unix socket, RDMA, ranks, arrivals, lost peers.
 
+RDMA is tested where there is a device: `make test-rdma` runs these tests in a virtual machine.
+"""
+
+import dataclasses
 import multiprocessing
 import os
 import random
@@ -8,49 +12,36 @@ import socket
 import threading
 from pathlib import Path
 
-import cascadekv
 import numpy as np
 import pytest
 from cascadekv import transfer
-from cascadekv.errors import AwayError, ConfigError, DeadlineError, RefusedError
+from cascadekv.errors import (
+    AwayError,
+    ConfigError,
+    DeadlineError,
+    RefusedError,
+)
 from cascadekv.transfer import Blocks
+from stopping import stop
+from transfer_endpoints import BLOCKS, ONE, START_S, Defaults, S, engine, serve
 
-BLOCKS = 12
-SHAPE = {"layers": 3, "block_tokens": 4, "heads": 8, "head_bytes": 16}
-ONE = Blocks([0], [0])
-S = 30.0
-"""A limit for what is expected to succeed."""
-
-
-def engine(seed=0, *, values=True, scale_bytes=0, token=None, blocks=BLOCKS, **shape):
-    """Make paged KV with random bytes, and an endpoint over it."""
-    form = transfer.Shape(**{**SHAPE, **shape})
-    random_bytes = np.random.default_rng(seed)
-
-    def array(block_bytes):
-        return random_bytes.integers(0, 256, (blocks, block_bytes), "uint8")
-
-    layers = [
-        transfer.Layer(
-            keys=array(form.region_block_bytes),
-            values=array(form.region_block_bytes) if values else None,
-            scales=array(scale_bytes) if scale_bytes else None,
-            scale_bytes=scale_bytes,
-        )
-        for _ in range(form.layers)
-    ]
-    return layers, transfer.Endpoint(layers, shape=form, block_count=blocks, token=token)
+HAS_RDMA = any(Path("/dev/infiniband").glob("uverbs*"))
+needs_rdma = pytest.mark.skipif(not HAS_RDMA, reason="needs an RDMA device: make test-rdma")
+RDMA_PARAM = pytest.param("rdma", marks=needs_rdma)
 
 
-@pytest.fixture(params=["tcp", "unix"])
-def listen(request, tmp_path):
+@pytest.fixture(params=["tcp", "unix", RDMA_PARAM])
+def listen(request, tmp_path, monkeypatch):
     """Make an endpoint listen; return the address."""
     numbers = iter(range(100))
+    if request.param == "rdma":
+        monkeypatch.setattr(Defaults, "rdma", transfer.Rdma())
 
     def start(endpoint):
         path = f"unix:{tmp_path}/{next(numbers)}"
-        return endpoint.listen("127.0.0.1:0" if request.param == "tcp" else path)
+        return endpoint.listen(path if request.param == "unix" else "127.0.0.1:0")
 
+    start.transport = request.param
     return start
 
 
@@ -68,6 +59,7 @@ def test_blocks_arrive_whole_and_nothing_else_changes(listen, direction, extra):
     before = [[array.copy() for layer in side for array in arrays(layer)] for side in (here, there)]
     with local, remote:
         peer = local.connect(listen(remote), timeout=S)
+        assert peer.transport == listen.transport
         moved = getattr(peer, direction)("r", Blocks(local_blocks, remote_blocks), timeout=S)
         moved.wait(timeout=S)
     for (own, other), originals in zip(
@@ -132,9 +124,13 @@ def test_any_ratio_of_ranks_gives_each_rank_its_heads(prefill_ranks, decode_rank
     for keys, shape, target in targets:
         address = target.listen("127.0.0.1:0")
         for _, _, source in sources:
-            with_peer = source.connect(address, timeout=S)
-            with_peer.write("r", Blocks(range(BLOCKS), order), timeout=S).wait(timeout=S)
-            with_peer.close()
+            peer = source.connect(address, timeout=S)
+            if peer.shares_heads:
+                peer.write("r", Blocks(range(BLOCKS), order), timeout=S).wait(timeout=S)
+            else:
+                with pytest.raises(ConfigError, match="have no heads in common"):
+                    peer.write("r", ONE, timeout=S)
+            peer.close()
         assert (keys[order] == sharded(full, shape)).all()
         target.close()
 
@@ -175,39 +171,59 @@ def test_the_right_token_is_accepted(listen):
         assert local.connect(listen(remote), timeout=S).is_connected
 
 
-def test_other_hosts_need_a_token():
-    _, endpoint = engine()
-    with endpoint, pytest.raises(ConfigError, match="configure a token"):
-        endpoint.listen("0.0.0.0:0")
+def tls_of(directory, **others):
+    names = ("authority", "certificate", "key")
+    return transfer.Tls(**{name: directory / f"{name}.pem" for name in names}, **others)
 
 
-def test_invalid_arguments_say_what_is_wrong(listen):
-    _, local = engine()
-    _, remote = engine()
+def test_blocks_move_over_tls_between_holders_of_certificates(authority):
+    tls = tls_of(authority("ours"))
+    source, local = engine(seed=1, tls=tls)
+    target, remote = engine(seed=2, tls=tls)
     with local, remote:
-        peer = local.connect(listen(remote), timeout=S)
-        for blocks, reason in (
-            (([BLOCKS], [0]), "local: there is no block 12 of 12"),
-            (([0], [-1]), "remote: there is no block -1"),
-            (([0, 1], [0]), "2 local blocks and 1 remote"),
+        # Other hosts may connect: they need a certificate.
+        port = remote.listen("0.0.0.0:0").rpartition(":")[2]
+        peer = local.connect(f"localhost:{port}", timeout=S)
+        assert peer.tls in {"kernel", "userspace"}
+        peer.write("r", Blocks([3, 4], [7, 1]), timeout=S).wait(timeout=S)
+        for here, there in zip(source, target, strict=True):
+            assert (here.keys[[3, 4]] == there.keys[[7, 1]]).all()
+            assert (here.values[[3, 4]] == there.values[[7, 1]]).all()
+        peer.reconnect(timeout=S)
+        path = f"unix:{authority('other')}/socket"
+        assert local.connect(remote.listen(path), timeout=S).tls is None
+
+
+def test_without_the_right_certificate_nobody_connects(authority):
+    ours, theirs = (tls_of(authority(name)) for name in ("ours", "theirs"))
+    anonymous = transfer.Tls(authority=ours.authority)
+    _, remote = engine(tls=ours)
+    with remote:
+        address = remote.listen("127.0.0.1:0")
+        for tls, reason in (
+            (None, "this endpoint uses TLS, and the client does not"),
+            (theirs, "its certificate is not accepted"),
+            (anonymous, "this side presented none"),
+            (dataclasses.replace(ours, server_name="decode.example"), "not valid for name"),
         ):
-            with pytest.raises(ConfigError, match=reason):
-                peer.write("r", Blocks(*blocks), timeout=S)
-        with pytest.raises(ConfigError, match="no layer 3"):
-            peer.write("r", ONE, layers=[3], timeout=S)
-        with pytest.raises(ConfigError, match="too long"):
-            peer.write("r" * 5000, ONE, timeout=S)
-    shape = transfer.Shape(**{**SHAPE, "layers": 1})
-    layers = [transfer.Layer(keys=bytearray(100))]
-    with pytest.raises(ConfigError, match="100 bytes are given"):
-        transfer.Endpoint(layers, shape=shape, block_count=BLOCKS)
+            _, local = engine(tls=tls)
+            with local, pytest.raises(RefusedError, match=reason):
+                local.connect(address, timeout=S)
+    _, plain = engine()
+    _, local = engine(tls=ours)
+    with plain, local, pytest.raises(RefusedError, match="does not use TLS, and this side does"):
+        local.connect(plain.listen("127.0.0.1:0"), timeout=S)
 
 
-def serve(pipe, path):
-    """Run a process with an endpoint that others write to."""
-    _, endpoint = engine(2)
-    pipe.send(endpoint.listen(path))
-    pipe.poll(None)
+def test_certificates_that_cannot_be_used_are_named(authority):
+    tls = tls_of(authority("ours"))
+    with pytest.raises(ConfigError, match="give certificate and key, or neither"):
+        engine(tls=dataclasses.replace(tls, key=None))
+    with pytest.raises(ConfigError, match=r"none\.pem: cannot be read"):
+        engine(tls=dataclasses.replace(tls, authority="none.pem"))
+    _, endpoint = engine(tls=dataclasses.replace(tls, client_certificates=False))
+    with endpoint, pytest.raises(ConfigError, match="a token or client certificates"):
+        endpoint.listen("0.0.0.0:0")
 
 
 @pytest.fixture
@@ -215,13 +231,13 @@ def other_process():
     """Start a process that listens; return it and its address."""
     started = []
 
-    def start(path):
+    def start(path, rdma=None):
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(theirs, path))
+        process = context.Process(target=serve, args=(theirs, path, rdma))
         process.start()
         started.append((process, ours))
-        assert ours.poll(S)
+        assert ours.poll(START_S)
         return process, ours.recv()
 
     yield start
@@ -230,23 +246,12 @@ def other_process():
         process.join()
 
 
-def stop(process, eventually):
-    """Stop all threads of a process."""
-    os.kill(process.pid, signal.SIGSTOP)
-    states = f"/proc/{process.pid}/task"
-
-    def are_stopped():
-        tasks = [(task / "stat").read_text() for task in Path(states).iterdir()]
-        return all(task.rpartition(") ")[2][0] == "T" for task in tasks)
-
-    eventually(are_stopped)
-
-
-@pytest.mark.parametrize("kind", ["tcp", "unix"])
+@pytest.mark.parametrize("kind", ["tcp", "unix", RDMA_PARAM])
 def test_a_killed_peer_is_an_error_and_reconnecting_works(other_process, tmp_path, kind):
-    path = "127.0.0.1:0" if kind == "tcp" else f"unix:{tmp_path}/s"
-    process, address = other_process(path)
-    _, local = engine(1)
+    path = f"unix:{tmp_path}/s" if kind == "unix" else "127.0.0.1:0"
+    rdma = transfer.Rdma() if kind == "rdma" else None
+    process, address = other_process(path, rdma)
+    _, local = engine(1, rdma=rdma)
     peer = local.connect(address, timeout=S)
     peer.write("r", ONE, timeout=S).wait(timeout=S)
     process.kill()
@@ -257,16 +262,17 @@ def test_a_killed_peer_is_an_error_and_reconnecting_works(other_process, tmp_pat
     with pytest.raises(AwayError):
         peer.reconnect(timeout=S)
     # A new process replaces the socket that the killed one left.
-    other_process(path if kind == "unix" else address)
+    other_process(path if kind == "unix" else address, rdma)
     peer.reconnect(timeout=S)
+    assert peer.transport == kind
     peer.write("r", ONE, timeout=S).wait(timeout=S)
 
 
-def test_a_stopped_peer_ends_at_the_deadline_and_goes_on_later(other_process, eventually):
+def test_a_stopped_peer_ends_at_the_deadline_and_goes_on_later(other_process):
     process, address = other_process("127.0.0.1:0")
     _, local = engine(1)
     peer = local.connect(address, timeout=S)
-    stop(process, eventually)
+    stop(process.pid)
     try:
         moved = peer.write("r", ONE, timeout=S)
         with pytest.raises(DeadlineError):
@@ -276,21 +282,42 @@ def test_a_stopped_peer_ends_at_the_deadline_and_goes_on_later(other_process, ev
     moved.wait(timeout=S)
 
 
-def test_a_cancelled_read_does_not_touch_memory_afterwards(other_process, eventually):
+@pytest.mark.parametrize("kind", ["tcp", "unix"])
+@pytest.mark.parametrize("end", ["frozen", "killed"])
+def test_a_peer_that_stops_is_noticed_without_a_call(
+    other_process, tmp_path, eventually, kind, end
+):
+    process, address = other_process("127.0.0.1:0" if kind == "tcp" else f"unix:{tmp_path}/s")
+    _, local = engine(1, heartbeat=transfer.Heartbeat(interval=0.05, limit=2.0))
+    peer = local.connect(address, timeout=S)
+    peer.write("r", ONE, timeout=S).wait(timeout=S)
+    assert peer.is_connected
+    if end == "frozen":
+        stop(process.pid)
+    else:
+        process.kill()
+    eventually(lambda: not peer.is_connected)
+    with pytest.raises(AwayError, match="answered nothing for 2 s" if end == "frozen" else None):
+        peer.write("r", ONE, timeout=S)
+    if end == "frozen":
+        os.kill(process.pid, signal.SIGCONT)
+        peer.reconnect(timeout=S)
+        peer.write("r", ONE, timeout=S).wait(timeout=S)
+
+
+def test_a_cancelled_read_does_not_touch_memory_afterwards(other_process):
     process, address = other_process("127.0.0.1:0")
     here, local = engine(1)
     peer = local.connect(address, timeout=S)
-    stop(process, eventually)
+    stop(process.pid)
     moved = peer.read("r", Blocks(range(BLOCKS), range(BLOCKS)), timeout=S)
     moved.cancel(timeout=0.1)
     for layer in here:
         layer.keys[:] = 0
     os.kill(process.pid, signal.SIGCONT)
-    assert not peer.is_connected
-    with pytest.raises(AwayError):
-        peer.read("r", ONE, timeout=S).wait(timeout=S)
-    peer.reconnect(timeout=S)
-    assert all((layer.keys == 0).all() for layer in here)
+    # Its answer comes after those of the cancelled transfer.
+    peer.read("r", ONE, timeout=S).wait(timeout=S)
+    assert all((layer.keys[1:] == 0).all() for layer in here)
 
 
 def test_many_threads_write_through_one_peer(listen):
@@ -343,5 +370,30 @@ def test_a_list_of_blocks_that_does_not_fit_the_notice_is_left_out(listen):
         assert remote.next_arrival(timeout=S) == transfer.Arrival("r", 1, [], 2, 7)
 
 
-def test_the_package_exports_the_errors_of_transfers():
-    assert issubclass(DeadlineError, cascadekv.CascadeError)
+@needs_rdma
+def test_rdma_is_used_only_where_both_sides_have_it(caplog):
+    _, local = engine(1, rdma=transfer.Rdma(use="prefer"))
+    _, strict = engine(1, rdma=transfer.Rdma())
+    _, remote = engine(2, rdma=transfer.Rdma(use="prefer", devices=["absent0"]))
+    with local, strict, remote:
+        assert remote.rdma_device is None
+        assert "there is no RDMA device absent0" in caplog.text
+        address = remote.listen("127.0.0.1:0")
+        peer = local.connect(address, timeout=S)
+        assert peer.transport == "tcp"
+        assert "uses no device" in caplog.text
+        peer.write("r", ONE, timeout=S).wait(timeout=S)
+        with pytest.raises(ConfigError, match="has no RDMA"):
+            strict.connect(address, timeout=S)
+
+
+def test_rdma_that_is_only_preferred_falls_back_to_tcp(caplog):
+    settings = transfer.Rdma(use="prefer", devices=["absent0"])
+    _, local = engine(1, rdma=settings)
+    _, remote = engine(2)
+    with local, remote:
+        assert local.rdma_device is None
+        assert "blocks move by TCP: rdma: " in caplog.text
+        peer = local.connect(remote.listen("127.0.0.1:0"), timeout=S)
+        assert peer.transport == "tcp"
+        peer.write("r", ONE, timeout=S).wait(timeout=S)

@@ -18,7 +18,7 @@ def test_each_row_says_what_was_moved_and_that_it_was_verified():
     rows = json.loads(done.stdout)
     assert {row["name"] for row in rows} == {
         f"{backend}/{direction}/1KiB/1-thread"
-        for backend in ("tcp", "shm")
+        for backend in ("tcp", "shm", "tls")
         for direction in ("write", "read")
     }
     for row in rows:
@@ -29,3 +29,12 @@ def test_each_row_says_what_was_moved_and_that_it_was_verified():
         assert row["gbps"] > 0
         assert row["limit_gbps"] > 0
         assert row["share"] == row["gbps"] / row["limit_gbps"]
+        assert row["cpu_ns_per_block"] > 0
+        copies = {None: {"tcp": 2, "shm": 1}, "kernel": {"tls": 2}, "userspace": {"tls": 4}}
+        assert row["copies_per_byte"] == copies[row.get("record_layer")][row["backend"]]
+        calls = row["system_calls_per_batch"]
+        if calls is None:
+            assert "not measured: system calls: strace" in done.stderr
+        else:
+            # The two processes decide by their speeds how many calls move a batch.
+            assert 1 <= calls <= 1538 // 8, row["name"]

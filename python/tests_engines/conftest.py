@@ -19,6 +19,7 @@ _SPEC.loader.exec_module(_STORES)
 
 serve = _STORES.serve
 eventually = _STORES.eventually
+authority = _STORES.authority
 
 MODELS = Path(__file__).parents[2] / ".cache" / "models"
 """Directory of generated models, reused between runs; their names include their parameters."""

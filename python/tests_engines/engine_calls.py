@@ -125,6 +125,88 @@ def reads_from_prefill_engines(llm: Any) -> int:
     return int(worker._worker._transfers.reads)  # noqa: SLF001
 
 
+def pushes(llm: Any) -> tuple[int, int]:
+    """Return how many pushes an engine has written completely, and how many it has got."""
+    _, worker = connectors(llm)
+    written, got = worker._worker._transfers.pushes  # noqa: SLF001
+    return int(written), int(got)
+
+
+def reach_through(llm: Any, address: str) -> None:
+    """Let prefill engines reach this one at another address, such as a proxy's."""
+    _, worker = connectors(llm)
+    own = worker._worker._transfers  # noqa: SLF001
+    own._arrivals._listener = lambda: (address, own.id)  # noqa: SLF001
+
+
+def transfer_address(llm: Any) -> str:
+    """Return where an engine listens for others."""
+    _, worker = connectors(llm)
+    return str(worker._worker._transfers.address)  # noqa: SLF001
+
+
+def end_leases(llm: Any) -> None:
+    """Let all leases end now, as if their time had passed."""
+    _, worker = connectors(llm)
+    for lease in worker._worker._transfers._leases._by_request.values():  # noqa: SLF001
+        lease.expires = 0.0
+
+
+def slow_layers(llm: Any, seconds: float) -> None:
+    """Delay each layer of the engine, so that a push can be disturbed while it goes on."""
+    _, worker = connectors(llm)
+    worker._worker.__dict__.pop("layer_computed", None)  # noqa: SLF001
+    computed = worker._worker.layer_computed  # noqa: SLF001
+
+    def slow(layer: str, plan: Any) -> None:
+        computed(layer, plan)
+        time.sleep(seconds)
+
+    if seconds:
+        worker._worker.layer_computed = slow  # noqa: SLF001
+
+
+def abort_while_waiting(llm: Any, prompt: Sequence[int], params: Mapping[str, object]) -> None:
+    """Start a request that waits for a push, and abort it once it waits."""
+    from vllm import SamplingParams  # noqa: PLC0415
+    from vllm.v1.request import RequestStatus  # noqa: PLC0415
+
+    parameters = SamplingParams(
+        temperature=0,
+        max_tokens=4,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args={"kv_transfer_params": dict(params)},
+    )
+    engine, scheduler = llm.llm_engine, scheduler_of(llm)
+    engine.add_request("aborted", {"prompt_token_ids": list(prompt)}, parameters)
+    waits = RequestStatus.WAITING_FOR_REMOTE_KVS
+    _step_until(llm, lambda: any(it.status == waits for it in scheduler.requests.values()))
+    engine.abort_request(["aborted"])
+    for _ in range(3):
+        engine.step()
+
+
+def held(llm: Any, blocks: int) -> tuple[int, int, int, int]:
+    """Step until all KV blocks are free, for at most a minute; return what is held then.
+
+    These are blocks, leases, pushes that are waited for, and requests that may be pushed.
+    """
+    _, worker = connectors(llm)
+    own = worker._worker._transfers  # noqa: SLF001
+
+    def counts() -> tuple[int, int, int, int]:
+        return (
+            blocks - free_blocks(llm),
+            len(own._leases.open_leases()),  # noqa: SLF001
+            len(own._arrivals._expected),  # noqa: SLF001
+            len(own._pushes._prompts),  # noqa: SLF001
+        )
+
+    _step_until(llm, lambda: not any(counts()))
+    return counts()
+
+
 def reset_prefix_cache(llm: Any) -> bool:
     """Empty the engine's own prefix cache, not the store."""
     return bool(llm.reset_prefix_cache())

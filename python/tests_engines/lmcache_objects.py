@@ -36,6 +36,7 @@ __all__ = [
     "DESC",
     "LIMIT_S",
     "MODEL",
+    "clear",
     "configs",
     "create",
     "desc",
@@ -197,6 +198,14 @@ def write(managed, keys, layout=DESC):
     for key, item in reserved.items():
         fill(item, key)
     managed.finish_write(keys)
+
+
+def clear(managed):
+    """Clear LMCache's L1, and return once it is empty: it keeps objects that are still stored."""
+    end = time.monotonic() + LIMIT_S
+    while managed.clear() or managed.report_status()["l1_manager"]["total_object_count"]:
+        assert time.monotonic() < end, "LMCache does not release its objects"
+        time.sleep(0.002)
 
 
 def prefetch(managed, keys, layout=DESC):

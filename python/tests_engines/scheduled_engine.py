@@ -402,6 +402,7 @@ class ScheduledEngine:
                 for page, at, count in _spans(row.table, 0, row.start):
                     want = right[name][layer][:, at : at + count]
                     row.is_right = row.is_right and np.array_equal(own[page][:, :count], want)
+            self.worker.save_kv_layer(name_of_layer, None, None)
         sampled = {}
         for name, row in rows.items():
             sampled[name] = []

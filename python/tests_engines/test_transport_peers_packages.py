@@ -19,8 +19,8 @@ OWN_NETWORK = [
 
 def reason_to_skip() -> str:
     """Return why the packages cannot be run here; empty if they can."""
-    if not (PYTHON.parents[1] / "installed").exists():
-        return "Mooncake and NIXL are not installed: make .cache/transport-peers/installed"
+    if not (PYTHON.parents[1] / "wheel").exists():
+        return "Mooncake and NIXL are not installed: make transport-peers"
     if shutil.which("unshare") is None or shutil.which("ip") is None:
         return "unshare or ip is missing (Debian: apt-get install util-linux iproute2)"
     tried = subprocess.run([*OWN_NETWORK, "true"], capture_output=True, check=False)  # noqa: S603 # our own command
@@ -44,7 +44,6 @@ def measure(peer, **options):
         text=True,
         timeout=100,
         check=False,
-        env=os.environ | {"PYTHONPATH": str(ROOT / "python")},
     )
     return done.returncode, [json.loads(line) for line in done.stdout.splitlines()], done.stderr
 

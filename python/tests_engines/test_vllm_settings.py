@@ -21,6 +21,7 @@ VALID = {
     "lookahead": [0, 0.5, 3600],
     "hbm": [False, "/run/cascade/hbm.sock"],
     "kv_layout": ["LBHNC", "BLHNC"],
+    "transfer_rdma": ["off", "prefer", "require"],
 }
 NEVER_VALID = [None, [], {}, object(), float("nan"), float("inf")]
 INVALID = {
@@ -39,7 +40,12 @@ INVALID = {
     "lookahead": [-1, 3601, "1", True],
     "hbm": [True, "", 7],
     "kv_layout": ["", "HND", "BHLNC", True],
+    "transfer_rdma": ["", "always", True],
     "secret_file": ["", "/no/such/secret", 7],
+    "transfer_tls_certificate": ["", "/no/such/file", 7],
+    "transfer_tls_key": ["", "/no/such/file", 7],
+    "transfer_tls_authority": ["", "/no/such/file", 7],
+    "transfer_tls_name": ["", 7, True],
 }
 SUGGESTIONS = {
     "cascade.layerwize": "cascade.layerwise",
@@ -101,6 +107,26 @@ def test_a_secret_is_read_from_a_file(tmp_path):
     place.chmod(0o600)
     settings = read_connector_settings(STORE | {"cascade.secret_file": str(place)})
     assert settings.secret_file == str(place)
+
+
+def test_tls_between_engines_needs_all_three_files(tmp_path):
+    names = ("certificate", "key", "authority")
+    for name in names:
+        (tmp_path / name).touch()
+    every = {f"cascade.transfer_tls_{name}": str(tmp_path / name) for name in names}
+    assert read_connector_settings(STORE).transfer_tls() is None
+    named = read_connector_settings(STORE | every | {"cascade.transfer_tls_name": "prefill"})
+    tls = named.transfer_tls()
+    assert tls is not None
+    assert (tls.key, tls.server_name) == (str(tmp_path / "key"), "prefill")
+    assert tls.client_certificates
+    for missing in every:
+        rest = {key: value for key, value in every.items() if key != missing}
+        with pytest.raises(ConfigError, match=f"^{missing}: is missing"):
+            read_connector_settings(STORE | rest).transfer_tls()
+    alone = read_connector_settings(STORE | {"cascade.transfer_tls_name": "prefill"})
+    with pytest.raises(ConfigError, match="transfer_tls_authority"):
+        alone.transfer_tls()
 
 
 def test_limits_of_recorded_traces_come_from_the_documented_variables(monkeypatch):

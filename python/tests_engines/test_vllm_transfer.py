@@ -14,137 +14,36 @@ import time
 
 import numpy as np
 import pytest
-import torch
-from cascadekv.bench.models import make_model
 from cascadekv.connectors.vllm.leases import LeaseTable, lease_notice
 from cascadekv.connectors.vllm.metadata import Load
-from cascadekv.connectors.vllm.offers import Offer, PullPlan, TransferPlan
+from cascadekv.connectors.vllm.offers import Offer, Opened, PullPlan, TransferPlan
 from cascadekv.connectors.vllm.prefill_engine import PrefillEngine
 from cascadekv.connectors.vllm.running_load import RunningLoad
 from cascadekv.connectors.vllm.transfer_geometry import Geometry, GeometryError, PartPages
-from cascadekv.connectors.vllm.transfers import Transfers
-from conftest import MODELS
-from scheduled_engine import BLOCK, LIMIT_S, ScheduledEngine, answer_of
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed.parallel_state import (
-    cleanup_dist_env_and_memory,
-    ensure_model_parallel_initialized,
-    init_distributed_environment,
+from scheduled_engine import BLOCK, LIMIT_S, answer_of
+from transfer_engines import (
+    TO_PREFILL,
+    decode,
+    end_leases,
+    leases_of,
+    prefill,
+    prompt,
+    pulled,
+    reuse_pages,
+    step_until,
+    step_until_idle,
+    with_own,
 )
+from transfer_pages import Pages, transfers_of
 from vllm_caches import BLOCK_TOKENS, Model, workers_of
 
-DIRECT = {
-    "cascade.dram": "16MiB",
-    "cascade.lookup_timeout": 10,
-    "cascade.save_timeout": 30,
-    "cascade.transfer": "direct",
-}
-TO_PREFILL = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-"""What vLLM's example proxy sends to the prefill engine."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """Return a model's directory, and initialize a group of one rank while tests run."""
-    place = tmp_path_factory.mktemp("group") / "rendezvous"
-    directory = make_model(MODELS, "tiny", "bfloat16")
-    init_distributed_environment(1, 0, f"file://{place}", 0, "gloo")
-    with set_current_vllm_config(VllmConfig()):
-        ensure_model_parallel_initialized(1, 1)
-    yield directory
-    cleanup_dist_env_and_memory()
+pytest_plugins = ["transfer_engines"]
 
 
 @pytest.fixture
-def start(model):
-    """Return a function that starts engines; stops them after the test."""
-    running = []
-
-    def begin(settings=None, **options):
-        given = {**DIRECT, **(settings or {})}
-        given = {key: value for key, value in given.items() if value is not None}
-        engine = ScheduledEngine(model, given, **options)
-        running.append(engine)
-        return engine
-
-    yield begin
-    for engine in running:
-        engine.stop()
-
-
-def prompt(tokens, *parts):
-    """Return tokens that are a function of `parts`."""
-    chance = random.Random(repr((tokens, parts)))
-    return [chance.randrange(1000) for _ in range(tokens)]
-
-
-def prefill(engine, tokens, **options):
-    """Compute a prompt as the example proxy asks for it; returns the params of the response."""
-    name = engine.add(tokens, new=1, hints={**TO_PREFILL, **options})
-    step_until(engine, lambda: name in engine.facts.finished)
-    # The workers learn of the end in the next step.
-    engine.step()
-    # As they travel through a proxy.
-    return json.loads(json.dumps(engine.facts.params[name]))
-
-
-def step_until(engine, is_over, seconds=LIMIT_S):
-    """Step an engine until something is the case."""
-    end = time.monotonic() + seconds
-    while not is_over():
-        assert time.monotonic() < end, "it did not become so"
-        engine.step()
-
-
-def step_until_idle(engine):
-    """Step until nothing is left to do: all leases have ended and all pages are free."""
-    step_until(engine, lambda: not engine.scheduler.has_requests())
-    engine.check()
-
-
-def pulled(engine):
-    """Return how many blocks the engine has read from prefill engines."""
-    return engine.take_figures().get("labels", {}).get("loaded_blocks", {}).get("peers", 0)
-
-
-def decode(engine, tokens, params, new=6):
-    """Ask as the example proxy does; raises if the answer or a page is wrong. Returns the name."""
-    name = engine.add(tokens, new=new, hints=params)
-    engine.run()
-    engine.check()
-    return name
-
-
-def leases_of(engine):
-    """Return the table of leases of an engine's worker."""
-    return engine.worker._worker._transfers._leases  # noqa: SLF001 # the parts under test
-
-
-def end_leases(engine):
-    """Let all leases expire now, and step until the engine has freed their pages."""
-    for lease in leases_of(engine)._by_request.values():  # noqa: SLF001
-        lease.expires = 0.0
-    step_until_idle(engine)
-
-
-def reuse_pages(engine, *parts):
-    """Compute prompts that need all pages of an engine."""
-    pages = engine.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
-    each = min(pages, 16)
-    for at in range(-(-pages // each)):
-        engine.ask(prompt(each * BLOCK - 4, "reuse", at, *parts), new=2)
-
-
-def with_own(params, **changed):
-    """Return params whose Cascade part is changed."""
-    return {**params, "cascade": {**params["cascade"], **changed}}
+def start(start_scheduled):
+    """Return a function that starts engines."""
+    return start_scheduled
 
 
 @pytest.mark.parametrize("cached", [False, True])
@@ -340,6 +239,25 @@ def test_an_offer_must_have_the_seal_of_the_token(start, tmp_path):
     end_leases(source)
 
 
+def test_pages_move_between_engines_with_certificates_of_one_authority(start, authority):
+    def settings(name):
+        directory = authority(name)
+        files = ("certificate", "key", "authority")
+        return {f"cascade.transfer_tls_{file}": str(directory / f"{file}.pem") for file in files}
+
+    own = settings("ours")
+    source, target = start(own), start(own)
+    stranger, plain = start(settings("theirs")), start()
+    asked = prompt(3 * BLOCK, "certified")
+    params = prefill(source, asked)
+    for refused in (stranger, plain):
+        decode(refused, asked, params)
+        assert pulled(refused) == 0
+    decode(target, asked, params)
+    assert pulled(target) == 3
+    end_leases(source)
+
+
 def test_without_a_token_other_hosts_are_not_read(start):
     source, target = start(), start()
     asked = prompt(3 * BLOCK, "hosts")
@@ -492,7 +410,7 @@ def test_the_way_over_a_node(start, serve):
 
 def test_lease_messages():
     table = LeaseTable()
-    table.apply(TransferPlan(opened=[("request", 3, 77)]))
+    table.apply(TransferPlan(opened=[Opened("request", 3, 77)]))
     assert table.memory[3] == 77
     table.receive(lease_notice("done", 77, rank=0, workers=2))
     table.apply(TransferPlan(ended=[("request", 1000.0)]))
@@ -545,7 +463,7 @@ def test_block_sizes_differ_in_bytes(pieces):
     tokens = 4 * (2 * pieces + 1)
     here, there = [3, 1, 5], list(range(2, 2 + 2 * pieces + 1))
     with small.open() as source, large.open() as target:
-        source.apply(TransferPlan(opened=[("r", 0, 9)], ended=[("r", 100.0)]))
+        source.apply(TransferPlan(opened=[Opened("r", 0, 9)], ended=[("r", 100.0)]))
         workers = [(source.address, source.id)]
         offer = Offer("e", "r", workers, [there], tokens, 0, 9, 30.0, "")
         load = _load({0: here}, PullPlan(offer, 1))
@@ -562,28 +480,6 @@ def _load(blocks, pull):
     return Load("r", is_async=True, first=0, keys={}, blocks=blocks, tier="peers", pull=pull)
 
 
-class Pages:
-    """The pages of one worker."""
-
-    def __init__(self, pieces, unit, layers, pages):
-        """Allocate pages of zeros, layer after layer."""
-        self.unit_bytes, self.pieces, self.count = unit, pieces, pages * pieces
-        self.memory = torch.zeros(layers * self.count * unit, dtype=torch.uint8)
-        regions = tuple((at * self.count * unit, unit, unit) for at in range(layers))
-        part = PartPages("part", 0, regions, pieces)
-        self.geometry = Geometry({}, 0, 1, 4 * pieces, 4, (part,))
-
-    def unit(self, layer, number):
-        """Return one unit of a layer."""
-        at = (layer * self.count + number) * self.unit_bytes
-        return self.memory[at : at + self.unit_bytes]
-
-    def open(self):
-        """Let peers read the pages; a context manager."""
-        transfers = Transfers(self.memory, self.geometry, listen="127.0.0.1:0", token=None)
-        return contextlib.closing(transfers)
-
-
 @pytest.mark.parametrize(("given", "taken"), [(1, 1), (1, 2), (2, 1), (4, 2), (2, 4), (8, 1)])
 @pytest.mark.parametrize("is_mla", [False, True])
 def test_ranks_of_other_sizes(given, taken, is_mla):
@@ -592,17 +488,17 @@ def test_ranks_of_other_sizes(given, taken, is_mla):
     pages, there = [7, 2, 9], [4, 1, 11]
     with contextlib.ExitStack() as stack:
         sources = [
-            stack.enter_context(contextlib.closing(_transfers(each, given)))
+            stack.enter_context(contextlib.closing(transfers_of(each, given)))
             for each in workers_of(model, given, shards=shards)
         ]
         for each in sources:
-            each.apply(TransferPlan(opened=[("r", 0, 9)], ended=[("r", 100.0)]))
+            each.apply(TransferPlan(opened=[Opened("r", 0, 9)], ended=[("r", 100.0)]))
         addresses = [(each.address, each.id) for each in sources]
         offer = Offer("e", "r", addresses, [there], 3 * BLOCK_TOKENS, 0, 9, 30.0, "")
         load = _load({0: pages}, PullPlan(offer, taken))
         for number, each in enumerate(workers_of(model, taken, shards=shards, is_filled=False)):
             assert all(source.take_ended() == set() for source in sources), number
-            target = stack.enter_context(contextlib.closing(_transfers(each, taken)))
+            target = stack.enter_context(contextlib.closing(transfers_of(each, taken)))
             result = target.pull(RunningLoad(load), time.monotonic() + LIMIT_S).result(LIMIT_S)
             assert result.bad == []
             for layer in range(len(model.layers)):
@@ -611,18 +507,6 @@ def test_ranks_of_other_sizes(given, taken, is_mla):
         # All ranks are done.
         for source in sources:
             _eventually(lambda source=source: source.take_ended() == {"r"})
-
-
-def _transfers(worker, ranks):
-    geometry = Geometry.of(
-        worker.held,
-        {"weights": "same"},
-        rank=worker.rank.tensor,
-        workers=ranks,
-        block_tokens=BLOCK_TOKENS,
-        pieces=1,
-    )
-    return Transfers(worker.buffer, geometry, listen="127.0.0.1:0", token=None)
 
 
 def _eventually(is_so):

@@ -122,7 +122,7 @@ def test_every_tested_version_has_a_list_of_its_interface():
     assert sorted(path.name for path in vllm_interface.LISTS.iterdir()) == tried
     locks = vllm_interface.LISTS.parents[1] / "requirements"
     older = {f"vllm-{path.removesuffix('.txt')}.lock" for path in tried[:-1]}
-    assert older == {path.name for path in locks.glob("vllm-*.lock")}
+    assert older == {path.name for path in locks.glob("vllm-[0-9]*.lock")}
 
 
 def test_the_interface_equals_its_list():

@@ -2,6 +2,7 @@
 
 use serde::Serialize;
 
+use crate::transfer::TransferRow;
 use crate::transport::TransportRow;
 
 /// A figure, as in the JSON output.
@@ -36,6 +37,9 @@ pub struct Figure {
     /// The fields of a row of a transport.
     #[serde(flatten)]
     pub transport: Option<TransportRow>,
+    /// The fields of a row of a transfer.
+    #[serde(flatten)]
+    pub transfer: Option<TransferRow>,
     /// The GPU that was measured, in figures of one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub device: Option<String>,
@@ -136,6 +140,7 @@ impl Figure {
             detail: String::new(),
             planned: None,
             transport: None,
+            transfer: None,
             device: None,
             fake: None,
         }
@@ -149,6 +154,11 @@ impl Figure {
     /// The figure of a transport.
     pub(super) fn of_transport(self, row: TransportRow) -> Self {
         Self { transport: Some(row), ..self }
+    }
+
+    /// The figure of a transfer.
+    pub(super) fn of_transfer(self, row: TransferRow) -> Self {
+        Self { transfer: Some(row), ..self }
     }
 
     /// The figure with what is known of its worst sample. A row says it if the target was missed.
@@ -170,9 +180,13 @@ impl Figure {
         let is_missed = self.is_reached == Some(false) && !self.detail.is_empty();
         let detail = if is_missed { format!("\n  {}", self.detail) } else { String::new() };
         let planned = self.planned.as_ref().map(Planned::text).unwrap_or_default();
+        let range = format!("{}..{}", number(low), number(high));
+        let transport = self.transport.as_ref().map(TransportRow::columns);
+        let columns = transport.or_else(|| self.transfer.as_ref().map(TransferRow::columns));
+        let end = columns.map_or_else(|| range.clone(), |columns| format!("{range:<16}{columns}"));
         let fake = if self.fake == Some(true) { "  FAKE" } else { "" };
         format!(
-            "{:<34}{:>9} {:<7}{:>9}{:>8}  {:<10}{:<9}{}..{}{planned}{fake}{detail}",
+            "{:<34}{:>9} {:<7}{:>9}{:>8}  {:<10}{:<9}{end}{planned}{fake}{detail}",
             self.name,
             number(self.value),
             self.unit,
@@ -180,8 +194,6 @@ impl Figure {
             share,
             target,
             self.verdict(),
-            number(low),
-            number(high),
         )
     }
 
@@ -195,10 +207,10 @@ impl Figure {
     }
 }
 
-/// The header of the table of figures.
-pub fn table_header() -> String {
+/// The header of the table of figures. `columns` are those of the rows of one benchmark.
+pub fn table_header(columns: &str) -> String {
     format!(
-        "{:<34}{:>9} {:<7}{:>9}{:>8}  {:<10}{:<9}{}",
+        "{:<34}{:>9} {:<7}{:>9}{:>8}  {:<10}{:<9}{}{columns}",
         "figure", "median", "unit", "limit", "share", "target", "verdict", "range of samples"
     )
 }

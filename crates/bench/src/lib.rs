@@ -2,7 +2,9 @@
 //! run.
 #![expect(clippy::cast_precision_loss, reason = "53 bits are enough for printed figures")]
 
+mod backend;
 mod both_tiers;
+mod child;
 mod cold;
 mod disk;
 mod disk_limit;
@@ -15,7 +17,10 @@ mod hold;
 mod index;
 mod memory;
 pub mod node;
+mod pattern;
+mod plain_stream;
 mod restart;
+pub mod transfer;
 pub mod transport;
 
 use std::path::PathBuf;

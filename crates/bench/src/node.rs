@@ -82,13 +82,8 @@ impl NodeBench<'_, '_> {
     }
 }
 
-/// Processor time of all threads of a process so far.
-pub(crate) fn cpu_time_of(process: u32) -> Result<Duration, MeasureError> {
-    process::ProcessStats::of(process).map(|stats| stats.cpu_time)
-}
-
 /// Nanoseconds of `CLOCK_MONOTONIC`, which all processes of this machine share.
-fn machine_ns() -> u64 {
+pub(crate) fn machine_ns() -> u64 {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     let time = Duration::try_from(time).unwrap_or_default();
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)

@@ -2,36 +2,32 @@
 //! memcpy.
 
 mod blocks;
+pub(crate) mod certificates;
+mod in_step;
 mod limit;
+mod pair;
 mod peers;
 mod row;
+mod summary;
+mod system_calls;
 mod target;
 
 use std::error::Error;
-use std::io::{BufRead as _, BufReader, Write as _};
-use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
-use std::sync::Arc;
-use std::time::Duration;
+use std::path::Path;
 
-use cascade_runtime::thread;
-use cascade_transport::{
-    Access, Batch, Connection, Direction, Endpoint, EndpointConfig, Piece, Place, Region, RegionId,
-};
+use cascade_transport::Direction;
 
-pub use row::TransportRow;
+pub use row::{TRANSPORT_COLUMNS, TransportRow};
 pub use target::run as run_target;
 
 use self::blocks::Sequence;
-use self::limit::Limits;
-use self::target::{Answer, Order, soon};
-use crate::node::cpu_time_of;
-use crate::{Bench, Figure, MeasureError, Target, size_name, timed};
+use self::pair::{Measured, Pair};
+use crate::backend::Backend;
+use crate::plain_stream::Processing;
+use crate::{Bench, Figure, MeasureError, Target, size_name};
 
 /// Length of each side's region: larger than the caches.
 const REGION_BYTES: u64 = 512 << 20;
-/// Bytes of one sample of the limit of TCP, and of its buffers.
-const STREAM_BYTES: usize = 128 << 20;
 /// Blocks of a batch, as in the table that `KVTransferManager` publishes.
 const BATCH: u64 = 1538;
 /// Block lengths, with the least share of the limit over TCP and over shared memory.
@@ -48,6 +44,20 @@ const LADDER: [(u64, f64, f64); 11] = [
     (1 << 20, 0.9, 0.9),
     (16 << 20, 0.9, 0.9),
 ];
+/// The least bytes of a sample: as many batches as that takes follow each other without a pause, as
+/// the messages of the plain stream do.
+const SAMPLE_BYTES: u64 = 32 << 20;
+/// The most system calls of both processes for a batch of blocks of the shortest length.
+const CALLS_MAX: f64 = 50.0;
+const CALLS_BLOCK_BYTES: u64 = 1 << 10;
+/// What is left of the plain stream when both of its sides do more with each byte: they compute
+/// checksums, as ours do, or connections of rustls encrypt.
+const STREAMS: [(Backend, &str, Processing); 2] = [
+    (Backend::Tcp, "tcp/checksummed-stream", Processing::Checksums),
+    (Backend::Tls, "tls/rustls-stream", Processing::Tls),
+];
+/// The least share of the plain stream over TLS, for blocks from this length on.
+const TLS_SHARE: (u64, f64) = (16 << 10, 0.5);
 /// Block lengths of a short run.
 const SHORT: [u64; 2] = [1 << 10, 64 << 10];
 
@@ -62,24 +72,17 @@ fn failed(error: impl Into<Box<dyn Error + Send + Sync>>) -> MeasureError {
     MeasureError::measure("a transport", error)
 }
 
-/// A way to the target.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Backend {
-    Tcp,
-    Shm,
-}
-
-impl Backend {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Tcp => "tcp",
-            Self::Shm => "shm",
-        }
-    }
+/// What is known beside the figures.
+#[derive(Debug, Default)]
+pub struct Notes {
+    /// What could not be measured, and why.
+    pub failures: Vec<String>,
+    /// Lines of a table that compares transports, if others were measured.
+    pub summary: Vec<String>,
 }
 
 /// Measures all selected rows, and those of others for the same blocks with a Python that has their
-/// packages. Returns which of these could not be measured, and why.
+/// packages.
 ///
 /// # Errors
 /// If a process or a connection fails, or if a byte was wrong.
@@ -87,44 +90,95 @@ pub fn run(
     bench: &mut Bench<'_>,
     options: TransportOptions,
     peers: Option<&Path>,
-) -> Result<Vec<String>, MeasureError> {
+) -> Result<Notes, MeasureError> {
     let rows = rows(bench, options);
-    if rows.is_empty() {
-        return Ok(vec![]);
-    }
-    let mut ours = vec![];
-    {
-        let mut pair = Pair::start(options)?;
-        for row in &rows {
-            let figure = pair.measure(row, options)?;
-            ours.push(figure.clone());
-            bench.deliver(figure)?;
-        }
-    }
-    let Some(python) = peers else {
-        return Ok(vec![]);
+    let mut notes = Notes::default();
+    let mut ours = measure_ours(bench, options, &rows, &mut notes)?;
+    let Some(python) = peers.filter(|_| !rows.is_empty()) else {
+        return Ok(notes);
     };
     let mut lengths: Vec<_> = rows.iter().map(|row| row.block_bytes).collect();
     lengths.sort_unstable();
     lengths.dedup();
     let others = peers::measure(python, &lengths, options)?;
     let ratios = peers::compare(&ours, &others.figures, options.is_short);
+    notes.failures.extend(others.failures);
+    ours.extend(others.figures.iter().cloned());
+    notes.summary = summary::lines(&ours);
     // They belong to the rows that were selected, whatever their names.
     for figure in others.figures.into_iter().chain(ratios) {
         (bench.deliver)(figure)?;
     }
-    Ok(others.failures)
+    Ok(notes)
+}
+
+/// Measures the rows without TLS, then those with TLS, each with a pair of processes.
+fn measure_ours(
+    bench: &mut Bench<'_>,
+    options: TransportOptions,
+    rows: &[Row],
+    notes: &mut Notes,
+) -> Result<Vec<Figure>, MeasureError> {
+    let mut figures = vec![];
+    for has_tls in [false, true] {
+        let is_of_pair = |backend| (backend == Backend::Tls) == has_tls;
+        let rows = rows.iter().filter(|row| is_of_pair(row.backend));
+        let rows: Vec<_> = rows.copied().collect();
+        let streams = STREAMS.iter().filter(|(of, name, _)| is_of_pair(*of) && bench.wants(name));
+        let streams: Vec<_> = streams.collect();
+        if !rows.is_empty() || !streams.is_empty() {
+            let mut pair = Pair::start(options, has_tls)?;
+            for (_, name, processing) in streams {
+                let (rates, (plain, text)) = pair.stream_with(*processing, options)?;
+                let (name, limit) = ((*name).to_owned(), (plain, &*text));
+                (bench.deliver)(Figure::rate(name, "GB/s", rates, limit, Target::None))?;
+            }
+            figures.extend(measure_pair(bench, options, (&mut pair, &rows), notes)?);
+        }
+    }
+    Ok(figures)
+}
+
+fn measure_pair(
+    bench: &mut Bench<'_>,
+    options: TransportOptions,
+    (pair, rows): (&mut Pair, &[Row]),
+    notes: &mut Notes,
+) -> Result<Vec<Figure>, MeasureError> {
+    let of_one_thread: Vec<_> = rows.iter().filter(|row| row.threads == 1).copied().collect();
+    let counts = pair.count_system_calls(&of_one_thread, options)?.unwrap_or_else(|reason| {
+        notes.failures.push(format!("system calls: {reason}"));
+        vec![]
+    });
+    let mut counts = counts.into_iter();
+    let mut figures = vec![];
+    for row in rows {
+        let calls = if row.threads == 1 { counts.next() } else { None };
+        let measured = pair.measure(row, options)?;
+        let figure = row.figure(measured, calls, options);
+        figures.push(figure.clone());
+        bench.deliver(figure)?;
+        if let Some(calls) = calls.filter(|_| row.block_bytes == CALLS_BLOCK_BYTES) {
+            bench.deliver(row.calls_figure(calls))?;
+        }
+    }
+    Ok(figures)
 }
 
 /// The selected rows.
 fn rows(bench: &Bench<'_>, options: TransportOptions) -> Vec<Row> {
     let mut rows = vec![];
-    for backend in [Backend::Tcp, Backend::Shm] {
+    for backend in Backend::ALL {
         for (block_bytes, tcp, shm) in LADDER {
             for (direction, threads) in
                 [(Direction::Write, 1), (Direction::Write, 4), (Direction::Read, 1)]
             {
-                let share = if backend == Backend::Tcp { tcp } else { shm };
+                let tls = if block_bytes >= TLS_SHARE.0 { TLS_SHARE.1 } else { 0.0 };
+                let share = match backend {
+                    Backend::Tcp => tcp,
+                    Backend::Tls => tls,
+                    Backend::Shm => shm,
+                };
                 // The target is that of one thread; more share the same processors.
                 let has_target = share > 0.0 && threads == 1 && !options.is_short;
                 let target = if has_target { Target::ShareAtLeast(share) } else { Target::None };
@@ -150,255 +204,93 @@ struct Row {
 }
 
 impl Row {
-    fn name(&self) -> String {
+    /// What is moved how, without the number of threads.
+    fn kind(&self) -> String {
         let direction = match self.direction {
             Direction::Write => "write",
             Direction::Read => "read",
         };
         let block = size_name(usize::try_from(self.block_bytes).unwrap_or(usize::MAX));
-        format!("{}/{direction}/{block}/{}-thread", self.backend.name(), self.threads)
+        format!("{}/{direction}/{block}", self.backend.name())
     }
 
-    fn sequence(&self, options: TransportOptions) -> (Sequence, u64) {
+    fn name(&self) -> String {
+        format!("{}/{}-thread", self.kind(), self.threads)
+    }
+
+    fn figure(&self, measured: Measured, calls: Option<u64>, options: TransportOptions) -> Figure {
+        let Measured { rates, limit: (limit, text), cpu_ns_per_block, record_layer } = measured;
+        let row = TransportRow {
+            backend: self.backend.name().to_owned(),
+            block_bytes: self.block_bytes,
+            batch: self.sequence(options).0.batch,
+            threads: self.threads,
+            gbps: crate::figure::median(&rates),
+            limit_gbps: Some(crate::figure::median(&limit)),
+            peer: "cascade".to_owned(),
+            // A wrong byte ends the run with an error.
+            verified: true,
+            cpu_ns_per_block: Some(cpu_ns_per_block),
+            system_calls_per_batch: calls.map(|calls| calls as f64),
+            copies_per_byte: Some(match record_layer {
+                // The kernel encrypts in place what it has copied.
+                Some("kernel") => Backend::Tcp.copies(),
+                _ => self.backend.copies(),
+            }),
+            record_layer,
+        };
+        let figure = Figure::rate(self.name(), "GB/s", rates, (limit, &text), self.target);
+        figure.of_transport(row)
+    }
+
+    /// The system calls of a batch as a figure of its own, which has a target.
+    fn calls_figure(&self, calls: u64) -> Figure {
+        let name = format!("calls/{}", self.kind());
+        let target = Target::AtMost(CALLS_MAX);
+        Figure::cost(name, "a batch", vec![calls as f64], (vec![], ""), target)
+    }
+
+    /// Its batches, and how they are timed.
+    fn sequence(&self, options: TransportOptions) -> (Sequence, Schedule) {
         let region_bytes = REGION_BYTES;
         // Each thread has a part of the target region of its own.
         let batch = BATCH.min(region_bytes / self.block_bytes / self.threads);
         let batch_bytes = batch * self.block_bytes;
-        let (warm_up, rounds) = match batch_bytes {
-            _ if options.is_short => (1, 5),
-            ..0x2000_0000 => (5, 20),
-            _ => (2, 5),
+        let (samples, samples_per_turn) = match batch_bytes {
+            _ if options.is_short => (5, 3),
+            ..0x2000_0000 => (18, 2),
+            _ => (8, 1),
+        };
+        let batches_per_sample = SAMPLE_BYTES.div_ceil(batch_bytes * self.threads);
+        let schedule = Schedule {
+            warm_up: 1,
+            samples,
+            samples_per_turn,
+            batches_per_sample: if options.is_short { 1 } else { batches_per_sample },
         };
         let seed = self.block_bytes ^ self.threads << 50 ^ (self.backend as u64) << 56;
         let (block_bytes, threads) = (self.block_bytes, self.threads);
-        let iterations = warm_up + rounds;
-        (Sequence { seed, region_bytes, block_bytes, batch, threads, iterations }, warm_up)
+        let iterations = schedule.runs() * schedule.batches_per_sample;
+        let sequence = Sequence { seed, region_bytes, block_bytes, batch, threads, iterations };
+        (sequence, schedule)
     }
 }
 
-/// This process and the target, connected in all ways.
-struct Pair {
-    client: Endpoint,
-    /// Holds the pattern.
-    local: RegionId,
-    /// What reads write to.
-    for_reads: RegionId,
-    tcp: Arc<dyn Connection>,
-    shm: Arc<dyn Connection>,
-    limits: Limits,
-    child: TargetProcess,
-    _directory: Directory,
-}
-
-impl Pair {
-    fn start(options: TransportOptions) -> Result<Self, MeasureError> {
-        let directory = Directory::make()?;
-        let mut child = TargetProcess::start()?;
-        let unix = directory.0.join("t");
-        let order = Order::Listen { bytes: REGION_BYTES, unix: unix.clone() };
-        let Answer::Listening { tcp, plain } = child.ask(&order)? else {
-            return Err(failed("the target does not listen"));
-        };
-        let config = EndpointConfig { name: "bench".to_owned(), ..Default::default() };
-        let client = Endpoint::new(config).map_err(failed)?;
-        let bytes = usize::try_from(REGION_BYTES).map_err(failed)?;
-        let region = Region::shared(bytes, Access::LOCAL).map_err(failed)?;
-        let local = client.register(region).map_err(failed)?;
-        target::fill_region(&client, local, REGION_BYTES)?;
-        let region = Region::shared(bytes, Access::LOCAL).map_err(failed)?;
-        let for_reads = client.register(region).map_err(failed)?;
-        Ok(Self {
-            tcp: client.connect_tcp(tcp, soon()).map_err(failed)?,
-            shm: client.connect_unix(&unix, soon()).map_err(failed)?,
-            limits: Limits::connect(&plain, options.is_short)?,
-            client,
-            local,
-            for_reads,
-            child,
-            _directory: directory,
-        })
-    }
-
-    fn measure(&mut self, row: &Row, options: TransportOptions) -> Result<Figure, MeasureError> {
-        let (sequence, warm_up) = row.sequence(options);
-        if row.direction == Direction::Read {
-            self.child.ask(&Order::Fill)?;
-        }
-        let limit = match row.backend {
-            Backend::Tcp => self.limits.stream()?,
-            Backend::Shm => self.limits.memcpy(&sequence),
-        };
-        let connection = match row.backend {
-            Backend::Tcp => &self.tcp,
-            Backend::Shm => &self.shm,
-        };
-        let remote = connection.peer().regions.first().map(|region| region.id);
-        let remote = remote.ok_or_else(|| failed("the target offers no region"))?;
-        let is_read = row.direction == Direction::Read;
-        let local = if is_read { self.for_reads } else { self.local };
-        let here = Side { local, remote, direction: row.direction };
-        let before = self.cpu_time()?;
-        let mut samples = vec![];
-        for iteration in 0..sequence.iterations {
-            let took = here.run(connection, &sequence, iteration)?;
-            let bytes = (sequence.batch * sequence.block_bytes * sequence.threads) as f64;
-            if iteration >= warm_up {
-                samples.push(bytes / took.as_secs_f64() / 1e9);
-            }
-        }
-        let cpu = self.cpu_time()?.saturating_sub(before);
-        let blocks = sequence.batch * sequence.threads * sequence.iterations;
-        let is_verified = self.verify(row, &sequence)?;
-        if !is_verified {
-            return Err(failed(format!("{}: a block has wrong bytes", row.name())));
-        }
-        let value = crate::figure::median(&samples);
-        let figure = Figure::rate(row.name(), "GB/s", samples, limit.clone(), row.target);
-        Ok(figure.of_transport(TransportRow {
-            backend: row.backend.name().to_owned(),
-            block_bytes: row.block_bytes,
-            batch: sequence.batch,
-            threads: row.threads,
-            gbps: value,
-            limit_gbps: Some(crate::figure::median(&limit.0)),
-            peer: "cascade".to_owned(),
-            verified: is_verified,
-            cpu_ns_per_block: Some(cpu.as_nanos() as f64 / blocks as f64),
-        }))
-    }
-
-    /// Processor time of both processes.
-    fn cpu_time(&self) -> Result<Duration, MeasureError> {
-        Ok(cpu_time_of(std::process::id())? + cpu_time_of(self.child.child.id())?)
-    }
-
-    /// Compares all blocks that were moved with their sources.
-    fn verify(&mut self, row: &Row, sequence: &Sequence) -> Result<bool, MeasureError> {
-        let compared = if row.direction == Direction::Read {
-            target::compare(&self.client, self.for_reads, sequence)?
-        } else {
-            self.child.ask(&Order::Verify(*sequence))?
-        };
-        match compared {
-            Answer::Compared { blocks, wrong } => Ok(wrong == 0 && blocks > 0),
-            _ => Err(failed("the target gave another answer")),
-        }
-    }
-}
-
-/// The two regions of a batch.
+/// How the batches of a row are timed.
 #[derive(Debug, Clone, Copy)]
-struct Side {
-    local: RegionId,
-    remote: RegionId,
-    direction: Direction,
+struct Schedule {
+    /// Samples that are not used.
+    warm_up: u64,
+    /// Samples that are.
+    samples: u64,
+    /// The limit is measured before every so many samples.
+    samples_per_turn: u64,
+    /// Batches of each thread that follow each other in a sample.
+    batches_per_sample: u64,
 }
 
-impl Side {
-    fn pieces(&self, sequence: &Sequence, thread: u64, iteration: u64) -> Vec<Piece> {
-        let at = |index| index * sequence.block_bytes;
-        let piece = |(source, target)| {
-            let (here, there) = match self.direction {
-                Direction::Write => (source, target),
-                Direction::Read => (target, source),
-            };
-            Piece {
-                local: Place { region: self.local, offset: at(here) },
-                remote: Place { region: self.remote, offset: at(there) },
-                bytes: sequence.block_bytes,
-            }
-        };
-        sequence.blocks(thread, iteration).map(piece).collect()
-    }
-
-    /// Moves one batch a thread, and returns how long all took.
-    fn run(
-        &self,
-        connection: &Arc<dyn Connection>,
-        sequence: &Sequence,
-        iteration: u64,
-    ) -> Result<Duration, MeasureError> {
-        let lists = (0..sequence.threads).map(|thread| self.pieces(sequence, thread, iteration));
-        let lists: Vec<_> = lists.collect();
-        let direction = self.direction;
-        let move_one = move |connection: &dyn Connection, pieces: &[Piece]| {
-            let batch = Batch { direction, pieces, notice: None };
-            connection.post(&batch, soon())?.wait(soon())
-        };
-        let mut results = vec![];
-        let took = if let [pieces] = &*lists {
-            timed(|| results.push(Ok(move_one(&**connection, pieces))))
-        } else {
-            timed(|| {
-                let start = |pieces: Vec<Piece>| {
-                    let connection = Arc::clone(connection);
-                    thread::spawn(move || move_one(&*connection, &pieces))
-                };
-                let threads: Vec<_> = lists.into_iter().map(start).collect();
-                results.extend(threads.into_iter().map(thread::JoinHandle::join));
-            })
-        };
-        for result in results {
-            result.map_err(|_| failed("a thread panicked"))?.map_err(failed)?;
-        }
-        Ok(took)
-    }
-}
-
-/// A directory for a socket; removed on drop.
-struct Directory(PathBuf);
-
-impl Directory {
-    fn make() -> Result<Self, MeasureError> {
-        let name = format!("cascade-transport-{}", std::process::id());
-        let path = std::env::temp_dir().join(name);
-        std::fs::create_dir(&path).map_err(failed)?;
-        Ok(Self(path))
-    }
-}
-
-impl Drop for Directory {
-    fn drop(&mut self) {
-        // If this fails, only the file of a socket remains in the temporary directory.
-        drop(std::fs::remove_dir_all(&self.0));
-    }
-}
-
-/// The other process; killed on drop.
-struct TargetProcess {
-    child: Child,
-    orders: ChildStdin,
-    answers: BufReader<ChildStdout>,
-}
-
-impl TargetProcess {
-    fn start() -> Result<Self, MeasureError> {
-        let program = std::env::current_exe().map_err(failed)?;
-        let mut command = Command::new(program);
-        command.args(["bench", "transport-target"]);
-        let spawned = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
-        let mut child = spawned.map_err(failed)?;
-        let orders = child.stdin.take().expect("stdin is piped");
-        let answers = BufReader::new(child.stdout.take().expect("stdout is piped"));
-        Ok(Self { child, orders, answers })
-    }
-
-    fn ask(&mut self, order: &Order) -> Result<Answer, MeasureError> {
-        let text = serde_json::to_string(order).map_err(failed)?;
-        writeln!(self.orders, "{text}").map_err(failed)?;
-        let mut line = String::new();
-        let bytes = self.answers.read_line(&mut line).map_err(failed)?;
-        if bytes == 0 {
-            return Err(failed("the target process ended"));
-        }
-        serde_json::from_str(&line).map_err(failed)
-    }
-}
-
-impl Drop for TargetProcess {
-    fn drop(&mut self) {
-        // It may have ended already.
-        drop(self.child.kill());
-        drop(self.child.wait());
+impl Schedule {
+    fn runs(&self) -> u64 {
+        self.warm_up + self.samples
     }
 }

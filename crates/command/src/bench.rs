@@ -3,6 +3,7 @@
 mod eviction;
 mod gpu;
 mod shadow;
+mod transfer;
 mod transport;
 mod vllm;
 
@@ -17,6 +18,7 @@ use clap::{Args, Subcommand};
 use crate::bench::eviction::EvictionArgs;
 use crate::bench::gpu::GpuArgs;
 use crate::bench::shadow::ShadowArgs;
+use crate::bench::transfer::TransferArgs;
 use crate::bench::transport::TransportArgs;
 use crate::bench::vllm::VllmArgs;
 use crate::{EXIT_OK, Failure, Screen, built, write_json};
@@ -43,8 +45,10 @@ enum BenchVerb {
     Eviction(EvictionArgs),
     /// Compare the predictions of shadow caches with stores of those sizes.
     Shadow(ShadowArgs),
-    /// Measure moving blocks between processes: TCP and shared memory, beside their limits.
+    /// Measure moving blocks between processes: TCP, TLS and shared memory, beside their limits.
     Transport(TransportArgs),
+    /// Measure moving the KV of a prompt from a prefill to a decode process, layer by layer.
+    Transfer(TransferArgs),
     /// Measure vLLM with the connector: time to first token with and without a hit.
     Vllm(Box<VllmArgs>),
     /// Run as a worker process of `bench node`: commands on stdin, reports on stdout.
@@ -53,6 +57,9 @@ enum BenchVerb {
     /// Run as the other process of `bench transport`.
     #[command(hide = true)]
     TransportTarget,
+    /// Run as the other process of `bench transfer`.
+    #[command(hide = true)]
+    TransferPeer,
 }
 
 /// The measurements of an embedded store.
@@ -132,14 +139,15 @@ impl BenchVerb {
             Self::Eviction(args) => args.json(),
             Self::Shadow(args) => args.json(),
             Self::Transport(args) => args.json(),
+            Self::Transfer(args) => args.json(),
             Self::Vllm(args) => args.json(),
-            Self::NodeWorker | Self::TransportTarget => None,
+            Self::NodeWorker | Self::TransportTarget | Self::TransferPeer => None,
         }
     }
 
     /// A process that a benchmark starts, which reports to it.
     fn is_worker(&self) -> bool {
-        matches!(self, Self::NodeWorker | Self::TransportTarget)
+        matches!(self, Self::NodeWorker | Self::TransportTarget | Self::TransferPeer)
     }
 }
 
@@ -170,6 +178,13 @@ pub(super) fn run(args: &BenchArgs, screen: &mut Screen) -> Result<i32, Failure>
         BenchVerb::Shadow(args) => shadow::run(args, screen),
         BenchVerb::Vllm(args) => vllm::run(args, screen),
         BenchVerb::Transport(args) => transport::run(args, screen),
+        BenchVerb::Transfer(args) => transfer::run(args, screen),
+        BenchVerb::TransferPeer => {
+            let orders = std::io::stdin().lock();
+            cascade_bench::transfer::run_peer(orders, std::io::stdout().lock())
+                .map_err(|error| Failure::other("run as the other process of a transfer", error))?;
+            Ok(EXIT_OK)
+        }
         BenchVerb::TransportTarget => {
             let orders = std::io::stdin().lock();
             cascade_bench::transport::run_target(orders, std::io::stdout().lock())
@@ -218,6 +233,8 @@ struct Output<'a> {
     only: Option<&'a str>,
     /// What is measured, if the environment does not say it.
     subject: Option<&'a str>,
+    /// The header of columns that only these rows have.
+    columns: &'static str,
 }
 
 /// Called with each figure when it is measured.
@@ -225,7 +242,7 @@ type Deliver<'d> = &'d mut dyn FnMut(Figure) -> Result<(), MeasureError>;
 
 impl<'a> Output<'a> {
     fn new(json: Option<&'a Path>, only: Option<&'a str>) -> Self {
-        Self { json, only, subject: None }
+        Self { json, only, subject: None, columns: "" }
     }
 
     /// Measures, prints each figure when it is ready, and writes the JSON at the end.
@@ -243,7 +260,7 @@ impl<'a> Output<'a> {
             let headline = screen.dim(&environment.headline());
             screen.line(headline)?;
             self.subject.map_or(Ok(()), |subject| screen.line(screen.bold(subject)))?;
-            let header = screen.bold(&table_header());
+            let header = screen.bold(&table_header(self.columns));
             screen.line(header)?;
         }
         let mut figures: Vec<Figure> = Vec::new();

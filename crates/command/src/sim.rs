@@ -1,4 +1,4 @@
-//! `cascade sim`: simulates stores on virtual time and checks what they promise.
+//! `cascade sim`: simulates stores, or the transport, on virtual time and checks what they promise.
 
 use std::ffi::OsString;
 use std::io::{self, BufReader};
@@ -9,7 +9,9 @@ use std::thread;
 use std::time::Duration;
 
 use cascade_runtime::{Plant, SystemClock, random_u64};
-use cascade_sim::{Length, Processes, Progress, SimOptions, SimResult, Violation, Workers, serve};
+use cascade_sim::{
+    Length, Processes, Progress, SimOptions, SimResult, Subject, Violation, Workers, serve,
+};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
@@ -21,6 +23,8 @@ use crate::{
 
 /// Operations without `--operations` and `--seconds`.
 const OPERATIONS: u64 = 1_000_000;
+/// The same of the transport: as many worlds.
+const TRANSPORT_OPERATIONS: u64 = 100_000;
 /// How often the progress bar is redrawn.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 /// Worlds that one process runs. A process starts in milliseconds and a world takes some hundred.
@@ -40,13 +44,16 @@ Examples:
       A minute, with each world run twice: equal seeds have to give equal runs.
   cascade sim --seed 7 --operations 1000000 --world 12
       Run one world of a simulation again, such as the one that a violation names.
+  cascade sim --transport --seconds 60 --twice
+      Simulate endpoints of the transport on a network with faults, instead of stores.
   cascade sim --seed 7 --operations 100000 --plant early-publish
       Plant a bug in the store, to see that the simulator finds it.
 
 A simulation consists of independent worlds of 20,000 operations each. In a world, the real store
 with its own threads runs on virtual time; one thread at a time, chosen by the seed. Several clients
 call it, and each result is compared with a naive model. The seed decides everything: the event hash
-of two runs is equal, on any machine and with any --jobs.
+of two runs is equal, on any machine and with any --jobs. A world of --transport has 2,000
+operations, by the clients of 2 to 6 endpoints.
 
 Exit codes: 0 nothing wrong; 1 a violation; 2 usage; 3 two runs of a world differed (--twice);
 130 interrupted.")]
@@ -55,10 +62,13 @@ pub(super) struct SimArgs {
     #[arg(long, value_name = "N", default_value_t = 1)]
     #[arg(value_parser = clap::value_parser!(u64).range(1..=1))]
     nodes: u64,
+    /// Simulate endpoints of the transport on a network, instead of stores.
+    #[arg(long, conflicts_with = "nodes")]
+    transport: bool,
     /// Seed of the simulation [default: a fresh one, which is printed].
     #[arg(long, value_name = "S")]
     seed: Option<u64>,
-    /// Number of operations, exactly [default: 1000000].
+    /// Number of operations, exactly [default: 1000000, of the transport 100000].
     #[arg(long, value_name = "N", conflicts_with = "seconds")]
     operations: Option<Count>,
     /// Begin worlds for this long, such as 60 or 10m.
@@ -73,7 +83,8 @@ pub(super) struct SimArgs {
     /// Run each world twice and compare.
     #[arg(long)]
     twice: bool,
-    /// Plant a bug: lost-wake-up, early-publish, stale-address, late-deadline or outliving-lease.
+    /// Plant a bug: lost-wake-up, early-publish, stale-address, late-deadline or outliving-lease;
+    /// of the transport, early-notice, early-cancel or late-deadline.
     #[arg(long, value_name = "NAME")]
     plant: Option<Plant>,
     /// Write the result as JSON to FILE; - is standard output.
@@ -89,15 +100,19 @@ pub(super) struct SimArgs {
 struct Document<'a> {
     #[serde(flatten)]
     result: &'a SimResult,
-    nodes: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    nodes: Option<u64>,
     commit: &'static str,
 }
 
 pub(super) fn run(args: &SimArgs, screen: &mut Screen) -> Result<i32, Failure> {
     let fresh = || random_u64().map_err(|error| Failure::other("draw a seed", error));
     let seed = args.seed.map_or_else(fresh, Ok)?;
-    let operations = args.operations.map_or(OPERATIONS, Count::get);
+    let default = if args.transport { TRANSPORT_OPERATIONS } else { OPERATIONS };
+    let operations = args.operations.map_or(default, Count::get);
+    let subject = if args.transport { Subject::Transport } else { Subject::Store };
     let options = SimOptions {
+        subject,
         seed,
         length: args.seconds.map_or(Length::Operations(operations), Length::Time),
         world: args.world,
@@ -106,9 +121,9 @@ pub(super) fn run(args: &SimArgs, screen: &mut Screen) -> Result<i32, Failure> {
         plant: args.plant,
     };
     if let (Some(world), Length::Operations(operations)) = (args.world, options.length)
-        && world * cascade_sim::WORLD_OPERATIONS >= operations
+        && world.saturating_mul(subject.world_operations()) >= operations
     {
-        let worlds = operations.div_ceil(cascade_sim::WORLD_OPERATIONS);
+        let worlds = operations.div_ceil(subject.world_operations());
         return Err(Failure::usage(
             format!("--world {world}: {operations} operations have {worlds} worlds, from 0"),
             "give the --operations of the simulation that has this world",
@@ -157,6 +172,9 @@ fn worker_arguments(options: &SimOptions) -> Vec<OsString> {
         Length::Operations(operations) => format!("--operations={operations}").into(),
         Length::Time(time) => format!("--seconds={}ms", time.as_millis().max(1)).into(),
     });
+    if options.subject == Subject::Transport {
+        arguments.push("--transport".into());
+    }
     if options.twice {
         arguments.push("--twice".into());
     }
@@ -218,7 +236,8 @@ fn write(args: &SimArgs, result: &SimResult, screen: &mut Screen) -> Result<(), 
     }
     if let Some(path) = &args.json {
         let commit = crate::built::commit();
-        write_json(path, &Document { result, nodes: args.nodes, commit }, screen)?;
+        let nodes = (!args.transport).then_some(args.nodes);
+        write_json(path, &Document { result, nodes, commit }, screen)?;
     }
     Ok(())
 }
@@ -239,6 +258,10 @@ fn summarize(result: &SimResult, screen: &mut Screen) -> Result<(), Failure> {
         result.reopenings,
         result.crashes
     ))?;
+    if !result.counts.is_empty() {
+        let counts = result.counts.iter().map(|(what, count)| format!("{count} {what}"));
+        screen.line(format!("  {}", counts.collect::<Vec<_>>().join(", ")))?;
+    }
     if result.recovered_blocks > 0 {
         let blocks = result.recovered_blocks;
         screen.line(format!("  {blocks} blocks in memory were found by the next process"))?;

@@ -117,7 +117,7 @@ entries! {
     "cuMemImportFromShareableHandle", "cuMemImportFromShareableHandle", 10_020,
         virtual_memory::import;
     "cuMemGetHandleForAddressRange", "cuMemGetHandleForAddressRange", 11_070,
-        unsupported::get_handle_for_range;
+        virtual_memory::get_handle_for_range;
     "cuDeviceCanAccessPeer", "cuDeviceCanAccessPeer", 4000, devices::can_access_peer;
     "cuCtxEnablePeerAccess", "cuCtxEnablePeerAccess", 4000, unsupported::enable_peer_access;
     "cuIpcGetEventHandle", "cuIpcGetEventHandle", 4010, unsupported::ipc_get_event_handle;

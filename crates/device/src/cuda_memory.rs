@@ -5,12 +5,15 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use cascade_memory::{DeviceError, DeviceId, DeviceImporter, DeviceMemory, SharedDeviceMemory};
+use cascade_memory::{
+    DeviceError, DeviceId, DeviceImporter, DeviceMemory, DmaBuf, SharedDeviceMemory,
+};
 use cascade_runtime::Clock;
 
 use crate::allocation::DeviceAllocation;
 use crate::context::Context;
 use crate::device_uuid::DeviceUuid;
+use crate::dmabuf;
 use crate::driver::Driver;
 use crate::error::CudaError;
 use crate::shareable::{ImportedMemory, ShareableMemory};
@@ -175,6 +178,11 @@ impl DeviceMemory for CudaMemory {
     fn zero(&self, offset: usize, bytes: usize) -> Result<(), DeviceError> {
         let zeroed = self.write_zeroes(offset, bytes);
         zeroed.map_err(|error| failed("zero", offset, bytes, error))
+    }
+
+    fn dmabuf(&self) -> Result<Option<DmaBuf>, DeviceError> {
+        let described = dmabuf::describe(&self.context, self.memory.base(), self.memory.bytes());
+        described.map(Some).map_err(|error| DeviceError::DmaBuf { source: Arc::new(error) })
     }
 
     fn shared(&self) -> Option<&dyn SharedDeviceMemory> {

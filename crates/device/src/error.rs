@@ -179,6 +179,12 @@ pub enum CudaError {
         /// What it lacks.
         missing: &'static str,
     },
+    /// The device's memory cannot be described to RDMA devices.
+    #[error(
+        "the driver has no DMA-BUF for this device: load the open kernel modules of NVIDIA's \
+         driver, or keep the blocks that RDMA moves in host memory"
+    )]
+    NoDmaBuf,
     /// Memory of another device than that of the context.
     #[error(
         "the memory is on the device {owner}, which {context} cannot access; use a context on \

@@ -5,8 +5,11 @@ use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
+use cascade_memory::DmaBuf;
+
 use crate::allocation::DeviceAllocation;
 use crate::context::Context;
+use crate::dmabuf;
 use crate::error::CudaError;
 use crate::functions::Address;
 
@@ -54,6 +57,14 @@ impl ForeignMemory {
     /// Its length.
     pub fn bytes(&self) -> usize {
         self.bytes
+    }
+
+    /// What RDMA devices need to access it. This value must be kept while they do.
+    ///
+    /// # Errors
+    /// If the driver or its kernel module cannot describe it.
+    pub fn dmabuf(&self) -> Result<DmaBuf, CudaError> {
+        dmabuf::describe(&self.context, self.start, self.bytes)
     }
 
     /// The address of a piece.

@@ -18,6 +18,7 @@ mod copy_plan;
 mod costs;
 mod cuda_memory;
 mod device_uuid;
+mod dmabuf;
 mod driver;
 mod error;
 mod event;

@@ -4,6 +4,9 @@
 use rustix::mm::{Advice, madvise};
 
 const PAGE_BYTES: usize = 4096;
+const LINE_BYTES: usize = 64;
+/// Bytes of a block that are prefetched.
+const PREFETCH_BYTES: usize = 512;
 
 /// Starts to load a value into the cache, without waiting for it.
 #[inline]
@@ -17,6 +20,14 @@ pub fn prefetch<T>(value: &T) {
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _unused = value;
+}
+
+/// Starts to load the first bytes of a block that is read or written next, and the address of its
+/// page. The processor goes on by itself from there.
+#[inline]
+pub fn prefetch_block(block: &[u8]) {
+    let first = &block[..block.len().min(PREFETCH_BYTES)];
+    first.iter().step_by(LINE_BYTES).for_each(prefetch);
 }
 
 /// Requests huge pages for a vector's allocation, best before it is filled: random reads of a large

@@ -45,10 +45,31 @@ pub trait DeviceMemory: fmt::Debug + Send + Sync {
     /// then.
     fn zero(&self, offset: usize, bytes: usize) -> Result<(), DeviceError>;
 
+    /// What RDMA devices need to access the memory; none if it is of no kind that they access.
+    ///
+    /// # Errors
+    /// If the device's driver, or its kernel module, cannot describe it.
+    fn dmabuf(&self) -> Result<Option<DmaBuf>, DeviceError> {
+        Ok(None)
+    }
+
     /// What other processes need to map the memory; none if they cannot.
     fn shared(&self) -> Option<&dyn SharedDeviceMemory> {
         None
     }
+}
+
+/// Memory of a device, as its driver describes it to RDMA devices. It does not keep the memory.
+#[derive(Debug)]
+pub struct DmaBuf {
+    /// A DMA-BUF descriptor that the driver gave.
+    pub descriptor: OwnedFd,
+    /// Where the memory begins in the descriptor's.
+    pub offset: u64,
+    /// Its length.
+    pub bytes: usize,
+    /// Its address on the device.
+    pub address: u64,
 }
 
 /// Memory of a device that other processes of the host can map.
@@ -104,6 +125,13 @@ pub enum DeviceError {
     Import {
         /// Their number.
         bytes: usize,
+        /// The cause.
+        #[source]
+        source: Arc<dyn Error + Send + Sync>,
+    },
+    /// The memory cannot be described to RDMA devices.
+    #[error("cannot describe device memory to RDMA devices")]
+    DmaBuf {
         /// The cause.
         #[source]
         source: Arc<dyn Error + Send + Sync>,

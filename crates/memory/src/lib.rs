@@ -24,11 +24,11 @@ mod strided;
 mod sync;
 mod words;
 
-pub use advice::{prefer_huge_pages, prefetch};
+pub use advice::{prefer_huge_pages, prefetch, prefetch_block};
 pub use config::PoolConfig;
 pub use copy::{copy_in, copy_out};
 pub use device::{
-    DeviceError, DeviceId, DeviceImporter, DeviceMemory, FakeDevice, SharedDeviceMemory,
+    DeviceError, DeviceId, DeviceImporter, DeviceMemory, DmaBuf, FakeDevice, SharedDeviceMemory,
 };
 pub use error::MemoryError;
 pub use host_region::HostRegion;

@@ -13,8 +13,8 @@ use crate::process_mark;
 /// A file that is locked exclusively for as long as this value lives, or until the process ends.
 ///
 /// Dropping unlocks the file before it is closed. Closing is not enough: a child has a copy of the
-/// open file between `fork` and `exec`. A forked child that drops its own copy of this value unlocks
-/// nothing: its parent still has the lock.
+/// open file between `fork` and `exec`. A forked child that drops its own copy of this value
+/// unlocks nothing: its parent still has the lock.
 #[derive(Debug)]
 pub struct LockedFile {
     file: File,

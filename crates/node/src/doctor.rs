@@ -12,6 +12,7 @@ mod machine;
 mod memory;
 mod network;
 mod pools;
+mod rdma;
 mod space;
 
 use std::sync::{Arc, mpsc};
@@ -150,7 +151,7 @@ const CHECKS: &[Check] = &[
     network::EXPOSURE,
     devices::CLOCK,
     gpus::CUDA,
-    devices::RDMA,
+    rdma::RDMA,
     devices::VALKEY,
 ];
 

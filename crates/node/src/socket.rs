@@ -139,8 +139,8 @@ mod tests {
         SocketFile::listen(&path, 0o660, None).expect("the socket is stale");
     }
 
-    /// A node could lock a file that its last owner had just removed. Another node then locked a new
-    /// file of that name, and both served the path.
+    /// A node could lock a file that its last owner had just removed. Another node then locked a
+    /// new file of that name, and both served the path.
     #[test]
     fn of_nodes_that_come_and_go_one_at_a_time_has_the_lock() {
         let directory = tempfile::tempdir().expect("a temporary directory");

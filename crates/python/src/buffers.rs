@@ -8,10 +8,12 @@ use std::ffi::{CStr, c_int, c_void};
 use std::fmt::Display;
 use std::ptr::{self, NonNull};
 use std::slice;
+use std::sync::Arc;
 
-use cascade_memory::{Slab, SlabMut};
+use cascade_device::ForeignMemory;
+use cascade_memory::{DmaBuf, Slab, SlabMut};
 use cascade_store::TierName;
-use cascade_transport::{Access, Region};
+use cascade_transport::{Access, Region, TransportError};
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::exceptions::{PyBufferError, PyTypeError, PyValueError};
 use pyo3::ffi;
@@ -76,6 +78,17 @@ pub(crate) fn region_at(
     };
     // SAFETY: the Python caller vouches for the memory, as the documentation of the method says.
     Ok(unsafe { Region::of_memory(start, bytes, access, owner) })
+}
+
+/// A region of a transport in memory of GPU number `gpu`, which `memory` keeps.
+pub(crate) fn region_on_gpu(
+    (range, memory): (DmaBuf, Arc<ForeignMemory>),
+    gpu: u8,
+    access: Access,
+) -> Result<Region, TransportError> {
+    // SAFETY: the Python caller vouches that its memory stays allocated as long as its owner, which
+    // `memory` keeps, and that no other work of the GPU accesses what a batch moves.
+    unsafe { Region::of_dmabuf(range, gpu, access, memory) }
 }
 
 // SAFETY: the pointers point into buffers that `held` keeps exported, which is memory without

@@ -13,7 +13,7 @@ use cascade_device::{
     Context, CudaError, DeviceFacts, Event, ForeignMemory, Fragment, Pending, Slabs, Stream,
     Transfer,
 };
-use cascade_memory::{DeviceImporter, Slab};
+use cascade_memory::{DeviceImporter, DmaBuf, Slab};
 use cascade_runtime::{Deadline, SystemClock};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -98,6 +98,23 @@ fn stream_of(context: &Arc<Context>, number: usize) -> Stream {
     // SAFETY: the classes require that the number is a stream of this GPU that exists during the
     // call. The value ends with the call.
     unsafe { Stream::foreign(context, number) }
+}
+
+/// Memory of a GPU that another library allocated, described to RDMA devices.
+pub(crate) fn dmabuf_of(
+    device: u8,
+    address: u64,
+    bytes: usize,
+    owner: Py<PyAny>,
+) -> PyResult<(DmaBuf, Arc<ForeignMemory>)> {
+    let described = || {
+        let device = Device::open(device.into())?;
+        // SAFETY: the Python caller vouches for the memory, as the method's documentation says.
+        let memory =
+            unsafe { ForeignMemory::new(&device.context, address, bytes, Box::new(owner)) };
+        Ok((memory.dmabuf()?, memory))
+    };
+    described().map_err(|error: CudaError| to_python(&error))
 }
 
 #[pymethods]

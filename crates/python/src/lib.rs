@@ -24,6 +24,7 @@ mod stats;
 mod store;
 mod transport;
 mod view;
+mod waits;
 
 use cascade_client::TraceContext;
 use pyo3::prelude::*;

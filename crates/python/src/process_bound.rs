@@ -4,9 +4,10 @@
 //! store or released a slab could wait for a lock for ever. It leaks the value instead.
 
 use std::mem::ManuallyDrop;
+use std::ops::Deref;
 use std::process;
 
-use pyo3::PyResult;
+use pyo3::{PyResult, Python};
 
 use crate::errors::ForkError;
 
@@ -46,7 +47,7 @@ impl<T> ProcessBound<T> {
             return Ok(());
         }
         Err(ForkError::new_err(format!(
-            "this {what} belongs to process {}, which forked this one; open a new store in this \
+            "this {what} belongs to process {}, which forked this one; make another one in this \
              process (with multiprocessing, use the start method \"spawn\")",
             self.process
         )))
@@ -58,5 +59,31 @@ impl<T> Drop for ProcessBound<T> {
         if self.process != process::id() {
             let _leaked = ManuallyDrop::new(self.value.take());
         }
+    }
+}
+
+/// A value that is dropped while this thread is detached from the interpreter: its drop waits for
+/// locks or threads whose holders may need the interpreter.
+#[derive(Debug)]
+pub(crate) struct DroppedDetached<T: Send>(Option<T>);
+
+impl<T: Send> DroppedDetached<T> {
+    pub(crate) fn new(value: T) -> Self {
+        Self(Some(value))
+    }
+}
+
+impl<T: Send> Deref for DroppedDetached<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        self.0.as_ref().expect("the value is taken only on drop")
+    }
+}
+
+impl<T: Send> Drop for DroppedDetached<T> {
+    fn drop(&mut self) {
+        let mut value = self.0.take();
+        Python::try_attach(|py| py.detach(|| drop(value.take())));
     }
 }

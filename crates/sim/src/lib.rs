@@ -1,5 +1,5 @@
-//! The simulator: real stores on virtual time with simulated devices, each result checked against a
-//! naive model. A seed decides everything.
+//! The simulator: real stores and endpoints on virtual time with simulated devices, each result
+//! checked against a naive model. A seed decides everything.
 #![forbid(unsafe_code)]
 #![warn(clippy::disallowed_types)]
 
@@ -17,11 +17,12 @@ mod profile;
 mod report;
 mod run;
 mod tiers;
+mod transport;
 mod workers;
 mod workload;
 mod world;
 
-pub use options::{Length, SimOptions, WORLD_OPERATIONS};
+pub use options::{Length, SimOptions, Subject, WORLD_OPERATIONS};
 pub use report::{Seconds, SimResult, Violation};
 pub use run::{Progress, Workers, run};
 pub use workers::{Processes, serve};

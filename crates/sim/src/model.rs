@@ -51,10 +51,20 @@ struct Version {
     doomed: Option<Tick>,
     /// From here on it is certainly absent.
     dead: Option<Tick>,
-    /// From this wall clock on a call does not return it.
-    expires_ms: Option<u64>,
+    expiry: Expiry,
     /// It was flushed, and its absence if it is dead.
     persisted: Persisted,
+}
+
+/// Whether a version expires.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Expiry {
+    Never,
+    /// From this wall clock on a call does not return it.
+    At(u64),
+    /// It expires, and the clock can be set back: files that were opened after its end do not know
+    /// it, and have it again once they are opened before its end.
+    MayComeBack,
 }
 
 /// What a crash leaves of a version.
@@ -198,7 +208,7 @@ impl Model {
                 is_linked: false,
                 doomed: is_removed.then_some(begin),
                 dead: None,
-                expires_ms: None,
+                expiry: Expiry::Never,
                 persisted: Persisted::Nothing,
             });
         }
@@ -211,8 +221,8 @@ impl Model {
         let versions = self.keys.iter_mut().flatten();
         for version in versions.filter(|version| version.begin == begin && version.end.is_none()) {
             version.doom(begin);
-            // Where the clock is set back, what has expired can come back.
-            version.expires_ms = (!self.profile.sets_clock).then_some(expires_ms);
+            version.expiry =
+                if self.profile.sets_clock { Expiry::MayComeBack } else { Expiry::At(expires_ms) };
         }
     }
 
@@ -294,10 +304,20 @@ impl Model {
                 version.end_at(now);
             }
         }
+        // Files may be writing these bytes under this key, with the time of a put that has expired.
+        let was_other = self.keys[key as usize].iter().any(|version| {
+            version.begin < begin
+                && version.expiry != Expiry::Never
+                && version.content.has_same_bytes(content)
+        });
+        let is_doomed = is_linked && was_other && self.promises.has_files;
         if let Some(own) = self.unended(begin, key, content) {
             own.end = Some(now);
             own.is_acknowledged = true;
             own.is_linked = is_linked;
+            if is_doomed {
+                own.doom(now);
+            }
         }
     }
 
@@ -415,7 +435,9 @@ impl Model {
         }
         for version in self.keys.iter_mut().flatten() {
             version.persisted = match version.dead {
-                Some(dead) if dead < begin => Persisted::Removal,
+                Some(dead) if dead < begin && version.expiry != Expiry::MayComeBack => {
+                    Persisted::Removal
+                }
                 None if version.is_before(begin) && version.is_acknowledged => Persisted::Block,
                 _ => version.persisted,
             };
@@ -499,7 +521,7 @@ impl Model {
                 is_linked: false,
                 doomed: Some(now),
                 dead: None,
-                expires_ms: None,
+                expiry: Expiry::Never,
                 persisted: Persisted::Nothing,
             });
         }
@@ -521,7 +543,7 @@ impl Model {
     fn possible(&self, key: u32, begin: Tick) -> impl Iterator<Item = &Version> {
         let unix_ms = self.open.get(&begin).copied().unwrap_or(0);
         let has_expired =
-            move |version: &Version| version.expires_ms.is_some_and(|at| at <= unix_ms);
+            move |version: &Version| matches!(version.expiry, Expiry::At(at) if at <= unix_ms);
         let versions = self.keys[key as usize].iter();
         versions.filter(move |version| version.may_be_seen(begin) && !has_expired(version))
     }
@@ -531,6 +553,9 @@ impl Model {
         let Promises { keeps_all, has_files, .. } = self.promises;
         let loses_names = self.profile.loses_names();
         let versions = self.keys[key as usize].iter();
+        // A file tier cannot store an empty block.
+        let is_recorded =
+            |version: &Version| version.persisted == Persisted::Block && version.content.length > 0;
         let certain = versions.filter(move |version| {
             keeps_all
                 && version.is_acknowledged
@@ -538,7 +563,7 @@ impl Model {
                 && version.doomed.is_none()
                 && version.dead.is_none()
                 && !loses_names
-                && (!version.is_linked || !has_files || version.persisted == Persisted::Block)
+                && (!version.is_linked || !has_files || is_recorded(version))
         });
         certain.map(|version| version.content)
     }

@@ -1,5 +1,6 @@
 //! The result of a simulation.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use cascade_runtime::Plant;
@@ -28,6 +29,7 @@ pub(crate) struct WorldReport {
     pub(crate) recovered_blocks: u64,
     pub(crate) points: u64,
     pub(crate) switches: u64,
+    pub(crate) counts: BTreeMap<String, u64>,
     /// What the world was like.
     pub(crate) profile: String,
 }
@@ -75,6 +77,8 @@ pub struct SimResult {
     pub points: u64,
     /// Switches between threads.
     pub switches: u64,
+    /// How often what came about, by name, such as `confirmed`: of the transport.
+    pub counts: BTreeMap<String, u64>,
 }
 
 /// A time in milliseconds that is written as seconds.
@@ -134,7 +138,8 @@ impl WorldReport {
             recovered_blocks: result.recovered_blocks,
             points: report.points,
             switches: report.switches,
-            profile: result.profile.to_string(),
+            counts: result.counts,
+            profile: result.profile,
         }
     }
 
@@ -155,6 +160,7 @@ impl WorldReport {
             recovered_blocks: 0,
             points: 0,
             switches: 0,
+            counts: BTreeMap::new(),
             profile: "not known".to_owned(),
         }
     }
@@ -182,6 +188,7 @@ impl SimResult {
             recovered_blocks: 0,
             points: 0,
             switches: 0,
+            counts: BTreeMap::new(),
         }
     }
 

@@ -145,6 +145,9 @@ fn fold(options: &SimOptions, done: &BTreeMap<u64, WorldReport>, took: Duration)
         result.recovered_blocks += world.recovered_blocks;
         result.points += world.points;
         result.switches += world.switches;
+        for (what, count) in &world.counts {
+            *result.counts.entry(what.clone()).or_default() += count;
+        }
         let repeat = options.repeat(*number, world.is_different);
         if world.is_different {
             result.repeat_differences.push(repeat.clone());

@@ -1,5 +1,6 @@
 //! One world: a real store with its callers on virtual time, and the checks at quiet moments.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -25,7 +26,7 @@ const PROFILE_STREAM: u64 = 80;
 const HARNESS_STREAM: u64 = 81;
 const CLIENT_STREAMS: u64 = 100;
 /// Decisions of the scheduler after which a world counts as a livelock.
-const DECISIONS_MAX: u64 = 50_000_000;
+pub(crate) const DECISIONS_MAX: u64 = 50_000_000;
 /// Virtual time in which a store without callers has to come to rest.
 const QUIET_TIME: Duration = Duration::from_secs(10);
 /// Virtual time in which all threads of a closed store have to end.
@@ -59,8 +60,10 @@ pub(crate) struct WorldResult {
     pub(crate) recovered_blocks: u64,
     /// Uses of transfers that had not ended at the deadline of their call.
     pub(crate) late_transfers: u64,
+    /// How often what came about, by name.
+    pub(crate) counts: BTreeMap<String, u64>,
     /// What the world was like.
-    pub(crate) profile: Profile,
+    pub(crate) profile: String,
 }
 
 /// How often the store was opened again, and after what, and how often it used late transfers.
@@ -89,6 +92,23 @@ pub(crate) fn run(plan: WorldPlan) -> WorldResult {
     });
     let mut findings = std::mem::take(&mut shared.model().findings);
     findings.set_context(None);
+    add_ending(&report, &mut findings);
+    let counts = *counted.lock().expect("nothing panics with this lock");
+    WorldResult {
+        findings,
+        operations: shared.operations(),
+        reopenings: counts.closed + counts.crashed,
+        crashes: counts.crashed,
+        recovered_blocks: shared.recovered.load(Ordering::Relaxed),
+        late_transfers: counts.late_transfers,
+        counts: BTreeMap::new(),
+        profile: shared.profile.to_string(),
+        report,
+    }
+}
+
+/// What the report of a world says of its end.
+pub(crate) fn add_ending(report: &Report, findings: &mut Findings) {
     match &report.ending {
         Ending::Finished => {}
         Ending::Panicked(what) => findings.add(format_args!("the harness panicked: {what}")),
@@ -100,17 +120,6 @@ pub(crate) fn run(plan: WorldPlan) -> WorldResult {
     }
     for panic in &report.panics {
         findings.add(format_args!("panic: {panic}"));
-    }
-    let counts = *counted.lock().expect("nothing panics with this lock");
-    WorldResult {
-        findings,
-        operations: shared.operations(),
-        reopenings: counts.closed + counts.crashed,
-        crashes: counts.crashed,
-        recovered_blocks: shared.recovered.load(Ordering::Relaxed),
-        late_transfers: counts.late_transfers,
-        profile: shared.profile.clone(),
-        report,
     }
 }
 
@@ -297,8 +306,10 @@ impl Process {
     /// what it must have.
     fn rest(&self, store: &Store) {
         let shared = &self.shared;
-        if shared.profile.trouble == Trouble::Faults {
-            // It reports the failures of before.
+        // Two flushes report the failures of before: one that a tier fails leaves the failed writes
+        // of blocks to the next.
+        if shared.profile.trouble == Trouble::Faults && store.flush(CallOptions::default()).is_err()
+        {
             drop(store.flush(CallOptions::default()));
         }
         let begin = shared.model().begin();

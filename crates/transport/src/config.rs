@@ -4,6 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::limits::Limits;
+use crate::tls::TlsConfig;
 
 /// Checks the geometry of a peer; an error is the reason of the refusal.
 pub type GeometryCheck = dyn Fn(&[u8]) -> Result<(), String> + Send + Sync;
@@ -20,6 +21,11 @@ pub struct EndpointConfig {
     /// Both sides must know it, if one has it. At least 16 bytes. It is not sent, and it does not
     /// protect the bytes that are moved from somebody who can read or change the network.
     pub token: Option<Vec<u8>>,
+    /// Streams of each TCP connection that this endpoint makes, 1 to 16. More than one help where
+    /// the network is faster than one processor; each is a peer of the other side's limit.
+    pub streams: usize,
+    /// TLS of all TCP connections. Both sides have it, or none. Unix sockets do without.
+    pub tls: Option<TlsConfig>,
     /// Limits.
     pub limits: Limits,
 }
@@ -31,6 +37,8 @@ impl Default for EndpointConfig {
             geometry: vec![],
             accepts: Arc::new(|_| Ok(())),
             token: None,
+            streams: 1,
+            tls: None,
             limits: Limits::default(),
         }
     }
@@ -41,6 +49,8 @@ impl fmt::Debug for EndpointConfig {
         f.debug_struct("EndpointConfig")
             .field("name", &self.name)
             .field("has_token", &self.token.is_some())
+            .field("streams", &self.streams)
+            .field("tls", &self.tls)
             .field("limits", &self.limits)
             .finish_non_exhaustive()
     }

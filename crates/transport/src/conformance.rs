@@ -54,8 +54,19 @@ pub fn endpoints(
     region: impl Fn(usize, Access) -> Region,
 ) -> (Endpoint, Endpoint, [RegionId; 2], [RegionId; 2]) {
     let config = |name: &str| EndpointConfig { name: name.to_owned(), ..Default::default() };
-    let client = Endpoint::new(config("client")).expect("the configuration is valid");
-    let server = Endpoint::new(config("server")).expect("the configuration is valid");
+    endpoints_of((config("client"), config("server")), region)
+}
+
+/// As [`endpoints`], with the configurations of client and server.
+///
+/// # Panics
+/// If an endpoint or a region cannot be made.
+pub fn endpoints_of(
+    (client, server): (EndpointConfig, EndpointConfig),
+    region: impl Fn(usize, Access) -> Region,
+) -> (Endpoint, Endpoint, [RegionId; 2], [RegionId; 2]) {
+    let client = Endpoint::new(client).expect("the configuration is valid");
+    let server = Endpoint::new(server).expect("the configuration is valid");
     let register = |endpoint: &Endpoint, access| {
         endpoint.register(region(REGION_BYTES, access)).expect("there is room for regions")
     };
@@ -69,7 +80,7 @@ pub fn endpoints(
 /// # Panics
 /// If the transport violates a check.
 pub fn all(open: &mut dyn FnMut() -> Subject) {
-    let checks: [Check; 13] = [
+    let checks: [Check; 15] = [
         written_pieces_arrive,
         read_pieces_arrive,
         a_batch_of_many_frames_arrives,
@@ -78,7 +89,9 @@ pub fn all(open: &mut dyn FnMut() -> Subject) {
         access_that_was_not_given_is_refused,
         an_unknown_region_is_refused,
         a_notice_comes_after_its_bytes,
+        a_refused_batch_gives_no_notice,
         an_empty_batch_carries_a_notice,
+        a_cancelled_batch_holds_no_region,
         batches_of_both_directions_are_posted_before_any_is_waited_for,
         many_threads_share_a_connection,
         a_closed_connection_refuses_batches,
@@ -332,6 +345,25 @@ fn a_notice_comes_after_its_bytes(subject: &Subject) {
     }
 }
 
+fn a_refused_batch_gives_no_notice(subject: &Subject) {
+    let end = REGION_BYTES as u64;
+    // More pieces than a frame takes: the notice comes with another frame than the bad piece.
+    let mut pieces = vec![piece((subject.local[0], 0), (subject.remote[0], end), 1)];
+    pieces.extend((0..9000).map(|at| {
+        let at = at * 2;
+        piece((subject.local[0], at), (subject.remote[0], at), 1)
+    }));
+    for direction in [Direction::Read, Direction::Write] {
+        let error = subject.run_with(direction, &pieces, Some(b"refused")).expect_err("it is bad");
+        let is_expected =
+            matches!(error, TransportError::Refused { refusal: Refusal::OutOfBounds, .. });
+        assert!(is_expected, "{error}");
+        subject.run_with(direction, &pieces[1..], Some(b"moved")).expect("it is good");
+        let notice = subject.server.next_notice(soon()).expect("a notice arrives");
+        assert_eq!(&*notice.bytes, b"moved", "{direction:?}");
+    }
+}
+
 fn an_empty_batch_carries_a_notice(subject: &Subject) {
     for direction in [Direction::Write, Direction::Read] {
         subject.run_with(direction, &[], Some(b"done")).expect("it is valid");
@@ -342,6 +374,21 @@ fn an_empty_batch_carries_a_notice(subject: &Subject) {
     let long = vec![0; 4097];
     let error = subject.run_with(Direction::Write, &[], Some(&long)).expect_err("it is too long");
     assert!(matches!(error, TransportError::TooLarge { limit: 4096, .. }), "{error}");
+}
+
+fn a_cancelled_batch_holds_no_region(subject: &Subject) {
+    let pieces = [piece((subject.local[0], 0), (subject.remote[0], 0), 4096)];
+    for direction in [Direction::Read, Direction::Write] {
+        for pieces in [&pieces[..], &[]] {
+            let batch = Batch { direction, pieces, notice: None };
+            let ticket = subject.connection.post(&batch, soon()).expect("it can be posted");
+            ticket.cancel(soon());
+        }
+    }
+    // No thread receives answers any more.
+    for region in subject.local {
+        subject.client.unregister(region, soon()).expect("no batch uses it");
+    }
 }
 
 fn batches_of_both_directions_are_posted_before_any_is_waited_for(subject: &Subject) {

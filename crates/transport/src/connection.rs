@@ -1,8 +1,9 @@
 //! The trait of a connection to a peer: post a batch, wait for its end.
 
 use std::fmt;
+use std::time::Duration;
 
-use cascade_runtime::Deadline;
+use cascade_runtime::{Deadline, SystemClock};
 
 use crate::TransportError;
 use crate::peer::Peer;
@@ -21,6 +22,30 @@ pub struct Batch<'a> {
     pub notice: Option<&'a [u8]>,
 }
 
+/// How the bytes of a connection move.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum TransportKind {
+    /// Through a TCP socket.
+    Tcp,
+    /// Through a Unix socket: the peer has no region that could be mapped.
+    Unix,
+    /// Copied by this process, between memory that it has mapped.
+    Shm,
+    /// By RDMA. Notices, and regions of a later date, use a TCP socket.
+    Rdma,
+}
+
+impl fmt::Display for TransportKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Tcp => "tcp",
+            Self::Unix => "unix",
+            Self::Shm => "shm",
+            Self::Rdma => "rdma",
+        })
+    }
+}
+
 /// A connection to one peer. Many threads may use it at once.
 ///
 /// Batches of one connection may run at the same time, and their notices may arrive in another
@@ -28,6 +53,9 @@ pub struct Batch<'a> {
 pub trait Connection: fmt::Debug + Send + Sync {
     /// The peer, as it introduced itself.
     fn peer(&self) -> &Peer;
+
+    /// How its bytes move.
+    fn transport(&self) -> TransportKind;
 
     /// Starts to move a batch. The pages of its local pieces must not be changed (of a write) or
     /// used (of a read) until the ticket has ended.
@@ -52,39 +80,47 @@ pub trait Completion: fmt::Debug + Send {
     fn cancel(&mut self, deadline: Deadline);
 }
 
-/// A posted batch. Dropping it before its end cancels it, which may close the connection.
+/// A posted batch. Dropping it before its end cancels it, with [`Ticket::DROP_TIMEOUT`].
 #[derive(Debug)]
 pub struct Ticket {
     completion: Option<Box<dyn Completion>>,
+    /// How the batch has ended, once `completion` is taken.
+    ended: Result<(), TransportError>,
 }
 
 impl Ticket {
+    /// How long a dropped ticket waits until its batch has left the memory.
+    pub const DROP_TIMEOUT: Duration = Duration::from_secs(1);
+
     /// A ticket of a batch that has ended.
     pub(crate) fn done() -> Self {
-        Self { completion: None }
+        Self { completion: None, ended: Ok(()) }
     }
 
     pub(crate) fn pending(completion: impl Completion + 'static) -> Self {
-        Self { completion: Some(Box::new(completion)) }
+        Self { completion: Some(Box::new(completion)), ended: Ok(()) }
     }
 
     /// Waits until the batch has ended. Of a write, all bytes are then at the peer with matching
     /// checksums; of a read, in the local regions.
     ///
-    /// After [`TransportError::Deadline`] the batch goes on, and `wait` may be called again.
+    /// After [`TransportError::Deadline`] the batch goes on, and `wait` may be called again. After
+    /// the end it returns the same result each time.
     pub fn wait(&mut self, deadline: Deadline) -> Result<(), TransportError> {
         let Some(completion) = &mut self.completion else {
-            return Ok(());
+            return self.ended.clone();
         };
         let ended = completion.wait(deadline);
         if !matches!(ended, Err(TransportError::Deadline { .. })) {
             self.completion = None;
+            self.ended.clone_from(&ended);
         }
         ended
     }
 
     /// Ends the batch without its result. When this returns, its local memory is no longer
-    /// accessed. A connection that does not answer by the deadline is closed for that.
+    /// accessed: within 0.2 s where this process receives its bytes itself. A connection that
+    /// still accesses it then and at the deadline is closed.
     pub fn cancel(mut self, deadline: Deadline) {
         if let Some(mut completion) = self.completion.take() {
             completion.cancel(deadline);
@@ -95,7 +131,7 @@ impl Ticket {
 impl Drop for Ticket {
     fn drop(&mut self) {
         if let Some(mut completion) = self.completion.take() {
-            completion.cancel(Deadline::at(cascade_runtime::now()));
+            completion.cancel(Deadline::after(&SystemClock, Self::DROP_TIMEOUT));
         }
     }
 }

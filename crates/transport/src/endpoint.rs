@@ -1,16 +1,18 @@
 //! An endpoint: the regions, notices and connections of one process.
 
 use std::fmt;
-use std::net::{SocketAddr, ToSocketAddrs};
-use std::path::{Path, PathBuf};
+use std::net::SocketAddr;
+use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
-use cascade_runtime::{Deadline, fill_random};
+use cascade_block::with_causes;
+use cascade_runtime::{Deadline, SystemClock, fill_random};
 
 use crate::TransportError;
+use crate::address::PeerAddress;
 use crate::config::EndpointConfig;
 use crate::connection::Connection;
-use crate::limits::{GEOMETRY_BYTES_MAX, NAME_BYTES_MAX};
+use crate::limits::{GEOMETRY_BYTES_MAX, NAME_BYTES_MAX, STREAMS_MAX};
 use crate::notice::{Notice, Notices};
 use crate::peer::EndpointId;
 use crate::piece::RegionId;
@@ -18,8 +20,14 @@ use crate::region::Region;
 use crate::regions::Regions;
 use crate::shm::ShmConnection;
 use crate::state::EndpointState;
-use crate::stream::{Accepting, Socket, StreamConnection, listen_tcp, listen_unix};
-use crate::verbs::{Device, Rdma, RdmaConnection};
+use crate::stream::{
+    Accepting, ClientTls, Socket, SocketFile, StreamConnection, listen_tcp, listen_unix,
+};
+#[cfg(feature = "simulated")]
+use crate::stream::{Dialled, Network};
+use crate::striped::StripedConnection;
+use crate::tls::Tls;
+use crate::verbs::{Device, NotOpened, Rdma, RdmaConnection};
 
 /// The shortest token: a shorter one could be guessed.
 const TOKEN_BYTES_MIN: usize = 16;
@@ -37,11 +45,16 @@ impl Endpoint {
         let limits = [
             ("the geometry of an endpoint", config.geometry.len(), GEOMETRY_BYTES_MAX),
             ("the name of an endpoint", config.name.len(), NAME_BYTES_MAX),
+            ("the number of streams of a connection", config.streams, STREAMS_MAX),
         ];
         for (what, value, limit) in limits {
             if value > limit {
                 return Err(TransportError::TooLarge { what, value, limit });
             }
+        }
+        if config.streams == 0 {
+            let text = "a connection has at least one stream".to_owned();
+            return Err(TransportError::Unavailable(text));
         }
         if config.token.as_ref().is_some_and(|token| token.len() < TOKEN_BYTES_MIN) {
             let text = format!("a token has at least {TOKEN_BYTES_MIN} bytes");
@@ -50,10 +63,13 @@ impl Endpoint {
         let mut id = [0; 16];
         fill_random(&mut id)
             .map_err(|error| TransportError::Unavailable(format!("no random bytes: {error}")))?;
+        let tls = config.tls.clone().map(Tls::new).transpose()?.map(Arc::new);
         let notices = Notices::new(config.limits.notices_max);
         let regions = Regions::default();
         let (id, rdma) = (EndpointId(id), OnceLock::new());
-        Ok(Self(Arc::new(EndpointState { id, config, regions, notices, rdma })))
+        let (made, served) = Default::default();
+        let state = EndpointState { id, config, tls, regions, notices, made, served, rdma };
+        Ok(Self(Arc::new(state)))
     }
 
     /// Its ID.
@@ -63,15 +79,36 @@ impl Endpoint {
 
     /// Makes a region known to batches of this process, and to peers as far as its access says.
     /// Peers that are connected already see it too.
+    ///
+    /// # Errors
+    /// If there are too many regions. Of memory of a GPU, if no RDMA device is used, or it cannot
+    /// register that memory.
     pub fn register(&self, region: Region) -> Result<RegionId, TransportError> {
-        self.0.regions.register(region)
+        if region.dmabuf().is_none() {
+            return self.0.regions.register(region);
+        }
+        let no_device = "the region is memory of a GPU, which only RDMA reaches: let the endpoint \
+                         use an RDMA device first";
+        let rdma = self.0.rdma.get();
+        let rdma = rdma.ok_or_else(|| TransportError::Unavailable(no_device.to_owned()))?;
+        let id = self.0.regions.register(region)?;
+        let region = self.0.regions.snapshot().shared(id);
+        let registered = region.map(|region| rdma.register(id, region));
+        if let Ok(Err(error)) = registered {
+            // No peer knows the region yet, so no batch uses it.
+            drop(self.unregister(id, Deadline::at(cascade_runtime::now())));
+            let text = format!("memory of a GPU cannot be registered: {}", with_causes(&error));
+            return Err(TransportError::Unavailable(text));
+        }
+        Ok(id)
     }
 
-    /// Removes a region and waits until no batch uses it. Its memory is then given back.
+    /// Removes a region, waits until all batches in flight have ended, and frees its memory. The
+    /// calling thread has to wait for its own batches first.
     ///
     /// # Errors
     /// [`TransportError::InUse`] if a batch still uses it at the deadline. New batches cannot, and
-    /// its memory is given back when the last one ends.
+    /// its memory is freed when the last one ends.
     pub fn unregister(&self, id: RegionId, deadline: Deadline) -> Result<(), TransportError> {
         // A device that keeps a region registered holds it.
         let release = || self.0.rdma.get().map_or((), |rdma| rdma.forget(id));
@@ -100,15 +137,23 @@ impl Endpoint {
     /// Listens on a TCP address; port 0 takes a free one.
     ///
     /// # Errors
-    /// If the address is taken, or is reachable from other hosts and there is no token.
+    /// If the address is taken, or if other hosts can reach it and neither a token nor a client
+    /// certificate is required of them.
     pub fn listen_tcp(&self, address: SocketAddr) -> Result<Listener, TransportError> {
-        if !address.ip().is_loopback() && self.0.config.token.is_none() {
-            return Err(TransportError::Listen {
-                address: address.to_string(),
-                reason: "other hosts can reach this address: configure a token, or listen on \
-                         127.0.0.1"
-                    .to_owned(),
-            });
+        let refused = |reason: &str| {
+            let (address, reason) = (address.to_string(), reason.to_owned());
+            Err(TransportError::Listen { address, reason })
+        };
+        let tls = self.0.config.tls.as_ref();
+        if tls.is_some_and(|tls| tls.identity.is_none()) {
+            return refused("TLS needs a certificate and its key to listen");
+        }
+        let is_mutual = tls.is_some_and(|tls| tls.client_certificates);
+        if !address.ip().is_loopback() && self.0.config.token.is_none() && !is_mutual {
+            return refused(
+                "other hosts can reach this address: configure a token or client certificates, \
+                 or listen on 127.0.0.1",
+            );
         }
         let (accepting, address) = listen_tcp(&self.0, address)?;
         Ok(Listener { accepting, tcp: Some(address), unix: None })
@@ -120,31 +165,69 @@ impl Endpoint {
     /// # Errors
     /// If another process listens there, or the file cannot be made.
     pub fn listen_unix(&self, path: &Path) -> Result<Listener, TransportError> {
-        let accepting = listen_unix(&self.0, path)?;
-        Ok(Listener { accepting, tcp: None, unix: Some(path.to_owned()) })
+        let (accepting, file) = listen_unix(&self.0, path)?;
+        Ok(Listener { accepting, tcp: None, unix: Some(file) })
     }
 
     /// Connects to the TCP port of a peer: `HOST:PORT`.
+    ///
+    /// # Errors
+    /// [`TransportError::Connect`] if no address of the host can be reached, and
+    /// [`TransportError::Deadline`] if its name is not found or the handshake does not end in time.
     pub fn connect_tcp(
         &self,
-        address: impl ToSocketAddrs + fmt::Display,
+        address: impl fmt::Display,
         deadline: Deadline,
     ) -> Result<Arc<dyn Connection>, TransportError> {
-        let name = address.to_string();
-        let refused = |source| TransportError::Connect { peer: name.clone(), source };
-        let addresses = address.to_socket_addrs().map_err(|error| refused(Arc::new(error)))?;
-        let none = || std::io::Error::other("the name has no address");
-        let mut last = refused(Arc::new(none()));
-        for address in addresses {
-            match Socket::connect_tcp(address, deadline) {
-                Ok(socket) => {
-                    let connection = StreamConnection::open(socket, &self.0, deadline)?;
-                    return Ok(Arc::new(connection));
-                }
-                Err(error) => last = error,
+        let address = PeerAddress::look_up(address.to_string(), deadline)?;
+        let first = self.open_tcp(&address, deadline)?;
+        self.with_more_streams(first, &address, deadline)
+    }
+
+    fn open_tcp(
+        &self,
+        address: &PeerAddress,
+        deadline: Deadline,
+    ) -> Result<StreamConnection, TransportError> {
+        let tls = self.tls_to(&address.text)?;
+        let mut last = None;
+        let count = u32::try_from(address.sockets.len()).unwrap_or(u32::MAX);
+        for (socket, untried) in address.sockets.iter().zip((1..=count).rev()) {
+            // An address that does not answer leaves time for those after it.
+            let share = deadline.remaining(&SystemClock) / untried;
+            let share = Deadline::after(&SystemClock, share);
+            match Socket::connect_tcp(*socket, tls.clone(), share) {
+                Ok(socket) => return StreamConnection::open(socket, &self.0, deadline),
+                Err(error) => last = Some(error),
             }
         }
-        Err(last)
+        Err(last.expect("a name has an address"))
+    }
+
+    /// The connection, with as many streams to the same address as are configured.
+    fn with_more_streams(
+        &self,
+        first: StreamConnection,
+        address: &PeerAddress,
+        deadline: Deadline,
+    ) -> Result<Arc<dyn Connection>, TransportError> {
+        if self.0.config.streams == 1 {
+            return Ok(Arc::new(first));
+        }
+        let mut streams = vec![first];
+        while streams.len() < self.0.config.streams {
+            streams.push(self.open_tcp(address, deadline)?);
+        }
+        Ok(Arc::new(StripedConnection::new(streams)?))
+    }
+
+    /// TLS for a connection to `HOST:PORT`.
+    fn tls_to(&self, address: &str) -> Result<Option<ClientTls>, TransportError> {
+        let Some(tls) = &self.0.tls else {
+            return Ok(None);
+        };
+        let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
+        Ok(Some((Arc::clone(tls), tls.server_name(host)?)))
     }
 
     /// Lets this endpoint use an RDMA device: for [`Self::connect_rdma`], and for peers that call
@@ -158,17 +241,55 @@ impl Endpoint {
     }
 
     /// Connects to the TCP port of a peer, and moves bytes by RDMA. Both endpoints use a device.
-    /// Regions that the peer registers later are reached over TCP.
+    /// Regions that the peer registers later are reached over TCP. TLS protects the handshake and
+    /// what goes over TCP, not the bytes that the device moves.
+    ///
+    /// # Errors
+    /// [`TransportError::Unavailable`] if one of both cannot use RDMA; it says which and why.
     pub fn connect_rdma(
         &self,
-        address: SocketAddr,
+        address: impl fmt::Display,
         deadline: Deadline,
     ) -> Result<Arc<dyn Connection>, TransportError> {
-        let none = || TransportError::Unavailable("this endpoint uses no RDMA device".to_owned());
-        let rdma = self.0.rdma.get().ok_or_else(none)?;
-        let socket = Socket::connect_tcp(address, deadline)?;
-        let stream = StreamConnection::open(socket, &self.0, deadline)?;
-        Ok(Arc::new(RdmaConnection::open(stream, rdma, deadline)?))
+        let address = PeerAddress::look_up(address.to_string(), deadline)?;
+        match self.open_rdma(&address, deadline)? {
+            Ok(connection) => Ok(connection),
+            Err(not_opened) => Err(not_opened.error),
+        }
+    }
+
+    /// As [`Self::connect_rdma`]; where RDMA cannot be used, as [`Self::connect_tcp`], with the
+    /// reason.
+    pub fn connect_rdma_or_tcp(
+        &self,
+        address: impl fmt::Display,
+        deadline: Deadline,
+    ) -> Result<(Arc<dyn Connection>, Option<String>), TransportError> {
+        let address = PeerAddress::look_up(address.to_string(), deadline)?;
+        match self.open_rdma(&address, deadline)? {
+            Ok(connection) => Ok((connection, None)),
+            Err(not_opened) => match *not_opened {
+                NotOpened { error: TransportError::Unavailable(reason), stream } => {
+                    let connection = self.with_more_streams(stream, &address, deadline)?;
+                    Ok((connection, Some(reason)))
+                }
+                NotOpened { error, .. } => Err(error),
+            },
+        }
+    }
+
+    fn open_rdma(
+        &self,
+        address: &PeerAddress,
+        deadline: Deadline,
+    ) -> Result<Result<Arc<dyn Connection>, Box<NotOpened>>, TransportError> {
+        let stream = self.open_tcp(address, deadline)?;
+        let Some(rdma) = self.0.rdma.get() else {
+            let error = TransportError::Unavailable("this endpoint uses no RDMA device".to_owned());
+            return Ok(Err(Box::new(NotOpened { error, stream })));
+        };
+        let opened = RdmaConnection::open(stream, rdma, deadline);
+        Ok(opened.map(|connection| Arc::new(connection) as Arc<dyn Connection>))
     }
 
     /// Connects to the Unix socket of a peer on this host. Regions that the peer allocated as
@@ -182,6 +303,31 @@ impl Endpoint {
             StreamConnection::open(Socket::connect_unix(path, deadline)?, &self.0, deadline)?;
         Ok(Arc::new(ShmConnection::new(stream)))
     }
+
+    /// Listens as a host of a simulated network.
+    ///
+    /// # Errors
+    /// If the host has a listener, or no thread can be started.
+    #[cfg(feature = "simulated")]
+    pub fn listen_simulated(
+        &self,
+        network: &Network,
+        host: &str,
+    ) -> Result<Listener, TransportError> {
+        let accepting = network.listen(&self.0, host)?;
+        Ok(Listener { accepting, tcp: None, unix: None })
+    }
+
+    /// Makes the handshake over a connection of a simulated network.
+    #[cfg(feature = "simulated")]
+    pub fn connect_simulated(
+        &self,
+        dialled: Dialled,
+        deadline: Deadline,
+    ) -> Result<Arc<dyn Connection>, TransportError> {
+        let connection = StreamConnection::open(dialled.into_socket(), &self.0, deadline)?;
+        Ok(Arc::new(connection))
+    }
 }
 
 /// Accepts peers until it is dropped, which ends their connections too.
@@ -189,7 +335,7 @@ impl Endpoint {
 pub struct Listener {
     accepting: Accepting,
     tcp: Option<SocketAddr>,
-    unix: Option<PathBuf>,
+    unix: Option<SocketFile>,
 }
 
 impl Listener {
@@ -212,9 +358,8 @@ impl Listener {
 impl Drop for Listener {
     fn drop(&mut self) {
         self.accepting.stop();
-        if let Some(path) = &self.unix {
-            // A file that somebody removed is gone as it should be.
-            drop(std::fs::remove_file(path));
+        if let Some(file) = &self.unix {
+            file.remove();
         }
     }
 }

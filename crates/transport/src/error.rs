@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::io;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use thiserror::Error;
@@ -21,12 +22,20 @@ pub enum Refusal {
     Damaged,
     /// Too many notices wait at the peer.
     Busy,
+    /// The region is memory of a GPU, and the bytes would move through a socket.
+    GpuMemory,
 }
 
 impl Refusal {
     /// The place of a refusal in this list is its code on the wire, plus one.
-    const ALL: [Self; 5] =
-        [Self::UnknownRegion, Self::OutOfBounds, Self::NotAllowed, Self::Damaged, Self::Busy];
+    const ALL: [Self; 6] = [
+        Self::UnknownRegion,
+        Self::OutOfBounds,
+        Self::NotAllowed,
+        Self::Damaged,
+        Self::Busy,
+        Self::GpuMemory,
+    ];
 
     /// Its code on the wire; 0 is success.
     pub(crate) fn code(self) -> u8 {
@@ -46,6 +55,9 @@ impl fmt::Display for Refusal {
             Self::NotAllowed => "the region was not registered for this access",
             Self::Damaged => "the checksum does not match",
             Self::Busy => "too many notices wait there",
+            Self::GpuMemory => {
+                "the region is memory of a GPU, which only RDMA reaches: this connection has none"
+            }
         })
     }
 }
@@ -54,6 +66,12 @@ impl fmt::Display for Refusal {
 #[derive(Debug, Clone, Error)]
 #[non_exhaustive]
 pub enum TransportError {
+    /// The address of a peer has no port.
+    #[error("address: {address:?} is not HOST:PORT")]
+    Address {
+        /// What was given.
+        address: String,
+    },
     /// No connection could be made. Try again later, or correct the address.
     #[error("cannot connect to {peer}: {source}")]
     Connect {
@@ -133,6 +151,19 @@ pub enum TransportError {
         /// What the system said.
         source: Arc<io::Error>,
     },
+    /// A file with a certificate or a key cannot be used.
+    #[error("{}: {reason}", .path.display())]
+    Certificate {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        reason: &'static str,
+        /// What the system or the parser said.
+        source: Option<Arc<dyn std::error::Error + Send + Sync>>,
+    },
+    /// A setting of TLS is missing or invalid.
+    #[error("TLS: {0}")]
+    Tls(String),
     /// This transport is not available on this machine.
     #[error("{0}")]
     Unavailable(String),
@@ -158,6 +189,6 @@ mod tests {
             assert_eq!(Refusal::of_code(refusal.code()), Some(refusal));
         }
         assert_eq!(Refusal::of_code(0), None);
-        assert_eq!(Refusal::of_code(6), None);
+        assert_eq!(Refusal::of_code(7), None);
     }
 }

@@ -6,10 +6,12 @@
 //! between hosts; `shm` maps the peer's memory and copies. Every wait has a deadline.
 #![warn(clippy::disallowed_types)]
 
+mod address;
 mod config;
 mod connection;
 mod endpoint;
 mod error;
+mod generations;
 mod limits;
 mod notice;
 mod peer;
@@ -20,17 +22,26 @@ mod regions;
 mod shm;
 mod state;
 mod stream;
+mod striped;
+mod tls;
 
 pub mod conformance;
+#[cfg(feature = "simulated")]
+pub mod simulated {
+    //! A network in memory, for simulated worlds.
+
+    pub use crate::stream::{Conditions, Dialled, Network};
+}
 pub mod verbs;
 pub mod wire;
 
 pub use config::{EndpointConfig, GeometryCheck};
-pub use connection::{Batch, Completion, Connection, Ticket};
+pub use connection::{Batch, Completion, Connection, Ticket, TransportKind};
 pub use endpoint::{Endpoint, Listener};
 pub use error::{Refusal, TransportError};
-pub use limits::Limits;
+pub use limits::{Heartbeat, Limits};
 pub use notice::Notice;
-pub use peer::{EndpointId, Peer};
+pub use peer::{EndpointId, Peer, RecordLayer};
 pub use piece::{Direction, Piece, Place, RegionId, plan};
 pub use region::{Access, Region};
+pub use tls::{TlsConfig, TlsIdentity};

@@ -5,7 +5,7 @@ use std::time::Duration;
 /// The longest piece that a frame carries. The checksum of a piece is computed while its bytes are
 /// in the cache of the core that copied them.
 pub(crate) const PIECE_BYTES_MAX: u64 = 256 << 10;
-/// Bytes of payload at which a frame ends. A batch is cancelled and times out between frames.
+/// Bytes of payload at which a frame ends.
 pub(crate) const FRAME_BYTES_MAX: u64 = 8 << 20;
 /// Payload of one system call. It stays in a core's cache between its copy and its checksum.
 pub(crate) const CHUNK_BYTES: usize = 256 << 10;
@@ -17,23 +17,52 @@ pub(crate) const NOTICE_BYTES_MAX: usize = 4096;
 pub(crate) const GEOMETRY_BYTES_MAX: usize = 64 << 10;
 /// Bytes of a name in a hello.
 pub(crate) const NAME_BYTES_MAX: usize = 256;
-/// Regions of one endpoint, removed ones included.
+/// GPUs whose memory one endpoint may have.
+pub(crate) const GPUS_MAX: usize = 16;
+/// Regions of one endpoint at a time.
 pub(crate) const REGIONS_MAX: usize = 65_536;
 /// Frames of one connection that wait for an answer.
 pub(crate) const FRAMES_IN_FLIGHT_MAX: usize = 64;
+/// Connections that one endpoint has made and still uses.
+pub(crate) const CONNECTIONS_MAX: usize = 4096;
+/// Streams of one connection.
+pub(crate) const STREAMS_MAX: usize = 16;
+/// The least bytes of a part of a batch that is divided among streams.
+pub(crate) const STRIPE_BYTES_MIN: u64 = 2 << 20;
 
 /// Limits of an endpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Peers that may be connected at a time. Default: 1024.
+    /// Peers that may be connected at a time. Default: 1024. Up to 64 more may be in their
+    /// handshake; another one ends the handshake that has taken longest.
     pub peers_max: usize,
     /// Time for the handshake of a new connection. Default: 5 s.
     pub handshake_timeout: Duration,
     /// A connection ends when a started frame makes no progress for this time. Default: 10 s.
     pub stall_timeout: Duration,
-    /// Notices that wait for [`crate::Endpoint::next_notice`]. When they are full, batches with a
-    /// notice are refused with [`crate::Refusal::Busy`]. Default: 65,536.
+    /// Notices that wait for [`crate::Endpoint::next_notice`]. A peer may have as many of these
+    /// places as are free: one peer alone gets half of them. Beyond that, batches with a notice are
+    /// refused with [`crate::Refusal::Busy`]. Default: 65,536.
     pub notices_max: usize,
+    /// Heartbeats of the connections that this endpoint makes. Default: none.
+    pub heartbeat: Option<Heartbeat>,
+}
+
+/// Heartbeats: how soon a peer is noticed that is frozen, or whose host is gone, while no batch
+/// waits for it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Heartbeat {
+    /// Pause between an answer and the next question. Default: 2 s.
+    pub interval: Duration,
+    /// A peer that answers nothing for this time is disconnected. It is longer than a link takes
+    /// for the bytes in the buffers of its sockets. Default: 10 s.
+    pub limit: Duration,
+}
+
+impl Default for Heartbeat {
+    fn default() -> Self {
+        Self { interval: Duration::from_secs(2), limit: Duration::from_secs(10) }
+    }
 }
 
 impl Default for Limits {
@@ -43,6 +72,7 @@ impl Default for Limits {
             handshake_timeout: Duration::from_secs(5),
             stall_timeout: Duration::from_secs(10),
             notices_max: 65_536,
+            heartbeat: None,
         }
     }
 }

@@ -21,6 +21,15 @@ impl fmt::Display for EndpointId {
     }
 }
 
+/// What encrypts and decrypts the bytes of a connection with TLS.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RecordLayer {
+    /// The kernel.
+    Kernel,
+    /// This process.
+    Userspace,
+}
+
 /// A peer, as it introduced itself.
 #[derive(Debug, Clone)]
 pub struct Peer {
@@ -32,6 +41,8 @@ pub struct Peer {
     pub address: String,
     /// What its regions hold.
     pub geometry: Arc<[u8]>,
+    /// What encrypts the bytes of its connection; `None` without TLS.
+    pub tls: Option<RecordLayer>,
     /// Its regions when the connection was made.
     pub regions: Arc<Vec<OfferedRegion>>,
 }

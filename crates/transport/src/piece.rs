@@ -1,8 +1,35 @@
 //! The pieces of a batch, and the plan that merges neighbours and splits long ones. Pure.
 
-/// Identifies a registered region at its endpoint. An ID is never used again.
+/// Identifies a registered region at its endpoint. An ID is never used again: its low 16 bits are a
+/// slot of the endpoint's table, the others count the regions that the slot has had.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RegionId(pub u32);
+
+impl RegionId {
+    /// The first region of a slot.
+    pub(crate) const fn first_of(slot: u16) -> Self {
+        Self(slot as u32)
+    }
+
+    /// Its slot in the endpoint's table.
+    pub(crate) const fn slot(self) -> usize {
+        (self.0 & 0xFFFF) as usize
+    }
+
+    /// The next region of the same slot; `None` after the last one.
+    pub(crate) const fn next_of_slot(self) -> Option<Self> {
+        match self.0.checked_add(1 << 16) {
+            Some(id) => Some(Self(id)),
+            None => None,
+        }
+    }
+
+    /// Whether it is the first region of its slot. Only these are mapped by peers and registered
+    /// with devices, whose tables have an entry for each number.
+    pub(crate) const fn is_first(self) -> bool {
+        self.0 >> 16 == 0
+    }
+}
 
 /// A place in a region.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -7,8 +7,9 @@ use std::fs::File;
 use std::ptr::{self, NonNull};
 
 use cascade_block::{Checksum, checksum};
-use cascade_memory::{HostRegion, HugePages, PoolConfig, copy_in};
+use cascade_memory::{DmaBuf, HostRegion, HugePages, PoolConfig, copy_in, prefetch_block};
 
+use crate::limits::GPUS_MAX;
 use crate::{Refusal, TransportError};
 
 /// What peers may do with a region. The process itself may always do both.
@@ -45,6 +46,8 @@ enum Memory {
     Shared(HostRegion),
     /// The caller's.
     Foreign { _owner: Box<dyn Any + Send + Sync> },
+    /// Of a GPU: no instruction of a processor may access it.
+    Gpu { range: DmaBuf, gpu: u8, _owner: Box<dyn Any + Send + Sync> },
 }
 
 // SAFETY: a region is an address range without thread affinity; its memory moves with it.
@@ -71,6 +74,18 @@ impl Region {
         Ok(Self { base: host.base(), bytes, access, memory: Memory::Shared(host) })
     }
 
+    /// Allocates memory of this process alone.
+    ///
+    /// # Panics
+    /// If there is no memory.
+    pub fn private(bytes: usize, access: Access) -> Self {
+        let mut memory = vec![0_u8; bytes];
+        let base = NonNull::from(memory.as_mut_slice()).cast();
+        // SAFETY: the vector owns its bytes, which do not move with it. It is the owner of the
+        // region, which makes no reference to them.
+        unsafe { Self::of_memory(base, bytes, access, memory) }
+    }
+
     /// Memory of the caller's, such as the pages of an inference engine.
     ///
     /// # Safety
@@ -86,6 +101,37 @@ impl Region {
         Self { base, bytes, access, memory: Memory::Foreign { _owner: Box::new(owner) } }
     }
 
+    /// Memory of a GPU. Only RDMA reaches it, so that the endpoint must use a device.
+    ///
+    /// `gpu` is a number below 16, different for each GPU whose memory the endpoint has.
+    ///
+    /// # Errors
+    /// If peers may write it and not read it: a read follows their writes, so that the GPU has the
+    /// bytes. If there are too many GPUs.
+    ///
+    /// # Safety
+    /// The range stays allocated until `owner` is dropped. No other work of the GPU accesses a part
+    /// of it while a batch of this process, or of a peer that `access` admits, does.
+    pub unsafe fn of_dmabuf(
+        range: DmaBuf,
+        gpu: u8,
+        access: Access,
+        owner: impl Any + Send + Sync,
+    ) -> Result<Self, TransportError> {
+        if access.write && !access.read {
+            let text = "peers that may write memory of a GPU must be allowed to read it: a read \
+                        follows their writes";
+            return Err(TransportError::Unavailable(text.to_owned()));
+        }
+        if usize::from(gpu) >= GPUS_MAX {
+            let (what, value) = ("the number of a GPU", gpu.into());
+            return Err(TransportError::TooLarge { what, value, limit: GPUS_MAX - 1 });
+        }
+        let (base, bytes) = (NonNull::dangling(), range.bytes);
+        let memory = Memory::Gpu { range, gpu, _owner: Box::new(owner) };
+        Ok(Self { base, bytes, access, memory })
+    }
+
     /// Its length.
     pub fn bytes(&self) -> usize {
         self.bytes
@@ -96,21 +142,32 @@ impl Region {
         self.access
     }
 
-    /// Its first byte.
+    /// Its first byte. Of memory of a GPU, no address at all.
     pub(crate) fn base(&self) -> NonNull<u8> {
         self.base
+    }
+
+    /// The memory of a GPU, and the GPU's number.
+    pub(crate) fn dmabuf(&self) -> Option<(&DmaBuf, u8)> {
+        match &self.memory {
+            Memory::Gpu { range, gpu, .. } => Some((range, *gpu)),
+            _ => None,
+        }
     }
 
     /// Its memory as a file, if other processes can map it.
     pub(crate) fn file(&self) -> Option<&File> {
         match &self.memory {
             Memory::Shared(host) => Some(host.file()),
-            Memory::Foreign { .. } => None,
+            Memory::Foreign { .. } | Memory::Gpu { .. } => None,
         }
     }
 
     /// The bytes of a place. They stay mapped while the region lives.
     pub(crate) fn span(&self, offset: u64, bytes: u64) -> Result<Span, Refusal> {
+        if self.dmabuf().is_some() {
+            return Err(Refusal::GpuMemory);
+        }
         span_of(self.base, self.bytes, offset, bytes)
     }
 
@@ -202,12 +259,51 @@ impl Span {
         Self(libc::iovec { iov_base: rest.cast(), iov_len: self.bytes() - count })
     }
 
+    /// The bytes, to be read at once.
+    pub(crate) fn as_slice(&self) -> &[u8] {
+        // SAFETY: as in `checksum`.
+        unsafe { std::slice::from_raw_parts(self.base(), self.bytes()) }
+    }
+
+    /// Copies to the start of the span; the bytes are not in it.
+    pub(crate) fn fill_start(self, bytes: &[u8]) {
+        assert!(bytes.len() <= self.bytes(), "no more is copied than fits");
+        // SAFETY: the holder keeps the span mapped, and by the contract of `Region::of_memory`
+        // nobody else accesses it while a batch writes it. The caller's slice is a buffer of this
+        // crate's own, which no region has.
+        unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), self.base(), bytes.len()) };
+    }
+
+    /// Starts to bring the first bytes into the cache.
+    pub(crate) fn prefetch(self) {
+        prefetch_block(self.as_slice());
+    }
+
     /// The CRC-32C of the bytes.
     pub(crate) fn checksum(self) -> Checksum {
         // SAFETY: the holder keeps the bytes mapped, and the contract of `Region::of_memory` keeps
         // all others from writing them while a batch moves them. A peer that writes the same bytes
         // in two batches gets a checksum that does not match.
         checksum(unsafe { std::slice::from_raw_parts(self.base(), self.bytes()) })
+    }
+
+    /// Appends the first `count` bytes to a buffer.
+    #[cfg(feature = "simulated")]
+    pub(crate) fn append_to(self, count: usize, buffer: &mut Vec<u8>) {
+        assert!(count <= self.bytes(), "no more bytes than there are");
+        // SAFETY: as in `checksum`; the buffer is not in the span, because no reference into a
+        // region exists.
+        buffer.extend_from_slice(unsafe { std::slice::from_raw_parts(self.base(), count) });
+    }
+
+    /// Fills the first bytes from a buffer.
+    #[cfg(feature = "simulated")]
+    pub(crate) fn fill_from(self, bytes: &[u8]) {
+        assert!(bytes.len() <= self.bytes(), "no more bytes than there is room for");
+        // SAFETY: the holder keeps the bytes mapped, and by the contract of `Region::of_memory`
+        // nobody else uses them while a batch writes them. The buffer is this crate's own, so that
+        // the two do not overlap.
+        unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), self.base(), bytes.len()) };
     }
 
     /// Copies from a span of the same length, in another mapping.
@@ -234,6 +330,26 @@ mod tests {
         for (offset, bytes) in [(0, 8193), (8192, 1), (u64::MAX, 1), (1, u64::MAX), (8193, 0)] {
             assert_eq!(region.span(offset, bytes).unwrap_err(), Refusal::OutOfBounds);
         }
+    }
+
+    #[test]
+    fn no_processor_reads_memory_of_a_gpu() {
+        let range = || {
+            let descriptor = std::fs::File::open("/dev/null").unwrap().into();
+            DmaBuf { descriptor, offset: 0, bytes: 4096, address: 1 << 40 }
+        };
+        // SAFETY: nothing accesses the memory, which does not exist.
+        let region = unsafe { Region::of_dmabuf(range(), 0, Access::BOTH, ()) }.unwrap();
+        assert_eq!(region.span(0, 16).unwrap_err(), Refusal::GpuMemory);
+        assert_eq!(region.fill(0, b"block"), Err(Refusal::GpuMemory));
+        assert_eq!(region.fetch(0, &mut [0]), Err(Refusal::GpuMemory));
+        assert!(region.file().is_none());
+        // SAFETY: as above.
+        let refused = unsafe { Region::of_dmabuf(range(), 0, Access::WRITE, ()) }.unwrap_err();
+        assert!(refused.to_string().contains("must be allowed to read it"), "{refused}");
+        // SAFETY: as above.
+        let refused = unsafe { Region::of_dmabuf(range(), 16, Access::READ, ()) }.unwrap_err();
+        assert!(matches!(refused, TransportError::TooLarge { limit: 15, .. }), "{refused}");
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::sync::{Arc, PoisonError};
 use cascade_memory::PeerRegion;
 use cascade_runtime::{Deadline, RwLock};
 
-use crate::connection::{Batch, Connection, Ticket};
+use crate::connection::{Batch, Connection, Ticket, TransportKind};
 use crate::peer::Peer;
 use crate::piece::{Direction, Piece, Place, RegionId};
 use crate::region::{Span, span_of};
@@ -13,6 +13,9 @@ use crate::regions::Snapshot;
 use crate::stream::StreamConnection;
 use crate::wire::OfferedRegion;
 use crate::{Refusal, TransportError};
+
+/// How far ahead of the copies pieces are brought into the cache.
+const PIECES_AHEAD: usize = 4;
 
 /// A connection over a Unix socket. Batches whose regions are all mapped are copied by the caller;
 /// the socket carries notices, and batches of memory that cannot be mapped.
@@ -68,7 +71,8 @@ impl ShmConnection {
             }
             if mapped.get(region.0 as usize).is_none_or(Option::is_none) {
                 let offers = &self.peer().regions;
-                let offer = offers.iter().find(|offer| offer.id == region && offer.is_mappable);
+                let can = |offer: &&OfferedRegion| offer.is_mappable && offer.id.is_first();
+                let offer = offers.iter().filter(can).find(|offer| offer.id == region);
                 let Some(offer) = offer else {
                     return Ok(None);
                 };
@@ -82,7 +86,7 @@ impl ShmConnection {
     fn map(&self, offer: OfferedRegion, deadline: Deadline) -> Result<Arc<Mapped>, TransportError> {
         let bytes = usize::try_from(offer.bytes).unwrap_or(usize::MAX);
         let descriptor = self.stream.descriptor(offer.id, deadline)?;
-        let memory = PeerRegion::map(descriptor, bytes, offer.access.write)
+        let memory = PeerRegion::map_sealed(descriptor, bytes, offer.access.write)
             .map_err(|error| TransportError::memory(bytes, std::io::Error::other(error)))?;
         let mut current = self.mapped.write().unwrap_or_else(PoisonError::into_inner);
         let mut all = (**current).clone();
@@ -95,20 +99,21 @@ impl ShmConnection {
         Ok(Arc::clone(&current))
     }
 
-    fn copy(
+    /// Target and source of each piece. Fails if any is refused.
+    fn look_up(
         &self,
         batch: &Batch<'_>,
         local: &Snapshot,
         mapped: &Mapped,
-    ) -> Result<(), TransportError> {
-        for (piece, index) in batch.pieces.iter().zip(0_u32..) {
+    ) -> Result<Vec<(Span, Span)>, TransportError> {
+        let look_up = |(piece, index)| {
             let (here, there) = self.spans(piece, index, batch.direction, (local, mapped))?;
-            match batch.direction {
-                Direction::Write => there.copy_from(here),
-                Direction::Read => here.copy_from(there),
-            }
-        }
-        Ok(())
+            Ok(match batch.direction {
+                Direction::Write => (there, here),
+                Direction::Read => (here, there),
+            })
+        };
+        batch.pieces.iter().zip(0_u32..).map(look_up).collect()
     }
 
     fn spans(
@@ -135,9 +140,27 @@ impl ShmConnection {
     }
 }
 
+/// Copies each pair of target and source.
+fn copy(pairs: &[(Span, Span)]) {
+    let mut ahead = pairs.iter().skip(PIECES_AHEAD);
+    for (target, source) in pairs {
+        // Blocks lie anywhere, so that the processor does not guess which one is next.
+        if let Some((target, source)) = ahead.next() {
+            source.prefetch();
+            target.prefetch();
+        }
+        target.copy_from(*source);
+    }
+}
+
 impl Connection for ShmConnection {
     fn peer(&self) -> &Peer {
         self.stream.peer()
+    }
+
+    fn transport(&self) -> TransportKind {
+        let is_mappable = self.peer().regions.iter().any(|offer| offer.is_mappable);
+        if is_mappable { TransportKind::Shm } else { TransportKind::Unix }
     }
 
     fn post(&self, batch: &Batch<'_>, deadline: Deadline) -> Result<Ticket, TransportError> {
@@ -146,10 +169,7 @@ impl Connection for ShmConnection {
         };
         let local = self.stream.regions();
         // Nothing is copied of a batch with a piece that is refused.
-        for (piece, index) in batch.pieces.iter().zip(0_u32..) {
-            self.spans(piece, index, batch.direction, (&local, &mapped))?;
-        }
-        self.copy(batch, &local, &mapped)?;
+        copy(&self.look_up(batch, &local, &mapped)?);
         if batch.notice.is_some() {
             return self.stream.post(&Batch { pieces: &[], ..*batch }, deadline);
         }

@@ -1,13 +1,25 @@
-//! Connections over a stream socket: TCP between hosts, a Unix socket within one.
+//! Connections over a stream: TCP between hosts, with TLS or without, a Unix socket within one.
 
 mod accept;
+mod byte_stream;
+mod chunk;
 mod client;
 mod handshake;
 mod incoming;
+mod kernel;
+mod kernel_tls;
 mod outgoing;
 mod server;
+#[cfg(feature = "simulated")]
+mod simulated;
 mod socket;
+mod socket_file;
+mod tls;
 
 pub(crate) use accept::{Accepting, listen_tcp, listen_unix};
 pub(crate) use client::StreamConnection;
-pub(crate) use socket::Socket;
+#[cfg(feature = "simulated")]
+pub use simulated::{Conditions, Dialled, Network};
+pub(crate) use socket::{Socket, refused};
+pub(crate) use socket_file::SocketFile;
+pub(crate) use tls::ClientTls;

@@ -28,7 +28,8 @@ pub const BODY_BYTES_MAX: usize = FRAME_PIECES_MAX * ENTRY_BYTES + NOTICE_BYTES_
 /// Maximum length of a body of the handshake: 65,536 regions fit.
 pub const HANDSHAKE_BYTES_MAX: usize = 2 << 20;
 
-const MAGIC: [u8; 4] = *b"CSTP";
+/// The first bytes of each message.
+pub(crate) const MAGIC: [u8; 4] = *b"CSTP";
 const CHECKSUM_AT: usize = HEADER_BYTES - CHECKSUM_BYTES;
 
 /// Bytes from a peer that are no message of this protocol. The connection cannot go on.
@@ -113,8 +114,8 @@ impl Kind {
 pub struct Header {
     /// What follows.
     pub kind: Kind,
-    /// Of a frame: 1 if more frames of its batch follow, which is answered with its last one. Of an
-    /// answer: 0, or the code of a refusal.
+    /// Of a frame: 1 if more frames of its batch follow. A write is answered with its last frame,
+    /// of a read each frame is. Of an answer: 0, or the code of a refusal.
     pub status: u8,
     /// Counts the frames of a connection from 1. An answer has the number of its frame.
     pub frame: u64,
@@ -206,6 +207,10 @@ impl Header {
         if body_bytes > self.kind.body_bytes_max() || body_bytes < entries_bytes {
             return Err(WireError::Field("body_bytes"));
         }
+        let has_entries = matches!(self.kind, Kind::Write | Kind::Read | Kind::Map);
+        if has_entries && body_bytes - entries_bytes > NOTICE_BYTES_MAX {
+            return Err(WireError::Field("body_bytes"));
+        }
         if self.payload_bytes > FRAME_BYTES_MAX || (self.payload_bytes > 0 && !has_payload) {
             return Err(WireError::Field("payload_bytes"));
         }
@@ -258,6 +263,16 @@ mod tests {
             ..Header::new(Kind::Write, 0x0102_0304_0506_0708)
         };
         header.with_body(&[5; 40])
+    }
+
+    #[test]
+    fn a_notice_beyond_its_limit_is_refused() {
+        for (pieces, longer) in [(0_u32, 0), (3, 0), (0, 1), (3, 1)] {
+            let bytes = pieces as usize * ENTRY_BYTES + NOTICE_BYTES_MAX + longer;
+            let header = Header { pieces, ..Header::new(Kind::Write, 1) };
+            let parsed = Header::parse(&header.with_body(&vec![0; bytes]).to_bytes());
+            assert_eq!(parsed.is_ok(), longer == 0, "{pieces} pieces, {longer} more");
+        }
     }
 
     #[test]

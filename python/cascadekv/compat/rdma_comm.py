@@ -18,8 +18,9 @@ import threading
 import warnings
 from typing import TYPE_CHECKING
 
+from cascadekv import transfer
 from cascadekv.errors import CascadeError, ConfigError
-from cascadekv.transfer import Blocks, Endpoint, Layer, Memory, Shape
+from cascadekv.transfer import Blocks, Endpoint, Layer, Memory, Rdma, Shape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,12 +37,15 @@ WRITE_S = 60.0
 TOKEN_VARIABLE = "CASCADE_TRANSFER_TOKEN"  # noqa: S105 - the name of the variable
 """Variable with the token that both processes know. Without it, only this host can connect."""
 
+RDMA_VARIABLE = "CASCADE_TRANSFER_RDMA"
+"""Variable of our own: `prefer` (default), `require` or `off`."""
+
 KNOWN = {
-    "KVCACHE_RDMA_GID_INDEX": "RDMA only",
-    "KVCACHE_RDMA_NICS": "RDMA only",
-    "KVCACHE_IB_TIMEOUT": "RDMA only",
-    "KVCACHE_RELAX_ORDERING": "RDMA only",
-    "KVCACHE_GDRCOPY_FLUSH_ENABLE": "RDMA only",
+    "KVCACHE_RDMA_GID_INDEX": "index of the GID",
+    "KVCACHE_RDMA_NICS": "names of devices; the one at gpu_idx, modulo their number, is used",
+    "KVCACHE_IB_TIMEOUT": "time until a packet is sent again: 4.096 us times two to this power",
+    "KVCACHE_RELAX_ORDERING": "relaxed ordering",
+    "KVCACHE_GDRCOPY_FLUSH_ENABLE": "end every write with a short read",
     "KVCACHE_SOCKET_IFNAME": "network interface to listen on",
     "KVCACHE_DEBUG": "log each call",
     "KVCACHE_DEBUG_FILE": "file of the log",
@@ -60,8 +64,8 @@ def install() -> None:
 class RDMACommunicator:
     """Writes blocks of this process into those of another, layer by layer.
 
-    Bytes move over TCP, each with a checksum. A `decode` process listens on its port; a `prefill`
-    process only connects.
+    Bytes move by RDMA where both processes have a device, else by TCP; the log says which. A
+    `decode` process listens on its port; a `prefill` process only connects.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - the document's signature
@@ -86,6 +90,7 @@ class RDMACommunicator:
                 f"{len(local_key_cache)} of keys"
             )
         interface = _read_environment(os.environ)
+        rdma = rdma_of(os.environ, gpu_idx)
         self.role = role
         self.gpu_idx = gpu_idx
         self._lock = threading.Lock()
@@ -104,8 +109,15 @@ class RDMACommunicator:
         shape = Shape(layers=len(layers), block_tokens=1, heads=1, head_bytes=block_bytes)
         token = os.environ.get(TOKEN_VARIABLE)
         self._endpoint = Endpoint(
-            layers, shape=shape, block_count=block_number, name=f"{role} {gpu_idx}", token=token
+            layers,
+            shape=shape,
+            block_count=block_number,
+            name=f"{role} {gpu_idx}",
+            token=token,
+            rdma=rdma,
         )
+        if self._endpoint.rdma_device is not None:
+            log.info("RDMA device: %s", self._endpoint.rdma_device)
         self.address = None
         if role == "decode":
             everywhere = "0.0.0.0" if token else "127.0.0.1"  # noqa: S104 - peers know the token
@@ -123,7 +135,7 @@ class RDMACommunicator:
             return False
         with self._lock:
             self._peers[dst_ip, str(dst_port)] = peer
-        log.debug("connected to %s:%s", dst_ip, dst_port)
+        log.info("connected to %s:%s; blocks move by %s", dst_ip, dst_port, peer.transport)
         return True
 
     def is_connected(self, dst_ip: str, dst_port: str | int) -> bool:
@@ -173,9 +185,7 @@ def _read_environment(environment: Mapping[str, str]) -> str | None:
     for name in sorted(environment):
         if name.startswith("KVCACHE_") and name not in KNOWN:
             warnings.warn(f"{name} is not known; known are {', '.join(KNOWN)}", stacklevel=3)
-        elif KNOWN.get(name) == "RDMA only":
-            log.info("%s has no effect: bytes move over TCP", name)
-    if environment.get("KVCACHE_DEBUG", "").lower() in ("1", "true", "on", "yes"):
+    if _is_on(environment, "KVCACHE_DEBUG"):
         log.setLevel(logging.DEBUG)
     for variable, level in (
         ("KVCACHE_DEBUG_FILE", logging.DEBUG),
@@ -186,8 +196,43 @@ def _read_environment(environment: Mapping[str, str]) -> str | None:
             handler = logging.FileHandler(path)
             handler.set_name(path)
             handler.setLevel(level)
-            log.addHandler(handler)
+            # The latter says why blocks do not move by RDMA.
+            for logger in (log, transfer.log):
+                logger.addHandler(handler)
     return environment.get("KVCACHE_SOCKET_IFNAME") or None
+
+
+def rdma_of(environment: Mapping[str, str], gpu_idx: int) -> Rdma | None:
+    """Return the settings of RDMA that the variables stand for; `None` if it is turned off."""
+    use = environment.get(RDMA_VARIABLE) or "prefer"
+    if use == "off":
+        return None
+    if use not in ("prefer", "require"):
+        raise ConfigError(f"{RDMA_VARIABLE}: {use!r} is not prefer, require or off")
+    names = environment.get("KVCACHE_RDMA_NICS", "").split(",")
+    nics = [name.strip() for name in names if name.strip()]
+    return Rdma(
+        use=use,
+        devices=[nics[gpu_idx % len(nics)]] if nics else [],
+        gid_index=_number(environment, "KVCACHE_RDMA_GID_INDEX"),
+        timeout=_number(environment, "KVCACHE_IB_TIMEOUT") or Rdma.timeout,
+        flush="always" if _is_on(environment, "KVCACHE_GDRCOPY_FLUSH_ENABLE") else Rdma.flush,
+        relaxed_ordering=_is_on(environment, "KVCACHE_RELAX_ORDERING"),
+    )
+
+
+def _is_on(environment: Mapping[str, str], variable: str) -> bool:
+    return environment.get(variable, "").lower() in ("1", "true", "on", "yes")
+
+
+def _number(environment: Mapping[str, str], variable: str) -> int | None:
+    text = environment.get(variable)
+    if not text:
+        return None
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ConfigError(f"{variable}: {text!r} is not a whole number") from error
 
 
 def _address_of(interface: str) -> str:

@@ -1,6 +1,6 @@
 //! Which blocks a batch moves, and what they contain. Both processes compute it from numbers.
 
-use cascade_transport::conformance::Numbers;
+use cascade_replay::random::SplitMix64;
 use serde::{Deserialize, Serialize};
 
 /// The sequence of batches of one row.
@@ -23,7 +23,7 @@ pub(super) struct Sequence {
 impl Sequence {
     /// The blocks of a batch: source and target, by their index. No target occurs twice.
     pub(super) fn blocks(&self, thread: u64, iteration: u64) -> impl Iterator<Item = (u64, u64)> {
-        let mut numbers = Numbers(self.seed ^ (thread << 32) ^ (iteration << 40));
+        let mut numbers = SplitMix64(self.seed ^ (thread << 32) ^ (iteration << 40));
         let sources = self.region_bytes / self.block_bytes;
         let part = sources / self.threads;
         let source = Walk::new(&mut numbers, sources);
@@ -41,7 +41,7 @@ struct Walk {
 }
 
 impl Walk {
-    fn new(numbers: &mut Numbers, count: u64) -> Self {
+    fn new(numbers: &mut SplitMix64, count: u64) -> Self {
         // An odd stride visits each of a power of two once.
         debug_assert!(count.is_power_of_two(), "regions and blocks are powers of two");
         Self { start: numbers.below(count), stride: numbers.below(count) | 1, count }
@@ -52,27 +52,29 @@ impl Walk {
     }
 }
 
-/// The word of the source region at this offset.
-pub(super) fn word(offset: u64) -> u64 {
-    // The finaliser of SplitMix64: neighbouring offsets have unlike words.
-    let mixed = offset.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    mixed ^ (mixed >> 31)
-}
-
-/// Fills a buffer with the pattern from an offset that is a multiple of eight.
-pub(super) fn fill(offset: u64, into: &mut [u8]) {
-    for (word_at, into) in (offset..).step_by(8).zip(into.chunks_mut(8)) {
-        into.copy_from_slice(&word(word_at).to_le_bytes()[..into.len()]);
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
+
+    /// What happened: the numbers of all batches of a row began alike, so that each batch moved the
+    /// blocks of the one before it, which were in a cache.
+    #[test]
+    fn the_batches_of_a_row_move_different_blocks() {
+        let region_bytes = 512 << 20;
+        for block_bytes in [1 << 10, 16 << 10, 64 << 10] {
+            let (batch, threads, iterations) = (100, 2, 8);
+            let sequence =
+                Sequence { seed: 3, region_bytes, block_bytes, batch, threads, iterations };
+            let each = || (0..2).flat_map(|thread| (0..8).map(move |it| (thread, it)));
+            let blocks = |at: (u64, u64)| sequence.blocks(at.0, at.1);
+            let sources: BTreeSet<_> = each().flat_map(|at| blocks(at).map(|it| it.0)).collect();
+            let targets: BTreeSet<_> = each().flat_map(|at| blocks(at).map(|it| it.1)).collect();
+            assert!(sources.len() > 1200, "{} of 1600 are different", sources.len());
+            assert!(targets.len() > 1200, "{} of 1600 are different", targets.len());
+        }
+    }
 
     #[test]
     fn no_target_occurs_twice_and_threads_have_parts_of_their_own() {

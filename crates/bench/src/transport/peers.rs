@@ -36,6 +36,10 @@ struct Sample {
     target_cpu_s: Option<f64>,
     verified: bool,
     error: Option<String>,
+    /// Of a sample that is not timed.
+    system_calls: Option<f64>,
+    #[serde(default)]
+    counts_system_calls: bool,
 }
 
 /// Rows of others, and what could not be measured.
@@ -54,6 +58,7 @@ pub(super) fn measure(
     let names: Vec<_> = COMPARED.iter().map(|(_, peer, _)| peer).collect();
     let given = serde_json::json!({
         "peers": names, "block_bytes": block_bytes, "is_short": options.is_short,
+        "count_system_calls": true,
     });
     let mut command = Command::new(python);
     command.args(["-m", "cascadekv.bench.transport_peers", &given.to_string()]);
@@ -85,18 +90,23 @@ pub(super) fn measure(
 
 /// The row of a cell, or why there is none.
 fn figure_of(name: String, samples: &[Sample]) -> Result<Figure, String> {
+    // Where system calls cannot be counted, the rates are right nevertheless.
+    let is_no_count = |sample: &&Sample| sample.counts_system_calls && sample.error.is_some();
+    let samples: Vec<_> = samples.iter().filter(|sample| !is_no_count(sample)).collect();
     if let Some(error) = samples.iter().find_map(|sample| sample.error.clone()) {
         return Err(error);
     }
     if !samples.iter().all(|sample| sample.verified) {
         return Err("wrong bytes".to_owned());
     }
+    let calls = samples.iter().find_map(|sample| sample.system_calls);
     let rates = samples.iter().filter_map(|it| Some(it.bytes? / it.seconds? / 1e9));
     let rates: Vec<f64> = rates.collect();
     let first = samples.first().filter(|_| !rates.is_empty()).ok_or("no sample has a time")?;
     let cpu = |it: &Sample| Some((it.source_cpu_s? + it.target_cpu_s?) / it.blocks? * 1e9);
-    let cpu: Vec<f64> = samples.iter().filter_map(cpu).collect();
+    let cpu: Vec<f64> = samples.iter().copied().filter_map(cpu).collect();
     let row = TransportRow {
+        record_layer: None,
         backend: first.transport.clone(),
         block_bytes: first.block_bytes,
         batch: first.batch,
@@ -106,6 +116,8 @@ fn figure_of(name: String, samples: &[Sample]) -> Result<Figure, String> {
         peer: first.peer.clone(),
         verified: true,
         cpu_ns_per_block: (!cpu.is_empty()).then(|| crate::figure::median(&cpu)),
+        system_calls_per_batch: calls.map(|calls| calls / first.threads as f64),
+        copies_per_byte: None,
     };
     Ok(Figure::rate(name, "GB/s", rates, (vec![], ""), Target::None).of_transport(row))
 }
@@ -156,6 +168,8 @@ mod tests {
             target_cpu_s: Some(2.0),
             verified,
             error: error.map(str::to_owned),
+            system_calls: None,
+            counts_system_calls: false,
         }
     }
 
@@ -170,10 +184,26 @@ mod tests {
         let figure = figure_of("row".to_owned(), &samples).unwrap();
         let row = figure.transport.clone().unwrap();
         assert_eq!((figure.value, row.gbps, row.peer), (1.0, 1.0, "nixl".to_owned()));
-        assert_eq!(row.cpu_ns_per_block, Some(1500.0));
+        assert_eq!((row.cpu_ns_per_block, row.system_calls_per_batch), (Some(1500.0), None));
         let [ratio] = &*compare(&[ours(20.0)], &[figure], false) else { panic!("one is compared") };
         assert_eq!((&*ratio.name, ratio.value), ("times/nixl-tcp/1KiB", 20.0));
         assert_eq!(ratio.is_reached, Some(false), "25 times is the target");
+    }
+
+    #[test]
+    fn system_calls_come_from_a_sample_without_a_time() {
+        let counting = |error, system_calls| Sample {
+            counts_system_calls: true,
+            system_calls,
+            ..sample(None, true, error)
+        };
+        let timed = || sample(Some(1.0), true, None);
+        let calls = |samples: &[Sample]| {
+            let row = figure_of(String::new(), samples).unwrap().transport.unwrap();
+            row.system_calls_per_batch
+        };
+        assert_eq!(calls(&[timed(), counting(None, Some(3076.0))]), Some(3076.0));
+        assert_eq!(calls(&[timed(), counting(Some("no strace"), None)]), None);
     }
 
     #[test]

@@ -1,99 +1,95 @@
-//! The process that batches are written to: commands on stdin, answers on stdout.
+//! The process that batches are written to: orders on stdin, answers on stdout.
 
 use std::collections::HashMap;
-use std::io::{BufRead, Read as _, Write};
-use std::net::TcpListener;
+use std::io::{BufRead, Write};
 use std::path::PathBuf;
-use std::time::Duration;
 
-use cascade_runtime::{Deadline, SystemClock, thread};
-use cascade_transport::{Access, Endpoint, EndpointConfig, Listener, Region, RegionId};
+use cascade_transport::{Access, Endpoint, EndpointConfig, Listener, Region, RegionId, TlsConfig};
 use serde::{Deserialize, Serialize};
 
-use super::blocks::{Sequence, fill};
-use super::{STREAM_BYTES, failed};
-use crate::MeasureError;
+use super::blocks::Sequence;
+use super::{certificates, failed};
+use crate::backend::{Addresses, listen};
+use crate::pattern::fill;
+use crate::{MeasureError, child, plain_stream};
 
 /// What the measuring process asks for.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Order {
-    /// Offer a region of this length on a TCP port of loopback and on this Unix socket.
-    Listen { bytes: u64, unix: PathBuf },
+    /// Offer a region of this length on a TCP port of loopback and on this Unix socket. The port
+    /// has TLS if there is a directory of certificates.
+    Listen { bytes: u64, unix: PathBuf, certificates: Option<PathBuf> },
     /// Fill the region with the pattern, for reads.
     Fill,
     /// Compare the region with what these batches write.
     Verify(Sequence),
+    /// The processor time so far.
+    CpuTime,
 }
 
 /// Its answers.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Answer {
-    /// Addresses: of the transport, and of a socket that reads and drops.
-    Listening { tcp: String, plain: String },
+    /// Addresses of the transport, and of a plain stream.
+    Listening { addresses: Addresses, plain: String },
     /// The region has the pattern.
     Filled,
     /// Blocks that were compared, and those with other bytes than were written.
     Compared { blocks: u64, wrong: u64 },
+    /// Nanoseconds.
+    CpuTime { ns: u64 },
 }
 
 /// Runs as the target until stdin ends.
 ///
 /// # Errors
-/// If a command is invalid or fails.
-pub fn run(commands: impl BufRead, mut answers: impl Write) -> Result<(), MeasureError> {
+/// If an order is invalid or fails.
+pub fn run(orders: impl BufRead, answers: impl Write) -> Result<(), MeasureError> {
     let mut target = None;
-    for line in commands.lines() {
-        let line = line.map_err(failed)?;
-        let answer = match serde_json::from_str(&line).map_err(failed)? {
-            Order::Listen { bytes, unix } => {
-                target.insert(Target::listen(bytes, &unix)?).addresses()
-            }
-            Order::Fill => {
-                let target = listening(target.as_ref())?;
-                fill_region(&target.endpoint, target.region, target.bytes)?;
-                Answer::Filled
-            }
-            Order::Verify(sequence) => {
-                let target = listening(target.as_ref())?;
-                compare(&target.endpoint, target.region, &sequence)?
-            }
-        };
-        let text = serde_json::to_string(&answer).map_err(failed)?;
-        writeln!(answers, "{text}").and_then(|()| answers.flush()).map_err(failed)?;
-    }
-    Ok(())
+    child::serve(orders, answers, |order, answer| match order {
+        Order::Listen { bytes, unix, certificates } => {
+            let tls = certificates.as_deref().map(certificates::config);
+            let stream_tls = certificates.as_deref().map(certificates::of_server).transpose()?;
+            let listening = target.insert(Target::listen(bytes, unix, tls)?);
+            let addresses = listening.addresses.clone();
+            let plain = plain_stream::serve(stream_tls)?;
+            answer(&Answer::Listening { addresses, plain })
+        }
+        Order::Fill => {
+            let target = listening(target.as_ref())?;
+            fill_region(&target.endpoint, target.region, target.bytes)?;
+            answer(&Answer::Filled)
+        }
+        Order::Verify(sequence) => {
+            let target = listening(target.as_ref())?;
+            answer(&compare(&target.endpoint, target.region, &sequence)?)
+        }
+        Order::CpuTime => answer(&Answer::CpuTime { ns: child::own_cpu_ns() }),
+    })
 }
 
 fn listening(target: Option<&Target>) -> Result<&Target, MeasureError> {
     target.ok_or_else(|| failed("the target does not listen yet"))
 }
 
+#[derive(Debug)]
 struct Target {
     endpoint: Endpoint,
     region: RegionId,
     bytes: u64,
-    tcp: Listener,
-    _unix: Listener,
-    plain: String,
+    addresses: Addresses,
+    _listeners: Vec<Listener>,
 }
 
 impl Target {
-    fn listen(bytes: u64, unix: &std::path::Path) -> Result<Self, MeasureError> {
-        let config = EndpointConfig { name: "target".to_owned(), ..Default::default() };
+    fn listen(bytes: u64, unix: PathBuf, tls: Option<TlsConfig>) -> Result<Self, MeasureError> {
+        let config = EndpointConfig { name: "target".to_owned(), tls, ..Default::default() };
         let endpoint = Endpoint::new(config).map_err(failed)?;
         let length = usize::try_from(bytes).map_err(failed)?;
         let region = Region::shared(length, Access::BOTH).map_err(failed)?;
         let region = endpoint.register(region).map_err(failed)?;
-        let loopback = "127.0.0.1:0".parse().map_err(failed)?;
-        let tcp = endpoint.listen_tcp(loopback).map_err(failed)?;
-        let unix = endpoint.listen_unix(unix).map_err(failed)?;
-        let plain = drop_everything()?;
-        Ok(Self { endpoint, region, bytes, tcp, _unix: unix, plain })
-    }
-
-    fn addresses(&self) -> Answer {
-        let tcp = self.tcp.tcp_address().expect("it listens on TCP").to_string();
-        Answer::Listening { tcp, plain: self.plain.clone() }
+        let (listeners, addresses) = listen(&endpoint, unix)?;
+        Ok(Self { endpoint, region, bytes, addresses, _listeners: listeners })
     }
 }
 
@@ -133,28 +129,4 @@ pub(super) fn compare(
         wrong += u64::from(actual != expected);
     }
     Ok(Answer::Compared { blocks: last.len() as u64, wrong })
-}
-
-/// A socket that reads what it gets, for the limit: large messages into a buffer that is larger
-/// than the caches. It answers one byte for each `STREAM_BYTES`.
-fn drop_everything() -> Result<String, MeasureError> {
-    let listener = TcpListener::bind("127.0.0.1:0").map_err(failed)?;
-    let address = listener.local_addr().map_err(failed)?.to_string();
-    thread::spawn(move || {
-        while let Ok((mut stream, _)) = listener.accept() {
-            let mut buffer = vec![0; STREAM_BYTES];
-            let limited = stream.set_read_timeout(Some(Duration::from_secs(600)));
-            while limited.is_ok() && stream.read_exact(&mut buffer).is_ok() {
-                if stream.write_all(&[1]).is_err() {
-                    break;
-                }
-            }
-        }
-    });
-    Ok(address)
-}
-
-/// A deadline for what is expected to succeed.
-pub(super) fn soon() -> Deadline {
-    Deadline::after(&SystemClock, Duration::from_secs(120))
 }

@@ -3,7 +3,7 @@
 use std::process::Output;
 
 use cascade_runtime::SystemClock;
-use cascade_sim::{Length, Progress, SimOptions, Workers};
+use cascade_sim::{Length, Progress, SimOptions, Subject, Workers};
 use serde_json::Value;
 
 use crate::{cascade, run, stderr};
@@ -18,6 +18,7 @@ fn result(output: &Output) -> Value {
 #[test]
 fn the_event_hash_depends_on_neither_jobs_nor_processes() {
     let options = SimOptions {
+        subject: Subject::Store,
         seed: 5,
         length: Length::Operations(OPERATIONS),
         world: None,

@@ -163,8 +163,8 @@ pub(crate) unsafe extern "C" fn get_attribute(
         let default = match attribute {
             // Major compute capability 9, as Hopper has it.
             75 => 9,
-            // Virtual memory management, and descriptors of its memory.
-            102 | 103 => 1,
+            // Virtual memory management, descriptors of its memory, and DMA-BUF.
+            102 | 103 | 124 => 1,
             _ => 0,
         };
         // SAFETY: the caller's promise.

@@ -1,7 +1,7 @@
 //! Functions that this fake has without doing anything: they answer `CUDA_ERROR_NOT_SUPPORTED`.
 #![expect(unsafe_code, reason = "exports functions with C's interface")]
 
-use std::ffi::{c_uint, c_ulonglong, c_void};
+use std::ffi::{c_uint, c_void};
 
 use crate::state::NOT_SUPPORTED;
 use crate::world::{Needs, Status, World};
@@ -28,8 +28,6 @@ unsupported! {
     "cuMemcpyPeerAsync"
         memcpy_peer(u64, *mut c_void, u64, *mut c_void, usize, *mut c_void);
     "cuMemcpy2DAsync_v2" memcpy_rows(*const c_void, *mut c_void);
-    "cuMemGetHandleForAddressRange"
-        get_handle_for_range(*mut c_void, u64, usize, c_uint, c_ulonglong);
     "cuCtxEnablePeerAccess" enable_peer_access(*mut c_void, c_uint);
     "cuIpcGetEventHandle" ipc_get_event_handle(*mut EventHandle, *mut c_void);
     "cuIpcOpenEventHandle" ipc_open_event_handle(*mut *mut c_void, EventHandle);

@@ -20,6 +20,9 @@ use crate::world::{Needs, Status, World};
 const PINNED: c_uint = 1;
 const DEVICE: c_uint = 1;
 const FILE_DESCRIPTOR: c_uint = 1;
+/// `CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD`, and what its ranges are multiples of.
+const DMA_BUF: c_uint = 1;
+const HOST_PAGE_BYTES: usize = 4096;
 /// `CU_MEM_ACCESS_FLAGS_PROT_NONE` and `CU_MEM_ACCESS_FLAGS_PROT_READWRITE`. Memory that is only
 /// read is not faked.
 const NO_ACCESS: c_uint = 0;
@@ -295,6 +298,32 @@ pub(crate) unsafe extern "C" fn export(
         if kind != FILE_DESCRIPTOR || flags != 0 || target.is_null() {
             return Err(INVALID_VALUE);
         }
+        let descriptor = allocation.export().ok_or(OUT_OF_MEMORY)?;
+        // SAFETY: for this kind the caller promises an `int`; it is not null.
+        unsafe { write(target.cast::<c_int>(), descriptor) }
+    })
+}
+
+/// Only of memory that `cuMemMap` mapped, and from its first byte on: other memory has no file.
+#[unsafe(export_name = "cuMemGetHandleForAddressRange")]
+pub(crate) unsafe extern "C" fn get_handle_for_range(
+    target: *mut c_void,
+    address: u64,
+    bytes: usize,
+    kind: c_uint,
+    flags: c_ulonglong,
+) -> Status {
+    World::call("cuMemGetHandleForAddressRange", Needs::Context, |_, state| {
+        let is_aligned =
+            address.is_multiple_of(HOST_PAGE_BYTES as u64) && bytes.is_multiple_of(HOST_PAGE_BYTES);
+        if kind != DMA_BUF || flags != 0 || target.is_null() || bytes == 0 || !is_aligned {
+            return Err(INVALID_VALUE);
+        }
+        let place = state.find(number(address)?, bytes)?;
+        let memory = &state.map(place.side)[&place.key];
+        let handle = memory.allocation.filter(|_| memory.start == place.start);
+        let allocation = handle.and_then(|handle| state.allocations.get(&handle));
+        let allocation = allocation.ok_or(NOT_SUPPORTED)?;
         let descriptor = allocation.export().ok_or(OUT_OF_MEMORY)?;
         // SAFETY: for this kind the caller promises an `int`; it is not null.
         unsafe { write(target.cast::<c_int>(), descriptor) }

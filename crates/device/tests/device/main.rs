@@ -3,6 +3,7 @@
 mod copies;
 mod counts;
 mod device_pool;
+mod dmabuf;
 mod driver;
 mod fake;
 mod false_nodes;

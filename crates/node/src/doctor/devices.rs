@@ -1,6 +1,6 @@
-//! Checks of the kernel, clocks and devices.
+//! Checks of the kernel, of clocks, and of what is not there yet.
 
-use super::{Check, CheckOutcome, Machine};
+use super::{Check, CheckOutcome};
 
 /// The first second of 2024. An earlier time means that the clock was never set.
 const CLOCK_MIN: u64 = 1_704_067_200;
@@ -60,46 +60,6 @@ pub(super) const CLOCK: Check = Check {
         )
     },
 };
-
-pub(super) const RDMA: Check = Check {
-    id: "rdma",
-    why: "blocks are copied between hosts without using the CPU",
-    run: |_, machine| {
-        let names = machine.list(INFINIBAND).unwrap_or_default();
-        if names.is_empty() {
-            return CheckOutcome::absent("no RDMA device");
-        }
-        let active: Vec<&str> =
-            names.iter().map(String::as_str).filter(|name| is_active(machine, name)).collect();
-        if active.is_empty() {
-            return CheckOutcome::warning(
-                format!("{}: no port is active", names.join(", ")),
-                "run `rdma link` for the state of each port; sudo ip link set DEVICE up",
-            );
-        }
-        let has_verbs = machine
-            .list("/dev/infiniband")
-            .is_ok_and(|names| names.iter().any(|name| name.starts_with("uverbs")));
-        if !has_verbs {
-            return CheckOutcome::warning(
-                format!("{}: no /dev/infiniband/uverbs*", active.join(", ")),
-                "sudo modprobe ib_uverbs; Docker: --device /dev/infiniband",
-            );
-        }
-        CheckOutcome::ok(active.join(", "))
-    },
-};
-
-const INFINIBAND: &str = "/sys/class/infiniband";
-
-fn is_active(machine: &dyn Machine, device: &str) -> bool {
-    let ports = format!("{INFINIBAND}/{device}/ports");
-    let is_up = |port: &String| {
-        let state = machine.read(&format!("{ports}/{port}/state"));
-        state.is_ok_and(|state| state.contains("ACTIVE"))
-    };
-    machine.list(&ports).is_ok_and(|names| names.iter().any(is_up))
-}
 
 pub(super) const VALKEY: Check = Check {
     id: "valkey",

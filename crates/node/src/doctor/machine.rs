@@ -14,6 +14,7 @@ use cascade_disk::io::{TransferEngine as _, UringEngine};
 use cascade_memory::{HugePages, MemoryError, PageReport, Pool, PoolConfig};
 use cascade_runtime::{Clock as _, SystemClock};
 use cascade_store::LeftoverPool;
+use cascade_transport::verbs::Verbs;
 use rustix::fs::{Access, OFlags, access, statfs};
 
 use super::gpu_answer::GpuAnswer;
@@ -65,6 +66,9 @@ pub trait Machine: Send + Sync + fmt::Debug {
 
     /// Creates an `io_uring` instance. Returns whether it could register memory.
     fn try_ring(&self) -> io::Result<bool>;
+
+    /// Loads the library of RDMA devices. An error says what is missing, and at its end what to do.
+    fn try_verbs(&self) -> Result<(), String>;
 
     /// Pool files in a directory that belong to this user and to no running process.
     fn left_pools(&self, directory: &Path) -> io::Result<Vec<LeftoverPool>>;
@@ -153,6 +157,10 @@ impl Machine for ThisMachine {
         let pool = trial_pool().map_err(io::Error::other)?;
         let engine = UringEngine::new(4, Some(&pool), Arc::new(SystemClock))?;
         Ok(engine.is_registered())
+    }
+
+    fn try_verbs(&self) -> Result<(), String> {
+        Verbs::open().map(drop).map_err(|error| error.to_string())
     }
 
     fn left_pools(&self, directory: &Path) -> io::Result<Vec<LeftoverPool>> {

@@ -159,6 +159,12 @@ pub(super) fn limit(machine: &dyn Machine, name: &str) -> Option<(u64, u64)> {
     Some((numbers.next()??, numbers.next()??))
 }
 
+/// The memory that this user may lock; none if there is no limit, or it is unknown.
+pub(super) fn lockable_bytes(machine: &dyn Machine) -> Option<u64> {
+    let (soft, _) = limit(machine, "Max locked memory")?;
+    (soft != u64::MAX && !is_privileged(machine)).then_some(soft)
+}
+
 fn is_privileged(machine: &dyn Machine) -> bool {
     let status = machine.read("/proc/self/status").unwrap_or_default();
     let set = status.lines().find_map(|line| line.strip_prefix("CapEff:"));

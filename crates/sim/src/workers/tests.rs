@@ -3,7 +3,7 @@
 use cascade_runtime::SystemClock;
 
 use super::*;
-use crate::options::{Length, SimOptions, WORLD_OPERATIONS};
+use crate::options::{Length, SimOptions, Subject, WORLD_OPERATIONS};
 use crate::report::SimResult;
 use crate::run::{Progress, Workers, run};
 
@@ -14,7 +14,7 @@ const WORLDS: u64 = 5;
 const ANSWER: &str = r#"answer() {
     printf '{"world":%d,"operations":1,"event_hash":7,"time_us":0,"wrong_bytes":0' "$1"
     printf ',"violations":0,"listed":[],"late_transfers":0,"is_different":false,"reopenings":0'
-    printf ',"crashes":0,"recovered_blocks":0,"points":0,"switches":0'
+    printf ',"crashes":0,"recovered_blocks":0,"points":0,"switches":0,"counts":{}'
     printf ',"profile":"the process %d"}\n' "$$"
 }"#;
 
@@ -26,6 +26,7 @@ fn simulate(script: &str, worlds_max: u64, world_time: Duration) -> SimResult {
         world_time,
     };
     let options = SimOptions {
+        subject: Subject::Store,
         seed: 1,
         length: Length::Operations(WORLDS * WORLD_OPERATIONS),
         world: None,

@@ -2,4 +2,6 @@
 
 mod disk;
 mod plants;
+mod transport;
+mod transport_worlds;
 mod worlds;

@@ -4,7 +4,9 @@ use std::ops::Range;
 use std::time::Duration;
 
 use cascade_runtime::{Plant, SystemClock};
-use cascade_sim::{Length, Progress, SimOptions, SimResult, WORLD_OPERATIONS, Workers, run};
+use cascade_sim::{
+    Length, Progress, SimOptions, SimResult, Subject, WORLD_OPERATIONS, Workers, run,
+};
 
 /// Worlds in which a bug has to be found.
 const WORLDS: u64 = 60;
@@ -12,16 +14,26 @@ const WORLDS: u64 = 60;
 const LENGTH: Length = Length::Operations(WORLDS * WORLD_OPERATIONS);
 
 fn world(number: u64, plant: Option<Plant>, length: Length) -> SimResult {
-    let options = SimOptions { seed: 3, length, world: Some(number), jobs: 1, twice: false, plant };
+    world_of(Subject::Store, number, plant, length)
+}
+
+fn world_of(subject: Subject, number: u64, plant: Option<Plant>, length: Length) -> SimResult {
+    let options =
+        SimOptions { subject, seed: 3, length, world: Some(number), jobs: 1, twice: false, plant };
     run(&options, Workers::Threads, &Progress::default(), &SystemClock).expect("threads start")
 }
 
 /// Runs worlds until one has a violation with this text. That world has none without the bug.
 fn finds(plant: Plant, text: &str) {
+    finds_in(Subject::Store, plant, text);
+}
+
+fn finds_in(subject: Subject, plant: Plant, text: &str) {
+    let world = |number, plant| world_of(subject, number, plant, LENGTH);
     let is_found = |result: &SimResult| result.listed.iter().any(|it| it.text.contains(text));
-    let found = (0..WORLDS).find(|number| is_found(&world(*number, Some(plant), LENGTH)));
+    let found = (0..WORLDS).find(|number| is_found(&world(*number, Some(plant))));
     let number = found.unwrap_or_else(|| panic!("{plant}: no world of {WORLDS} shows it"));
-    let clean = world(number, None, LENGTH);
+    let clean = world(number, None);
     assert!(clean.is_clean(), "{plant}: {:#?}", clean.listed);
 }
 
@@ -48,6 +60,21 @@ fn a_deadline_that_is_not_kept_is_found() {
 #[test]
 fn a_lease_that_outlives_its_slab_is_found() {
     finds(Plant::OutlivingLease, "the bytes of a lease of ");
+}
+
+#[test]
+fn a_notice_before_its_bytes_is_found() {
+    finds_in(Subject::Transport, Plant::EarlyNotice, "came before its bytes");
+}
+
+#[test]
+fn a_cancel_that_returns_too_early_is_found() {
+    finds_in(Subject::Transport, Plant::EarlyCancel, "was changed");
+}
+
+#[test]
+fn a_batch_that_is_waited_for_beyond_its_deadline_is_found() {
+    finds_in(Subject::Transport, Plant::LateDeadline, "after its deadline");
 }
 
 #[test]

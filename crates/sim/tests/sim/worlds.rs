@@ -5,7 +5,9 @@
 use std::time::Duration;
 
 use cascade_runtime::SystemClock;
-use cascade_sim::{Length, Progress, SimOptions, SimResult, WORLD_OPERATIONS, Workers, run};
+use cascade_sim::{
+    Length, Progress, SimOptions, SimResult, Subject, WORLD_OPERATIONS, Workers, run,
+};
 
 const SEED: u64 = 1;
 /// A few worlds, the last of them short.
@@ -13,6 +15,7 @@ const OPERATIONS: u64 = 4 * WORLD_OPERATIONS + 1000;
 
 fn options(operations: u64) -> SimOptions {
     SimOptions {
+        subject: Subject::Store,
         seed: SEED,
         length: Length::Operations(operations),
         world: None,

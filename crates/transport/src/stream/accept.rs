@@ -1,32 +1,61 @@
 //! Accepts connections, each with a thread of its own.
 
+use std::fmt;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
-use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, PoisonError, Weak};
 use std::time::Duration;
 
 use cascade_runtime::thread::{Builder, JoinHandle};
 use cascade_runtime::{Mutex, sleep};
-use rustix::fs::{Mode, chmod};
 
 use super::handshake;
+use super::kernel::{KernelSocket, end, set_within_host};
 use super::server::Served;
-use super::socket::{Socket, end, set_up_tcp};
+use super::socket::Socket;
+use super::socket_file::{SocketFile, bind};
+use super::tls::TlsStream;
 use crate::TransportError;
 use crate::state::EndpointState;
 
+/// Connections that may be in their handshake at a time. Those that never end it cannot use up the
+/// descriptors and threads of the process.
+const HANDSHAKES_MAX: usize = 64;
 /// Pause after an error of `accept`, such as too many open files.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// Accepts one connection: the socket and the peer's address.
-type Accept = dyn Fn() -> io::Result<(OwnedFd, String)> + Send;
+/// Accepts one connection. The outer error is one of the listener, the inner one of the connection.
+pub(super) type Accept = dyn Fn() -> io::Result<io::Result<Socket>> + Send;
+/// Makes a thread that accepts return.
+pub(super) type End = dyn Fn() + Send + Sync;
 
 /// A connection and its thread.
-type Serving = (Arc<Socket>, JoinHandle<()>);
+#[derive(Debug)]
+struct Serving {
+    /// The thread's: it is closed when the thread ends.
+    socket: Weak<Socket>,
+    /// Whether the peer has made its handshake.
+    is_admitted: Arc<AtomicBool>,
+    /// Its handshake was ended to make room for another one.
+    is_cut: bool,
+    thread: JoinHandle<()>,
+}
+
+impl Serving {
+    fn is_admitted(&self) -> bool {
+        self.is_admitted.load(Ordering::Acquire)
+    }
+
+    /// Ends the connection.
+    fn shutdown(&self) {
+        if let Some(socket) = self.socket.upgrade() {
+            socket.shutdown();
+        }
+    }
+}
 
 #[derive(Debug)]
 struct Shared {
@@ -36,10 +65,9 @@ struct Shared {
 }
 
 /// The thread that accepts connections.
-#[derive(Debug)]
 pub(crate) struct Accepting {
     shared: Arc<Shared>,
-    listening: OwnedFd,
+    end: Box<End>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -51,57 +79,64 @@ pub(crate) fn listen_tcp(
     let refused = |error: io::Error| listen_error(&address.to_string(), &error);
     let listener = TcpListener::bind(address).map_err(refused)?;
     let address = listener.local_addr().map_err(refused)?;
+    if address.ip().is_loopback() {
+        // Its connections have what it has.
+        set_within_host(&listener);
+    }
     let listening = listener.try_clone().map_err(refused)?.into();
+    let tls = state.tls.clone();
     let accept = move || {
-        let (stream, peer) = listener.accept()?;
-        set_up_tcp(&stream)?;
-        Ok((stream.into(), peer.to_string()))
+        let (stream, address) = listener.accept()?;
+        let peer = address.to_string();
+        Ok(KernelSocket::of_tcp(stream, address.ip()).map(|socket| match &tls {
+            Some(tls) => Socket::over(TlsStream::of_server(socket, Arc::clone(tls)), &peer),
+            None => Socket::over(socket, &peer),
+        }))
     };
-    let accepting = Accepting::start(Arc::clone(state), listening, Box::new(accept));
+    let end = end_of(listening);
+    let accepting = Accepting::start(Arc::clone(state), end, Box::new(accept));
     Ok((accepting.map_err(refused)?, address))
 }
 
-/// Listens on a Unix socket that only this user can connect to.
+/// Listens on a Unix socket that only this user can connect to. Returns its file.
 pub(crate) fn listen_unix(
     state: &Arc<EndpointState>,
     path: &Path,
-) -> Result<Accepting, TransportError> {
+) -> Result<(Accepting, SocketFile), TransportError> {
     let name = path.display().to_string();
     let refused = |error: io::Error| listen_error(&name, &error);
-    let listener = bind_unix(path).map_err(refused)?;
-    chmod(path, Mode::RUSR | Mode::WUSR).map_err(|error| refused(error.into()))?;
+    let listener = bind(path).map_err(refused)?;
+    let file = SocketFile::at(path).map_err(refused)?;
     let listening = listener.try_clone().map_err(refused)?.into();
     let peer = name.clone();
     let accept = move || {
         let (stream, _) = listener.accept()?;
-        Ok((stream.into(), peer.clone()))
+        Ok(KernelSocket::of_unix(stream.into()).map(|socket| Socket::over(socket, &peer)))
     };
-    Accepting::start(Arc::clone(state), listening, Box::new(accept)).map_err(refused)
+    let accepting = Accepting::start(Arc::clone(state), end_of(listening), Box::new(accept));
+    Ok((accepting.map_err(refused)?, file))
 }
 
-/// Makes a Unix socket. Replaces one that a killed process left.
-fn bind_unix(path: &Path) -> io::Result<UnixListener> {
-    let bound = UnixListener::bind(path);
-    let is_taken = matches!(&bound, Err(error) if error.kind() == io::ErrorKind::AddrInUse);
-    let is_left = || {
-        let connected = UnixStream::connect(path);
-        matches!(connected, Err(error) if error.kind() == io::ErrorKind::ConnectionRefused)
-    };
-    if !(is_taken && is_left()) {
-        return bound;
-    }
-    std::fs::remove_file(path)?;
-    UnixListener::bind(path)
+fn end_of(listening: OwnedFd) -> Box<End> {
+    Box::new(move || end(&listening))
 }
 
-fn listen_error(address: &str, error: &io::Error) -> TransportError {
+/// No listener could be made at this address.
+pub(super) fn listen_error(address: &str, error: &io::Error) -> TransportError {
     TransportError::Listen { address: address.to_owned(), reason: error.to_string() }
 }
 
+impl fmt::Debug for Accepting {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Accepting").field("shared", &self.shared).finish_non_exhaustive()
+    }
+}
+
 impl Accepting {
-    fn start(
+    /// Starts the thread that accepts. `end` makes `accept` return.
+    pub(super) fn start(
         state: Arc<EndpointState>,
-        listening: OwnedFd,
+        end: Box<End>,
         accept: Box<Accept>,
     ) -> io::Result<Self> {
         let serving = Mutex::new(vec![]);
@@ -109,19 +144,19 @@ impl Accepting {
         let of_thread = Arc::clone(&shared);
         let builder = Builder::new().name("transport-accept".to_owned());
         let thread = builder.spawn(move || of_thread.accept_all(&accept))?;
-        Ok(Self { shared, listening, thread: Mutex::new(Some(thread)) })
+        Ok(Self { shared, end, thread: Mutex::new(Some(thread)) })
     }
 
     /// Peers that are connected now.
     pub(crate) fn peer_count(&self) -> usize {
         let serving = self.shared.serving.lock().unwrap_or_else(PoisonError::into_inner);
-        serving.iter().filter(|(_, thread)| !thread.is_finished()).count()
+        serving.iter().filter(|it| it.is_admitted() && !it.thread.is_finished()).count()
     }
 
     /// Ends all connections and waits for their threads.
     pub(crate) fn stop(&self) {
         self.shared.is_closing.store(true, Ordering::Release);
-        end(&self.listening);
+        (self.end)();
         let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(thread) = thread {
             join(thread);
@@ -130,11 +165,11 @@ impl Accepting {
             let mut serving = self.shared.serving.lock().unwrap_or_else(PoisonError::into_inner);
             std::mem::take(&mut *serving)
         };
-        for (socket, _) in &serving {
-            socket.shutdown();
+        for one in &serving {
+            one.shutdown();
         }
-        for (_, thread) in serving {
-            join(thread);
+        for one in serving {
+            join(one.thread);
         }
     }
 }
@@ -148,8 +183,14 @@ impl Shared {
     fn accept_all(self: &Arc<Self>, accept: &Accept) {
         while !self.is_closing.load(Ordering::Acquire) {
             match accept() {
-                Ok((socket, peer)) => self.start_serving(socket, peer),
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Ok(Ok(socket)) => self.start_serving(socket),
+                // The connection is closed, which its peer sees. The listener works: no pause.
+                Ok(Err(_)) => {}
+                Err(error)
+                    if matches!(
+                        error.kind(),
+                        io::ErrorKind::Interrupted | io::ErrorKind::ConnectionAborted
+                    ) => {}
                 Err(_) if self.is_closing.load(Ordering::Acquire) => {}
                 Err(_) => sleep(ACCEPT_PAUSE),
             }
@@ -157,27 +198,40 @@ impl Shared {
     }
 
     /// Serves a connection in a thread. Beyond the limit of peers, or without a thread, it is
-    /// closed.
-    fn start_serving(self: &Arc<Self>, socket: OwnedFd, peer: String) {
+    /// closed. Beyond the limit of handshakes, the oldest one is ended, so that connections that
+    /// send nothing do not keep peers out.
+    fn start_serving(self: &Arc<Self>, socket: Socket) {
         let mut serving = self.serving.lock().unwrap_or_else(PoisonError::into_inner);
-        serving.retain(|(_, thread)| !thread.is_finished());
-        if serving.len() >= self.state.config.limits.peers_max {
+        serving.retain(|it| !it.thread.is_finished());
+        let strangers = serving.iter().filter(|it| !it.is_admitted()).count();
+        let peers = serving.len() - strangers;
+        // Threads of handshakes that were ended end soon.
+        if peers >= self.state.config.limits.peers_max || strangers >= 2 * HANDSHAKES_MAX {
             return;
         }
-        let Ok(socket) = Socket::of(socket, peer) else {
-            return;
-        };
-        let socket = Arc::new(socket);
-        let (state, of_thread) = (Arc::clone(&self.state), Arc::clone(&socket));
+        let mut waiting = serving.iter_mut().filter(|it| !it.is_admitted() && !it.is_cut);
+        if strangers >= HANDSHAKES_MAX
+            && let Some(first) = waiting.next()
+        {
+            first.is_cut = true;
+            first.shutdown();
+        }
+        let of_thread = Arc::new(socket);
+        let socket = Arc::downgrade(&of_thread);
+        let is_admitted = Arc::new(AtomicBool::new(false));
+        let state = Arc::clone(&self.state);
+        let admitted = Arc::clone(&is_admitted);
         let builder = Builder::new().name("transport-peer".to_owned());
         let thread = builder.spawn(move || {
-            if let Ok(peer) = handshake::as_server(&of_thread, &state) {
+            // Held until nothing of this connection is written any more.
+            let served = handshake::as_server(&of_thread, &state, &admitted);
+            if let Ok((peer, _place)) = served {
                 Served::new(&of_thread, &state, peer).run();
             }
             of_thread.shutdown();
         });
         if let Ok(thread) = thread {
-            serving.push((socket, thread));
+            serving.push(Serving { socket, is_admitted, is_cut: false, thread });
         }
     }
 }

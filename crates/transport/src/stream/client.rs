@@ -2,6 +2,9 @@
 //! for their batches receive the answers.
 
 mod exchange;
+mod heartbeat;
+mod reception;
+mod ticket;
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
@@ -9,13 +12,19 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use cascade_runtime::{Condvar, Deadline, LeafMutex, Mutex, MutexGuard, SystemClock};
+use cascade_runtime::{
+    Condvar, Deadline, LeafMutex, Mutex, MutexGuard, Plant, SystemClock, is_planted,
+};
 
+use self::heartbeat::Pause;
+use self::reception::Reception;
+use self::ticket::StreamTicket;
 use super::handshake;
-use super::incoming::Incoming;
 use super::outgoing::Outgoing;
 use super::socket::{Patience, Socket};
-use crate::connection::{Batch, Completion, Connection, Ticket};
+use crate::TransportError;
+use crate::connection::{Batch, Connection, Ticket, TransportKind};
+use crate::generations::Number;
 use crate::limits::{
     FRAME_BYTES_MAX, FRAME_PIECES_MAX, FRAMES_IN_FLIGHT_MAX, NOTICE_BYTES_MAX, PIECE_BYTES_MAX,
 };
@@ -24,13 +33,12 @@ use crate::piece::{Direction, Piece, Place, RegionId, plan};
 use crate::region::Span;
 use crate::regions::Snapshot;
 use crate::state::EndpointState;
-use crate::wire::{HEADER_BYTES, Header, Kind, write_entry};
-use crate::{Refusal, TransportError};
+use crate::wire::{Header, Kind, write_entry};
 
-/// How long a thread that cannot send waits for one more answer.
+/// How long a thread that cannot send waits for more of an answer.
 const ANSWER_WAIT: Duration = Duration::from_millis(5);
-/// How often a cancelled batch looks whether the thread that receives has left its memory.
-const LEAVE_WAIT: Duration = Duration::from_millis(50);
+/// How late the planted bug of a deadline is.
+const LATE: Duration = Duration::from_secs(600);
 
 /// A connection over a stream socket.
 #[derive(Debug)]
@@ -44,14 +52,15 @@ pub(crate) struct StreamConnection {
 pub(super) struct Link {
     socket: Socket,
     peer: Peer,
+    number: Number,
     stall: Duration,
     /// Held while a batch is sent, so that its frames follow each other.
     sender: Mutex<Sender>,
     state: Mutex<LinkState>,
     /// A frame was answered, the connection was lost, or no thread receives any more.
     changed: Condvar,
-    /// Used by the one thread that receives.
-    incoming: Mutex<Incoming>,
+    /// Of the thread with the heartbeats.
+    pause: Arc<Pause>,
 }
 
 /// Buffers of the thread that sends.
@@ -64,13 +73,14 @@ struct Sender {
     outgoing: Outgoing,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct LinkState {
     /// Frames that wait for an answer, in the order in which they were sent.
     waiting: VecDeque<WaitingFrame>,
-    /// The frame whose answer is being received.
+    /// The answer that is being received; `None` while a thread receives.
+    reception: Option<Box<Reception>>,
+    /// The batch into whose memory a thread receives.
     receiving: Option<Arc<Progress>>,
-    has_receiver: bool,
     broken: Option<TransportError>,
 }
 
@@ -85,10 +95,21 @@ struct WaitingFrame {
 #[derive(Debug)]
 struct Expected {
     kind: Kind,
-    /// Where the bytes of a read go.
+    /// Where the bytes of a read go; nowhere once it was cancelled.
     targets: Vec<Span>,
     /// Keeps the memory of the targets.
-    _regions: Option<Snapshot>,
+    regions: Option<Snapshot>,
+    /// Pieces of a read.
+    pieces: u32,
+    /// Bytes of a read.
+    bytes: u64,
+}
+
+impl Expected {
+    /// An answer without bytes of regions.
+    fn of_kind(kind: Kind) -> Self {
+        Self { kind, targets: vec![], regions: None, pieces: 0, bytes: 0 }
+    }
 }
 
 /// How far a batch is.
@@ -101,6 +122,30 @@ struct Progress {
     descriptor: LeafMutex<Option<OwnedFd>>,
     /// The answer to a request for queue pairs: status and body.
     linked: LeafMutex<Option<(u8, Vec<u8>)>>,
+}
+
+impl LinkState {
+    /// Takes the answer that is being received, for a thread that receives.
+    fn take_reception(&mut self) -> Option<Box<Reception>> {
+        let mut reception = self.reception.take()?;
+        self.receiving = reception.frame_mut().map(|frame| Arc::clone(&frame.progress));
+        Some(reception)
+    }
+
+    /// Whether an answer has to come, or the rest of one that no thread receives.
+    fn expects_answers(&self) -> bool {
+        let has_begun = self.reception.as_ref().is_some_and(|reception| reception.has_frame());
+        has_begun || !self.waiting.is_empty()
+    }
+
+    /// Leaves the memory of a batch, of those frames into which no thread receives. What is
+    /// returned must be dropped without the lock.
+    fn leave_memory(&mut self, progress: &Arc<Progress>) -> Vec<Snapshot> {
+        let begun = self.reception.as_mut().and_then(|reception| reception.frame_mut());
+        let frames = self.waiting.iter_mut().chain(begun);
+        let ours = frames.filter(|frame| Arc::ptr_eq(&frame.progress, progress));
+        ours.filter_map(WaitingFrame::leave_memory).collect()
+    }
 }
 
 impl Progress {
@@ -125,17 +170,27 @@ impl StreamConnection {
         endpoint: &Arc<EndpointState>,
         deadline: Deadline,
     ) -> Result<Self, TransportError> {
-        let peer = handshake::as_client(&socket, endpoint, deadline)?;
+        let (peer, number) = handshake::as_client(&socket, endpoint, deadline)?;
         let link = Link {
             socket,
             peer,
+            number,
             stall: endpoint.config.limits.stall_timeout,
             sender: Mutex::default(),
-            state: Mutex::default(),
+            state: Mutex::new(LinkState {
+                waiting: VecDeque::new(),
+                reception: Some(Box::default()),
+                receiving: None,
+                broken: None,
+            }),
             changed: Condvar::new(),
-            incoming: Mutex::default(),
+            pause: Arc::default(),
         };
-        Ok(Self { link: Arc::new(link), endpoint: Arc::clone(endpoint) })
+        let link = Arc::new(link);
+        if let Some(heartbeat) = endpoint.config.limits.heartbeat {
+            heartbeat::start(&link, heartbeat)?;
+        }
+        Ok(Self { link, endpoint: Arc::clone(endpoint) })
     }
 
     /// The regions of this process.
@@ -156,7 +211,7 @@ impl StreamConnection {
             body.clear();
             write_entry(Place { region, offset: 0 }, 0, &mut body);
             let header = Header { pieces: 1, ..Header::new(Kind::Map, 0).with_body(&body) };
-            let expects = Expected { kind: Kind::Descriptor, targets: vec![], _regions: None };
+            let expects = Expected::of_kind(Kind::Descriptor);
             let sent = self.link.send_frame(
                 &mut sender,
                 header,
@@ -183,6 +238,10 @@ impl StreamConnection {
 impl Connection for StreamConnection {
     fn peer(&self) -> &Peer {
         &self.link.peer
+    }
+
+    fn transport(&self) -> TransportKind {
+        TransportKind::Tcp
     }
 
     fn post(&self, batch: &Batch<'_>, deadline: Deadline) -> Result<Ticket, TransportError> {
@@ -212,7 +271,7 @@ impl Connection for StreamConnection {
 
     fn close(&self) {
         let error = TransportError::lost(&self.link.peer.address, "it was closed here");
-        self.link.end(&mut self.link.lock_state(), &error);
+        self.link.end(&error);
     }
 }
 
@@ -274,26 +333,30 @@ impl Link {
             let bytes = planned[at..end].iter().map(|piece| piece.bytes).sum();
             let pieces = u32::try_from(end - at).expect("at most FRAME_PIECES_MAX");
             let header = Header {
-                status: u8::from(is_write && !is_last),
+                status: u8::from(!is_last),
                 pieces,
                 payload_bytes: if is_write { bytes } else { 0 },
                 ..Header::new(kind, 0).with_body(&body)
             };
             let expected = if is_write {
-                is_last.then(|| Expected { kind: Kind::Done, targets: vec![], _regions: None })
+                is_last.then(|| Expected::of_kind(Kind::Done))
             } else {
                 let targets = spans[at..end].to_vec();
-                Some(Expected { kind: Kind::Data, targets, _regions: Some(regions.clone()) })
+                let regions = Some(regions.clone());
+                Some(Expected { kind: Kind::Data, targets, regions, pieces, bytes })
             };
             let sent = self.wait_for_room(deadline).and_then(|()| {
                 let payload = if is_write { &spans[at..end] } else { &[] };
                 self.send_frame(sender, header, (&body, payload), expected, (progress, deadline))
             });
-            if sent.is_err() && at > 0 {
+            let sent = sent.map_err(|error| {
+                if at == 0 {
+                    return error;
+                }
                 // The peer waits for the rest of the batch.
-                let error = TransportError::lost(&self.peer.address, "a batch was cut");
-                self.end(&mut self.lock_state(), &error);
-            }
+                let reason = format!("a batch was cut: {error}");
+                self.end(&TransportError::lost(&self.peer.address, reason))
+            });
             at = end;
             if is_last || sent.is_err() {
                 break sent;
@@ -332,29 +395,41 @@ impl Link {
                 state.waiting.push_back(WaitingFrame { number: header.frame, progress, expected });
             }
         }
-        let patience = Patience { deadline: Some(deadline), stall: self.stall };
-        let mut receive = || self.receive_what_came();
-        let sending: (_, &mut dyn FnMut() -> bool) = (patience, &mut receive);
+        let mut patience = Patience::until(deadline, self.stall);
+        let mut receive = || self.receive_what_came(deadline);
+        let sending: (_, &mut dyn FnMut() -> bool) = (&mut patience, &mut receive);
         let sent = sender.outgoing.send(&self.socket, &header, body, payload, sending);
-        if let Err(error) = &sent {
+        sent.map_err(|error| {
             // The peer has a part of the frame.
             let reason = format!("a frame was cut: {error}");
-            let lost = TransportError::lost(&self.peer.address, reason);
-            self.end(&mut self.lock_state(), &lost);
-        }
-        sent
+            self.end(&TransportError::lost(&self.peer.address, reason))
+        })
     }
 
-    /// Ends the connection: all frames that wait for an answer fail. The one whose answer is being
-    /// received ends when its thread has left its memory.
-    fn end(&self, state: &mut LinkState, error: &TransportError) {
-        state.broken.get_or_insert_with(|| error.clone());
-        for frame in state.waiting.drain(..) {
+    /// Ends the connection: all frames that wait for an answer fail. The one whose answer a thread
+    /// receives ends when that thread has left its memory. Returns why it ended: the first reason.
+    fn end(&self, error: &TransportError) -> TransportError {
+        let (ended, reason) = {
+            let mut state = self.lock_state();
+            let reason = state.broken.get_or_insert_with(|| error.clone()).clone();
+            let mut ended = std::mem::take(&mut state.waiting);
+            let begun = state.reception.as_mut().and_then(|reception| reception.give_up());
+            ended.extend(begun);
+            (ended, reason)
+        };
+        self.number.give_up();
+        self.pause.end();
+        for frame in &ended {
             frame.progress.fail(error.clone());
             frame.progress.frames_left.fetch_sub(1, Ordering::AcqRel);
         }
         self.socket.shutdown();
+        // Under the lock, so that a thread that has just seen an unfinished batch is woken.
+        drop(self.lock_state());
         self.changed.notify_all();
+        // Without the lock: the owner of a region may be dropped here, whose code is not ours.
+        drop(ended);
+        reason
     }
 
     /// Receives answers, or waits for the thread that does, until the condition holds.
@@ -363,151 +438,81 @@ impl Link {
         deadline: Deadline,
         is_done: impl Fn(&LinkState) -> bool,
     ) -> Result<(), TransportError> {
+        let deadline = if is_planted(Plant::LateDeadline) {
+            Deadline::at(deadline.time() + LATE)
+        } else {
+            deadline
+        };
         let mut state = self.lock_state();
+        let mut has_looked = false;
         loop {
             if is_done(&state) {
                 return Ok(());
             }
             let left = deadline.remaining(&SystemClock);
-            if left.is_zero() {
+            // What has come is received without a time, too: a caller may ask again and again.
+            if left.is_zero() && (has_looked || state.reception.is_none()) {
                 return Err(TransportError::Deadline { what: "a batch" });
             }
-            if state.has_receiver {
+            if state.reception.is_some()
+                && let Some(error) = &state.broken
+            {
+                return Err(error.clone());
+            }
+            let Some(reception) = state.take_reception() else {
                 let waited = self.changed.wait_timeout(state, left);
                 state = waited.unwrap_or_else(PoisonError::into_inner).0;
                 continue;
-            }
-            if let Some(error) = &state.broken {
-                return Err(error.clone());
-            }
-            state = self.receive_with(state, deadline);
+            };
+            has_looked = true;
+            state = self.receive_with(state, reception, deadline).0;
         }
     }
 
-    /// Receives one answer, if one arrives by the deadline. No other thread receives now.
+    /// Receives at most one answer, until the deadline. No other thread receives meanwhile. Returns
+    /// whether any bytes came.
     fn receive_with<'a>(
         &'a self,
-        mut state: MutexGuard<'a, LinkState>,
+        state: MutexGuard<'a, LinkState>,
+        mut reception: Box<Reception>,
         deadline: Deadline,
-    ) -> MutexGuard<'a, LinkState> {
-        state.has_receiver = true;
+    ) -> (MutexGuard<'a, LinkState>, bool) {
         drop(state);
-        let received = self.receive_one(deadline);
-        let mut state = self.lock_state();
-        state.has_receiver = false;
-        if let Err(error) = received {
-            self.end(&mut state, &error);
+        let received = self.receive(&mut reception, deadline);
+        if let Err(error) = &received {
+            self.end(error);
         }
+        let mut state = self.lock_state();
+        if let Some(error) = state.broken.clone()
+            && let Some(frame) = reception.give_up()
+        {
+            // It ended when only this thread could take the frame.
+            drop(state);
+            self.finish(frame, Some(&error));
+            state = self.lock_state();
+        }
+        state.receiving = None;
+        state.reception = Some(reception);
         self.changed.notify_all();
-        state
+        (state, matches!(received, Ok(true)))
     }
 
-    /// Receives the answers that have come, for a thread that sends: the peer takes no more frames
-    /// while its answers are not received. False if none had come.
-    fn receive_what_came(&self) -> bool {
+    /// Receives what has come of answers, for a thread that sends by a deadline: the peer takes no
+    /// more frames while its answers are not received. False if nothing had come.
+    fn receive_what_came(&self, deadline: Deadline) -> bool {
         let mut state = self.lock_state();
         let mut has_received = false;
-        while !state.has_receiver && !state.waiting.is_empty() {
-            let waiting = state.waiting.len();
-            state = self.receive_with(state, Deadline::after(&SystemClock, ANSWER_WAIT));
-            if state.waiting.len() == waiting {
+        while state.expects_answers() && !deadline.has_passed(&SystemClock) {
+            let Some(reception) = state.take_reception() else { break };
+            let soon = Deadline::after(&SystemClock, ANSWER_WAIT);
+            let (after, has_moved) = self.receive_with(state, reception, soon);
+            state = after;
+            if !has_moved {
                 break;
             }
             has_received = true;
         }
         has_received
-    }
-
-    /// Receives one answer, if one arrives by the deadline. Only one thread calls this at a time.
-    fn receive_one(&self, deadline: Deadline) -> Result<(), TransportError> {
-        if !self.socket.wait_readable(deadline)? {
-            return Ok(());
-        }
-        let lost = |reason: &str| TransportError::lost(&self.peer.address, reason);
-        let mut bytes = [0; HEADER_BYTES];
-        let patience = Patience::of_frame(self.stall, 0);
-        let descriptor = self.socket.receive_with_descriptor(&mut bytes, patience);
-        let descriptor = descriptor.map_err(|error| self.too_slow(error))?;
-        let header = Header::parse(&bytes).map_err(|error| lost(&error.to_string()))?;
-        let frame = {
-            let mut state = self.lock_state();
-            let frame = state.waiting.pop_front();
-            let frame = frame.ok_or_else(|| lost("it answered what nobody asked"))?;
-            state.receiving = Some(Arc::clone(&frame.progress));
-            frame
-        };
-        let answered = if frame.number == header.frame {
-            let taken = self.take_answer(&header, &frame, descriptor);
-            taken.map_err(|error| self.too_slow(error))
-        } else {
-            Err(lost("its answers are in the wrong order"))
-        };
-        if let Err(error) = &answered {
-            frame.progress.fail(error.clone());
-        }
-        // The targets are not accessed after this.
-        let mut state = self.lock_state();
-        state.receiving = None;
-        frame.progress.frames_left.fetch_sub(1, Ordering::AcqRel);
-        answered
-    }
-
-    /// An answer that takes too long ends the connection: the next one could not be found.
-    fn too_slow(&self, error: TransportError) -> TransportError {
-        match error {
-            TransportError::Deadline { .. } => {
-                TransportError::lost(&self.peer.address, "an answer came too slowly")
-            }
-            other => other,
-        }
-    }
-
-    /// Takes the answer of a frame. An error ends the connection; a refusal only the batch.
-    fn take_answer(
-        &self,
-        header: &Header,
-        frame: &WaitingFrame,
-        descriptor: Option<OwnedFd>,
-    ) -> Result<(), TransportError> {
-        let lost = |reason: &str| TransportError::lost(&self.peer.address, reason);
-        let (progress, expected) = (&frame.progress, &frame.expected);
-        if header.kind == Kind::Done && header.status != 0 {
-            let refusal = Refusal::of_code(header.status);
-            let refusal = refusal.ok_or_else(|| lost("it refused with an unknown code"))?;
-            progress.fail(self.refused(header.piece, refusal));
-            return Ok(());
-        }
-        if header.kind != expected.kind {
-            return Err(lost("its answer does not belong to the frame"));
-        }
-        if header.kind == Kind::Descriptor {
-            *progress.descriptor.lock().unwrap_or_else(PoisonError::into_inner) = descriptor;
-        }
-        if header.kind == Kind::Linked {
-            self.take_linked(header, progress)?;
-        }
-        if header.kind == Kind::Data {
-            let bytes: usize = expected.targets.iter().map(|target| target.bytes()).sum();
-            let is_whole = header.pieces as usize == expected.targets.len()
-                && header.payload_bytes == bytes as u64;
-            if !is_whole {
-                return Err(lost("it sent other bytes than were asked for"));
-            }
-            let patience = Patience::of_frame(self.stall, header.payload_bytes);
-            let mut incoming = self.incoming.lock().unwrap_or_else(PoisonError::into_inner);
-            if progress.is_cancelled.load(Ordering::Acquire) {
-                return incoming.discard(&self.socket, header, patience);
-            }
-            let damaged = incoming.payload(&self.socket, &expected.targets, patience)?;
-            if let Some(piece) = damaged {
-                progress.fail(self.refused(piece, Refusal::Damaged));
-            }
-        }
-        Ok(())
-    }
-
-    fn refused(&self, piece: u32, refusal: Refusal) -> TransportError {
-        TransportError::Refused { peer: self.peer.address.clone(), piece, refusal }
     }
 }
 
@@ -519,47 +524,4 @@ fn frame_of(pieces: &[Piece]) -> usize {
         bytes <= FRAME_BYTES_MAX
     };
     pieces.iter().take(FRAME_PIECES_MAX).take_while(fits).count()
-}
-
-/// A batch of this connection.
-#[derive(Debug)]
-struct StreamTicket {
-    link: Arc<Link>,
-    progress: Arc<Progress>,
-}
-
-impl Completion for StreamTicket {
-    fn wait(&mut self, deadline: Deadline) -> Result<(), TransportError> {
-        self.link.drive(deadline, |_| self.progress.has_ended())?;
-        self.progress.result()
-    }
-
-    fn cancel(&mut self, deadline: Deadline) {
-        {
-            // Under the lock, so that the thread that receives either sees it or is seen here.
-            let state = self.link.lock_state();
-            let accesses = |frame: &WaitingFrame| {
-                Arc::ptr_eq(&frame.progress, &self.progress) && !frame.expected.targets.is_empty()
-            };
-            self.progress.is_cancelled.store(true, Ordering::Release);
-            let is_ours = |it: &Arc<Progress>| Arc::ptr_eq(it, &self.progress);
-            let is_receiving = state.receiving.as_ref().is_some_and(is_ours);
-            // The kernel has all bytes of a write already.
-            if !is_receiving && !state.waiting.iter().any(accesses) {
-                return;
-            }
-        }
-        if self.link.drive(deadline, |_| self.progress.has_ended()).is_err() {
-            let reason = "a cancelled read was not answered in time";
-            let error = TransportError::lost(&self.link.peer.address, reason);
-            self.link.end(&mut self.link.lock_state(), &error);
-        }
-        let mut state = self.link.lock_state();
-        let is_ours = |it: &Arc<Progress>| Arc::ptr_eq(it, &self.progress);
-        // The connection has ended, so the thread that receives leaves at once.
-        while state.receiving.as_ref().is_some_and(is_ours) {
-            let waited = self.link.changed.wait_timeout(state, LEAVE_WAIT);
-            state = waited.unwrap_or_else(PoisonError::into_inner).0;
-        }
-    }
 }

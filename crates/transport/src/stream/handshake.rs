@@ -1,11 +1,13 @@
 //! The handshake: versions, token, geometry and regions, before the first frame.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use cascade_runtime::{Deadline, SystemClock, fill_random};
 
 use super::socket::{Patience, Socket};
 use crate::TransportError;
+use crate::generations::{Number, ServedConnection};
 use crate::limits::Limits;
 use crate::peer::{EndpointId, Peer};
 use crate::proof::{Side, is_proven, prove};
@@ -15,25 +17,31 @@ use crate::wire::{
     Challenge, HEADER_BYTES, Header, Hello, Kind, OfferedRegion, VERSION, VERSION_MIN, Welcome,
 };
 
+/// How the first record of TLS starts: a handshake message, version 3.
+const TLS_CLIENT_HELLO: [u8; 2] = [22, 3];
+
 /// Sends one message of the handshake.
 fn send(
     socket: &Socket,
     kind: Kind,
     body: &[u8],
-    patience: Patience,
+    patience: &mut Patience,
 ) -> Result<(), TransportError> {
     let header = Header::new(kind, 0).with_body(body).to_bytes();
     socket.send(&mut [Span::of_bytes(&header), Span::of_bytes(body)], patience)
 }
 
 /// Receives one message of the handshake and its body.
-fn receive(socket: &Socket, patience: Patience) -> Result<(Kind, Vec<u8>), TransportError> {
+fn receive(socket: &Socket, patience: &mut Patience) -> Result<(Kind, Vec<u8>), TransportError> {
     let mut bytes = [0; HEADER_BYTES];
     socket.receive(&mut [Span::of_buffer(&mut bytes)], patience)?;
     let invalid = |error| TransportError::Handshake {
         peer: socket.peer().to_owned(),
         reason: format!("{error}"),
     };
+    if bytes.starts_with(&TLS_CLIENT_HELLO) {
+        return Err(refusal(socket, "the client uses TLS, and this endpoint does not"));
+    }
     let header = Header::parse(&bytes).map_err(invalid)?;
     let mut body = vec![0; header.body_bytes as usize];
     socket.receive(&mut [Span::of_buffer(&mut body)], patience)?;
@@ -48,7 +56,7 @@ fn refusal(socket: &Socket, reason: impl Into<String>) -> TransportError {
 }
 
 /// A message of this kind, or the peer's reason for its refusal.
-fn expect(socket: &Socket, kind: Kind, patience: Patience) -> Result<Vec<u8>, TransportError> {
+fn expect(socket: &Socket, kind: Kind, patience: &mut Patience) -> Result<Vec<u8>, TransportError> {
     let (received, body) = receive(socket, patience)?;
     match received {
         _ if received == kind => Ok(body),
@@ -62,7 +70,7 @@ fn expect(socket: &Socket, kind: Kind, patience: Patience) -> Result<Vec<u8>, Tr
 }
 
 fn patience(limits: &Limits, deadline: Deadline) -> Patience {
-    Patience { deadline: Some(deadline), stall: limits.handshake_timeout }
+    Patience::until(deadline, limits.handshake_timeout)
 }
 
 fn nonce(socket: &Socket) -> Result<[u8; 32], TransportError> {
@@ -76,8 +84,21 @@ pub(super) fn as_client(
     socket: &Socket,
     state: &EndpointState,
     deadline: Deadline,
-) -> Result<Peer, TransportError> {
-    let patience = patience(&state.config.limits, deadline);
+) -> Result<(Peer, Number), TransportError> {
+    socket.handshake(deadline)?;
+    introduce(socket, state, deadline).map_err(|error| match error {
+        TransportError::Deadline { .. } => TransportError::Deadline { what: "the handshake" },
+        other => other,
+    })
+}
+
+fn introduce(
+    socket: &Socket,
+    state: &EndpointState,
+    deadline: Deadline,
+) -> Result<(Peer, Number), TransportError> {
+    let (number, live) = state.made.next()?;
+    let patience = &mut patience(&state.config.limits, deadline);
     let hello = Hello {
         version_min: VERSION_MIN,
         version_max: VERSION,
@@ -86,6 +107,8 @@ pub(super) fn as_client(
         nonce: nonce(socket)?,
         name: state.config.name.clone(),
         geometry: state.config.geometry.clone(),
+        number: number.get(),
+        live,
     };
     let hello = hello.to_bytes();
     send(socket, Kind::Hello, &hello, patience)?;
@@ -113,37 +136,43 @@ pub(super) fn as_client(
     }
     let check = &state.config.accepts;
     check(&welcome.geometry).map_err(|reason| refusal(socket, reason))?;
-    Ok(Peer {
+    let peer = Peer {
         id: EndpointId(challenge.id),
         name: welcome.name,
         address: socket.peer().to_owned(),
+        tls: socket.record_layer(),
         geometry: welcome.geometry.into(),
         regions: Arc::new(welcome.regions),
-    })
+    };
+    Ok((peer, number))
 }
 
 /// Checks the endpoint that connected. A refusal is sent to it and returned.
-pub(super) fn as_server(
-    socket: &Socket,
-    state: &EndpointState,
-) -> Result<EndpointId, TransportError> {
+pub(super) fn as_server<'a>(
+    socket: &Arc<Socket>,
+    state: &'a EndpointState,
+    is_admitted: &AtomicBool,
+) -> Result<(EndpointId, ServedConnection<'a>), TransportError> {
     let limits = &state.config.limits;
-    let patience = patience(limits, Deadline::after(&SystemClock, limits.handshake_timeout));
-    match admit(socket, state, patience) {
+    let deadline = Deadline::after(&SystemClock, limits.handshake_timeout);
+    socket.handshake(deadline)?;
+    let patience = &mut patience(limits, deadline);
+    match admit(socket, (state, is_admitted), (&mut *patience, deadline)) {
         Err(TransportError::Handshake { peer, reason }) => {
             // The peer may be gone; the refusal is what matters here.
             drop(send(socket, Kind::Refusal, reason.as_bytes(), patience));
+            socket.drain(deadline);
             Err(TransportError::Handshake { peer, reason })
         }
         other => other,
     }
 }
 
-fn admit(
-    socket: &Socket,
-    state: &EndpointState,
-    patience: Patience,
-) -> Result<EndpointId, TransportError> {
+fn admit<'a>(
+    socket: &Arc<Socket>,
+    (state, is_admitted): (&'a EndpointState, &AtomicBool),
+    (patience, deadline): (&mut Patience, Deadline),
+) -> Result<(EndpointId, ServedConnection<'a>), TransportError> {
     let invalid = |error| refusal(socket, format!("{error}"));
     let hello_body = expect(socket, Kind::Hello, patience)?;
     let hello = Hello::parse(&hello_body).map_err(invalid)?;
@@ -175,14 +204,19 @@ fn admit(
     }
     let check = &state.config.accepts;
     check(&hello.geometry).map_err(|reason| refusal(socket, reason))?;
+    let id = EndpointId(hello.id);
+    let place = state.served.add(id, (hello.number, &hello.live), socket, deadline);
+    let busy = "an earlier connection of this endpoint, which was given up, has not ended here yet";
+    let place = place.ok_or_else(|| refusal(socket, busy))?;
     let welcome = Welcome {
         proof: answer,
         name: state.config.name.clone(),
         geometry: state.config.geometry.clone(),
         regions: offered(state),
     };
+    is_admitted.store(true, Ordering::Release);
     send(socket, Kind::Welcome, &welcome.to_bytes(), patience)?;
-    Ok(EndpointId(hello.id))
+    Ok((id, place))
 }
 
 /// The regions that peers may use.

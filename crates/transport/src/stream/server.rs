@@ -5,14 +5,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use cascade_block::checksum;
-use cascade_runtime::{Deadline, SystemClock};
+use cascade_runtime::{Deadline, Plant, SystemClock, is_planted};
 use rustix::fs::{Mode, OFlags};
 
 use super::incoming::{Incoming, receive_header};
 use super::outgoing::Outgoing;
-use super::socket::{Patience, Socket};
+use super::socket::{Patience, Pause, Socket};
 use crate::limits::FRAME_BYTES_MAX;
-use crate::notice::{Notice, NoticePlace};
+use crate::notice::NoticePlace;
 use crate::peer::EndpointId;
 use crate::piece::Direction;
 use crate::region::{Region, Span};
@@ -76,11 +76,11 @@ impl<'a> Served<'a> {
         }
         let stall = self.state.config.limits.stall_timeout;
         self.patience = Patience::of_frame(stall, 0);
-        let header = receive_header(self.socket, self.patience)?;
+        let header = receive_header(self.socket, &mut self.patience)?;
         // Its payload, or that of the answer.
         self.patience = Patience::of_frame(stall, FRAME_BYTES_MAX);
         self.body.resize(header.body_bytes as usize, 0);
-        self.socket.receive(&mut [Span::of_buffer(&mut self.body)], self.patience)?;
+        self.socket.receive(&mut [Span::of_buffer(&mut self.body)], &mut self.patience)?;
         if checksum(&self.body) != header.body_checksum {
             return Err(self.malformed("the checksum of a body does not match"));
         }
@@ -123,34 +123,30 @@ impl<'a> Served<'a> {
         if self.entry_bytes(header) != header.payload_bytes {
             return Err(self.malformed("the pieces of a frame are not as long as its payload"));
         }
+        let is_early = header.status == 0 && is_planted(Plant::EarlyNotice);
+        let early = if is_early { self.give_notice(header).err() } else { None };
+        self.incoming.begin(header);
         let refused = match self.look_up(header, regions, Direction::Write) {
             // Nothing of a batch is written after a refusal.
             Ok(()) if self.refused.is_none() => {
-                let spans = std::mem::take(&mut self.spans);
-                let damaged = self.incoming.payload(self.socket, &spans, self.patience);
-                self.spans = spans;
-                damaged?.map(|piece| (Refusal::Damaged, piece))
+                let waits = (&mut self.patience, Pause::NEVER);
+                let whole = self.incoming.payload(self.socket, &self.spans, waits)?;
+                let damaged = whole.and_then(|whole| whole.damaged);
+                damaged.map(|piece| (Refusal::Damaged, piece))
             }
-            Ok(()) => {
-                self.incoming.discard(self.socket, header, self.patience)?;
-                None
-            }
-            Err(refused) => {
-                self.incoming.discard(self.socket, header, self.patience)?;
-                Some(refused)
+            looked_up => {
+                self.incoming.discard(self.socket, (&mut self.patience, Pause::NEVER))?;
+                looked_up.err()
             }
         };
         self.refused = self.refused.or(refused);
         if header.status != 0 {
             return Ok(());
         }
-        let refused = self.refused.take().or_else(|| match self.reserve(header) {
-            Ok(place) => {
-                self.deliver(place, header);
-                None
-            }
-            Err(refused) => Some(refused),
-        });
+        let refused = self
+            .refused
+            .take()
+            .or_else(|| if is_early { early } else { self.give_notice(header).err() });
         self.answer(header, refused)
     }
 
@@ -159,7 +155,10 @@ impl<'a> Served<'a> {
         if bytes > FRAME_BYTES_MAX {
             return Err(self.malformed("a frame reads more than the limit"));
         }
-        if let Err(refused) = self.look_up(header, regions, Direction::Read) {
+        let refused = self.look_up(header, regions, Direction::Read).err();
+        if let Some(refused) = self.refused.or(refused) {
+            // Nor is the notice given, which comes with the last frame of the batch.
+            self.refused = (header.status != 0).then_some(refused);
             return self.answer(header, Some(refused));
         }
         let place = match self.reserve(header) {
@@ -173,7 +172,7 @@ impl<'a> Served<'a> {
         };
         // The client receives without a question from here.
         let mut receive = || false;
-        let sending: (_, &mut dyn FnMut() -> bool) = (self.patience, &mut receive);
+        let sending: (_, &mut dyn FnMut() -> bool) = (&mut self.patience, &mut receive);
         self.outgoing.send(self.socket, &answer, &[], &self.spans, sending)?;
         self.deliver(place, header);
         Ok(())
@@ -184,21 +183,26 @@ impl<'a> Served<'a> {
         if header.notice_bytes() == 0 {
             return Ok(None);
         }
-        self.state.notices.reserve().map(Some).ok_or((Refusal::Busy, 0))
+        self.state.notices.reserve(self.peer).map(Some).ok_or((Refusal::Busy, 0))
+    }
+
+    /// Hands over the notice of a frame whose bytes have arrived, if there is room for it.
+    fn give_notice(&self, header: &Header) -> Result<(), Refused> {
+        self.reserve(header).map(|place| self.deliver(place, header))
     }
 
     /// Hands over the notice of a frame whose bytes have arrived or left.
     fn deliver(&self, place: Option<NoticePlace<'a>>, header: &Header) {
         if let Some(place) = place {
             let notice = &self.body[header.pieces as usize * ENTRY_BYTES..];
-            place.fill(Notice { from: self.peer, bytes: notice.into() });
+            place.fill(notice.into());
         }
     }
 
     fn answer(&mut self, header: &Header, refused: Option<Refused>) -> Result<(), TransportError> {
         let (status, piece) = refused.map_or((0, 0), |(refusal, piece)| (refusal.code(), piece));
         let answer = Header { status, piece, ..Header::new(Kind::Done, header.frame) }.to_bytes();
-        self.socket.send(&mut [Span::of_bytes(&answer)], self.patience)
+        self.socket.send(&mut [Span::of_bytes(&answer)], &mut self.patience)
     }
 
     /// Makes queue pairs for those of the peer. They are destroyed with this connection.
@@ -220,7 +224,8 @@ impl<'a> Served<'a> {
         };
         let answer = Header { status, ..Header::new(Kind::Linked, header.frame) };
         let answer = answer.with_body(&body).to_bytes();
-        self.socket.send(&mut [Span::of_bytes(&answer), Span::of_bytes(&body)], self.patience)
+        let mut spans = [Span::of_bytes(&answer), Span::of_bytes(&body)];
+        self.socket.send(&mut spans, &mut self.patience)
     }
 
     /// Sends the descriptor of a region, so that a process of this host can map it.
@@ -232,7 +237,7 @@ impl<'a> Served<'a> {
         match exported {
             Ok(descriptor) => {
                 let answer = Header::new(Kind::Descriptor, header.frame).to_bytes();
-                self.socket.send_descriptor(&answer, descriptor.as_fd())
+                self.socket.send_descriptor(&answer, descriptor.as_fd(), &mut self.patience)
             }
             Err(refusal) => self.answer(header, Some((refusal, 0))),
         }

@@ -1,61 +1,69 @@
-//! A connected socket that sends and receives spans of memory, with deadlines.
-#![expect(unsafe_code, reason = "passes addresses of regions to the kernel")]
+//! A connection's byte stream, with deadlines: sends and receives all bytes of spans.
 
 use std::io;
-use std::mem::MaybeUninit;
-use std::net::{SocketAddr, TcpStream};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::net::SocketAddr;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use cascade_runtime::{Deadline, SystemClock, now, sleep};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
-use rustix::net::sockopt::{self, Timeout, set_socket_timeout};
-use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType, connect,
-    socket_with,
-};
+use cascade_runtime::{Deadline, SystemClock, now};
 
+use super::byte_stream::{ByteStream, Refused, TICK};
+use super::kernel::KernelSocket;
+use super::tls::{ClientTls, TlsStream};
 use crate::TransportError;
+use crate::peer::RecordLayer;
 use crate::region::Span;
 
-/// How long one system call waits: deadlines are kept to within this time.
-const TICK: Duration = Duration::from_millis(50);
-/// Pause before another attempt to connect to a Unix socket whose queue is full.
-const CONNECT_PAUSE: Duration = Duration::from_millis(5);
-/// An idle connection to a host that does not answer ends after 10 s and three questions of 5 s.
-const KEEPALIVE_IDLE: Duration = Duration::from_secs(10);
-const KEEPALIVE_PAUSE: Duration = Duration::from_secs(5);
-const KEEPALIVE_COUNT: u32 = 3;
 /// The lowest rate of a frame, in bytes a second: slower peers are taken for stalled ones.
 const RATE_MIN: u64 = 1 << 20;
-/// The most spans of one system call (`IOV_MAX`).
-pub(super) const SPANS_MAX: usize = 1024;
 
-/// How long a transfer may take.
+/// How long a transfer may take, and how far it is.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Patience {
-    /// The end of the call.
-    pub(super) deadline: Option<Deadline>,
+    /// The end of the call, or of the frame.
+    deadline: Deadline,
     /// The longest time without progress.
-    pub(super) stall: Duration,
+    stall: Duration,
+    /// The time of the latest progress.
+    since: Duration,
 }
 
 impl Patience {
-    /// The time that the rest of a frame may take: the peer makes progress, and not too slowly.
-    pub(super) fn of_frame(stall: Duration, bytes: u64) -> Self {
-        let time = stall + Duration::from_secs(bytes.div_ceil(RATE_MIN));
-        Self { deadline: Some(Deadline::after(&SystemClock, time)), stall }
+    /// Of a call with this deadline.
+    pub(super) fn until(deadline: Deadline, stall: Duration) -> Self {
+        Self { deadline, stall, since: now() }
     }
 
-    fn check(self, since: Duration, peer: &str) -> Result<(), TransportError> {
-        if self.deadline.is_some_and(|deadline| deadline.has_passed(&SystemClock)) {
+    /// The time that the rest of a frame may take: the peer makes progress, and not too slowly.
+    pub(super) fn of_frame(stall: Duration, bytes: u64) -> Self {
+        let time = stall + time_of(bytes);
+        Self::until(Deadline::after(&SystemClock, time), stall)
+    }
+
+    /// The rest of a frame has more bytes than was known.
+    pub(super) fn add_bytes(&mut self, bytes: u64) {
+        self.deadline = Deadline::at(self.deadline.time().saturating_add(time_of(bytes)));
+    }
+
+    /// The time since `paused`, in which no thread received, does not count.
+    pub(super) fn resume(&mut self, paused: Duration) {
+        let away = now().saturating_sub(paused);
+        self.deadline = Deadline::at(self.deadline.time().saturating_add(away));
+        self.since = self.since.saturating_add(away);
+    }
+
+    fn note(&mut self) {
+        self.since = now();
+    }
+
+    fn check(&self, peer: &str) -> Result<(), TransportError> {
+        if self.deadline.has_passed(&SystemClock) {
             return Err(TransportError::Deadline { what: "moving a batch" });
         }
-        if now().saturating_sub(since) > self.stall {
+        if now().saturating_sub(self.since) > self.stall {
             let reason = format!("it made no progress for {} s", self.stall.as_secs_f32());
             return Err(TransportError::lost(peer, reason));
         }
@@ -63,54 +71,80 @@ impl Patience {
     }
 }
 
-/// A connected stream socket.
+fn time_of(bytes: u64) -> Duration {
+    Duration::from_secs(bytes.div_ceil(RATE_MIN))
+}
+
+/// When a call that receives pauses in the middle of a frame: it makes one attempt at least.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Pause<'a> {
+    /// At this time.
+    pub(super) at: Deadline,
+    /// Once this is set.
+    pub(super) flag: Option<&'a AtomicBool>,
+}
+
+impl Pause<'_> {
+    /// It goes on until the frame has come.
+    pub(super) const NEVER: Self = Self { at: Deadline::at(Duration::MAX), flag: None };
+
+    fn is_due(&self) -> bool {
+        self.at.has_passed(&SystemClock) || self.flag.is_some_and(|it| it.load(Ordering::Acquire))
+    }
+
+    /// How long one call may wait.
+    fn time(&self) -> Duration {
+        self.at.remaining(&SystemClock).min(TICK)
+    }
+}
+
+/// A connection's byte stream and the name of its peer.
 #[derive(Debug)]
 pub(crate) struct Socket {
-    socket: OwnedFd,
+    stream: Box<dyn ByteStream>,
     peer: String,
+    /// Bytes that were received and sent.
+    received: AtomicU64,
+    sent: AtomicU64,
 }
 
 impl Socket {
     /// Connects to a TCP port.
     pub(crate) fn connect_tcp(
         address: SocketAddr,
+        tls: Option<ClientTls>,
         deadline: Deadline,
     ) -> Result<Self, TransportError> {
         let peer = address.to_string();
-        // A timeout of zero is an error of the standard library.
-        let left = deadline.remaining(&SystemClock).max(Duration::from_millis(1));
-        let refused = |error| refused(&peer, error);
-        let stream = TcpStream::connect_timeout(&address, left).map_err(refused)?;
-        set_up_tcp(&stream).map_err(refused)?;
-        Self::of(stream.into(), peer.clone()).map_err(refused)
+        let connected = KernelSocket::connect_tcp(address, deadline);
+        let socket = connected.map_err(|error| refused(&peer, error))?;
+        Ok(match tls {
+            Some(tls) => Self::over(TlsStream::of_client(socket, tls), &peer),
+            None => Self::over(socket, &peer),
+        })
     }
 
     /// Connects to a Unix socket.
     pub(crate) fn connect_unix(path: &Path, deadline: Deadline) -> Result<Self, TransportError> {
         let peer = path.display().to_string();
-        let refused = |error: Errno| refused(&peer, error.into());
-        let address = SocketAddrUnix::new(path).map_err(refused)?;
-        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
-        let socket = socket.map_err(refused)?;
-        loop {
-            match connect(&socket, &address) {
-                Ok(()) => break,
-                // The peer has not accepted earlier connections yet.
-                Err(Errno::AGAIN) if !deadline.has_passed(&SystemClock) => sleep(CONNECT_PAUSE),
-                Err(Errno::INTR) => {}
-                Err(error) => return Err(refused(error)),
-            }
-        }
-        rustix::io::ioctl_fionbio(&socket, false).map_err(refused)?;
-        Self::of(socket, peer.clone()).map_err(|error| self::refused(&peer, error))
+        let connected = KernelSocket::connect_unix(path, deadline);
+        connected.map_err(|error| refused(&peer, error)).map(|socket| Self::over(socket, &peer))
     }
 
-    /// Takes a connected socket.
-    pub(crate) fn of(socket: OwnedFd, peer: String) -> io::Result<Self> {
-        set_socket_timeout(&socket, Timeout::Recv, Some(TICK))?;
-        set_socket_timeout(&socket, Timeout::Send, Some(TICK))?;
-        Ok(Self { socket, peer })
+    /// Takes a connected stream.
+    pub(super) fn over(stream: impl ByteStream + 'static, peer: &str) -> Self {
+        let (received, sent) = (AtomicU64::new(0), AtomicU64::new(0));
+        Self { stream: Box::new(stream), peer: peer.to_owned(), received, sent }
+    }
+
+    /// Bytes that were received so far.
+    pub(super) fn received(&self) -> u64 {
+        self.received.load(Ordering::Relaxed)
+    }
+
+    /// Bytes that were sent so far.
+    pub(super) fn sent(&self) -> u64 {
+        self.sent.load(Ordering::Relaxed)
     }
 
     /// The peer's address, for errors.
@@ -118,41 +152,56 @@ impl Socket {
         &self.peer
     }
 
+    /// Makes the handshake of the stream below the protocol.
+    pub(super) fn handshake(&self, deadline: Deadline) -> Result<(), TransportError> {
+        self.stream.handshake(deadline).map_err(|error| match error.kind() {
+            io::ErrorKind::TimedOut => TransportError::Deadline { what: "the TLS handshake" },
+            _ => self.failure(error),
+        })
+    }
+
+    /// What encrypts the connection.
+    pub(super) fn record_layer(&self) -> Option<RecordLayer> {
+        self.stream.record_layer()
+    }
+
+    /// See [`ByteStream::drain`].
+    pub(super) fn drain(&self, deadline: Deadline) {
+        self.stream.drain(deadline);
+    }
+
+    fn failure(&self, error: io::Error) -> TransportError {
+        let cause = error.get_ref().and_then(|cause| cause.downcast_ref::<Refused>());
+        match cause {
+            Some(Refused(reason)) => {
+                TransportError::Handshake { peer: self.peer.clone(), reason: reason.clone() }
+            }
+            None => TransportError::lost(&self.peer, error),
+        }
+    }
+
     /// Ends all calls on this socket, here and at the peer.
     pub(crate) fn shutdown(&self) {
-        end(&self.socket);
+        self.stream.shutdown();
     }
 
     /// Whether the peer has closed the connection. Does not wait.
     pub(crate) fn is_closed(&self) -> bool {
-        let mut polled = [PollFd::new(&self.socket, PollFlags::RDHUP)];
-        let ended = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
-        match poll(&mut polled, Some(&Timespec::default())) {
-            Ok(_) => polled[0].revents().intersects(ended),
-            Err(error) => error != Errno::INTR,
-        }
+        self.stream.is_closed()
     }
 
     /// Waits until bytes can be received or the connection has ended. False if neither happens by
     /// the deadline.
     pub(super) fn wait_readable(&self, deadline: Deadline) -> Result<bool, TransportError> {
         let left = deadline.remaining(&SystemClock);
-        let left = Timespec {
-            tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
-            tv_nsec: i64::from(left.subsec_nanos()),
-        };
-        match poll(&mut [PollFd::new(&self.socket, PollFlags::IN)], Some(&left)) {
-            Ok(count) => Ok(count > 0),
-            Err(Errno::INTR) => Ok(false),
-            Err(error) => Err(TransportError::lost(&self.peer, error)),
-        }
+        self.stream.wait_readable(left).map_err(|error| self.failure(error))
     }
 
     /// Sends all bytes of all spans. The spans are used up.
     pub(super) fn send(
         &self,
         spans: &mut [Span],
-        patience: Patience,
+        patience: &mut Patience,
     ) -> Result<(), TransportError> {
         self.send_and(spans, patience, &mut || false)
     }
@@ -162,65 +211,76 @@ impl Socket {
     pub(super) fn send_and(
         &self,
         spans: &mut [Span],
-        patience: Patience,
+        patience: &mut Patience,
         receive: &mut dyn FnMut() -> bool,
     ) -> Result<(), TransportError> {
-        self.move_all(spans, patience, receive, |message| {
-            // SAFETY: `message` points to spans whose bytes their holders keep mapped during this
-            // call; the kernel only reads them.
-            unsafe { libc::sendmsg(self.socket.as_raw_fd(), message, libc::MSG_NOSIGNAL) }
-        })
+        let send = |spans: &[Span]| {
+            let count = self.stream.send_some(spans)?;
+            self.sent.fetch_add(count as u64, Ordering::Relaxed);
+            Ok(count)
+        };
+        self.move_all(spans, patience, (Pause::NEVER, receive), send).map(drop)
     }
 
     /// Fills all bytes of all spans. The spans are used up.
     pub(super) fn receive(
         &self,
         spans: &mut [Span],
-        patience: Patience,
+        patience: &mut Patience,
     ) -> Result<(), TransportError> {
-        self.move_all(spans, patience, &mut || false, |message| {
-            let message = std::ptr::from_ref(message).cast_mut();
-            // SAFETY: `message` lives on `move_all`'s stack and only its `msg_flags` are written.
-            // The holders keep the bytes mapped during this call, and by the contract of
-            // `Region::of_memory` no reference to them exists while a batch writes them.
-            unsafe { libc::recvmsg(self.socket.as_raw_fd(), message, libc::MSG_WAITALL) }
-        })
+        self.receive_part(spans, 0, (patience, Pause::NEVER)).map(drop)
     }
 
-    /// Calls `call` with the rest of the spans until all are used up.
+    /// Fills all bytes of all spans, unless it pauses: returns how many of the last spans are left.
+    /// They are a part of a message that has so many `more` bytes.
+    pub(super) fn receive_part(
+        &self,
+        spans: &mut [Span],
+        more: usize,
+        (patience, pause): (&mut Patience, Pause<'_>),
+    ) -> Result<usize, TransportError> {
+        let receive = |spans: &[Span]| {
+            let count = self.stream.receive_some(spans, more, pause.time())?;
+            self.received.fetch_add(count as u64, Ordering::Relaxed);
+            Ok(count)
+        };
+        self.move_all(spans, patience, (pause, &mut || false), receive)
+    }
+
+    /// Calls `call` with the rest of the spans until all are used up, or it pauses. Returns how
+    /// many are left.
     fn move_all(
         &self,
         spans: &mut [Span],
-        patience: Patience,
-        while_blocked: &mut dyn FnMut() -> bool,
-        call: impl Fn(&libc::msghdr) -> isize,
-    ) -> Result<(), TransportError> {
+        patience: &mut Patience,
+        (pause, while_blocked): (Pause<'_>, &mut dyn FnMut() -> bool),
+        call: impl Fn(&[Span]) -> io::Result<usize>,
+    ) -> Result<usize, TransportError> {
         let mut rest = skip(spans, 0);
-        let mut since = now();
         while !rest.is_empty() {
-            let moved = call(&message_of(rest));
-            match usize::try_from(moved) {
+            match call(rest) {
                 Ok(0) => return Err(TransportError::lost(&self.peer, "it closed the connection")),
                 Ok(count) => {
                     rest = skip(rest, count);
+                    patience.note();
                     if rest.is_empty() {
                         break;
                     }
-                    since = now();
                 }
-                Err(_) => match io::Error::last_os_error() {
-                    error if error.kind() == io::ErrorKind::Interrupted => {}
-                    error if error.kind() == io::ErrorKind::WouldBlock => {
-                        if while_blocked() {
-                            since = now();
-                        }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    if while_blocked() {
+                        patience.note();
                     }
-                    error => return Err(TransportError::lost(&self.peer, error)),
-                },
+                }
+                Err(error) => return Err(self.failure(error)),
             }
-            patience.check(since, &self.peer)?;
+            patience.check(&self.peer)?;
+            if pause.is_due() {
+                break;
+            }
         }
-        Ok(())
+        Ok(rest.len())
     }
 
     /// Sends bytes together with a descriptor.
@@ -228,82 +288,62 @@ impl Socket {
         &self,
         bytes: &[u8],
         descriptor: BorrowedFd<'_>,
+        patience: &mut Patience,
     ) -> Result<(), TransportError> {
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        let descriptors = [descriptor];
-        let fits = control.push(SendAncillaryMessage::ScmRights(&descriptors));
-        debug_assert!(fits, "the space is that of one descriptor");
-        let parts = [io::IoSlice::new(bytes)];
-        let sent = rustix::net::sendmsg(&self.socket, &parts, &mut control, SendFlags::NOSIGNAL);
-        match sent {
-            Ok(count) if count == bytes.len() => Ok(()),
-            Ok(_) => Err(TransportError::lost(&self.peer, "it reads no answers")),
-            Err(error) => Err(TransportError::lost(&self.peer, error)),
+        loop {
+            match self.stream.send_descriptor(bytes, descriptor) {
+                Ok(count) if count == bytes.len() => return Ok(()),
+                Ok(_) => return Err(TransportError::lost(&self.peer, "it reads no answers")),
+                // Nothing was sent: the peer has not read earlier answers yet.
+                Err(error) if is_blocked(&error) => patience.check(&self.peer)?,
+                Err(error) => return Err(self.failure(error)),
+            }
         }
     }
 
-    /// Fills a buffer, and takes the descriptor that came with its bytes.
+    /// Fills a buffer from its byte `filled` on, unless it pauses, and takes the descriptor that
+    /// came with its bytes.
     pub(super) fn receive_with_descriptor(
         &self,
         into: &mut [u8],
-        patience: Patience,
-    ) -> Result<Option<OwnedFd>, TransportError> {
-        let (mut filled, mut descriptor, since) = (0, None, now());
-        while filled < into.len() {
-            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-            let mut control = RecvAncillaryBuffer::new(&mut space);
-            let mut parts = [io::IoSliceMut::new(&mut into[filled..])];
-            let flags = rustix::net::RecvFlags::CMSG_CLOEXEC;
-            match rustix::net::recvmsg(&self.socket, &mut parts, &mut control, flags) {
-                Ok(received) if received.bytes == 0 => {
+        (filled, descriptor): (&mut usize, &mut Option<OwnedFd>),
+        (patience, pause): (&mut Patience, Pause<'_>),
+    ) -> Result<(), TransportError> {
+        while *filled < into.len() {
+            match self.stream.receive_with_descriptor(&mut into[*filled..], pause.time()) {
+                Ok((0, _)) => {
                     return Err(TransportError::lost(&self.peer, "it closed the connection"));
                 }
-                Ok(received) => filled += received.bytes,
-                Err(Errno::INTR | Errno::AGAIN) => {}
-                Err(error) => return Err(TransportError::lost(&self.peer, error)),
+                Ok((count, came)) => {
+                    *filled += count;
+                    self.received.fetch_add(count as u64, Ordering::Relaxed);
+                    patience.note();
+                    if came.is_some() {
+                        *descriptor = came;
+                    }
+                }
+                Err(error) if is_blocked(&error) => {}
+                Err(error) => return Err(self.failure(error)),
             }
-            let came = control.drain().find_map(|message| match message {
-                RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
-                _ => None,
-            });
-            descriptor = came.or(descriptor);
-            if filled < into.len() {
-                patience.check(since, &self.peer)?;
+            if *filled < into.len() {
+                patience.check(&self.peer)?;
+                if pause.is_due() {
+                    break;
+                }
             }
         }
-        Ok(descriptor)
+        Ok(())
     }
 }
 
-impl AsFd for Socket {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.socket.as_fd()
-    }
+/// Nothing was moved yet.
+fn is_blocked(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock)
 }
 
-/// Sends small messages at once, and finds out that a host is gone although nothing is sent.
-pub(super) fn set_up_tcp(stream: &TcpStream) -> io::Result<()> {
-    stream.set_nodelay(true)?;
-    sockopt::set_socket_keepalive(stream, true)?;
-    sockopt::set_tcp_keepidle(stream, KEEPALIVE_IDLE)?;
-    sockopt::set_tcp_keepintvl(stream, KEEPALIVE_PAUSE)?;
-    sockopt::set_tcp_keepcnt(stream, KEEPALIVE_COUNT)?;
-    Ok(())
-}
-
-fn refused(peer: &str, error: io::Error) -> TransportError {
+/// No connection could be made.
+pub(crate) fn refused(peer: &str, error: io::Error) -> TransportError {
     TransportError::Connect { peer: peer.to_owned(), source: Arc::new(error) }
-}
-
-/// The header of a system call over at most `SPANS_MAX` of these spans.
-fn message_of(spans: &[Span]) -> libc::msghdr {
-    // SAFETY: a message header of zeroes is one without address, spans and control data.
-    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
-    // `Span` is a transparent `iovec`.
-    message.msg_iov = spans.as_ptr().cast_mut().cast();
-    message.msg_iovlen = spans.len().min(SPANS_MAX);
-    message
 }
 
 /// What is left of the spans after their first `count` bytes. Leaves out empty spans at the start.
@@ -320,10 +360,37 @@ fn skip(mut spans: &mut [Span], mut count: usize) -> &mut [Span] {
     spans
 }
 
-/// Ends both directions of a socket. A thread that accepts, sends or receives on it returns.
-pub(super) fn end(socket: impl AsFd) {
-    match rustix::net::shutdown(socket, Shutdown::Both) {
-        // It fails where the connection has ended already.
-        Ok(()) | Err(_) => {}
+#[cfg(test)]
+mod tests {
+    use std::io::{Read as _, Write as _};
+    use std::os::fd::AsFd as _;
+    use std::os::unix::net::UnixStream;
+
+    use cascade_runtime::{sleep, thread};
+
+    use super::*;
+
+    /// What happened: a peer that had not read its answers for 50 ms lost its connection, if the
+    /// next answer had a descriptor.
+    #[test]
+    fn a_descriptor_waits_for_a_peer_that_reads_late() {
+        let (ours, mut theirs) = UnixStream::pair().expect("two sockets");
+        let mut filling = ours.try_clone().expect("another descriptor");
+        filling.set_nonblocking(true).expect("a socket");
+        while filling.write(&[0; 4096]).is_ok() {}
+        filling.set_nonblocking(false).expect("a socket");
+        let file = std::fs::File::open("/dev/null").expect("it is there");
+        let reader = thread::spawn(move || {
+            sleep(Duration::from_millis(200));
+            let mut all = vec![];
+            theirs.read_to_end(&mut all).expect("the bytes come");
+            all
+        });
+        let socket = Socket::over(KernelSocket::of_unix(ours.into()).expect("a socket"), "peer");
+        drop(filling);
+        let mut patience = Patience::of_frame(Duration::from_secs(30), 0);
+        socket.send_descriptor(b"last", file.as_fd(), &mut patience).expect("the peer reads again");
+        drop(socket);
+        assert!(reader.join().expect("it reads").ends_with(b"last"));
     }
 }

@@ -15,6 +15,8 @@ pub struct Move {
     pub(super) remote_key: u32,
     /// The peer allows a flush read there.
     pub(super) is_readable: bool,
+    /// The number of the peer's GPU that has the memory; none for memory of the host.
+    pub(super) gpu: Option<u8>,
 }
 
 impl Move {
@@ -32,14 +34,27 @@ impl Move {
         remote: (&RemoteMemory, u64),
         bytes: u32,
     ) -> Result<Self, VerbsError> {
-        Ok(Self {
-            local: local.0.at(local.1, bytes.into())?,
-            remote: remote.0.at(remote.1, bytes.into(), direction)?,
+        let here = local.0.at(local.1, bytes.into())?;
+        let there = remote.0.at(remote.1, bytes.into(), direction)?;
+        Ok(Self::between((local.0, here), (remote.0, there), bytes))
+    }
+
+    /// A move between two addresses that were checked.
+    #[inline]
+    pub(super) fn between(
+        (local, here): (&RegisteredMemory, u64),
+        (remote, there): (&RemoteMemory, u64),
+        bytes: u32,
+    ) -> Self {
+        Self {
+            local: here,
+            remote: there,
             bytes,
-            local_key: local.0.local_key,
-            remote_key: remote.0.key,
-            is_readable: remote.0.is_readable(),
-        })
+            local_key: local.local_key,
+            remote_key: remote.key,
+            is_readable: remote.is_readable(),
+            gpu: remote.gpu,
+        }
     }
 }
 

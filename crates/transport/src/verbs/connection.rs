@@ -3,17 +3,20 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use cascade_block::with_causes;
 use cascade_runtime::{Deadline, SystemClock};
 
 use super::chain::Move;
 use super::error::VerbsError;
+use super::flush::flush_places;
 use super::link::{Link, OpenLink, Posted};
 use super::memory::{RegisteredMemory, RemoteMemory};
-use super::rdma::{Rdma, Table, parse_answer};
-use crate::connection::{Batch, Completion, Connection, Ticket};
+use super::rdma::{LocalPlace, Loopback, Rdma, Table, parse_answer};
+use super::settings::Flush;
+use crate::connection::{Batch, Completion, Connection, Ticket, TransportKind};
 use crate::limits::NOTICE_BYTES_MAX;
 use crate::peer::Peer;
-use crate::piece::{Piece, plan};
+use crate::piece::{Direction, Piece, plan};
 use crate::stream::StreamConnection;
 use crate::{Refusal, TransportError};
 
@@ -28,6 +31,15 @@ pub(crate) struct RdmaConnection {
     rdma: Arc<Rdma>,
     /// The peer's regions when the connection was made, by ID.
     remote: Vec<Option<RemoteMemory>>,
+    /// Whether one of them is memory of a GPU.
+    has_gpu: bool,
+}
+
+/// Why there are no queue pairs, and the stream that they were asked for over.
+#[derive(Debug)]
+pub(crate) struct NotOpened {
+    pub(crate) error: TransportError,
+    pub(crate) stream: StreamConnection,
 }
 
 /// What a connection shares with its tickets.
@@ -38,20 +50,40 @@ struct Shared {
 }
 
 impl RdmaConnection {
-    /// Connects queue pairs to those that the peer makes.
+    /// Registers this side's regions, and connects queue pairs to those that the peer makes.
+    ///
+    /// # Errors
+    /// [`TransportError::Unavailable`] if one of both sides cannot use RDMA; the stream is usable
+    /// then, and comes back.
     pub(crate) fn open(
         stream: StreamConnection,
         rdma: &Arc<Rdma>,
         deadline: Deadline,
-    ) -> Result<Self, TransportError> {
-        let peer = stream.peer().address.clone();
-        let open = OpenLink::open(&rdma.device).map_err(|error| failed(&peer, error))?;
+    ) -> Result<Self, Box<NotOpened>> {
+        match Self::link(&stream, rdma, deadline) {
+            Ok((link, remote)) => {
+                let shared = Arc::new(Shared { stream, link });
+                let has_gpu = remote.iter().flatten().any(|memory| memory.gpu.is_some());
+                Ok(Self { shared, rdma: Arc::clone(rdma), remote, has_gpu })
+            }
+            Err(error) => Err(Box::new(NotOpened { error, stream })),
+        }
+    }
+
+    fn link(
+        stream: &StreamConnection,
+        rdma: &Arc<Rdma>,
+        deadline: Deadline,
+    ) -> Result<(Link, Vec<Option<RemoteMemory>>), TransportError> {
+        // Nothing was posted yet, so that any other transport can take over.
+        let unusable = |error: VerbsError| {
+            TransportError::Unavailable(format!("RDMA cannot be used: {}", with_causes(&error)))
+        };
+        rdma.register_all(&stream.regions()).map_err(unusable)?;
+        let open = OpenLink::open(&rdma.device).map_err(unusable)?;
         let answer = stream.exchange(&open.address().to_bytes(), deadline)?;
-        let connected = parse_answer(&answer)
-            .and_then(|(address, remote)| Ok((open.connect(&address)?, remote)));
-        let (link, remote) = connected.map_err(|error| failed(&peer, error))?;
-        let shared = Arc::new(Shared { stream, link });
-        Ok(Self { shared, rdma: Arc::clone(rdma), remote })
+        let (address, remote) = parse_answer(&answer).map_err(unusable)?;
+        Ok((open.connect(&address).map_err(unusable)?, remote))
     }
 
     /// The registered regions of this process, those of the pieces among them.
@@ -85,15 +117,16 @@ impl RdmaConnection {
             let local = |refusal| TransportError::Local { piece: index as usize, region, refusal };
             let memory = table.get(region.0 as usize).and_then(Option::as_ref);
             let memory = memory.ok_or_else(|| local(Refusal::UnknownRegion))?;
-            memory.at(piece.local.offset, piece.bytes).map_err(|_| local(Refusal::OutOfBounds))?;
+            let here = memory.at(piece.local.offset, piece.bytes);
+            let here = here.map_err(|_| local(Refusal::OutOfBounds))?;
             let remote = self.remote.get(piece.remote.region.0 as usize).and_then(Option::as_ref);
             let remote = remote.ok_or(Refusal::UnknownRegion);
             // The plan splits what is longer.
             let bytes = u32::try_from(piece.bytes).map_err(|_| local(Refusal::OutOfBounds))?;
             let item = remote.and_then(|remote| {
-                let (here, there) = (piece.local.offset, piece.remote.offset);
-                Move::new(batch.direction, (memory, here), (remote, there), bytes)
-                    .map_err(|error| refusal(&error))
+                let there = remote.at(piece.remote.offset, piece.bytes, batch.direction);
+                let there = there.map_err(|error| refusal(&error))?;
+                Ok(Move::between((memory, here), (remote, there), bytes))
             });
             moves.push(item.map_err(|refusal| {
                 let peer = self.peer().address.clone();
@@ -129,6 +162,10 @@ impl Connection for RdmaConnection {
         self.shared.stream.peer()
     }
 
+    fn transport(&self) -> TransportKind {
+        TransportKind::Rdma
+    }
+
     fn post(&self, batch: &Batch<'_>, deadline: Deadline) -> Result<Ticket, TransportError> {
         let notice_bytes = batch.notice.unwrap_or_default().len();
         if notice_bytes > NOTICE_BYTES_MAX {
@@ -136,7 +173,8 @@ impl Connection for RdmaConnection {
             return Err(TransportError::TooLarge { what, value, limit: NOTICE_BYTES_MAX });
         }
         let knows = |piece: &Piece| {
-            self.remote.get(piece.remote.region.0 as usize).is_some_and(Option::is_some)
+            let remote = self.remote.get(piece.remote.region.0 as usize);
+            piece.local.region.is_first() && remote.is_some_and(Option::is_some)
         };
         if batch.pieces.iter().all(|piece| piece.bytes == 0) || !batch.pieces.iter().all(knows) {
             return self.shared.stream.post(batch, deadline);
@@ -146,15 +184,24 @@ impl Connection for RdmaConnection {
         }
         let table = self.register(batch.pieces)?;
         let moves = self.moves(batch, &table)?;
-        let is_flushed =
-            self.rdma.device.settings.flush && moves.iter().all(|item| item.is_readable);
+        let flush = self.rdma.device.settings.flush;
+        let flushes = match batch.direction {
+            Direction::Write if self.has_gpu || flush == Flush::Always => {
+                flush_places(flush, &moves)
+            }
+            _ => Vec::new(),
+        };
+        let settle = match batch.direction {
+            Direction::Read if flush != Flush::Never => local_gpus(batch.pieces, &table),
+            _ => Vec::new(),
+        };
         let posted = self
             .shared
             .link
-            .post(batch.direction, moves.into_iter(), is_flushed, deadline)
+            .post(batch.direction, moves.into_iter(), &flushes, deadline)
             .map_err(|error| self.failed(error))?;
-        let shared = Arc::clone(&self.shared);
-        let ticket = RdmaTicket { shared, posted, _memory: table };
+        let (shared, rdma) = (Arc::clone(&self.shared), Arc::clone(&self.rdma));
+        let ticket = RdmaTicket { shared, rdma, posted, settle, settling: None, _memory: table };
         if batch.notice.is_none() {
             return Ok(Ticket::pending(ticket));
         }
@@ -185,17 +232,39 @@ impl Shared {
     }
 }
 
+/// The places that are read after a batch that reads into memory of this process: one in each GPU.
+fn local_gpus(pieces: &[Piece], table: &Table<Arc<RegisteredMemory>>) -> Vec<LocalPlace> {
+    let mut places: Vec<LocalPlace> = Vec::new();
+    if table.iter().flatten().all(|memory| memory.gpu.is_none()) {
+        return places;
+    }
+    for piece in pieces.iter().filter(|piece| piece.bytes > 0) {
+        let memory = table.get(piece.local.region.0 as usize).and_then(Option::as_ref);
+        let Some(memory) = memory.filter(|memory| memory.gpu.is_some()) else { continue };
+        if places.iter().all(|(other, _)| other.gpu != memory.gpu) {
+            places.push((Arc::clone(memory), piece.local.offset));
+        }
+    }
+    places
+}
+
 /// A batch of a connection.
 #[derive(Debug)]
 struct RdmaTicket {
     shared: Arc<Shared>,
+    rdma: Arc<Rdma>,
     posted: Posted,
+    /// Places in memory of GPUs that are read once all bytes have arrived.
+    settle: Vec<LocalPlace>,
+    /// Those reads.
+    settling: Option<(Arc<Loopback>, Posted)>,
     /// Keeps the local memory registered.
     _memory: Table<Arc<RegisteredMemory>>,
 }
 
-impl Completion for RdmaTicket {
-    fn wait(&mut self, deadline: Deadline) -> Result<(), TransportError> {
+impl RdmaTicket {
+    /// Waits until the peer's device, or this side's, has moved all bytes.
+    fn wait_for_bytes(&self, deadline: Deadline) -> Result<(), TransportError> {
         let Shared { stream, link } = &*self.shared;
         let peer = &stream.peer().address;
         loop {
@@ -211,10 +280,43 @@ impl Completion for RdmaTicket {
         }
     }
 
+    /// Makes the memory of this side's GPUs have the bytes that were read.
+    fn settle(&mut self, deadline: Deadline) -> Result<(), VerbsError> {
+        if self.settling.is_none() {
+            let loopback = self.rdma.loopback()?;
+            let posted = loopback.post(&self.settle, deadline)?;
+            self.settling = Some((loopback, posted));
+        }
+        if let Some((loopback, posted)) = &self.settling {
+            loopback.link.wait(posted, deadline)?;
+        }
+        self.settle.clear();
+        Ok(())
+    }
+}
+
+impl Completion for RdmaTicket {
+    fn wait(&mut self, deadline: Deadline) -> Result<(), TransportError> {
+        self.wait_for_bytes(deadline)?;
+        if self.settle.is_empty() {
+            return Ok(());
+        }
+        self.settle(deadline).map_err(|error| {
+            let error = failed(&self.shared.stream.peer().address, error);
+            if !matches!(error, TransportError::Deadline { .. }) {
+                self.shared.close();
+            }
+            error
+        })
+    }
+
     fn cancel(&mut self, deadline: Deadline) {
         // What a queue pair has is not taken back: it ends, or the queue pair does.
         if self.wait(deadline).is_err() {
             self.shared.close();
+            if let Some((loopback, _)) = &self.settling {
+                loopback.link.close();
+            }
         }
     }
 }
@@ -226,7 +328,7 @@ mod tests {
 
     use super::super::device::Device;
     use super::super::fake;
-    use super::super::settings::VerbsSettings;
+    use super::super::settings::{Flush, VerbsSettings};
     use crate::conformance::{self, Subject, soon};
     use crate::{Access, Batch, Direction, Piece, Place, Region, RegionId, TransportError};
 
@@ -259,7 +361,7 @@ mod tests {
             queue_pairs: 1,
             chain: 4,
             depth: 16,
-            flush: true,
+            flush: Flush::Always,
             ..Default::default()
         };
         conformance::all(&mut || subject(&settings));

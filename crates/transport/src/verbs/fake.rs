@@ -39,7 +39,22 @@ pub(super) struct State {
     pub(super) status: AtomicI32,
     /// The error number of each post, unless it is 0.
     pub(super) refusal: AtomicI32,
+    /// Requests are noted in `log`.
+    pub(super) is_logged: AtomicBool,
+    /// Operation, local and remote address of each request.
+    pub(super) log: Mutex<Vec<(c_int, u64, u64)>>,
+    /// Memory of a GPU that is registered.
+    gpu: Mutex<Vec<GpuRange>>,
     numbers: AtomicU32,
+}
+
+/// A range of a GPU's addresses, and where its bytes are.
+#[derive(Debug)]
+struct GpuRange {
+    address: usize,
+    bytes: usize,
+    start: usize,
+    mapping: (usize, usize),
 }
 
 #[repr(C)]
@@ -105,7 +120,7 @@ fn functions() -> Functions {
         modify_qp,
         destroy_qp,
         reg_mr_iova2: None,
-        reg_dmabuf_mr: None,
+        reg_dmabuf_mr: Some(reg_dmabuf_mr),
     }
 }
 
@@ -202,7 +217,44 @@ unsafe extern "C" fn reg_mr(
     made(context, MemoryRegion { context, domain, address, bytes, handle, local_key, remote_key })
 }
 
+/// Maps the file that stands for memory of a GPU. Its addresses are those of the GPU.
+unsafe extern "C" fn reg_dmabuf_mr(
+    domain: *mut Opaque,
+    offset: u64,
+    bytes: usize,
+    address: u64,
+    descriptor: c_int,
+    _: c_int,
+) -> *mut MemoryRegion {
+    let context: *mut Context = domain.cast();
+    let skipped = offset % 4096;
+    let length = bytes + usize::try_from(skipped).unwrap();
+    let start = i64::try_from(offset - skipped).unwrap();
+    let access = libc::PROT_READ | libc::PROT_WRITE;
+    // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing.
+    let mapped =
+        unsafe { libc::mmap(ptr::null_mut(), length, access, libc::MAP_SHARED, descriptor, start) };
+    if mapped == libc::MAP_FAILED {
+        return ptr::null_mut();
+    }
+    let mapping = (mapped.expose_provenance(), length);
+    let start = mapping.0 + usize::try_from(skipped).unwrap();
+    let at = usize::try_from(address).unwrap();
+    state_of(context).gpu.lock().unwrap().push(GpuRange { address: at, bytes, start, mapping });
+    let address = ptr::without_provenance_mut(at);
+    let (handle, local_key, remote_key) = (0, 3, 4);
+    made(context, MemoryRegion { context, domain, address, bytes, handle, local_key, remote_key })
+}
+
 unsafe extern "C" fn dereg_mr(region: *mut MemoryRegion) -> c_int {
+    let it = part::<_, MemoryRegion>(region);
+    let mut gpu = state_of(it.context).gpu.lock().unwrap();
+    if let Some(at) = gpu.iter().position(|range| range.address == it.address.addr()) {
+        let (start, length) = gpu.remove(at).mapping;
+        // SAFETY: mapped by `reg_dmabuf_mr`, unmapped once.
+        let _is_unmapped = unsafe { libc::munmap(ptr::with_exposed_provenance_mut(start), length) };
+    }
+    drop(gpu);
     destroyed::<_, MemoryRegion>(part::<_, MemoryRegion>(region).context, region)
 }
 
@@ -302,7 +354,7 @@ unsafe extern "C" fn post_send(
         if status != 0 {
             it.has_failed.store(true, Ordering::Relaxed);
         } else if !is_null {
-            copy(request);
+            copy(state, request);
         }
         let is_signalled = request.flags & SEND_SIGNALED != 0;
         if is_signalled {
@@ -319,11 +371,22 @@ unsafe extern "C" fn post_send(
     0
 }
 
-fn copy(request: &SendRequest) {
+/// Where the bytes of an address are.
+fn place(state: &State, address: u64) -> usize {
+    let address = usize::try_from(address).unwrap();
+    let gpu = state.gpu.lock().unwrap();
+    let range = gpu.iter().find(|it| (it.address..it.address + it.bytes).contains(&address));
+    range.map_or(address, |range| range.start + (address - range.address))
+}
+
+fn copy(state: &State, request: &SendRequest) {
     let element =
         part::<_, super::abi::Element>(ptr::with_exposed_provenance_mut::<u8>(request.elements));
-    let local = usize::try_from(element.address).unwrap();
-    let remote = usize::try_from(request.remote_address).unwrap();
+    if state.is_logged.load(Ordering::Relaxed) {
+        let mut log = state.log.lock().unwrap();
+        log.push((request.operation, element.address, request.remote_address));
+    }
+    let (local, remote) = (place(state, element.address), place(state, request.remote_address));
     let (from, to) =
         if request.operation == OPERATION_READ { (remote, local) } else { (local, remote) };
     let from = ptr::with_exposed_provenance::<u8>(from);

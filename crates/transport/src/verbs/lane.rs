@@ -11,6 +11,7 @@ use super::abi::{SUCCESS, Work};
 use super::chain::{Chain, Move};
 use super::device::Device;
 use super::error::{Status, VerbsError};
+use super::flush::FLUSHES_MAX;
 use super::queue_pair::{POLL_MAX, QueuePair};
 use crate::Direction;
 
@@ -51,13 +52,13 @@ pub(super) struct LaneState {
 impl Lane {
     pub(super) fn create(device: &Arc<Device>) -> Result<Self, VerbsError> {
         let settings = &device.settings;
-        let depth = settings.depth.min(device.requests_max).max(4 * settings.chain);
+        let least = (4 * settings.chain).max(settings.chain + FLUSHES_MAX);
+        let depth = settings.depth.min(device.requests_max).max(least);
         let queue = QueuePair::create(device, depth)?;
         let events = queue.descriptor()?;
         let state = LaneState {
             queue,
-            // One more for a flush read.
-            chain: Chain::new(settings.chain + 1),
+            chain: Chain::new(settings.chain + FLUSHES_MAX),
             posted: 0,
             completed: 0,
             unsignalled: 0,
@@ -161,26 +162,20 @@ impl LaneState {
         self.completed >= id
     }
 
-    /// Posts a chain, which must fit. Returns the ID of its last request. If `is_last`, it has a
-    /// completion; `flush` is the local place for a flush read after it.
+    /// Posts a chain, which must fit, with these reads after it. Returns the ID of its last
+    /// request. If `is_last`, it has a completion.
     pub(super) fn post(
         &mut self,
         direction: Direction,
         moves: impl Iterator<Item = Move>,
+        flushes: impl Iterator<Item = Move>,
         is_last: bool,
-        flush: Option<(u64, u32)>,
     ) -> Result<u64, VerbsError> {
         self.chain.clear();
-        let mut last = None;
         for item in moves {
             self.chain.push(self.posted + self.chain.count() as u64 + 1, direction, &item);
-            last = Some(item);
         }
-        if let (Some((local, local_key)), Some(item)) = (flush, last) {
-            if !item.is_readable {
-                return Err(VerbsError::NotAllowed("flush read"));
-            }
-            let item = Move { local, local_key, bytes: item.bytes.min(8), ..item };
+        for item in flushes {
             let id = self.posted + self.chain.count() as u64 + 1;
             self.chain.push(id, Direction::Read, &item);
         }

@@ -9,10 +9,11 @@ use super::address::{LaneAddress, LinkAddress};
 use super::chain::Move;
 use super::device::Device;
 use super::error::VerbsError;
+use super::flush::{FLUSHES_MAX, FlushPlace};
 use super::lane::Lane;
-use super::memory::RegisteredMemory;
+use super::memory::{RegisteredMemory, SCRATCH_BYTES};
 use super::settings::LANES_MAX;
-use crate::Direction;
+use crate::{Access, Direction};
 
 /// A link whose queue pairs exist and are not connected yet.
 #[derive(Debug)]
@@ -35,7 +36,7 @@ impl OpenLink {
         let lanes: Result<Vec<_>, _> = (0..count).map(|_| Lane::create(device)).collect();
         let psns: Result<Vec<_>, _> = (0..count).map(|_| random_psn()).collect();
         let link = Link {
-            scratch: RegisteredMemory::scratch(device)?,
+            scratch: RegisteredMemory::scratch(device, Access::LOCAL)?,
             chain: device.settings.chain,
             device: Arc::clone(device),
             lanes: lanes?,
@@ -112,8 +113,8 @@ impl Link {
     /// Posts a batch. Returns when all of it was given to the device, which needs room in the
     /// queues: they are emptied meanwhile.
     ///
-    /// With `is_flushed`, a write ends with a read of up to eight bytes on each queue pair, which
-    /// makes the peer's device finish the writes before it. The peer must allow reads there.
+    /// A write ends with a read of each of the places `flushes` on each queue pair. The memory of
+    /// the peer then has the bytes of the writes before it.
     ///
     /// The local memory must stay registered until [`Self::wait`] has ended with another result
     /// than [`VerbsError::Deadline`], or [`Self::close`] has returned.
@@ -121,34 +122,48 @@ impl Link {
     /// # Errors
     /// If the link has failed or fails, or the deadline passes before all is posted. The link is
     /// closed then, and no request accesses memory any more.
+    ///
+    /// # Panics
+    /// If there are more than 17 flushes.
     pub fn post(
         &self,
         direction: Direction,
         mut moves: impl ExactSizeIterator<Item = Move>,
-        is_flushed: bool,
+        flushes: &[FlushPlace],
         deadline: Deadline,
     ) -> Result<Posted, VerbsError> {
+        assert!(flushes.len() <= FLUSHES_MAX, "a peer has fewer GPUs");
         let mut posted = Posted::default();
         let chains = moves.len().div_ceil(self.chain);
         let first = self.next.fetch_add(chains, Ordering::Relaxed);
-        let is_flushed = is_flushed && direction == Direction::Write;
         for at in 0..chains {
             let number = first.wrapping_add(at) % self.lanes.len();
             let is_last = at + self.lanes.len() >= chains;
-            let flush = if is_flushed && is_last {
-                Some((self.scratch.at(number as u64 * 8, 8)?, self.scratch.local_key))
-            } else {
-                None
-            };
+            let flushes =
+                if is_last && direction == Direction::Write { flushes } else { &flushes[..0] };
             let count = self.chain.min(moves.len());
             let result = self.lanes[number]
-                .wait(deadline, |state| state.has_room(count + usize::from(flush.is_some())))
+                .wait(deadline, |state| state.has_room(count + flushes.len()))
                 .and_then(|mut lane| {
-                    lane.post(direction, moves.by_ref().take(count), is_last, flush)
+                    let reads = flushes.iter().map(|place| self.flush_read(number, place));
+                    lane.post(direction, moves.by_ref().take(count), reads, is_last)
                 });
             posted.0[number] = result.map_err(|error| self.fail(error))?;
         }
         Ok(posted)
+    }
+
+    /// A read of a place, on one of the queue pairs.
+    fn flush_read(&self, number: usize, place: &FlushPlace) -> Move {
+        Move {
+            local: self.scratch.start() + number as u64 * SCRATCH_BYTES,
+            local_key: self.scratch.local_key,
+            remote: place.address,
+            remote_key: place.key,
+            bytes: place.bytes,
+            is_readable: true,
+            gpu: None,
+        }
     }
 
     /// Waits until a batch has ended. Of a write, all bytes are then at the peer's device; of a

@@ -3,12 +3,13 @@
 
 use std::any::Any;
 use std::fmt;
-use std::os::fd::{AsRawFd as _, BorrowedFd};
+use std::os::fd::AsRawFd as _;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use cascade_block::checksum;
+use cascade_memory::DmaBuf;
 
 use super::abi::{
     ACCESS_LOCAL_WRITE, ACCESS_RELAXED_ORDERING, ACCESS_REMOTE_READ, ACCESS_REMOTE_WRITE,
@@ -17,7 +18,11 @@ use super::abi::{
 use super::device::{Device, failed};
 use super::error::VerbsError;
 use super::settings::LANES_MAX;
+use crate::limits::GPUS_MAX;
 use crate::{Access, Direction, Region};
+
+/// Bytes for flushes of each queue pair.
+pub(super) const SCRATCH_BYTES: u64 = 8;
 
 /// Memory that a device reads and writes. It is registered until this value is dropped.
 pub struct RegisteredMemory {
@@ -28,6 +33,8 @@ pub struct RegisteredMemory {
     pub(super) local_key: u32,
     remote_key: u32,
     access: Access,
+    /// The number of the GPU that has the memory; none for memory of the host.
+    pub(super) gpu: Option<u8>,
     /// Keeps the memory mapped. None once it had to be leaked.
     owner: Option<Box<dyn Any + Send + Sync>>,
 }
@@ -101,24 +108,29 @@ impl RegisteredMemory {
         region: Arc<Region>,
     ) -> Result<Self, VerbsError> {
         let (bytes, access) = (region.bytes(), region.access());
+        if let Some((range, gpu)) = region.dmabuf() {
+            let owner = Arc::clone(&region);
+            // SAFETY: the region keeps its memory. Who may use it while a batch runs is the
+            // contract of `Region::of_dmabuf`.
+            return unsafe { Self::register_dmabuf(device, (range, gpu), access, owner) };
+        }
         let (base, owner) = (region.base(), region);
         // SAFETY: the region keeps its memory mapped. Who may use it while a batch runs is the
         // contract of `Region::of_memory`.
         unsafe { Self::register(device, base, bytes, access, owner) }
     }
 
-    /// Registers device memory by its DMA-BUF descriptor. It was not tested with a GPU.
+    /// Registers memory of a GPU by its DMA-BUF descriptor. It was not tested with a GPU.
     ///
     /// # Errors
-    /// If the library or the device cannot do that.
+    /// If the library, the kernel or the device cannot do that.
     ///
     /// # Safety
-    /// As for [`Self::register`], for the memory from `offset` of the descriptor.
+    /// The range stays allocated until `owner` is dropped. No other work of its GPU accesses a
+    /// part of it while a batch of this process, or of a peer that `access` admits, does.
     pub unsafe fn register_dmabuf(
         device: &Arc<Device>,
-        descriptor: BorrowedFd<'_>,
-        offset: u64,
-        bytes: usize,
+        (range, gpu): (&DmaBuf, u8),
         access: Access,
         owner: impl Any + Send + Sync,
     ) -> Result<Self, VerbsError> {
@@ -126,20 +138,23 @@ impl RegisteredMemory {
         let register = device.verbs.functions.reg_dmabuf_mr;
         let register = register.ok_or(VerbsError::Call { call, code: libc::EOPNOTSUPP })?;
         let (domain, flags) = (device.domain.as_ptr(), flags(device, access));
-        let descriptor = descriptor.as_raw_fd();
+        let descriptor = range.descriptor.as_raw_fd();
+        let (offset, bytes, address) = (range.offset, range.bytes, range.address);
         // SAFETY: the domain is allocated, the descriptor is open, and the caller keeps the memory.
-        // Its addresses on the wire begin with 0.
-        let region = unsafe { register(domain, offset, bytes, 0, descriptor, flags) };
+        // Devices want the address on the wire at the same place in its page as the offset.
+        let region = unsafe { register(domain, offset, bytes, address, descriptor, flags) };
         let region = NonNull::new(region).ok_or_else(|| failed(call))?;
-        Ok(Self::of_region(device, region, 0, bytes, access, Box::new(owner)))
+        let mut memory = Self::of_region(device, region, address, bytes, access, Box::new(owner));
+        memory.gpu = Some(gpu);
+        Ok(memory)
     }
 
-    /// Where flush reads of a link land: eight bytes for each queue pair. Nothing reads them.
-    pub(super) fn scratch(device: &Arc<Device>) -> Result<Self, VerbsError> {
+    /// Where flushes of a link land: [`SCRATCH_BYTES`] for each queue pair. Nothing reads them.
+    pub(super) fn scratch(device: &Arc<Device>, access: Access) -> Result<Self, VerbsError> {
         let memory: Arc<[AtomicU64; LANES_MAX]> = Arc::default();
         let base = NonNull::from(&*memory).cast();
         // SAFETY: the owner keeps the memory, which only the device accesses.
-        unsafe { Self::register(device, base, LANES_MAX * 8, Access::default(), memory) }
+        unsafe { Self::register(device, base, size_of_val(&*memory), access, memory) }
     }
 
     fn of_region(
@@ -154,16 +169,27 @@ impl RegisteredMemory {
         let registered = unsafe { region.as_ref() };
         let (local_key, remote_key) = (registered.local_key, registered.remote_key);
         let (device, owner, bytes) = (Arc::clone(device), Some(owner), bytes as u64);
-        Self { device, region, address, bytes, local_key, remote_key, access, owner }
+        Self { device, region, address, bytes, local_key, remote_key, access, gpu: None, owner }
     }
 
     /// What a peer needs to access it.
     pub fn remote(&self) -> RemoteMemory {
         let (address, bytes) = (self.address, self.bytes);
-        RemoteMemory { address, bytes, key: self.remote_key, access: self.access }
+        RemoteMemory { address, bytes, key: self.remote_key, access: self.access, gpu: self.gpu }
+    }
+
+    /// The address of its first byte, for the device.
+    pub(super) fn start(&self) -> u64 {
+        self.address
+    }
+
+    /// Its length.
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes
     }
 
     /// The address of a place, for the device.
+    #[inline]
     pub(super) fn at(&self, offset: u64, bytes: u64) -> Result<u64, VerbsError> {
         within(offset, bytes, self.bytes).map(|()| self.address + offset)
     }
@@ -193,7 +219,14 @@ pub struct RemoteMemory {
     bytes: u64,
     pub(super) key: u32,
     access: Access,
+    /// The number of the peer's GPU that has the memory; none for memory of the host.
+    pub(super) gpu: Option<u8>,
 }
+
+/// Flags of a description, in front of the number of the GPU.
+const READ: u8 = 1;
+const WRITE: u8 = 2;
+const ON_GPU: u8 = 4;
 
 const MAGIC: [u8; 4] = *b"CVRM";
 const VERSION: u16 = 1;
@@ -209,6 +242,7 @@ impl RemoteMemory {
     }
 
     /// The address of a place, for the peer's device.
+    #[inline]
     pub(super) fn at(
         &self,
         offset: u64,
@@ -237,8 +271,13 @@ impl RemoteMemory {
         bytes.extend(self.address.to_le_bytes());
         bytes.extend(self.bytes.to_le_bytes());
         bytes.extend(self.key.to_le_bytes());
-        let access = u32::from(self.access.read) | u32::from(self.access.write) << 1;
-        bytes.extend(access.to_le_bytes());
+        let mut flags = 0;
+        for (is_set, flag) in
+            [(self.access.read, READ), (self.access.write, WRITE), (self.gpu.is_some(), ON_GPU)]
+        {
+            flags |= if is_set { flag } else { 0 };
+        }
+        bytes.extend([flags, self.gpu.unwrap_or(0), 0, 0]);
         bytes.extend(checksum(&bytes).to_le_bytes());
         bytes
     }
@@ -268,9 +307,13 @@ impl RemoteMemory {
         if address.checked_add(bytes).is_none() {
             return Err(invalid("its end overflows"));
         }
-        let [k0, k1, k2, k3, flags, ..] = key_and_access.to_le_bytes();
-        let access = Access { read: flags & 1 != 0, write: flags & 2 != 0 };
-        Ok(Self { address, bytes, key: u32::from_le_bytes([k0, k1, k2, k3]), access })
+        let [k0, k1, k2, k3, flags, gpu, ..] = key_and_access.to_le_bytes();
+        let access = Access { read: flags & READ != 0, write: flags & WRITE != 0 };
+        let gpu = (flags & ON_GPU != 0).then_some(gpu);
+        if gpu.is_some_and(|gpu| usize::from(gpu) >= GPUS_MAX) {
+            return Err(invalid("the number of its GPU is beyond the limit"));
+        }
+        Ok(Self { address, bytes, key: u32::from_le_bytes([k0, k1, k2, k3]), access, gpu })
     }
 }
 
@@ -280,7 +323,7 @@ mod tests {
 
     fn memory() -> RemoteMemory {
         let access = Access { read: true, write: false };
-        RemoteMemory { address: 0x1000, bytes: 4096, key: 9, access }
+        RemoteMemory { address: 0x1000, bytes: 4096, key: 9, access, gpu: None }
     }
 
     #[test]
@@ -310,6 +353,11 @@ mod tests {
             RemoteMemory::from_bytes(&damaged).unwrap_err();
             RemoteMemory::from_bytes(&expected[..at]).unwrap_err();
         }
+        let of_gpu = RemoteMemory { gpu: Some(3), ..memory() };
+        assert_eq!(of_gpu.to_bytes()[28..32], [5, 3, 0, 0]);
+        assert_eq!(RemoteMemory::from_bytes(&of_gpu.to_bytes()), Ok(of_gpu));
+        let far = RemoteMemory { gpu: Some(16), ..memory() };
+        RemoteMemory::from_bytes(&far.to_bytes()).unwrap_err();
         let wraps = RemoteMemory { address: u64::MAX, ..memory() };
         RemoteMemory::from_bytes(&wraps.to_bytes()).unwrap_err();
     }

@@ -3,15 +3,17 @@
 
 use std::sync::{Arc, PoisonError};
 
-use cascade_runtime::RwLock;
+use cascade_runtime::{Deadline, Mutex, RwLock};
 
 use super::address::LinkAddress;
+use super::chain::Move;
 use super::device::Device;
 use super::error::VerbsError;
-use super::link::{Link, OpenLink};
-use super::memory::{RegisteredMemory, RemoteMemory};
+use super::link::{Link, OpenLink, Posted};
+use super::memory::{RegisteredMemory, RemoteMemory, SCRATCH_BYTES};
+use crate::Direction;
 use crate::piece::RegionId;
-use crate::region::Region;
+use crate::region::{Access, Region};
 use crate::regions::Snapshot;
 use crate::wire::HANDSHAKE_BYTES_MAX;
 
@@ -28,11 +30,62 @@ pub(super) type Table<T> = Arc<Vec<Option<T>>>;
 pub(crate) struct Rdma {
     pub(super) device: Arc<Device>,
     registered: RwLock<Table<Arc<RegisteredMemory>>>,
+    /// Made when a batch first reads into memory of a GPU.
+    loopback: Mutex<Option<Arc<Loopback>>>,
 }
+
+/// A queue pair that is connected to itself. A write from memory of a GPU makes the device read
+/// that memory, which comes after all that the device wrote there before.
+#[derive(Debug)]
+pub(super) struct Loopback {
+    pub(super) link: Link,
+    scratch: RegisteredMemory,
+}
+
+impl Loopback {
+    fn new(device: &Arc<Device>) -> Result<Self, VerbsError> {
+        let scratch = RegisteredMemory::scratch(device, Access::WRITE)?;
+        let open = OpenLink::with_lanes(device, 1)?;
+        let own = open.address();
+        Ok(Self { link: open.connect(&own)?, scratch })
+    }
+
+    /// Starts to read the memory of these GPUs, one place of each.
+    pub(super) fn post(
+        &self,
+        places: &[LocalPlace],
+        deadline: Deadline,
+    ) -> Result<Posted, VerbsError> {
+        let scratch = self.scratch.remote();
+        let moves: Result<Vec<_>, _> = places
+            .iter()
+            .map(|(memory, at)| {
+                let bytes = u32::try_from(memory.bytes().min(SCRATCH_BYTES)).unwrap_or(1);
+                let at = (*at).min(memory.bytes() - u64::from(bytes));
+                Move::new(Direction::Write, (memory, at), (&scratch, 0), bytes)
+            })
+            .collect();
+        self.link.post(Direction::Write, moves?.into_iter(), &[], deadline)
+    }
+}
+
+/// Memory of this process, and an offset in it.
+pub(super) type LocalPlace = (Arc<RegisteredMemory>, u64);
 
 impl Rdma {
     pub(crate) fn new(device: Arc<Device>) -> Self {
-        Self { device, registered: RwLock::default() }
+        Self { device, registered: RwLock::default(), loopback: Mutex::default() }
+    }
+
+    /// The queue pair that is connected to itself; a new one if that has failed.
+    pub(super) fn loopback(&self) -> Result<Arc<Loopback>, VerbsError> {
+        let mut current = self.loopback.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(loopback) = current.as_ref().filter(|it| it.link.is_open()) {
+            return Ok(Arc::clone(loopback));
+        }
+        let loopback = Arc::new(Loopback::new(&self.device)?);
+        *current = Some(Arc::clone(&loopback));
+        Ok(loopback)
     }
 
     pub(super) fn table(&self) -> Table<Arc<RegisteredMemory>> {
@@ -40,7 +93,7 @@ impl Rdma {
     }
 
     /// Registers a region with the device, unless it is.
-    pub(super) fn register(
+    pub(crate) fn register(
         &self,
         id: RegionId,
         region: Arc<Region>,
@@ -58,6 +111,16 @@ impl Rdma {
         all[index] = Some(Arc::clone(&memory));
         *current = Arc::new(all);
         Ok(memory)
+    }
+
+    /// Registers all regions that are not registered yet.
+    pub(super) fn register_all(&self, regions: &Snapshot) -> Result<(), VerbsError> {
+        for (id, _) in regions.iter() {
+            if let Ok(region) = regions.shared(id) {
+                self.register(id, region)?;
+            }
+        }
+        Ok(())
     }
 
     /// Ends the registration of a region. Peers that use it then lose their connections.
@@ -87,7 +150,7 @@ impl Rdma {
         answer.extend(address);
         for (id, region) in regions.iter() {
             let fits = answer.len() + ID_BYTES + RemoteMemory::BYTES <= HANDSHAKE_BYTES_MAX;
-            if fits && (region.access().read || region.access().write) {
+            if id.is_first() && fits && (region.access().read || region.access().write) {
                 let Ok(region) = regions.shared(id) else { continue };
                 let memory = self.register(id, region)?;
                 answer.extend(id.0.to_le_bytes());
@@ -128,7 +191,6 @@ mod tests {
     use super::super::fake;
     use super::super::settings::VerbsSettings;
     use super::*;
-    use crate::Access;
     use crate::regions::Regions;
 
     #[test]

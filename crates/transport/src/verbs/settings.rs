@@ -5,6 +5,18 @@ use super::error::VerbsError;
 /// Queue pairs of one link.
 pub(super) const LANES_MAX: usize = 8;
 
+/// Which batches end with a short read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Flush {
+    /// Those that write memory of a GPU.
+    #[default]
+    GpuMemory,
+    /// All whose target may be read.
+    Always,
+    /// None: memory of a GPU may lack bytes when a batch ends.
+    Never,
+}
+
 /// Settings of links and of the choice of devices.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct VerbsSettings {
@@ -27,9 +39,9 @@ pub struct VerbsSettings {
     pub retries: u8,
     /// Traffic class of the packets. Default: 0.
     pub traffic_class: u8,
-    /// Ends the writes of a batch with a short read, which makes the peer's device finish them.
-    /// Only memory of some GPUs needs that. Default: false.
-    pub flush: bool,
+    /// Which batches end with a short read, so that the memory has the bytes when the batch ends.
+    /// Default: those that write memory of a GPU.
+    pub flush: Flush,
     /// Registers memory for relaxed ordering where the device has it. Default: false.
     pub relaxed_ordering: bool,
 }
@@ -45,7 +57,7 @@ impl Default for VerbsSettings {
             timeout: 18,
             retries: 6,
             traffic_class: 0,
-            flush: false,
+            flush: Flush::GpuMemory,
             relaxed_ordering: false,
         }
     }

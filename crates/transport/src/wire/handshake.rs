@@ -2,7 +2,7 @@
 
 use super::WireError;
 use super::fields::{Fields, write_blob};
-use crate::limits::{GEOMETRY_BYTES_MAX, NAME_BYTES_MAX, REGIONS_MAX};
+use crate::limits::{CONNECTIONS_MAX, GEOMETRY_BYTES_MAX, NAME_BYTES_MAX, REGIONS_MAX};
 use crate::piece::RegionId;
 use crate::region::Access;
 
@@ -23,10 +23,17 @@ pub struct Hello {
     pub name: String,
     /// What its regions hold, in the words of the program that uses the transport.
     pub geometry: Vec<u8>,
+    /// Number of the connection among those that the client's endpoint made, from 1 on.
+    pub number: u64,
+    /// Numbers of the earlier ones that it still uses; the server ends the others.
+    pub live: Vec<u64>,
 }
 
 impl Hello {
     /// The body of the message.
+    ///
+    /// # Panics
+    /// If it names more connections than an endpoint may use.
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut into = Vec::new();
         into.extend_from_slice(&self.version_min.to_le_bytes());
@@ -36,13 +43,19 @@ impl Hello {
         into.extend_from_slice(&self.nonce);
         write_blob(self.name.as_bytes(), &mut into);
         write_blob(&self.geometry, &mut into);
+        into.extend_from_slice(&self.number.to_le_bytes());
+        let count = u32::try_from(self.live.len()).expect("at most CONNECTIONS_MAX");
+        into.extend_from_slice(&count.to_le_bytes());
+        for number in &self.live {
+            into.extend_from_slice(&number.to_le_bytes());
+        }
         into
     }
 
     /// Reads the body. Fields after the known ones are those of a later version.
     pub fn parse(body: &[u8]) -> Result<Self, WireError> {
         let mut from = Fields(body);
-        Ok(Self {
+        let mut hello = Self {
             version_min: from.u16("version_min")?,
             version_max: from.u16("version_max")?,
             capabilities: from.u64("capabilities")?,
@@ -50,7 +63,17 @@ impl Hello {
             nonce: from.array("nonce")?,
             name: text(from.blob(NAME_BYTES_MAX, "name")?, "name")?,
             geometry: from.blob(GEOMETRY_BYTES_MAX, "geometry")?.to_vec(),
-        })
+            number: from.u64("number")?,
+            live: vec![],
+        };
+        let count = from.u32("live")? as usize;
+        if count > CONNECTIONS_MAX {
+            return Err(WireError::Field("live"));
+        }
+        for _ in 0..count {
+            hello.live.push(from.u64("live")?);
+        }
+        Ok(hello)
     }
 }
 
@@ -201,6 +224,8 @@ mod tests {
             nonce: [2; 32],
             name: "prefill".to_owned(),
             geometry: b"layers".to_vec(),
+            number: 3,
+            live: vec![1, 2],
         }
     }
 

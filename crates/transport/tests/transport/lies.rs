@@ -1,83 +1,14 @@
 //! A server that speaks the protocol and lies: the client believes none of it.
 
 use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::time::Duration;
 
-use cascade_runtime::thread::{self, JoinHandle};
 use cascade_transport::conformance::soon;
-use cascade_transport::wire::{Challenge, HEADER_BYTES, Header, Kind, OfferedRegion, Welcome};
-use cascade_transport::{
-    Access, Batch, Direction, Endpoint, EndpointConfig, Piece, Place, Region, RegionId,
-    TransportError,
-};
+use cascade_transport::wire::{Header, Kind};
+use cascade_transport::{Batch, Direction, Piece, Place, RegionId, TransportError};
 
-const BYTES: usize = 4096;
+use crate::liar::{Liar, client};
+
 const TOKEN: &[u8] = b"0123456789abcdef";
-
-/// One connection of a server that this test writes by hand.
-struct Liar(TcpStream);
-
-impl Liar {
-    /// Runs `lie` with the first connection to the address.
-    fn start(lie: impl FnOnce(Self) + Send + 'static) -> (SocketAddr, JoinHandle<()>) {
-        let listener = TcpListener::bind("127.0.0.1:0").expect("it works on loopback");
-        let address = listener.local_addr().expect("it works on loopback");
-        let thread = thread::spawn(move || {
-            let (stream, _) = listener.accept().expect("a client connects");
-            stream.set_read_timeout(Some(Duration::from_secs(20))).expect("it works on loopback");
-            lie(Self(stream));
-        });
-        (address, thread)
-    }
-
-    fn send(&mut self, kind: Kind, body: &[u8]) {
-        self.0.write_all(&Header::new(kind, 0).with_body(body).to_bytes()).expect("a client");
-        self.0.write_all(body).expect("a client");
-    }
-
-    fn receive(&mut self) -> Header {
-        let mut bytes = [0; HEADER_BYTES];
-        self.0.read_exact(&mut bytes).expect("a client");
-        let header = Header::parse(&bytes).expect("a client's header");
-        let mut body = vec![0; header.body_bytes as usize];
-        self.0.read_exact(&mut body).expect("a client");
-        header
-    }
-
-    fn challenge(&mut self, needs_token: bool) {
-        assert_eq!(self.receive().kind, Kind::Hello);
-        let (id, nonce) = ([7; 16], [8; 32]);
-        let challenge = Challenge { version: 1, capabilities: 0, id, nonce, needs_token };
-        self.send(Kind::Challenge, &challenge.to_bytes());
-    }
-
-    fn welcome(&mut self) {
-        assert_eq!(self.receive().kind, Kind::Proof);
-        let bytes = BYTES as u64;
-        let offered =
-            OfferedRegion { id: RegionId(0), access: Access::BOTH, is_mappable: false, bytes };
-        let name = "liar".to_owned();
-        let welcome = Welcome { proof: [0; 32], name, geometry: vec![], regions: vec![offered] };
-        self.send(Kind::Welcome, &welcome.to_bytes());
-    }
-
-    /// Waits until the client closes the connection.
-    fn wait_for_end(&mut self) {
-        let mut rest = vec![];
-        // A reset is an end, too.
-        drop(self.0.read_to_end(&mut rest));
-    }
-}
-
-fn client(token: Option<&[u8]>) -> (Endpoint, RegionId) {
-    let config = EndpointConfig { token: token.map(<[u8]>::to_vec), ..Default::default() };
-    let client = Endpoint::new(config).expect("valid");
-    let region = client
-        .register(Region::shared(BYTES, Access::LOCAL).expect("memory"))
-        .expect("it works on loopback");
-    (client, region)
-}
 
 /// Runs a batch whose frame is answered by `answer`; returns the client's error.
 fn run(direction: Direction, answer: fn(Header) -> Header) -> TransportError {

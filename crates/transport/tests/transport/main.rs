@@ -1,5 +1,13 @@
-//! Connections over TCP and shared memory: conformance, faults, and peers that lie.
+//! Connections over TCP, TLS and shared memory: conformance, faults, and peers that lie.
 
 mod faults;
+mod kernel_tls;
+mod liar;
 mod lies;
+mod listener;
+mod partial_answers;
+mod proxy;
+mod reconnect;
 mod stream;
+mod streams;
+mod tls;

@@ -16,7 +16,7 @@ fn write(
     bytes: u32,
 ) -> Result<Posted, VerbsError> {
     let item = Move::new(Direction::Write, (&local.memory, 0), (remote, at), bytes)?;
-    link.post(Direction::Write, [item].into_iter(), false, soon())
+    link.post(Direction::Write, [item].into_iter(), &[], soon())
 }
 
 /// The description that a peer would send if it said something else of its memory.

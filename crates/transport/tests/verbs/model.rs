@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use cascade_runtime::thread;
 use cascade_transport::Direction;
-use cascade_transport::verbs::{Link, Move, RemoteMemory, VerbsSettings};
+use cascade_transport::verbs::{FlushPlace, Link, Move, OpenLink, RemoteMemory, VerbsSettings};
 
 use super::buffer::{BOTH, Buffer};
 use super::{device, pair, soon};
@@ -54,7 +54,9 @@ fn run(
         let (local, remote) = ((&local.memory, from as u64), (remote, to as u64));
         Move::new(direction, local, remote, u32::try_from(bytes).unwrap()).unwrap()
     });
-    let posted = link.post(direction, moves, is_flushed, soon()).unwrap();
+    let start = [FlushPlace::start_of(remote).unwrap()];
+    let flushes = if is_flushed { &start[..] } else { &[] };
+    let posted = link.post(direction, moves, flushes, soon()).unwrap();
     link.wait(&posted, soon()).unwrap();
 }
 
@@ -106,6 +108,21 @@ fn a_batch_longer_than_the_queues_waits_for_room() {
 #[ignore = "needs a verbs device: make test-rdma"]
 fn relaxed_ordering_is_taken_or_ignored() {
     compare(&VerbsSettings { relaxed_ordering: true, ..VerbsSettings::default() }, 2, 4);
+}
+
+/// As the one that makes a device read memory of a GPU.
+#[test]
+#[ignore = "needs a verbs device: make test-rdma"]
+fn a_queue_pair_connects_to_itself() {
+    let device = device(&VerbsSettings { queue_pairs: 1, ..VerbsSettings::default() });
+    let open = OpenLink::open(&device).unwrap();
+    let own = open.address();
+    let link = open.connect(&own).unwrap();
+    let (local, remote) = (Buffer::new(&device, 4096, BOTH), Buffer::new(&device, 4096, BOTH));
+    local.fill(8, b"a block");
+    let description = remote.memory.remote();
+    run(&link, Direction::Write, &local, &description, &[(8, 100, 7)], false);
+    assert_eq!(remote.bytes()[100..107], *b"a block");
 }
 
 /// Threads share the link; each has its own part of both buffers.
@@ -163,7 +180,7 @@ fn a_long_batch_is_waited_for() {
         let at = u64::from(at * part);
         Move::new(Direction::Write, (&local.memory, at), (&description, at), part).unwrap()
     });
-    let posted = link.post(Direction::Write, moves, false, soon()).unwrap();
+    let posted = link.post(Direction::Write, moves, &[], soon()).unwrap();
     // A wait that times out may be called again.
     let short = Duration::from_micros(1);
     let until = || cascade_runtime::Deadline::after(&cascade_runtime::SystemClock, short);

@@ -5,7 +5,7 @@ use std::process::{Child, Command, Stdio};
 
 use cascade_transport::Direction;
 use cascade_transport::verbs::{
-    LinkAddress, Move, OpenLink, RemoteMemory, Status, VerbsError, VerbsSettings,
+    FlushPlace, LinkAddress, Move, OpenLink, RemoteMemory, Status, VerbsError, VerbsSettings,
 };
 
 use super::buffer::{BOTH, Buffer};
@@ -83,17 +83,18 @@ fn a_killed_peer_is_an_error() {
     let local = Buffer::new(&device, 4096, BOTH);
     local.fill(0, b"block");
     let item = |direction, at| Move::new(direction, (&local.memory, at), (&remote, 0), 5).unwrap();
+    let flushes = [FlushPlace::start_of(&remote).unwrap()];
     let write = [item(Direction::Write, 0)].into_iter();
-    link.wait(&link.post(Direction::Write, write, true, soon()).unwrap(), soon()).unwrap();
+    link.wait(&link.post(Direction::Write, write, &flushes, soon()).unwrap(), soon()).unwrap();
     let read = [item(Direction::Read, 100)].into_iter();
-    link.wait(&link.post(Direction::Read, read, false, soon()).unwrap(), soon()).unwrap();
+    link.wait(&link.post(Direction::Read, read, &[], soon()).unwrap(), soon()).unwrap();
     assert_eq!(&local.bytes()[100..105], b"block", "the bytes went to the other process and back");
 
     // SIGKILL.
     child.kill().unwrap();
     child.wait().unwrap();
     let write = [item(Direction::Write, 0)].into_iter();
-    let posted = link.post(Direction::Write, write, false, soon()).unwrap();
+    let posted = link.post(Direction::Write, write, &[], soon()).unwrap();
     let error = link.wait(&posted, soon()).unwrap_err();
     let status = Status::RETRIES_EXHAUSTED;
     assert!(matches!(error, VerbsError::Request { status: it, .. } if it == status), "{error}");

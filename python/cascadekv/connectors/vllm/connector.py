@@ -8,8 +8,8 @@ import contextlib
 import functools
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -36,10 +36,11 @@ from cascadekv.connectors.vllm.engine_config import (
 )
 from cascadekv.connectors.vllm.events import DeferredStore, EventSource
 from cascadekv.connectors.vllm.groups import groups_of
+from cascadekv.connectors.vllm.guarded import guarded
 from cascadekv.connectors.vllm.hbm import open_hbm
 from cascadekv.connectors.vllm.identity import adapter_fingerprint, manifest_of
 from cascadekv.connectors.vllm.keys import RequestKeys, features_of, origin_of
-from cascadekv.connectors.vllm.layout import HeldPart, LayoutError, describe
+from cascadekv.connectors.vllm.layout import HeldPart, LayoutError, describe, group_specs
 from cascadekv.connectors.vllm.memory import GpuPages, HostMemory, memory_of
 from cascadekv.connectors.vllm.metadata import (
     Part,
@@ -76,26 +77,6 @@ __all__ = ["CascadeConnector"]
 _LOG = logging.getLogger("vllm.cascade")
 MEDIUM = "CPU"
 """The medium of blocks outside the engine, in KV events."""
-Result = TypeVar("Result")
-
-
-def _guarded(
-    default: Callable[[], Any],
-) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
-    """Log an exception in a call of the engine, and return `default()` instead."""
-
-    def wrap(call: Callable[..., Result]) -> Callable[..., Result]:
-        @functools.wraps(call)
-        def guarded(self: "CascadeConnector", *arguments: Any, **named: Any) -> Result:
-            try:
-                return call(self, *arguments, **named)
-            except Exception:  # noqa: BLE001 # a bug in the cache must not fail the engine
-                _LOG.exception("Cascade: %s failed; the engine continues without", call.__name__)
-                return default()
-
-        return guarded
-
-    return wrap
 
 
 class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
@@ -177,34 +158,37 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None and isinstance(connector_metadata, StepPlan):
             self._worker.begin_step(connector_metadata)
 
-    @_guarded(lambda: None)
+    @guarded(lambda: None)
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:  # noqa: ARG002
         """Load what the step needs, and start asynchronous loads."""
         if self._worker is not None:
             self._worker.start_loads(self._plan())
 
-    @_guarded(lambda: None)
+    @guarded(lambda: None)
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Return once the layer's blocks are loaded."""
         if self._worker is not None:
             self._worker.wait_for_layer(layer_name)
 
+    @guarded(lambda: None)
     def save_kv_layer(
         self,
         layer_name: str,
-        kv_layer: "torch.Tensor",
-        attn_metadata: "AttentionMetadata",
-        **kwargs: Any,
+        kv_layer: "torch.Tensor",  # noqa: ARG002
+        attn_metadata: "AttentionMetadata",  # noqa: ARG002
+        **kwargs: Any,  # noqa: ARG002
     ) -> None:
-        """Do nothing: all layers of a block are copied at the end of the step."""
+        """Push the layer to decode engines. The store gets all layers at the end of the step."""
+        if self._worker is not None:
+            self._worker.layer_computed(layer_name, self._plan())
 
-    @_guarded(lambda: None)
+    @guarded(lambda: None)
     def wait_for_save(self) -> None:
         """Save the blocks that the step computed."""
         if self._worker is not None:
             self._worker.save(self._plan())
 
-    @_guarded(lambda: (None, None))
+    @guarded(lambda: (None, None))
     def get_finished(
         self,
         finished_req_ids: set[str],  # noqa: ARG002 # saves end with their step
@@ -212,17 +196,17 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         """Return the requests whose pages were sent, and those whose asynchronous loads ended."""
         return self._sent(), self._arrivals()[0]
 
-    @_guarded(lambda: versions.transfer_results(set(), set()))
+    @guarded(lambda: versions.transfer_results(set(), set()))
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ARG002
         """Return the requests whose pages were sent, whose loads ended, and whose loads failed."""
         return versions.transfer_results(*self._arrivals(), self._sent())
 
-    @_guarded(set)
+    @guarded(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the pages that could not be loaded; the engine computes their blocks."""
         return self._worker.take_failed_pages() if self._worker is not None else set()
 
-    @_guarded(lambda: None)
+    @guarded(lambda: None)
     def build_connector_worker_meta(self) -> WorkerReport | None:
         """Return the outcomes of loads and saves for the scheduler."""
         return self._worker.take_report() if self._worker is not None else None
@@ -244,7 +228,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             return
         self._start_scheduler(facts)
 
-    @_guarded(lambda: None)
+    @guarded(lambda: None)
     def on_new_request(self, request: "Request") -> None:
         """Start the lookup and the lookahead of a request that starts to wait."""
         if self._scheduler is None:
@@ -252,7 +236,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         self._registration.start()
         self._scheduler.add_request(request)
 
-    @_guarded(lambda: (0, False))
+    @guarded(lambda: (0, False))
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -261,7 +245,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             return 0, False
         return self._scheduler.matched_tokens(request, num_computed_tokens)
 
-    @_guarded(lambda: None)
+    @guarded(lambda: None)
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
@@ -292,7 +276,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             return StepPlan()
         return self._scheduler.plan_step(scheduler_output, self._generation)
 
-    @_guarded(lambda: None)
+    @guarded(lambda: None)
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """Apply the outcomes of earlier plans."""
         if self._transfers is not None:
@@ -313,7 +297,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         """Remove a request; its blocks can be freed at once."""
         return self.request_finished_all_groups(request, (block_ids,))
 
-    @_guarded(lambda: (False, None))
+    @guarded(lambda: (False, None))
     def request_finished_all_groups(
         self,
         request: "Request",
@@ -343,7 +327,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             failures=self._failures,
         )
 
-    @_guarded(lambda: False)
+    @guarded(lambda: False)
     def reset_cache(self) -> bool:
         """Stop using all blocks stored so far, because the weights may have changed.
 
@@ -355,12 +339,12 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.reset_keys()
         return True
 
-    @_guarded(tuple)
+    @guarded(tuple)
     def take_events(self) -> "Iterable[KVCacheEvent]":
         """Return the blocks that were stored and removed, for vLLM's event stream."""
         return self._events.take() if self._events is not None else ()
 
-    @_guarded(lambda: None)
+    @guarded(lambda: None)
     def get_kv_connector_stats(self) -> CascadeStats | None:
         """Return statistics: of requests in the scheduler, of its GPU in a worker."""
         if self._scheduler is None:
@@ -445,9 +429,9 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         attached = [(held, memory_of(memory, held.regions, pages)) for held in self._parts]
         manifest = manifest_of(self._vllm_config, cache, self.settings.weights, pieces)
         self._manifest = manifest
-        transfers = open_transfers(
-            self._vllm_config, self.settings, (self._parts, manifest), memory, pieces
-        )
+        layers = [list(specs) for specs in group_specs(cache)]
+        held = self._parts, manifest, layers
+        transfers = open_transfers(self._vllm_config, self.settings, held, memory, pieces)
         self._worker = Worker(
             self._store.store,
             self._namespace,

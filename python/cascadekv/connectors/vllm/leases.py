@@ -10,6 +10,7 @@ import threading
 import time
 from array import array
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from cascadekv.connectors.failures import FailureLog
@@ -43,6 +44,11 @@ class _Lease:
     """Ranks of the decode engine that are done."""
     is_done: bool = False
 
+    def finish_rank(self, rank: int, workers: int) -> None:
+        """Note that one of the decode engine's workers is done."""
+        self.done.add(rank)
+        self.is_done = len(self.done) >= workers
+
 
 class LeaseTable:
     """The leases of one worker. The engine's thread and the thread of messages use it."""
@@ -59,16 +65,23 @@ class LeaseTable:
     def apply(self, plan: TransferPlan) -> None:
         """Carry out what the scheduler planned."""
         with self._lock:
-            for request, slot, number in plan.opened:
-                lease = _Lease(slot, number)
-                self._by_request[request] = self._by_number[number] = lease
-                self.memory[slot] = number
+            for opened in plan.opened:
+                lease = _Lease(opened.slot, opened.lease)
+                self._by_request[opened.request] = self._by_number[opened.lease] = lease
+                self.memory[opened.slot] = opened.lease
             for request, seconds in plan.ended:
                 if (lease := self._by_request.get(request)) is not None:
                     lease.seconds = seconds
                     lease.expires = time.monotonic() + seconds
             for request in plan.dropped:
                 self._close(request)
+
+    def finish_rank(self, request: str, rank: int, workers: int) -> None:
+        """Note that nothing more is written for one of a decode engine's workers."""
+        with self._lock:
+            lease = self._by_request.get(request)
+            if lease is not None:
+                lease.finish_rank(rank, workers)
 
     def receive(self, message: bytes) -> None:
         """Apply a message of a peer; one that cannot be read is counted."""
@@ -83,22 +96,25 @@ class LeaseTable:
                     if lease.expires is not None:
                         lease.expires = time.monotonic() + min(lease.seconds, _SECONDS_MAX)
                 elif kind == DONE and 0 <= rank < workers:
-                    lease.done.add(rank)
-                    lease.is_done = len(lease.done) >= workers
+                    lease.finish_rank(rank, workers)
                 else:
                     self._failures.count("reading a message of a decode engine", repr(message))
         except (ValueError, TypeError) as error:
             self._failures.count("reading a message of a decode engine", error)
 
-    def take_ended(self) -> set[str]:
-        """Close the leases that are over and return their requests, whose pages can be freed."""
+    def take_ended(self, unfinished: AbstractSet[str] = frozenset()) -> set[str]:
+        """Close the leases that are over and return their requests, whose pages can be freed.
+
+        Those of `unfinished` requests end by their time only: they may have several readers.
+        """
         with self._lock:
             if not self._by_request:
                 return set()
             now = time.monotonic()
             ended: set[str] = set()
             for request, lease in self._by_request.items():
-                if lease.expires is None or not (lease.is_done or now >= lease.expires):
+                is_done = lease.is_done and request not in unfinished
+                if lease.expires is None or not (is_done or now >= lease.expires):
                     continue
                 if not lease.is_done:
                     reason = f"the pages of request {request} were not read for {lease.seconds:g} s"

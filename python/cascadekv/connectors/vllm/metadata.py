@@ -8,6 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from cascadekv.connectors.vllm.announcements import PushPlan
 from cascadekv.connectors.vllm.offers import PullPlan, TransferPlan
 
 __all__ = [
@@ -78,6 +79,8 @@ class Load:
     """By part: the key of the block before the first one."""
     pull: PullPlan | None = None
     """If set, the blocks are read from a prefill engine instead of the store."""
+    push: PushPlan | None = None
+    """If set, a prefill engine writes the blocks."""
 
 
 @dataclass(slots=True)

@@ -2,7 +2,8 @@
 
 The fields are those of vLLM's NIXL connector, so that proxies and routers pass them on unchanged.
 Cascade's own part, `cascade`, names the workers to read from, and the lease: while it lasts, the
-pages hold the prompt's KV.
+pages hold the prompt's KV. Without this part, a decode engine waits until the prefill engine
+writes.
 """
 
 import hashlib
@@ -14,12 +15,16 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
 __all__ = [
+    "Computed",
     "Offer",
     "OfferError",
+    "Opened",
     "PullPlan",
+    "PushSource",
     "TransferPlan",
     "params_without_pages",
     "prompt_digest",
+    "transfer_name",
     "wants_decode",
     "wants_prefill",
 ]
@@ -27,6 +32,8 @@ __all__ = [
 VERSION = 1
 _LEASE_DIGITS = 16
 """Of a lease, as text: a proxy may turn numbers into floating point."""
+_NAME_MAX = 256
+"""Most characters of the name of a transfer."""
 _GROUPS_MAX = 64
 _WORKERS_MAX = 1024
 """Most groups and workers of an offer: a request's parameters come from anyone."""
@@ -82,6 +89,8 @@ class Offer:
             "remote_block_ids": self.blocks,
             "remote_num_tokens": self.tokens,
             "tp_size": len(self.workers),
+            # llm-d's router sends later requests to both engines at once.
+            "transfer_mode": "push",
             "cascade": own,
         }
 
@@ -123,6 +132,69 @@ class Offer:
         return hmac.new(token, _canonical(asdict(self)), hashlib.sha256).hexdigest()
 
 
+@dataclass(frozen=True)
+class PushSource:
+    """A prefill engine that writes a request's blocks, as a router names it beforehand."""
+
+    workers: list[tuple[str, str]]
+    """Of each worker, by rank: its address, and an empty text, because its ID is not known."""
+    transfer: str
+    """What the request of the prefill engine is known by."""
+
+    @classmethod
+    def parse(cls, params: Mapping[str, Any]) -> "PushSource | None":
+        """Read the parameters of a request; `None` if they do not ask to wait for a push.
+
+        Raises `OfferError`.
+        """
+        prefiller = _nested(params, "remote_prefiller")
+        if prefiller is not None:
+            # llm-d's form for vLLM's tier of peers.
+            params = {**prefiller, "transfer_id": prefiller.get("kv_request_id")}
+        is_push = params.get("transfer_mode", "push") == "push"
+        if not is_push or params.get("cascade") is not None or params.get("remote_block_ids"):
+            return None
+        name = params.get("transfer_id") or params.get("remote_request_id")
+        host, port = params.get("remote_host"), params.get("remote_port")
+        if not isinstance(name, str) or not isinstance(host, str) or not host or port is None:
+            return None
+        try:
+            first, size = int(port), int(params.get("tp_size") or 1)
+        except (TypeError, ValueError, ArithmeticError) as error:
+            raise OfferError(f"the prefill engine cannot be read: {error!r}") from error
+        is_valid = 1 <= size <= _WORKERS_MAX and 1 <= first <= 65536 - size
+        if not is_valid or not 0 < len(name) <= _NAME_MAX:
+            raise OfferError(f"{size} prefill workers from port {first}, request {name[:300]!r}")
+        shown = f"[{host}]" if ":" in host and not host.startswith("[") else host
+        return cls([(f"{shown}:{first + rank}", "") for rank in range(size)], name)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A request whose pages other engines may read, or get written."""
+
+    request: str
+    slot: int
+    lease: int
+    transfer: str = ""
+    """What a decode engine that waits for a push knows it by; empty: none may."""
+    prompt: str = ""
+    """Digest of its prompt."""
+    tokens: int = 0
+    """Tokens of its prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a step computes of an opened request."""
+
+    request: str
+    first_token: int
+    end_token: int
+    tables: dict[int, list[int]]
+    """By group: the page of each of its blocks."""
+
+
 @dataclass(slots=True)
 class PullPlan:
     """For the workers: blocks of a load that are read from a prefill engine."""
@@ -136,8 +208,14 @@ class PullPlan:
 class TransferPlan:
     """For the workers: what a step changes in leases, given and taken."""
 
-    opened: list[tuple[str, int, int]] = field(default_factory=list[tuple[str, int, int]])
-    """Requests whose pages may be offered, each with slot and lease."""
+    opened: list[Opened] = field(default_factory=list[Opened])
+    """Requests whose pages may be offered."""
+    computed: list[Computed] = field(default_factory=list[Computed])
+    """What the step computes of them."""
+    refused: list[str] = field(default_factory=list[str])
+    """Names of transfers of requests whose pages no other engine gets."""
+    stopped: list[str] = field(default_factory=list[str])
+    """Requests that lose their pages, to get others later."""
     ended: list[tuple[str, float]] = field(default_factory=list[tuple[str, float]])
     """Finished requests whose pages were offered, and the seconds of their leases."""
     dropped: list[str] = field(default_factory=list[str])
@@ -146,12 +224,15 @@ class TransferPlan:
     """Offers to other engines' requests that still wait here."""
     released: list[Offer] = field(default_factory=list[Offer])
     """Offers that are not needed any more."""
+    withdrawn: list[str] = field(default_factory=list[str])
+    """Requests of this engine that do not wait for a push any more."""
     workers: int = 1
     """Number of workers of this engine."""
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
-        return any((self.opened, self.ended, self.dropped, self.renewed, self.released))
+        own = self.opened, self.computed, self.stopped, self.ended, self.dropped
+        return any((*own, self.refused, self.renewed, self.released, self.withdrawn))
 
 
 def params_without_pages(engine: str, request: str, *, way: str) -> dict[str, Any]:
@@ -173,17 +254,34 @@ def params_without_pages(engine: str, request: str, *, way: str) -> dict[str, An
 
 
 def wants_decode(params: object) -> bool:
-    """Whether a request is a prefill whose pages another engine will read."""
-    return isinstance(params, Mapping) and bool(
-        cast("Mapping[str, Any]", params).get("do_remote_decode")
-    )
+    """Whether a request is a prefill whose pages another engine will get."""
+    if not isinstance(params, Mapping):
+        return False
+    given = cast("Mapping[str, Any]", params)
+    return bool(given.get("do_remote_decode")) or _nested(given, "remote_decoder") is not None
 
 
 def wants_prefill(params: object) -> bool:
-    """Whether another engine has computed a request's prompt."""
-    return isinstance(params, Mapping) and bool(
-        cast("Mapping[str, Any]", params).get("do_remote_prefill")
-    )
+    """Whether another engine computes a request's prompt, or has computed it."""
+    if not isinstance(params, Mapping):
+        return False
+    given = cast("Mapping[str, Any]", params)
+    return bool(given.get("do_remote_prefill")) or _nested(given, "remote_prefiller") is not None
+
+
+def transfer_name(params: object, request: str) -> str:
+    """Return what a decode engine that waits for a push knows a prefill's request by."""
+    if not isinstance(params, Mapping):
+        return request
+    given = cast("Mapping[str, Any]", params)
+    decoder = _nested(given, "remote_decoder")
+    name = given.get("transfer_id") if decoder is None else decoder.get("kv_request_id")
+    return name if isinstance(name, str) and 0 < len(name) <= _NAME_MAX else request
+
+
+def _nested(params: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
+    value = params.get(name)
+    return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else None
 
 
 def prompt_digest(

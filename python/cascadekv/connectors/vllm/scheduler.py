@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from cascadekv import CascadeError, Hints, Store, part_of_trace
 from cascadekv.connectors import vllm_versions as versions
 from cascadekv.connectors.failures import FailureLog
+from cascadekv.connectors.vllm.announcements import PushPlan
 from cascadekv.connectors.vllm.background import BackgroundThread
 from cascadekv.connectors.vllm.groups import CacheGroup, usable_prefix
 from cascadekv.connectors.vllm.keys import RequestKeys, UnkeyableRequest
@@ -218,7 +219,10 @@ class Scheduler:
         )
         if tracked.offer is not None and self._transfers is not None:
             load.tier = PEERS
-            load.pull = PullPlan(tracked.offer, self._transfers.workers)
+            if isinstance(tracked.offer, PushPlan):
+                load.push = tracked.offer
+            else:
+                load.pull = PullPlan(tracked.offer, self._transfers.workers)
             self._loads.append(load)
             self._transfers.use(request.request_id)
             tracked.offer = None
@@ -244,7 +248,7 @@ class Scheduler:
         load = next(planned, None)
         if load is None:
             return {}
-        if load.pull is not None:
+        if load.pull is not None or load.push is not None:
             return {PEERS: external_tokens}
         last = load.first + -(-external_tokens // self._block_tokens)
         result = tracked.result or LookupResult()
@@ -259,6 +263,7 @@ class Scheduler:
         self._loads = []
         plan.requests = len(output.num_scheduled_tokens)
         if self._transfers is not None:
+            self._plan_transfers(self._transfers, output)
             plan.transfer = self._transfers.take_plan()
         try:
             self._plan_saves(output, plan)
@@ -267,6 +272,21 @@ class Scheduler:
             _LOG.exception("Cascade: planning saves failed; the rest of this step is not saved")
             self._failures.count("planning saves", error)
         return plan
+
+    def _plan_transfers(self, transfers: TransferRequests, output: "SchedulerOutput") -> None:
+        """Plan what the step computes of requests whose pages other engines get."""
+        if not transfers.has_given:
+            return
+        transfers.stop(output.preempted_req_ids or ())
+        for name, tokens in output.num_scheduled_tokens.items():
+            tracked = self._tracked.get(name)
+            if tracked is not None and transfers.is_given(name):
+                tables = versions.block_tables(output, name)
+                if tables is None:
+                    # vLLM 0.29.
+                    transfers.stop([name])
+                else:
+                    transfers.compute(tracked.request, tokens, tables)
 
     def _plan_saves(self, output: "SchedulerOutput", plan: StepPlan) -> None:
         for name, tokens in output.num_scheduled_tokens.items():

@@ -13,6 +13,7 @@ from cascadekv.connectors.ucm import UcmSettings, read_ucm, trace_limits
 from cascadekv.connectors.vllm.layout import PAGE_CONTIGUOUS
 from cascadekv.errors import ConfigError
 from cascadekv.messages import advice
+from cascadekv.transfer import Tls
 
 __all__ = ["ConnectorSettings", "read_connector_settings"]
 
@@ -20,10 +21,12 @@ UCM_KEY = "UCM_CONFIG_FILE"
 SECONDS_MIN, SECONDS_MAX = 0.001, 3600.0
 LOADS = ("auto", "sync", "async")
 TRANSFERS = ("off", "direct", "node")
+RDMA_USES = ("off", "prefer", "require")
 _LISTEN_FORM = re.compile(r".+:\d{1,5}")
 _LOAD = "auto, sync or async"
 _BOOLEAN = "true or false"
 _TRANSFER = "off, direct or node"
+_RDMA = "off, prefer or require"
 _LISTEN = "HOST:PORT, where port 0 takes a free one"
 _LEASE = "a number of seconds from 4 to 3600"
 _SHARE = "a share from 0 to 1"
@@ -33,6 +36,7 @@ _COUNT = "a whole number from 1 up"
 _SECONDS = f"a number of seconds from {SECONDS_MIN} to {SECONDS_MAX:g}"
 _LOOKAHEAD = f"a number of seconds from 0 to {SECONDS_MAX:g}"
 _FILE = "an existing file"
+_NAME = "a host name or an IP address"
 _TRACE_PATH = "a directory or a file for traces"
 _SOCKET = "false, or the path of the socket of a node in the memory of a GPU"
 _LAYOUT = f"one of vLLM's KV layouts {', '.join(PAGE_CONTIGUOUS)}"
@@ -45,7 +49,12 @@ _OWN = {
     "cascade.transfer": _TRANSFER,
     "cascade.transfer_listen": _LISTEN,
     "cascade.transfer_token_file": _FILE,
+    "cascade.transfer_tls_certificate": _FILE,
+    "cascade.transfer_tls_key": _FILE,
+    "cascade.transfer_tls_authority": _FILE,
+    "cascade.transfer_tls_name": _NAME,
     "cascade.transfer_lease": _LEASE,
+    "cascade.transfer_rdma": _RDMA,
     "cascade.hit_ratio": _SHARE,
     "cascade.min_tokens": _TOKENS,
     "cascade.lite": _BOOLEAN,
@@ -95,8 +104,18 @@ class ConnectorSettings:
     """Where the first worker lets peers read its pages; others use the following ports."""
     transfer_token_file: str | None = None
     """File with the secret of both engines, of 16 characters or more; for peers on other hosts."""
+    transfer_tls_certificate: str | None = None
+    """File with the certificate chain of this engine, for TLS between engines."""
+    transfer_tls_key: str | None = None
+    """File with its private key."""
+    transfer_tls_authority: str | None = None
+    """File with the CA certificates that the certificates of all engines are signed by."""
+    transfer_tls_name: str | None = None
+    """Name that a prefill engine's certificate must have. Default: the host it is reached by."""
     transfer_lease: float = 30.0
     """Seconds that a finished prefill's pages are kept for a decode engine that is silent."""
+    transfer_rdma: str = "off"
+    """Whether pages are read by RDMA: `prefer` uses TCP where there is none, `require` fails."""
     hit_ratio: float = 1.0
     """Largest share of a prompt that is loaded."""
     min_tokens: int = 0
@@ -134,6 +153,21 @@ class ConnectorSettings:
         """Read the secret that prefill and decode engines share; `None` without one."""
         path = self.transfer_token_file
         return None if path is None else Path(path).read_bytes().strip()
+
+    def transfer_tls(self) -> Tls | None:
+        """Return TLS between engines; `None` without it. Raises `ConfigError`."""
+        files = {
+            name: getattr(self, f"transfer_tls_{name}")
+            for name in ("certificate", "key", "authority")
+        }
+        missing = [name for name, path in files.items() if path is None]
+        if len(missing) == len(files):
+            if self.transfer_tls_name is not None:
+                raise ConfigError("cascade.transfer_tls_name: needs cascade.transfer_tls_authority")
+            return None
+        if missing:
+            raise ConfigError(f"cascade.transfer_tls_{missing[0]}: is missing; TLS needs all three")
+        return Tls(**files, server_name=self.transfer_tls_name)
 
     def read_secret(self) -> bytes | None:
         """Read the tenant's secret; `None` without one."""
@@ -207,6 +241,7 @@ _CHECKS: Mapping[str, Callable[[object], bool]] = {
     _LOAD: lambda value: value in LOADS,
     _BOOLEAN: lambda value: isinstance(value, bool),
     _TRANSFER: lambda value: value in TRANSFERS,
+    _RDMA: lambda value: value in RDMA_USES,
     _LISTEN: lambda value: _is_text(value) and _LISTEN_FORM.fullmatch(str(value)) is not None,
     _LEASE: lambda value: _is_number(value, 4, SECONDS_MAX),
     _SHARE: lambda value: _is_number(value, 0, 1),
@@ -216,6 +251,7 @@ _CHECKS: Mapping[str, Callable[[object], bool]] = {
     _SECONDS: lambda value: _is_number(value, SECONDS_MIN, SECONDS_MAX),
     _LOOKAHEAD: lambda value: _is_number(value, 0, SECONDS_MAX),
     _FILE: lambda value: _is_text(value) and Path(str(value)).is_file(),
+    _NAME: _is_text,
     _TRACE_PATH: _is_text,
     _WEIGHTS: _is_text,
     _SOCKET: lambda value: value is False or _is_text(value),

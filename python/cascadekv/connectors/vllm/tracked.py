@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cascadekv import Hints
+from cascadekv.connectors.vllm.announcements import PushPlan
 from cascadekv.connectors.vllm.keys import RequestKeys
 from cascadekv.connectors.vllm.offers import Offer
 
@@ -57,7 +58,7 @@ class TrackedRequest:
     may_save: bool = True
     """False if the engine's cache was reset while the request was computed."""
     is_async: bool = False
-    offer: Offer | None = None
+    offer: Offer | PushPlan | None = None
     """Set if the next load is from a prefill engine."""
     load: tuple[int, int] | None = None
     """First and last block to load, the last excluded."""

@@ -42,19 +42,23 @@ class PartPages:
         return self.pieces * sum(unit for _, _, unit in self.regions)
 
     def runs(
-        self, theirs: "PartPages", region: int
+        self, theirs: "PartPages", here: int, there: int, layer: int | None = None
     ) -> list[tuple[int, int, int, int, int, int, int]]:
-        """Return the runs of a unit for a read, in the transport's form. Raises `GeometryError`."""
+        """Return the runs of a unit, in the transport's form, of all layers or of one.
+
+        `here` and `there` are the regions. Raises `GeometryError`.
+        """
         units = [unit for _, _, unit in self.regions], [unit for _, _, unit in theirs.regions]
         if units[0] != units[1]:
             raise GeometryError(
-                f"{self.name}: the prefill engine's pages have {sum(units[1])} bytes a unit, this "
-                f"engine's {sum(units[0])}"
+                f"{self.name}: the peer's pages have {sum(units[1])} bytes a unit, this engine's "
+                f"{sum(units[0])}"
             )
+        both = list(zip(self.regions, theirs.regions, strict=True))
         return [
-            (region, here, own_stride, region, there, their_stride, unit)
-            for (here, own_stride, unit), (there, their_stride, _) in zip(
-                self.regions, theirs.regions, strict=True
+            (here, own, own_stride, there, other, their_stride, unit)
+            for (own, own_stride, unit), (other, their_stride, _) in (
+                both if layer is None else both[layer : layer + 1]
             )
         ]
 

@@ -1,22 +1,28 @@
 """The scheduler's side of transfers between engines: offers given, and offers taken.
 
 A prefill engine keeps the pages of a finished request until the decode engine has read them or the
-lease ends. A decode engine reads each offer once; whatever goes wrong, it computes the prompt.
+lease ends. A decode engine reads each offer once, or waits once for a prefill engine that writes;
+whatever goes wrong, it computes the prompt.
 """
 
 import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from cascadekv.connectors.failures import FailureLog
+from cascadekv.connectors.vllm.announcements import PushPlan
 from cascadekv.connectors.vllm.leases import LEASES_MAX
 from cascadekv.connectors.vllm.offers import (
+    Computed,
     Offer,
     OfferError,
+    Opened,
+    PushSource,
     TransferPlan,
+    transfer_name,
     wants_decode,
     wants_prefill,
 )
@@ -39,17 +45,19 @@ class _Given:
 
     slot: int
     lease: int
+    digest: str | None
+    """Of the prompt; `None` if other engines may not use its KV."""
     is_ended: bool = False
     """Whether the request has finished and its pages are offered."""
 
 
 @dataclass(slots=True)
 class _Taken:
-    """An offer to a request that waits here."""
+    """What another engine offers to a request that waits here: its pages, or to write."""
 
-    offer: Offer
+    offer: Offer | PushPlan
     renewed: float
-    """When it was last renewed, by the monotonic clock."""
+    """When an offer of pages was last renewed, by the monotonic clock."""
 
 
 class TransferRequests:
@@ -74,6 +82,8 @@ class TransferRequests:
         self._given: dict[str, _Given] = {}
         self._taken: dict[str, _Taken | None] = {}
         """By request; `None` once its offer was used or was refused."""
+        self._pushed: set[str] = set()
+        """Requests whose blocks a prefill engine writes, or has written."""
         self._plan = TransferPlan(workers=len(self._workers))
         self._renew_after = 0.0
         self._failures = FailureLog(_LOG)
@@ -92,15 +102,49 @@ class TransferRequests:
         """
         params = request.kv_transfer_params
         self.offer(request)
-        is_known = request.request_id in self._given
-        if is_known or not wants_decode(params) or request.num_prompt_tokens < block_tokens:
+        if request.request_id in self._given or not wants_decode(params):
+            return
+        name = transfer_name(params, request.request_id)
+        if request.num_prompt_tokens < block_tokens:
+            self._plan.refused.append(name)
             return
         if not self._free:
+            self._plan.refused.append(name)
             self._failures.count("offering pages", f"{LEASES_MAX} leases are open")
             return
-        given = _Given(self._free.pop(), secrets.randbits(63) | 1)
+        digest = self._digest_of(request)
+        given = _Given(self._free.pop(), secrets.randbits(63) | 1, digest)
         self._given[request.request_id] = given
-        self._plan.opened.append((request.request_id, given.slot, given.lease))
+        opened = Opened(request.request_id, given.slot, given.lease)
+        if digest is None:
+            self._plan.refused.append(name)
+        else:
+            opened = replace(opened, transfer=name, prompt=digest, tokens=request.num_prompt_tokens)
+        self._plan.opened.append(opened)
+
+    def compute(self, request: "Request", tokens: int, tables: Sequence[Sequence[int]]) -> None:
+        """Note that the next step computes tokens of a request; `tables` are its pages by group."""
+        given = self._given.get(request.request_id)
+        if given is None or given.is_ended or given.digest is None:
+            return
+        first = request.num_computed_tokens
+        pages = {group: list(table) for group, table in enumerate(tables)}
+        computed = Computed(request.request_id, first, first + tokens, pages)
+        self._plan.computed.append(computed)
+
+    @property
+    def has_given(self) -> bool:
+        """Whether other engines may get pages of this one."""
+        return bool(self._given)
+
+    def is_given(self, request: str) -> bool:
+        """Whether other engines may get the pages of a request that is computed here."""
+        given = self._given.get(request)
+        return given is not None and not given.is_ended
+
+    def stop(self, requests: Iterable[str]) -> None:
+        """Note that requests lose their pages before the next step."""
+        self._plan.stopped += [request for request in requests if request in self._given]
 
     def finish(
         self, request: "Request", pages: Sequence[Sequence[int]], block_tokens: int
@@ -108,6 +152,9 @@ class TransferRequests:
         """Return the offer of a request that ends, whose pages must be kept; `None` without one."""
         self.give_back(request.request_id)
         self._taken.pop(request.request_id, None)
+        if request.request_id in self._pushed:
+            self._pushed.discard(request.request_id)
+            self._plan.withdrawn.append(request.request_id)
         given = self._given.get(request.request_id)
         if given is None or given.is_ended:
             return None
@@ -117,7 +164,7 @@ class TransferRequests:
             "FINISHED_STOPPED",
             "FINISHED_LENGTH_CAPPED",
         )
-        digest = self._digest_of(request) if is_whole else None
+        digest = given.digest if is_whole else None
         if digest is None:
             self._plan.dropped.append(request.request_id)
             self._close(request.request_id)
@@ -152,8 +199,8 @@ class TransferRequests:
 
     # Pages of other engines.
 
-    def offer(self, request: "Request") -> Offer | None:
-        """Return the offer to a request, if it is usable and was not used."""
+    def offer(self, request: "Request") -> Offer | PushPlan | None:
+        """Return what another engine offers to a request, if it is usable and was not used."""
         params = request.kv_transfer_params
         name = request.request_id
         if name not in self._taken:
@@ -164,8 +211,15 @@ class TransferRequests:
         return None if taken is None else taken.offer
 
     def _read(self, request: "Request") -> _Taken | None:
+        params, tokens = request.kv_transfer_params or {}, request.num_prompt_tokens
         try:
-            params, tokens = request.kv_transfer_params or {}, request.num_prompt_tokens
+            source = PushSource.parse(params)
+            if source is not None:
+                digest = self._digest_of(request)
+                plan = None
+                if digest is not None:
+                    plan = PushPlan(source, digest, tokens, self.workers, self._lease_s)
+                return None if plan is None else _Taken(plan, 0.0)
             offer = Offer.parse(params, self._token, tokens=tokens)
         except OfferError as error:
             self._failures.count("reading the offer of a prefill engine", error)
@@ -179,6 +233,9 @@ class TransferRequests:
 
     def use(self, request: str) -> None:
         """Note that a request's load is planned: its workers end the lease."""
+        taken = self._taken.get(request)
+        if taken is not None and isinstance(taken.offer, PushPlan):
+            self._pushed.add(request)
         if request in self._taken:
             self._taken[request] = None
 
@@ -187,7 +244,8 @@ class TransferRequests:
         taken = self._taken.get(request)
         if taken is not None:
             self._taken[request] = None
-            self._plan.released.append(taken.offer)
+            if isinstance(taken.offer, Offer):
+                self._plan.released.append(taken.offer)
 
     def take_plan(self) -> TransferPlan | None:
         """Return what has changed since the last step; `None` for nothing."""
@@ -195,7 +253,9 @@ class TransferRequests:
         if now >= self._renew_after and self._taken:
             self._renew_after = now + RENEW_S
             for taken in self._taken.values():
-                if taken is not None and now - taken.renewed > taken.offer.seconds / RENEWALS:
+                if taken is None or not isinstance(taken.offer, Offer):
+                    continue
+                if now - taken.renewed > taken.offer.seconds / RENEWALS:
                     taken.renewed = now
                     self._plan.renewed.append(taken.offer)
         if not self._plan:

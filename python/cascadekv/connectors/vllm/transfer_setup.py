@@ -17,6 +17,7 @@ from cascadekv.connectors.vllm.transfer_geometry import Geometry, GeometryError
 from cascadekv.connectors.vllm.transfer_requests import TransferRequests
 from cascadekv.connectors.vllm.transfers import Transfers
 from cascadekv.errors import ConfigError
+from cascadekv.transfer import Rdma
 
 if TYPE_CHECKING:
     import torch
@@ -31,13 +32,14 @@ _LOG = logging.getLogger("vllm.cascade")
 def open_transfers(
     config: "VllmConfig",
     settings: ConnectorSettings,
-    held: tuple[Sequence[HeldPart], Mapping[str, str]],
+    held: tuple[Sequence[HeldPart], Mapping[str, str], Sequence[Sequence[str]]],
     memory: "torch.Tensor",
     pieces: int,
 ) -> Transfers | None:
-    """Let decode engines read a worker's pages, if the settings say so.
+    """Let other engines read and write a worker's pages, if the settings say so.
 
-    `held` are its parts and the manifest; `pieces` is the number of the attention backend's blocks
+    `held` are its parts, the manifest, and the names of the layers of each group in the order of
+    the parts' regions; `pieces` is the number of the attention backend's blocks
     in one block of the engine. Raises `ConfigError`.
     """
     if settings.transfer != "direct":
@@ -48,7 +50,7 @@ def open_transfers(
             "use cascade.transfer: node"
         )
         return None
-    parallel, (parts, manifest) = config.parallel_config, held
+    parallel, (parts, manifest, groups) = config.parallel_config, held
     host, _, port = settings.transfer_listen.rpartition(":")
     listen = f"{host}:{int(port) + parallel.rank}" if int(port) else f"{host}:0"
     try:
@@ -60,10 +62,18 @@ def open_transfers(
             block_tokens=config.cache_config.block_size * parallel.decode_context_parallel_size,
             pieces=pieces,
         )
-        token = settings.read_transfer_token()
-        return Transfers(memory, geometry, listen=listen, token=token)
+        use = settings.transfer_rdma
+        return Transfers(
+            memory,
+            geometry,
+            listen=listen,
+            token=settings.read_transfer_token(),
+            tls=settings.transfer_tls(),
+            rdma=None if use == "off" else Rdma(use="require" if use == "require" else "prefer"),
+            layers=[groups[held.part.group] for held in parts],
+        )
     except (CascadeError, GeometryError, OSError, ValueError) as error:
-        raise ConfigError(f"cascade.transfer_listen: {listen}: {error}") from error
+        raise ConfigError(f"cascade.transfer: direct, at {listen}: {error}") from error
 
 
 def transfers_between(

@@ -1,21 +1,37 @@
 """A worker's side of transfers between engines: its pages for peers, and reads of peers' pages.
 
 A read is complete if all bytes arrived with their checksums and the peer's table still held the
-lease afterwards. Anything else is a failed load: the engine computes the blocks.
+lease afterwards. A push is complete if all blocks of all layers have arrived. Anything else is a
+failed load: the engine computes the blocks.
 """
 
+import json
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from cascadekv import CascadeError
 from cascadekv._native import TransportEndpoint
 from cascadekv.connectors.failures import FailureLog
+from cascadekv.connectors.vllm.announcements import (
+    ANNOUNCE,
+    LAYER,
+    REFUSE,
+    WITHDRAW,
+    Announcement,
+    Written,
+)
+from cascadekv.connectors.vllm.arrivals import Arrivals
 from cascadekv.connectors.vllm.leases import DONE, RENEW, LeaseTable
-from cascadekv.connectors.vllm.offers import Offer, TransferPlan
-from cascadekv.connectors.vllm.prefill_engine import FAILURES, PrefillEngine, Scratch
+from cascadekv.connectors.vllm.offers import TransferPlan
+from cascadekv.connectors.vllm.peer_workers import FAILURES
+from cascadekv.connectors.vllm.prefill_engine import PrefillEngine, Scratch
+from cascadekv.connectors.vllm.pushes import Pushes
 from cascadekv.connectors.vllm.transfer_geometry import Geometry, GeometryError
+from cascadekv.transfer import Rdma, Tls
+from cascadekv.transfer.settings import use_rdma
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -31,23 +47,44 @@ _LOG = logging.getLogger("vllm.cascade")
 ENGINES_MAX = 64
 """Most prefill engines with open connections; the one whose use is longest ago is closed."""
 RECEIVE_S = 0.25
+"""How often deadlines of pushes are looked at."""
+HEARTBEAT_S = 2.0, 10.0
+"""Interval and limit after which a frozen engine is disconnected."""
 
 
 class Transfers:
     """One worker's pages, its leases, and the prefill engines that it reads from."""
 
-    def __init__(
-        self, memory: "torch.Tensor", geometry: Geometry, *, listen: str, token: bytes | None
+    def __init__(  # noqa: PLR0913 # each is named by its caller
+        self,
+        memory: "torch.Tensor",
+        geometry: Geometry,
+        *,
+        listen: str,
+        token: bytes | None,
+        tls: Tls | None = None,
+        rdma: Rdma | None = None,
+        layers: Sequence[Sequence[str]] = (),
     ) -> None:
-        """Register the pages in host memory and listen. Raises `CascadeError` or `OSError`."""
+        """Register the pages in host memory and listen. Raises `CascadeError` or `OSError`.
+
+        Engines of other hosts need the token or the certificates. `layers` are the names of the
+        layers of each part; without them, blocks are written to decode engines at the end of each
+        step.
+        """
         self._geometry = geometry
-        self._is_any_host = token is not None
+        self._is_any_host = token is not None or tls is not None
         self._endpoint = TransportEndpoint(
             name=f"vllm rank {geometry.rank}",
             geometry=geometry.to_json(),
             accepts=self._refusal,
             token=token,
+            heartbeat=HEARTBEAT_S,
+            tls=tls,
         )
+        if rdma is not None:
+            device = use_rdma(self._endpoint, rdma)
+            _LOG.info("Cascade: pages move by %s", f"RDMA ({device})" if device else "TCP")
         self._leases = LeaseTable()
         self._scratch = Scratch()
         # Numbered from 0: the regions PAGES, TABLE and SCRATCH.
@@ -58,6 +95,14 @@ class Transfers:
         self.address = self._endpoint.listen(listen)
         self.id = self._endpoint.id.hex()
         self._engines: dict[tuple[tuple[str, str], ...], PrefillEngine] = {}
+        self._pushes = Pushes(
+            self._endpoint,
+            geometry,
+            layers,
+            is_any_host=self._is_any_host,
+            on_done=self._leases.finish_rank,
+        )
+        self._arrivals = Arrivals(self._endpoint, memory, geometry, lambda: (self.address, self.id))
         self._lock = threading.Lock()
         self._failures = FailureLog(_LOG)
         self._is_closed = False
@@ -67,38 +112,71 @@ class Transfers:
         self._receiver.start()
 
     def apply(self, plan: TransferPlan) -> None:
-        """Carry out a step's changes. Messages are sent by other threads."""
+        """Carry out a step's changes, before its kernels. Messages are sent by other threads."""
+        self._pushes.stop(plan.stopped, "the engine needed the pages of the request")
+        self._pushes.close_requests(plan.dropped, "the request has ended")
         self._leases.apply(plan)
+        for opened in plan.opened:
+            self._pushes.open(opened)
+        self._pushes.refuse(plan.refused)
+        self._pushes.begin_step(plan.computed)
+        if plan.withdrawn:
+            self._arrivals.withdraw(set(plan.withdrawn))
         for offer in plan.renewed:
-            self._engine(offer).send_later(offer, RENEW, plan.workers)
+            self._engine(offer.workers).send_later(offer, RENEW, plan.workers)
         for offer in plan.released:
-            self._engine(offer).send_later(offer, DONE, plan.workers)
+            self._engine(offer.workers).send_later(offer, DONE, plan.workers)
 
     def take_ended(self) -> set[str]:
         """Return requests whose leases have ended: the engine may use their pages again."""
-        return self._leases.take_ended()
+        ended = self._leases.take_ended(self._pushes.unfinished())
+        self._pushes.close_requests(ended, "its lease has ended")
+        return ended
+
+    def layer_computed(self, layer: str, requests: Iterable[str]) -> None:
+        """Write what the step has computed of a layer to decode engines that wait for it."""
+        self._pushes.layer_computed(layer, requests)
+
+    def end_step(self, right: Iterable[str], wrong: Iterable[str]) -> None:
+        """Write what the step has computed, except of requests whose KV may be wrong."""
+        self._pushes.stop(wrong, "a block that the prompt depends on could not be loaded")
+        self._pushes.end_step(right)
 
     def pull(self, running: "RunningLoad", deadline: float) -> "Future[LoadResult]":
         """Start to read the blocks of a load; the deadline is by the monotonic clock."""
         plan = running.load.pull
         if plan is None:
             raise ValueError("the load has no offer")
-        return self._engine(plan.offer).submit(lambda: self._pull(running, deadline))
+        return self._engine(plan.offer.workers).submit(lambda: self._pull(running, deadline))
+
+    def expect(self, running: "RunningLoad") -> "Future[LoadResult]":
+        """Let a prefill engine write the blocks of a load."""
+        plan = running.load.push
+        if plan is None:
+            raise ValueError("the load has no prefill engine")
+        return self._arrivals.expect(running, self._engine(plan.source.workers))
+
+    @property
+    def pushes(self) -> tuple[int, int]:
+        """How many pushes this worker has written completely, and how many it has got."""
+        return self._pushes.completed, self._arrivals.completed
 
     def close(self) -> None:
-        """End reads, messages and connections."""
+        """End reads, pushes, messages and connections."""
         self._is_closed = True
+        self._pushes.close()
         for engine in self._engines.values():
             engine.close()
         self._endpoint.close()
         self._receiver.join()
+        self._arrivals.close()
 
     def _pull(self, running: "RunningLoad", deadline: float) -> "LoadResult":
         started, cpu = time.perf_counter(), time.thread_time()
         load, plan = running.load, running.load.pull
         if plan is None:
             raise ValueError("the load has no offer")
-        engine = self._engine(plan.offer)
+        engine = self._engine(plan.offer.workers)
         needed = {
             part.name: [at for at, page in enumerate(load.blocks[part.group]) if page]
             for part in self._geometry.parts
@@ -119,14 +197,14 @@ class Transfers:
         seconds, cpu_seconds = time.perf_counter() - started, time.thread_time() - cpu
         return running.result(seconds=seconds, cpu_seconds=cpu_seconds)
 
-    def _engine(self, offer: Offer) -> PrefillEngine:
-        key = tuple(offer.workers)
+    def _engine(self, workers: Sequence[tuple[str, str]]) -> PrefillEngine:
+        key = tuple(workers)
         oldest = None
         with self._lock:
             engine = self._engines.pop(key, None)
             if engine is None:
                 engine = PrefillEngine(
-                    offer.workers,
+                    workers,
                     self._endpoint,
                     self._geometry,
                     self._scratch,
@@ -148,13 +226,37 @@ class Transfers:
         return None
 
     def _receive(self) -> None:
-        """Receive the messages of decode engines."""
+        """Receive the messages of other engines."""
         while not self._is_closed:
             try:
                 notice = self._endpoint.next_notice(timeout=RECEIVE_S)
             except CascadeError as error:
                 if not self._is_closed:
-                    self._failures.count("receiving messages of decode engines", error)
+                    self._failures.count("receiving messages of other engines", error)
                 return
-            if notice is not None:
-                self._leases.receive(notice[1])
+            try:
+                if notice is not None:
+                    self._apply_message(notice[1])
+                self._arrivals.check()
+                self._pushes.check()
+            except Exception as error:  # noqa: BLE001 # a bug here must not end all messages
+                _LOG.exception("Cascade: a message of another engine was not applied")
+                self._failures.count("receiving messages of other engines", error)
+
+    def _apply_message(self, notice: bytes) -> None:
+        """Apply a message of a peer; one that cannot be read is counted."""
+        try:
+            fields: Any = json.loads(notice)
+            kind = fields[0]
+            if kind == ANNOUNCE:
+                self._pushes.announce(Announcement.parse(fields[1], fields[2]))
+            elif kind == LAYER:
+                self._arrivals.receive(Written.parse(fields[1], fields[2]))
+            elif kind == WITHDRAW:
+                self._pushes.withdraw(int(fields[2][0]))
+            elif kind == REFUSE:
+                self._arrivals.refused(int(fields[2][0]), str(fields[2][1]))
+            else:
+                self._leases.receive(notice)
+        except (ValueError, TypeError, KeyError, IndexError, ArithmeticError) as error:
+            self._failures.count("reading a message of another engine", error)

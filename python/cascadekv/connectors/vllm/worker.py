@@ -32,7 +32,6 @@ from cascadekv.connectors.vllm.metadata import (
     Load,
     LoadResult,
     LoadTime,
-    Save,
     StepPlan,
     WorkerReport,
 )
@@ -128,6 +127,13 @@ class Worker:
 
     def begin_step(self, plan: StepPlan) -> None:
         """Begin a step: called before the loads and the kernels of a plan."""
+        if plan.transfer is not None and self._transfers is not None:
+            try:
+                # Before the kernels: they may use pages that were read for other engines.
+                self._transfers.apply(plan.transfer)
+            except Exception as error:  # noqa: BLE001 # a bug here must not fail the engine
+                _LOG.exception("Cascade: a step of transfers failed")
+                self._failures.count("a step of transfers", error)
         if self._clock is not None:
             self._clock.begin(plan)
 
@@ -135,8 +141,6 @@ class Worker:
         """Load what this step needs, and start the asynchronous loads."""
         self._plan = max(self._plan, plan.number)
         self._is_idle = plan.tokens == 0
-        if plan.transfer is not None and self._transfers is not None:
-            self._transfers.apply(plan.transfer)
         # The engine plans steps ahead. Pages stay invalid until a plan was made with the knowledge
         # that their load failed; earlier plans may save blocks that were computed from them.
         self._invalid_pages = {
@@ -195,6 +199,10 @@ class Worker:
                 raise ValueError("this worker reads no pages of other engines")
             pulled = self._transfers.pull(running, time.monotonic() + self._load_timeout)
             self._async_loads[load.request] = (running, pulled)
+        elif load.push is not None:
+            if self._transfers is None:
+                raise ValueError("no other engine writes to this worker")
+            self._async_loads[load.request] = (running, self._transfers.expect(running))
         elif load.is_async:
             future = self._loaders.submit(self._load_async, running, orders)
             self._async_loads[load.request] = (running, future)
@@ -276,6 +284,24 @@ class Worker:
             for load in self._step.layerwise_loads:
                 load.wait(index)
 
+    def layer_computed(self, layer: str, plan: StepPlan) -> None:
+        """Push a layer that the step has computed, unless loads of the step may have failed."""
+        is_known = not (self._step.layerwise_loads or self._invalid_pages)
+        if self._transfers is not None and plan.transfer is not None and is_known:
+            computed = plan.transfer.computed
+            self._transfers.layer_computed(layer, [each.request for each in computed])
+
+    def _push(self, plan: StepPlan) -> None:
+        """Push all layers of what the step has computed."""
+        if self._transfers is None or plan.transfer is None:
+            return
+        right: list[str] = []
+        wrong: list[str] = []
+        for each in plan.transfer.computed:
+            is_wrong = self._depends_on_invalid_page(each.tables)
+            (wrong if is_wrong else right).append(each.request)
+        self._transfers.end_step(right, wrong)
+
     def save(self, plan: StepPlan) -> None:
         """Finish the loads of this step, and save the blocks that it computed."""
         since = self._step.computing_since
@@ -296,8 +322,9 @@ class Worker:
             self._finish_sync_load(running, result)
         loaded, self._step = self._step.loaded, _StepState()
         self._promote_all(loaded)
+        self._push(plan)
         deadline = time.monotonic() + self._save_timeout
-        saves = [save for save in plan.saves if not self._depends_on_invalid_page(save)]
+        saves = [save for save in plan.saves if not self._depends_on_invalid_page(save.depends_on)]
         if saves:
             space = self._namespace(plan.generation)
             self._report.saved += self._saver.save(saves, space, deadline)
@@ -396,13 +423,13 @@ class Worker:
             self._invalid_pages |= dict.fromkeys(((group, page) for page in failed), self._plan)
             self._failed_pages |= failed
 
-    def _depends_on_invalid_page(self, save: Save) -> bool:
-        """Whether the blocks were computed from a page whose load failed: they are wrong too."""
+    def _depends_on_invalid_page(self, tables: Mapping[int, Sequence[int]]) -> bool:
+        """Whether blocks were computed from a page whose load failed: they are wrong too."""
         if not self._invalid_pages:
             return False
         return any(
             (group, page) in self._invalid_pages
-            for group, pages in save.depends_on.items()
+            for group, pages in tables.items()
             for page in pages
         )
 

@@ -27,6 +27,7 @@ pub(crate) struct FakeMachine {
     pub(crate) huge_bytes: usize,
     pub(crate) ring: Result<bool, io::ErrorKind>,
     pub(crate) unix_seconds: u64,
+    pub(crate) verbs: Result<(), String>,
     pub(crate) left_pools: Vec<LeftoverPool>,
     pub(crate) gpus: GpuAnswer,
     /// `try_ring` blocks until the sender is dropped.
@@ -65,6 +66,7 @@ impl FakeMachine {
             huge_bytes: 4 << 20,
             ring: Ok(true),
             unix_seconds: 1_800_000_000,
+            verbs: Ok(()),
             left_pools: Vec::new(),
             gpus: GpuAnswer::Found(gpu_report()),
             hangs_until: None,
@@ -120,6 +122,10 @@ impl Machine for FakeMachine {
             assert!(end.lock().unwrap().recv().is_err(), "nothing is sent");
         }
         self.ring.map_err(Into::into)
+    }
+
+    fn try_verbs(&self) -> Result<(), String> {
+        self.verbs.clone()
     }
 
     fn left_pools(&self, _: &Path) -> io::Result<Vec<LeftoverPool>> {

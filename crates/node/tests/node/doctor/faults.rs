@@ -6,7 +6,7 @@ use cascade_node::doctor::{CheckState, FileSystem};
 use tempfile::TempDir;
 
 use super::fake_machine::FakeMachine;
-use super::{GIB, assert_reported, diagnose, node};
+use super::{GIB, assert_reported, diagnose, node, result_of};
 
 /// A change of a healthy machine, and the problem that it causes: id, state, text, remedy.
 type Fault = (fn(&mut FakeMachine), &'static str, CheckState, &'static str, &'static str);
@@ -146,6 +146,16 @@ const FAULTS: &[Fault] = &[
         "uverbs",
         "modprobe ib_uverbs",
     ),
+    (
+        |machine| {
+            let text = "cannot load libibverbs.so.1: not found; install rdma-core";
+            machine.verbs = Err(text.to_owned());
+        },
+        "rdma",
+        CheckState::Warning,
+        "mlx5_0: cannot load libibverbs.so.1",
+        "install rdma-core",
+    ),
 ];
 
 #[test]
@@ -157,4 +167,18 @@ fn each_fault_is_reported_with_its_remedy() {
         let report = diagnose(node(directory.path()), machine);
         assert_reported(&report, id, *state, found, remedy);
     }
+}
+
+#[test]
+fn the_check_of_rdma_names_all_devices_and_the_limit_of_locked_memory() {
+    let directory = TempDir::new().unwrap();
+    let mut machine = FakeMachine::healthy();
+    machine.lists.get_mut("/sys/class/infiniband").unwrap().push("mlx5_1".to_owned());
+    let limits = machine.texts["/proc/self/limits"].replace("unlimited", "8388608  ");
+    machine.text("/proc/self/limits", &limits);
+    let report = diagnose(node(directory.path()), machine);
+    let (state, found, _) = result_of(&report, "rdma");
+    assert_eq!(state, CheckState::Ok);
+    let expected = "mlx5_0; without an active port: mlx5_1; at most 8.0 MiB can be registered";
+    assert_eq!(found, expected);
 }

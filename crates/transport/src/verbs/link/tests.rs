@@ -69,7 +69,7 @@ impl World {
     }
 
     fn write(&self, count: usize, deadline: Deadline) -> Result<Posted, VerbsError> {
-        self.link.post(Direction::Write, self.moves(count), false, deadline)
+        self.link.post(Direction::Write, self.moves(count), &[], deadline)
     }
 
     fn state(&self) -> &fake::State {
@@ -191,7 +191,8 @@ fn a_refused_post_closes_the_link() {
 #[test]
 fn a_flushed_write_ends_with_one_read_on_each_queue_pair() {
     let world = world(&VerbsSettings { queue_pairs: 2, ..VerbsSettings::default() });
-    let posted = world.link.post(Direction::Write, world.moves(100), true, soon()).unwrap();
+    let flushes = [FlushPlace::start_of(&world.remote.remote()).unwrap()];
+    let posted = world.link.post(Direction::Write, world.moves(100), &flushes, soon()).unwrap();
     world.link.wait(&posted, soon()).unwrap();
     assert_eq!(world.counts(), [4, 102, 2]);
     let written = world.bytes[..1600].iter().map(|byte| byte.load(Ordering::Relaxed));
@@ -229,34 +230,4 @@ fn a_link_that_is_dropped_with_requests_in_flight_leaves_nothing() {
     let device = Arc::clone(&world.device);
     drop(world);
     assert_eq!(fake::state(&device).objects.load(Ordering::Relaxed), 0);
-}
-
-/// Prints the time of our code for a request. A figure, and no test: run it in release.
-#[test]
-#[ignore = "a measurement: see docs/verbs.md"]
-#[expect(clippy::print_stdout, reason = "prints figures")]
-fn time_of_a_request() {
-    for chain in [1, 32, 128, 256] {
-        let world = world(&VerbsSettings { chain, ..one() });
-        world.state().is_null.store(true, Ordering::Relaxed);
-        let remote = world.remote.remote();
-        let offsets: Vec<u64> = (0..1538_u64).map(|at| at * 7919 % 4000 * 16).collect();
-        let mut rounds: Vec<f64> = (0..5)
-            .map(|_| {
-                let started = cascade_runtime::thread_cpu_time();
-                for _ in 0..2000 {
-                    let moves = offsets.iter().map(|&at| {
-                        let (local, remote) = ((&world.local, at), (&remote, at));
-                        Move::new(Direction::Write, local, remote, 16).unwrap()
-                    });
-                    let posted = world.link.post(Direction::Write, moves, false, soon()).unwrap();
-                    world.link.wait(&posted, soon()).unwrap();
-                }
-                let spent = cascade_runtime::thread_cpu_time().saturating_sub(started);
-                spent.as_secs_f64() * 1e9 / (2000.0 * 1538.0)
-            })
-            .collect();
-        rounds.sort_by(f64::total_cmp);
-        println!("chain {chain}: {:.1} ns a request ({rounds:.1?})", rounds[2]);
-    }
 }

@@ -1,0 +1,140 @@
+"""Connections to the workers of other engines."""
+
+import ipaddress
+import logging
+import threading
+import time
+from dataclasses import dataclass
+
+from cascadekv import CascadeError
+from cascadekv._native import TransportConnection, TransportEndpoint, TransportTicket
+from cascadekv.connectors.vllm.transfer_geometry import Geometry, GeometryError
+from cascadekv.errors import AwayError, DeadlineError, RefusedError
+
+__all__ = [
+    "FAILURES",
+    "PAGES",
+    "SCRATCH",
+    "TABLE",
+    "PeerConnection",
+    "PeerWorker",
+    "cancel",
+    "left",
+]
+
+_LOG = logging.getLogger("vllm.cascade")
+PAGES, TABLE, SCRATCH = 0, 1, 2
+"""Numbers of a worker's regions: its pages, its leases, and where leases of others are read to."""
+FAILURES = (CascadeError, GeometryError, OSError)
+"""What a transfer with another engine can fail with."""
+CONNECT_S = 2.0
+"""Most time to connect to a worker."""
+AVOID_S = 5.0
+"""How long a worker that did not answer is not tried again."""
+CANCEL_S = 1.0
+"""Time-out of a cancellation."""
+
+
+@dataclass(frozen=True)
+class PeerConnection:
+    """A connection to one worker, and what it said of its pages."""
+
+    native: TransportConnection
+    geometry: Geometry
+
+
+class PeerWorker:
+    """One worker of another engine. Any number of threads may use it."""
+
+    def __init__(
+        self,
+        address: str,
+        endpoint: str,
+        own: TransportEndpoint,
+        geometry: Geometry,
+        *,
+        is_any_host: bool,
+    ) -> None:
+        """`endpoint` is its ID, or empty if it is not known. `is_any_host` permits other hosts."""
+        self._address = address
+        self._endpoint = endpoint
+        self._own = own
+        self._geometry = geometry
+        self._is_any_host = is_any_host
+        self._lock = threading.Lock()
+        self._connection: PeerConnection | None = None
+        self._avoid_until = 0.0
+        self._reason: Exception | None = None
+
+    def connect(self, deadline: float) -> PeerConnection:
+        """Return the connection, made anew if it was lost; raises at once after a failure."""
+        if not self._lock.acquire(timeout=left(deadline)):
+            raise DeadlineError(f"{self._address}: another thread still connects to it")
+        try:
+            if time.monotonic() < self._avoid_until:
+                raise AwayError(f"{self._address} is not tried again yet: {self._reason}")
+            current = self._connection
+            if current is None or not current.native.is_open:
+                try:
+                    current = self._connection = self._open(deadline)
+                except FAILURES as error:
+                    self.avoid(error)
+                    raise
+            return current
+        finally:
+            self._lock.release()
+
+    def avoid(self, error: Exception) -> None:
+        """Do not use the worker for some seconds."""
+        self._reason, self._avoid_until = error, time.monotonic() + AVOID_S
+
+    def _open(self, deadline: float) -> PeerConnection:
+        if not self._is_any_host and not _is_loopback(self._address):
+            raise RefusedError(
+                f"{self._address} is another host: set cascade.transfer_token_file or "
+                "cascade.transfer_tls_authority in both engines"
+            )
+        native = self._own.connect(self._address, timeout=min(CONNECT_S, left(deadline)))
+        if native.no_rdma is not None:
+            _LOG.warning("Cascade: %s: pages move by TCP: %s", self._address, native.no_rdma)
+        try:
+            return PeerConnection(native, self._checked(native))
+        except BaseException:
+            native.close()
+            raise
+
+    def _checked(self, native: TransportConnection) -> Geometry:
+        """Return the geometry of the peer; raises if it is not the worker of the offer."""
+        if self._endpoint and native.peer_id.hex() != self._endpoint:
+            raise RefusedError(f"{self._address} is another engine than was named")
+        geometry = Geometry.parse(native.geometry)
+        self._geometry.check(geometry)
+        return geometry
+
+    def disconnect(self) -> None:
+        """Close the connection, also while another thread uses it or connects."""
+        current = self._connection
+        if current is not None:
+            current.native.close()
+
+
+def left(deadline: float) -> float:
+    """Return the seconds until a deadline by the monotonic clock."""
+    return max(0.0, deadline - time.monotonic())
+
+
+def _is_loopback(address: str) -> bool:
+    if address.startswith("unix:"):
+        return True
+    try:
+        return ipaddress.ip_address(address.rpartition(":")[0].strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def cancel(connection: PeerConnection, ticket: TransportTicket) -> None:
+    """End a read: afterwards no byte is written. A worker that does not answer is disconnected."""
+    try:
+        ticket.cancel(timeout=CANCEL_S)
+    except CascadeError:
+        connection.native.close()

@@ -1,0 +1,112 @@
+"""Bytes that prefill workers write into pages of decode workers: block sizes, ranks, steps."""
+
+import contextlib
+import random
+import time
+
+import numpy as np
+import pytest
+from cascadekv.connectors.vllm.announcements import PushPlan
+from cascadekv.connectors.vllm.metadata import Load
+from cascadekv.connectors.vllm.offers import Computed, Opened, PushSource, TransferPlan
+from cascadekv.connectors.vllm.running_load import RunningLoad
+from scheduled_engine import LIMIT_S
+from transfer_pages import Pages, transfers_of
+from vllm_caches import BLOCK_TOKENS, Model, workers_of
+
+DIGEST = "of the prompt"
+
+
+def expect(target, sources, blocks, tokens, *, first=0, workers=1):
+    """Let prefill workers write blocks; returns the future result."""
+    load = Load("d", is_async=True, first=first, keys={}, blocks=blocks, tier="peers")
+    source = PushSource([(each.address, "") for each in sources], "x")
+    load.push = PushPlan(source, DIGEST, tokens, workers, LIMIT_S)
+    return target.expect(RunningLoad(load))
+
+
+def opened(tokens):
+    """Return the plan of a step that opens the request."""
+    return TransferPlan(opened=[Opened("r", 0, 9, "x", DIGEST, tokens)])
+
+
+def compute(sources, tables, tokens, chance):
+    """Compute a prompt in steps of random lengths."""
+    at = 0
+    while at < tokens:
+        end = min(tokens, at + chance.randrange(1, tokens + 1))
+        for source in sources:
+            source.apply(TransferPlan(computed=[Computed("r", at, end, tables)]))
+            source.end_step(["r"], [])
+        at = end
+        if chance.random() < 0.5:
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("pieces", [(1, 1), (1, 2), (1, 4), (2, 1), (4, 1), (2, 3)])
+def test_blocks_of_other_sizes(pieces):
+    """The bytes of a prompt arrive in the right units; nothing else changes."""
+    chance = random.Random(repr(pieces))
+    unit, layers, pages = 64, 3, 24
+    own, other = pieces
+    for _ in range(6):
+        sender, receiver = Pages(own, unit, layers, pages), Pages(other, unit, layers, pages)
+        sender.memory.random_(1, 255)
+        tokens = chance.randrange(1, 40)
+        units = -(-tokens // 4)
+        there = chance.sample(range(1, pages), -(-units // own))
+        here = chance.sample(range(1, pages), -(-units // other))
+        first = chance.randrange(len(here))
+        with sender.open() as source, receiver.open() as target:
+            order = chance.choice(["before", "after"])
+            if order == "after":
+                source.apply(opened(tokens))
+                compute([source], {0: there}, tokens, chance)
+            result = expect(target, [source], {0: here[first:]}, tokens, first=first)
+            if order == "before":
+                source.apply(opened(tokens))
+                compute([source], {0: there}, tokens, chance)
+            assert result.result(LIMIT_S).bad == []
+        written = set()
+        for layer in range(layers):
+            for number in range(first * other, units):
+                to = here[number // other] * other + number % other
+                come = there[number // own] * own + number % own
+                assert receiver.unit(layer, to).equal(sender.unit(layer, come))
+                written.add(to)
+            for number in set(range(receiver.count)) - written:
+                assert receiver.unit(layer, number).count_nonzero() == 0
+
+
+@pytest.mark.parametrize(("given", "taken"), [(1, 1), (1, 2), (2, 1), (4, 2), (2, 4), (8, 1)])
+@pytest.mark.parametrize("is_mla", [False, True])
+def test_ranks_of_other_sizes(given, taken, is_mla):
+    model, chance = Model(is_mla=is_mla), random.Random(repr((given, taken)))
+    shards = None if is_mla else max(given, taken)
+    pages, there = [7, 2, 9], [4, 1, 11]
+    tokens = 3 * BLOCK_TOKENS
+    with contextlib.ExitStack() as stack:
+        sources = [
+            stack.enter_context(contextlib.closing(transfers_of(each, given)))
+            for each in workers_of(model, given, shards=shards)
+        ]
+        for each in sources:
+            each.apply(opened(tokens))
+        ranks = workers_of(model, taken, shards=shards, is_filled=False)
+        targets = [
+            stack.enter_context(contextlib.closing(transfers_of(each, taken))) for each in ranks
+        ]
+        results = [expect(each, sources, {0: pages}, tokens, workers=taken) for each in targets]
+        compute(sources, {0: there}, tokens, chance)
+        for result, rank in zip(results, ranks, strict=True):
+            assert result.result(LIMIT_S).bad == []
+            for layer in range(len(model.layers)):
+                for own, theirs in zip(pages, there, strict=True):
+                    assert np.array_equal(rank.page(layer, own), rank.share[layer, theirs])
+        # The lease ends once every rank of the decode engine has all.
+        for each in sources:
+            each.apply(TransferPlan(ended=[("r", 100.0)]))
+            end = time.monotonic() + LIMIT_S
+            while each.take_ended() != {"r"}:
+                assert time.monotonic() < end, "it did not become so"
+                time.sleep(0.01)
