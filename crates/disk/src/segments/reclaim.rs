@@ -10,7 +10,7 @@ use super::flush::forget_segment;
 use super::segment::{BlockSlot, Segment};
 use super::write::{SpaceClass, WriterState};
 use super::write_run::{PendingEntry, PendingPayload, tombstone};
-use super::{SegmentFiles, UnreportedMoves, count};
+use super::{Alias, SegmentFiles, UnreportedMoves, count};
 use crate::error::is_misplaced;
 use crate::format::{EntryKind, PAGE_BYTES, RecordEntry, pages_of};
 use crate::io::{Buffer, PageBuffer, Transfer, TransferKind};
@@ -19,6 +19,13 @@ use crate::{Address, BlockFacts, DiskError, MakeRoomOutcome};
 
 /// Maximum number of bytes that a reclaim holds in memory.
 const MOVE_BYTES_MAX: u64 = 8 << 20;
+
+/// The segment to remove.
+struct Victim {
+    segment: Arc<Segment>,
+    /// Aliases from this number on were added after it was chosen.
+    late_from: u64,
+}
 
 /// A block to move, with the keys to keep. The first key becomes its own, the others its aliases.
 #[derive(Debug)]
@@ -61,17 +68,19 @@ impl SegmentFiles {
         reclaimed: &mut MakeRoomOutcome,
         deadline: Deadline,
     ) -> Result<(), DiskError> {
-        let Some(victim) = self.choose_victim(deadline)? else { return Ok(()) };
+        let Some(chosen) = self.choose_victim(deadline)? else { return Ok(()) };
+        let victim = Arc::clone(&chosen.segment);
         let entries = self.entries_of(&victim, deadline)?;
         self.drop_undescribed(&victim, &entries, reclaimed);
-        let moves = self.select_moves(&victim, &entries, keep, reclaimed);
+        let moves = self.select_moves(&chosen, &entries, keep, reclaimed);
         self.forget_reported_moves(unreported);
         // In batches, which bound the memory and unlock the writer in between, so that appends
         // continue.
         for batch in batches(moves) {
-            self.move_blocks(&victim, batch, reclaimed, deadline)?;
+            self.move_blocks(&chosen, batch, reclaimed, deadline)?;
         }
         let mut writer = self.lock(&self.writer, deadline)?;
+        self.drop_late_aliases(&chosen, reclaimed);
         // The order matters: the victim is removed only after its moved blocks and rewritten
         // entries are on stable storage. A crash before the removal leaves both copies, which
         // recovery resolves by their sequence numbers.
@@ -122,7 +131,7 @@ impl SegmentFiles {
 
     /// Selects the segment with the smallest live share if that is below 50 %, otherwise the
     /// oldest.
-    fn choose_victim(&self, deadline: Deadline) -> Result<Option<Arc<Segment>>, DiskError> {
+    fn choose_victim(&self, deadline: Deadline) -> Result<Option<Victim>, DiskError> {
         let mut writer = self.lock(&self.writer, deadline)?;
         // A segment is not removed while it is being sealed.
         self.finish_seal(&mut writer, deadline);
@@ -143,10 +152,12 @@ impl SegmentFiles {
             state.live_bytes * 100 / state.file_bytes.max(1)
         };
         let emptiest = candidates.iter().min_by_key(|segment| live_percent(segment));
-        Ok(match emptiest {
+        let segment = match emptiest {
             Some(segment) if live_percent(segment) < 50 => Some(Arc::clone(segment)),
             _ => candidates.into_iter().next(),
-        })
+        };
+        let late_from = writer.next_sequence;
+        Ok(segment.map(|segment| Victim { segment, late_from }))
     }
 
     /// Drops live blocks that no entry describes. Only keys of their aliases are known and
@@ -176,10 +187,28 @@ impl SegmentFiles {
         }
     }
 
+    /// Drops the aliases that were added after `keep` was called, to blocks that do not move. The
+    /// caller has locked the writer, so that no more are added.
+    fn drop_late_aliases(&self, victim: &Victim, reclaimed: &mut MakeRoomOutcome) {
+        let is_late = |alias: &&Alias| alias.sequence >= victim.late_from;
+        let aliases = self.aliases();
+        let of_victim = aliases.iter().filter(|(at, _)| at.segment() == victim.segment.number);
+        let late = of_victim
+            .flat_map(|(at, those)| those.iter().filter(is_late).map(|each| (each.meta.key, *at)));
+        let late: Vec<_> = late.collect();
+        drop(aliases);
+        if late.is_empty() {
+            return;
+        }
+        // A block that found no space was dropped with its late aliases.
+        let dropped: HashSet<_> = reclaimed.dropped.iter().copied().collect();
+        reclaimed.dropped.extend(late.into_iter().filter(|each| !dropped.contains(each)));
+    }
+
     /// Calls `keep` for every live key of a segment. Returns the blocks to move.
     fn select_moves(
         &self,
-        victim: &Segment,
+        Victim { segment: victim, late_from }: &Victim,
         entries: &[RecordEntry],
         keep: &mut dyn FnMut(&BlockFacts, Address) -> bool,
         reclaimed: &mut MakeRoomOutcome,
@@ -194,8 +223,7 @@ impl SegmentFiles {
             let first_key = slot.is_first_key(&entry.meta.key).then_some(entry.meta);
             // Copied, so that the aliases are unlocked while `keep` is called: it may read, and
             // reads lock them.
-            let others: Vec<_> =
-                self.aliases().get(&from).into_iter().flatten().map(|alias| alias.meta).collect();
+            let others = self.aliases_at(from, |sequence| sequence < *late_from);
             let mut keys: Vec<BlockFacts> = first_key.into_iter().chain(others).collect();
             keys.retain(|meta| {
                 let is_kept = !meta.has_expired(now) && keep(meta, from);
@@ -211,10 +239,17 @@ impl SegmentFiles {
         moves
     }
 
+    /// The aliases of a block whose numbers are as wanted.
+    fn aliases_at(&self, address: Address, is_wanted: impl Fn(u64) -> bool) -> Vec<BlockFacts> {
+        let aliases = self.aliases();
+        let those = aliases.get(&address).into_iter().flatten();
+        those.filter(|alias| is_wanted(alias.sequence)).map(|alias| alias.meta).collect()
+    }
+
     /// Copies blocks to the end of the active segment and redirects their old addresses.
     fn move_blocks(
         &self,
-        victim: &Arc<Segment>,
+        Victim { segment: victim, late_from }: &Victim,
         moves: Vec<BlockMove>,
         reclaimed: &mut MakeRoomOutcome,
         deadline: Deadline,
@@ -232,8 +267,14 @@ impl SegmentFiles {
                 continue;
             };
             // A key may have been removed since `keep` was called for it.
-            let keys: Vec<_> =
+            let mut keys: Vec<_> =
                 each.keys.into_iter().filter(|meta| self.has_key(&meta.key, each.from)).collect();
+            // And others may have been added.
+            for late in self.aliases_at(each.from, |sequence| sequence >= *late_from) {
+                if keys.iter().all(|meta| meta.key != late.key) {
+                    keys.push(late);
+                }
+            }
             // The first key is written with the block even if it was an alias before.
             let Some(&first) = keys.first() else { continue };
             count(&self.counters.bytes_moved, u64::from(first.bytes));
