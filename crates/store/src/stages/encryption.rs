@@ -10,7 +10,6 @@ mod names;
 mod record;
 
 use std::collections::BTreeSet;
-use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
@@ -24,12 +23,12 @@ use cascade_tier::tier::{
 };
 use cascade_tier::{StoreError, TierName};
 
-use self::keys::{KeyId, KeyRing};
+use self::keys::{KeyId, KeyRing, refuse_key_beside_blocks};
 use self::loads::RecordLoads;
 use self::names::{TrustedName, TrustedNames};
 use self::record::{OVERHEAD, Trailer};
 use super::StageContext;
-use crate::{EncryptionConfig, StoreConfig};
+use crate::EncryptionConfig;
 
 /// Memory for records in flight: a share of DRAM within these bounds.
 const BOUNCE_SHARE: u64 = 8;
@@ -108,16 +107,6 @@ impl EncryptedStage {
         let keys = KeyRing::open(config, inner.name())?;
         let marks = marks(&*inner, context)?;
         let recovered = inner.recover();
-        if marks.is_empty() && !recovered.is_empty() {
-            return Err(StoreError::Config {
-                setting: "encryption",
-                reason: format!(
-                    "tier {} holds {} unencrypted blocks; empty its directory or use another one",
-                    inner.name(),
-                    recovered.len()
-                ),
-            });
-        }
         let bytes = usize::try_from(context.config.dram_bytes / BOUNCE_SHARE).unwrap_or(usize::MAX);
         let bounce = bounce_pool(bytes.clamp(BOUNCE_BYTES_MIN, BOUNCE_BYTES_MAX))
             .map_err(|error| StoreError::Memory(Arc::new(error)))?;
@@ -134,7 +123,7 @@ impl EncryptedStage {
         }
         // Without any of its keys no block can be read. The blocks stay until their space is
         // needed, in case the key file is the wrong one.
-        let is_readable = unknown_keys.len() < marks.len();
+        let is_readable = marks.is_empty() || unknown_keys.len() < marks.len();
         let stage = Self {
             inner,
             keys,
@@ -143,18 +132,56 @@ impl EncryptedStage {
             returned: Condvar::new(),
             waiting: Mutex::new(()),
             clock: Arc::clone(context.clock),
-            recovered: Mutex::new(if is_readable { recovered } else { Vec::new() }),
+            recovered: Mutex::default(),
             aliases: Mutex::default(),
             counters: EncryptionCounters::default(),
             notes,
         };
         let deadline = Deadline::after(&**context.clock, OPENING_TIMEOUT);
-        stage.mark(deadline).map_err(|error| StoreError::Tier {
-            tier: stage.name(),
-            operation: "store the identifier of its encryption key",
-            source: Arc::new(error),
-        })?;
+        let failed = |operation| {
+            let tier = stage.name();
+            move |error| StoreError::Tier { tier, operation, source: Arc::new(error) }
+        };
+        if marks.is_empty() {
+            let foreign = stage.find_foreign(&recovered, deadline);
+            if let Some(key) = foreign.map_err(failed("look for unencrypted blocks"))? {
+                return Err(StoreError::Config {
+                    setting: "encryption",
+                    reason: format!(
+                        "tier {} holds blocks that are unencrypted, or whose key {} does not \
+                         hold, such as {key}; empty its directory or use another one",
+                        stage.name(),
+                        config.key_file.display()
+                    ),
+                });
+            }
+        }
+        stage.mark(deadline).map_err(failed("store the identifier of its encryption key"))?;
+        if is_readable {
+            *stage.recovered.lock().unwrap_or_else(PoisonError::into_inner) = recovered;
+        }
         Ok(stage)
+    }
+
+    /// The first of the inner stage's blocks that no key here decrypts. A block that cannot be read
+    /// is passed over: it is no block to its readers, either.
+    ///
+    /// Reads every block, and is only called if there is no mark: all may have been damaged.
+    fn find_foreign(
+        &self,
+        recovered: &[(BlockFacts, Address)],
+        deadline: Deadline,
+    ) -> Result<Option<BlockKey>, TierError> {
+        for (facts, address) in recovered {
+            let bytes = usize::try_from(facts.bytes).unwrap_or(usize::MAX);
+            let Some(mut record) = self.read_record(facts.key, bytes, *address, deadline)? else {
+                continue;
+            };
+            if self.origin_in(&mut record).is_none() {
+                return Ok(Some(facts.key));
+            }
+        }
+        Ok(None)
     }
 
     /// Stores the identifier of the key in use, once. This happens before any block is stored:
@@ -294,15 +321,31 @@ impl EncryptedStage {
     ) -> Result<Option<BlockKey>, TierError> {
         let bytes = Self::record_bytes(facts.bytes);
         let bytes = bytes.ok_or(TierError::Declined { bytes: facts.bytes })?;
+        let record = self.read_record(facts.key, bytes, address, deadline)?;
+        Ok(record.and_then(|mut record| self.origin_in(&mut record)))
+    }
+
+    /// Reads a record as it is in the inner stage; nothing if it cannot be read.
+    fn read_record(
+        &self,
+        key: BlockKey,
+        bytes: usize,
+        address: Address,
+        deadline: Deadline,
+    ) -> Result<Option<HostSlabMut>, TierError> {
         let Some(slab) = self.buffer(bytes, true, deadline)? else { return Ok(None) };
-        let load = Load { key: facts.key, address, slab: slab.into_slab() };
+        let load = Load { key, address, slab: slab.into_slab() };
         let Some(LoadOutcome::Hit(buffer)) = self.inner.load(vec![load], deadline).pop() else {
             return Ok(None);
         };
-        let mut buffer = buffer.into_host().map_err(|_| TierError::NotHostMemory)?;
-        let Some(trailer) = Trailer::read(&buffer) else { return Ok(None) };
-        let opened = record::open(&self.keys, &mut buffer, &trailer).is_some();
-        Ok(opened.then_some(trailer.origin))
+        buffer.into_host().map(Some).map_err(|_| TierError::NotHostMemory)
+    }
+
+    /// The key that a record was first written under, if the record is authentic.
+    fn origin_in(&self, record: &mut HostSlabMut) -> Option<BlockKey> {
+        let trailer = Trailer::read(record)?;
+        let is_open = record::open(&self.keys, record, &trailer).is_some();
+        is_open.then_some(trailer.origin)
     }
 }
 
@@ -343,26 +386,6 @@ fn is_known(keys: &KeyRing, id: &str) -> bool {
         *byte = value;
     }
     keys.knows(KeyId(bytes))
-}
-
-/// Checks that the key file is not in the directory that it encrypts: a copy of the directory would
-/// contain the key, and removing the directory would remove the key.
-fn refuse_key_beside_blocks(
-    config: &EncryptionConfig,
-    store: &StoreConfig,
-) -> Result<(), StoreError> {
-    let Some(files) = &store.files else { return Ok(()) };
-    let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
-    if !real(&config.key_file).starts_with(real(&files.directory)) {
-        return Ok(());
-    }
-    let reason = format!(
-        "{} is inside the directory {} of the encrypted tier: a copy of the directory would have \
-         the key; move it elsewhere",
-        config.key_file.display(),
-        files.directory.display()
-    );
-    Err(StoreError::Config { setting: "encryption", reason })
 }
 
 impl Tier for EncryptedStage {

@@ -252,6 +252,24 @@ fn a_tier_cannot_mix_encrypted_and_plain_blocks() {
     assert!(error.contains("unencrypted"), "{error}");
 }
 
+/// Both marks had been damaged. The store then refused to open for good, with "holds unencrypted
+/// blocks". Found by `cascade sim`.
+#[test]
+fn a_tier_without_marks_is_opened_if_its_blocks_are_encrypted_with_the_key() {
+    let directory = tempfile::tempdir().unwrap();
+    let encrypted = config(directory.path(), FileLayout::Segments, &[1]);
+    fill(&encrypted);
+    let manifests = directory.path().join("tier/manifests");
+    fs::remove_dir_all(&manifests).unwrap();
+    let other_key = config(directory.path(), FileLayout::Segments, &[2]);
+    let error = Store::open(other_key).unwrap_err().to_string();
+    assert!(error.contains("such as"), "{error}");
+    let store = Store::open(encrypted.clone()).unwrap();
+    assert_eq!(hits(&store, 0..100), 100);
+    drop(store);
+    assert_eq!(fs::read_dir(&manifests).unwrap().count(), 2, "the marks are there again");
+}
+
 #[test]
 fn the_encrypted_stage_conforms() {
     let directory = tempfile::tempdir().unwrap();

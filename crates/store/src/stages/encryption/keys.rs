@@ -7,6 +7,7 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::path::Path;
 use std::sync::{Arc, PoisonError};
 
 use cascade_block::Digest;
@@ -15,8 +16,8 @@ use cascade_tier::StoreError;
 use ring::aead::{AES_256_GCM, LessSafeKey, NONCE_LEN, UnboundKey};
 use ring::{hkdf, hmac};
 
-use crate::EncryptionConfig;
 use crate::secret::{SecretError, SecretReaders, read_secret};
+use crate::{EncryptionConfig, StoreConfig};
 
 /// Bytes of a key.
 const KEY_BYTES: usize = 32;
@@ -237,6 +238,26 @@ impl fmt::Debug for KeyRing {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_list().entries(self.keys.iter().map(|key| key.id)).finish()
     }
+}
+
+/// Checks that the key file is not in the directory that it encrypts: a copy of the directory would
+/// contain the key, and removing the directory would remove the key.
+pub(super) fn refuse_key_beside_blocks(
+    config: &EncryptionConfig,
+    store: &StoreConfig,
+) -> Result<(), StoreError> {
+    let Some(files) = &store.files else { return Ok(()) };
+    let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    if !real(&config.key_file).starts_with(real(&files.directory)) {
+        return Ok(());
+    }
+    let reason = format!(
+        "{} is inside the directory {} of the encrypted tier: a copy of the directory would have \
+         the key; move it elsewhere",
+        config.key_file.display(),
+        files.directory.display()
+    );
+    Err(StoreError::Config { setting: "encryption", reason })
 }
 
 #[cfg(test)]
