@@ -16,7 +16,6 @@ __all__ = ["StoreConfig", "StoreSettings"]
 Policy = Literal["prefix-cost", "lru", "s3fifo", "arc", "waterfall"]
 DigestMode = Literal["off", "blake3", "sha256"]
 WritePolicy = Literal["back", "through"]
-FilesLayout = Literal["segments", "file-per-block"]
 IoEngine = Literal["auto", "uring", "psync"]
 
 
@@ -29,7 +28,6 @@ class StoreSettings(TypedDict, total=False):
     huge_pages: bool
     files: str | os.PathLike[str] | None
     files_capacity: int | str
-    files_layout: FilesLayout
     segment_size: int | str
     direct_io: bool
     io_engine: IoEngine
@@ -43,16 +41,6 @@ class StoreSettings(TypedDict, total=False):
     admit_partial: bool
     changes_max: int
     timeout: float | str | timedelta
-
-
-_RENAMED = {
-    "direct": "direct_io",
-    "dirty_bytes_max": "dirty_max",
-    "engine": "io_engine",
-    "mover_bytes_per_second": "mover_rate",
-    "protected_percent": "protected_share",
-}
-"""Former names of settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +65,6 @@ class StoreConfig:
     """Directory of the file tier; one store uses it at a time."""
     files_capacity: int | str = "4GiB"
     """Capacity of the file tier. Minimum: two segments."""
-    files_layout: FilesLayout = "segments"
-    """Append-only segments of many blocks, or one file for each block."""
     segment_size: int | str = "256MiB"
     """Size of a segment. Minimum: 1 MiB."""
     direct_io: bool = True
@@ -122,8 +108,6 @@ class StoreConfig:
         _check_mapping(settings)
         known = [field.name for field in dataclasses.fields(cls)]
         for name in settings:
-            if name in _RENAMED:
-                raise ConfigError(f"{name}: is now called {_RENAMED[name]}")
             if name not in known:
                 where = str(name)
                 raise ConfigError(f"{where[:60]}: no such setting; {advice(where, known)}")

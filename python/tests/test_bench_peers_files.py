@@ -141,7 +141,7 @@ def test_dropped_files_are_not_in_the_page_cache(direct_path):
 
 
 @pytest.mark.parametrize("durable", [False, True])
-@pytest.mark.parametrize("name", ["cascade", "file-per-block"])
+@pytest.mark.parametrize("name", ["cascade", "plain-files"])
 def test_blocks_are_written_and_read_cold(direct_path, name, durable):
     session = Session(competitors.COMPETITORS[name]())
     put, get = commands(direct_path / "blocks", block_bytes=128 * KIB, bytes=8 * MIB)
@@ -224,7 +224,7 @@ def test_the_order_changes_with_each_round(tmp_path):
 
 
 def test_a_dead_process_is_named_with_its_signal(tmp_path):
-    worker = Worker("file-per-block", tmp_path / "log")
+    worker = Worker("plain-files", tmp_path / "log")
     worker.versions()
     os.kill(worker._process.pid, signal.SIGKILL)  # noqa: SLF001 # as the kernel's OOM killer does
     with pytest.raises(WorkerError, match="signal SIGKILL"):
@@ -233,7 +233,7 @@ def test_a_dead_process_is_named_with_its_signal(tmp_path):
 
 
 def test_a_process_that_fails_a_command_says_why_and_goes_on(tmp_path):
-    worker = Worker("file-per-block", tmp_path / "log")
+    worker = Worker("plain-files", tmp_path / "log")
     worker.versions()
     put, _ = commands(tmp_path)  # the directory exists
     with pytest.raises(WorkerError, match="FileExistsError"):
@@ -279,7 +279,7 @@ def samples_of(write: float, get: float, durable: float) -> Samples:
 def test_shares_targets_and_problems_are_in_the_rows():
     samples = {
         "cascade": samples_of(1.0, 1.9, 1.3),
-        "file-per-block": samples_of(1.5, 1.6, 1.0),
+        "plain-files": samples_of(1.5, 1.6, 1.0),
         "hdf5": Samples(problem="skipped: h5py not installed"),
         "lmcache": Samples(
             rates={WRITE: [9.0], COLD_GET: [], DURABLE_PUT: []}, problem="failed in round 1: x"
@@ -289,12 +289,12 @@ def test_shares_targets_and_problems_are_in_the_rows():
     rows = {row["name"]: row for row in figures.rows(2 * MIB, samples, {WRITE: "fio"}, {})}
     get = rows["cold-get/2MiB/cascade"]
     assert (get["value"], get["limit"], get["share"]) == (1.9, 2.0, 0.95)
-    assert (get["best_other"], get["is_reached"]) == ("file-per-block", True)
+    assert (get["best_other"], get["is_reached"]) == ("plain-files", True)
     write = rows["write/2MiB/cascade"]
     # What failed is no competitor, even where it was fast.
     assert (write["share"], write["best_other"], write["is_reached"]) == (
         0.5,
-        "file-per-block",
+        "plain-files",
         False,
     )
     durable = rows["durable-put/2MiB/cascade"]
@@ -322,7 +322,7 @@ def test_the_program_measures_and_keeps_no_path(program, direct_path, monkeypatc
     monkeypatch.setitem(competitors.COMPETITORS, "hdf5", absent("hdf5"))
     output = direct_path / "rows.json"
     arguments = ["--json", str(output), "--directory", str(direct_path), "--sizes", "128KiB"]
-    arguments += ["--systems", "cascade,file-per-block,hdf5", "--rounds", "1", "--mib", "32"]
+    arguments += ["--systems", "cascade,plain-files,hdf5", "--rounds", "1", "--mib", "32"]
     assert program.main(arguments) == 0
     printed = capsys.readouterr().out
     assert "no-such-package not installed" in printed
@@ -364,7 +364,7 @@ def test_a_wrong_argument_is_refused_with_what_is_allowed(program, arguments, me
 
 def test_a_stop_signal_leaves_no_files(direct_path):
     command = [sys.executable, str(PROGRAM.parent), "--directory", str(direct_path)]
-    command += ["--systems", "cascade,file-per-block", "--sizes", "128KiB", "--rounds", "1000"]
+    command += ["--systems", "cascade,plain-files", "--sizes", "128KiB", "--rounds", "1000"]
     run = subprocess.Popen(  # noqa: S603 # our own program
         [*command, "--mib", "32"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
     )

@@ -18,7 +18,6 @@ def test_defaults_are_the_documented_ones():
         "huge_pages": True,
         "files": None,
         "files_capacity": 4096 * MIB,
-        "files_layout": "segments",
         "segment_size": 256 * MIB,
         "direct_io": True,
         "io_engine": "auto",
@@ -101,8 +100,6 @@ def test_a_store_returns_its_configuration():
         ({"files": 5}, "files: 5 is not a path"),
         ({"files": ""}, 'files: "" is not a path'),
         ({"huge_pages": "yes"}, 'huge_pages: "yes" is not True or False'),
-        ({"dirty_bytes_max": 1}, "dirty_bytes_max: is now called dirty_max"),
-        ({"direct": True}, "direct: is now called direct_io"),
         ({"dram_blocks": 0}, "dram_blocks"),
         ({"policy": "random"}, "policy: .*prefix-cost, lru, s3fifo, arc, waterfall"),
         ({"digest": "md5"}, "digest: .*off, blake3, sha256"),
@@ -114,7 +111,6 @@ def test_a_store_returns_its_configuration():
         ({"timeout": None}, "timeout: None is not a duration"),
         ({"mover_rate": 0}, "mover_rate"),
         ({"files": "/nonexistent", "io_engine": "magic"}, "io_engine: .*auto, uring, psync"),
-        ({"files": "/nonexistent", "files_layout": "heap"}, "files_layout: .*segments"),
     ],
 )
 def test_an_invalid_setting_is_refused_by_name(settings, message):

@@ -44,7 +44,7 @@ pub(super) fn run(args: &InspectArgs, screen: &mut Screen) -> Result<i32, Failur
     })?;
     if report.files.is_empty() && report.manifests.is_empty() && report.problems.is_empty() {
         return Err(Failure::usage(
-            format!("{} contains no segment and no block file", args.directory.display()),
+            format!("{} contains no segment", args.directory.display()),
             ADVICE,
         ));
     }

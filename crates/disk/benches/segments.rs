@@ -10,13 +10,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use cascade_block::BlockKey;
-use cascade_disk::conformance::{key, meta};
+use cascade_disk::conformance::{key, meta, open, open_with};
 use cascade_disk::io::FileIo;
-use cascade_disk::{
-    Address, BlockFiles, FilesConfig, IoEngine, Load, LoadOutcome, Recovery, open, open_with,
-};
+use cascade_disk::{Address, FilesConfig, IoEngine, Load, LoadOutcome, Recovery, SegmentFiles};
 use cascade_memory::{HugePages, Pool, PoolConfig};
 use cascade_runtime::{Clock, Deadline, SystemClock};
+use cascade_tier::tier::Tier as _;
 
 const TOTAL_BYTES: usize = 512 << 20;
 const BATCH_BYTES: usize = 64 << 20;
@@ -37,7 +36,7 @@ fn open_tier(
     engine: IoEngine,
     depth: u32,
     pool: &Pool,
-) -> (Arc<dyn BlockFiles>, Recovery) {
+) -> (Arc<SegmentFiles>, Recovery) {
     let config = FilesConfig {
         capacity_bytes: 8 << 30,
         engine,
@@ -52,7 +51,7 @@ fn gib_per_second(bytes: usize, seconds: f64) -> f64 {
     f64::from(mib) / 1024.0 / seconds
 }
 
-fn write_all(files: &dyn BlockFiles, pool: &Pool, length: usize) -> f64 {
+fn write_all(files: &SegmentFiles, pool: &Pool, length: usize) -> f64 {
     let count = TOTAL_BYTES / length;
     let mut slab = pool.allocate(length).unwrap();
     slab.host_mut().unwrap().fill(0x5a);
@@ -71,7 +70,7 @@ fn write_all(files: &dyn BlockFiles, pool: &Pool, length: usize) -> f64 {
 }
 
 fn read_all(
-    files: &dyn BlockFiles,
+    files: &SegmentFiles,
     pool: &Pool,
     length: usize,
     blocks: &[(BlockKey, Address)],
@@ -83,7 +82,7 @@ fn read_all(
                 key,
                 slab: pool.allocate(length).unwrap(),
             };
-            for outcome in files.read(chunk.iter().map(request).collect(), deadline()) {
+            for outcome in files.load(chunk.iter().map(request).collect(), deadline()) {
                 assert!(matches!(outcome, LoadOutcome::Hit(_)), "{outcome:?}");
             }
         }
@@ -141,14 +140,14 @@ fn registered(root: &Path) {
                     ..FilesConfig::new(&directory)
                 };
                 let (files, recovery) = open_with(config, io, deadline()).unwrap();
-                assert!(given.is_some() || !files.stats().is_registered);
+                assert!(given.is_some() || !files.disk_stats().is_registered);
                 let live = recovery.live.iter().map(|(meta, at)| (meta.key, *at)).collect();
                 let blocks = shuffled(live);
                 let before = cpu_seconds();
                 let rate = read_all(files.as_ref(), pool, length, &blocks);
                 let blocks_read = u32::try_from(blocks.len()).unwrap();
                 let cpu = (cpu_seconds() - before) / f64::from(blocks_read);
-                row.push((cpu * 1e6, rate, files.stats().is_registered));
+                row.push((cpu * 1e6, rate, files.disk_stats().is_registered));
             }
         }
         for mut row in rows {

@@ -19,17 +19,6 @@ pub enum IoEngine {
     Psync,
 }
 
-/// How blocks are laid out in files.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum FileLayout {
-    /// Append-only segments of many blocks.
-    #[default]
-    Segments,
-    /// One file per block in sharded directories, for file systems on which hosts share blocks by
-    /// name.
-    FilePerBlock,
-}
-
 /// The settings of a file tier.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FilesConfig {
@@ -49,13 +38,8 @@ pub struct FilesConfig {
     pub engine: IoEngine,
     /// Whether an append returns only after its blocks are on stable storage. Default: no.
     pub durable: bool,
-    /// The layout of the files. Default: segments.
-    pub layout: FileLayout,
     /// Maximum number of transfers in flight per call. Default: 32. Minimum: 1. Maximum: 1,024.
     pub queue_depth: u32,
-    /// Number of hexadecimal digits of the key in the name of a block file's directory. Default: 2.
-    /// Maximum: 4.
-    pub shard_digits: u8,
 }
 
 impl FilesConfig {
@@ -69,9 +53,7 @@ impl FilesConfig {
             direct: true,
             engine: IoEngine::default(),
             durable: false,
-            layout: FileLayout::default(),
             queue_depth: 32,
-            shard_digits: 2,
         }
     }
 
@@ -91,9 +73,6 @@ impl FilesConfig {
         }
         if !(1..=1024).contains(&self.queue_depth) {
             return refuse("queue_depth", "must be 1 to 1024");
-        }
-        if self.shard_digits > 4 {
-            return refuse("shard_digits", "must be 0 to 4");
         }
         let page = PAGE_BYTES as u64;
         // At least four segments fit into the capacity. One of them is the reserve.

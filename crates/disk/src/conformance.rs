@@ -1,19 +1,51 @@
-//! The conformance suite: checks that every layout and I/O engine must pass.
+//! The conformance suite: checks that the file tier must pass with every I/O engine.
 //!
-//! A check panics if an implementation breaks the contract of [`BlockFiles`].
+//! A check panics if the tier breaks the contract of [`SegmentFiles`].
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId, TenantSecret};
 use cascade_memory::{HugePages, Pool, PoolConfig, Slab};
-use cascade_runtime::{Deadline, SystemClock};
-use cascade_tier::tier::TierError;
+use cascade_runtime::{Clock, Deadline, SystemClock};
+use cascade_tier::tier::{Tier as _, TierError};
 
-use crate::{Address, BlockFacts, BlockFiles, DiskError, Load, LoadOutcome, Recovery};
+use crate::io::FileIo;
+use crate::{
+    Address, BlockFacts, DiskError, FilesConfig, Load, LoadOutcome, Recovery, SegmentFiles,
+};
 
 /// Opens the same file tier again after the last handle to it was dropped.
-pub type Reopen<'a> = dyn FnMut(&Pool) -> (Arc<dyn BlockFiles>, Recovery) + 'a;
+pub type Reopen<'a> = dyn FnMut(&Pool) -> (Arc<SegmentFiles>, Recovery) + 'a;
+
+/// Opens a file tier. Also returns what it recovered.
+///
+/// # Errors
+/// As [`SegmentFiles::open`].
+pub fn open(
+    config: FilesConfig,
+    clock: Arc<dyn Clock>,
+    pool: &Pool,
+    deadline: Deadline,
+) -> Result<(Arc<SegmentFiles>, Recovery), DiskError> {
+    let files = SegmentFiles::open(config, clock, pool, deadline)?;
+    let recovery = files.recovery();
+    Ok((Arc::new(files), recovery))
+}
+
+/// As [`open`], with the caller's I/O.
+///
+/// # Errors
+/// As [`SegmentFiles::open_with`].
+pub fn open_with(
+    config: FilesConfig,
+    io: FileIo,
+    deadline: Deadline,
+) -> Result<(Arc<SegmentFiles>, Recovery), DiskError> {
+    let files = SegmentFiles::open_with(config, io, deadline)?;
+    let recovery = files.recovery();
+    Ok((Arc::new(files), recovery))
+}
 
 /// A block that a check stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -98,7 +130,7 @@ pub fn block(pool: &Pool, number: u64, length: usize) -> (BlockFacts, Slab) {
 ///
 /// # Panics
 /// If a block is rejected.
-pub fn append(files: &dyn BlockFiles, pool: &Pool, blocks: &[(u64, usize)]) -> Vec<StoredBlock> {
+pub fn append(files: &SegmentFiles, pool: &Pool, blocks: &[(u64, usize)]) -> Vec<StoredBlock> {
     let batch = blocks.iter().map(|&(number, length)| block(pool, number, length)).collect();
     let results = files.append(batch, deadline());
     let stored = blocks.iter().zip(results).map(|(&(number, length), address)| {
@@ -113,7 +145,7 @@ pub fn append(files: &dyn BlockFiles, pool: &Pool, blocks: &[(u64, usize)]) -> V
 /// # Panics
 /// If the pool is full.
 pub fn read_as(
-    files: &dyn BlockFiles,
+    files: &SegmentFiles,
     pool: &Pool,
     blocks: &[(BlockKey, StoredBlock)],
 ) -> Vec<LoadOutcome> {
@@ -122,14 +154,14 @@ pub fn read_as(
         key: *key,
         slab: pool.allocate(stored.length).expect("the pool has room"),
     };
-    files.read(blocks.iter().map(request).collect(), deadline())
+    files.load(blocks.iter().map(request).collect(), deadline())
 }
 
 /// Reads blocks and compares every byte.
 ///
 /// # Panics
 /// If a block is missing or wrong.
-pub fn assert_hits(files: &dyn BlockFiles, pool: &Pool, blocks: &[StoredBlock]) {
+pub fn assert_hits(files: &SegmentFiles, pool: &Pool, blocks: &[StoredBlock]) {
     for chunk in blocks.chunks(64) {
         let requests: Vec<_> = chunk.iter().map(|stored| (key(stored.number), *stored)).collect();
         for (outcome, stored) in read_as(files, pool, &requests).into_iter().zip(chunk) {
@@ -150,7 +182,7 @@ pub fn assert_hits(files: &dyn BlockFiles, pool: &Pool, blocks: &[StoredBlock]) 
 ///
 /// # Panics
 /// If a block is found.
-pub fn assert_gone(files: &dyn BlockFiles, pool: &Pool, blocks: &[StoredBlock]) {
+pub fn assert_gone(files: &SegmentFiles, pool: &Pool, blocks: &[StoredBlock]) {
     let requests: Vec<_> = blocks.iter().map(|stored| (key(stored.number), *stored)).collect();
     for (outcome, stored) in read_as(files, pool, &requests).into_iter().zip(blocks) {
         assert!(matches!(outcome, LoadOutcome::Gone), "{stored:?}: {outcome:?}");
@@ -212,7 +244,7 @@ pub fn removals_persist(reopen: &mut Reopen<'_>) {
     let pool = pool();
     let (files, _) = reopen(&pool);
     let stored = append(files.as_ref(), &pool, &numbered(0..48));
-    let remove = |files: &dyn BlockFiles, removed: &[StoredBlock]| {
+    let remove = |files: &SegmentFiles, removed: &[StoredBlock]| {
         let keys: Vec<_> = removed.iter().map(|each| (key(each.number), each.address)).collect();
         files.remove(&keys, deadline()).expect("a removal");
         assert_gone(files, &pool, removed);
@@ -247,11 +279,11 @@ pub fn aliases_keep_bytes(reopen: &mut Reopen<'_>) {
     let aliases: Vec<_> =
         stored.iter().map(|each| (meta(each.number + 1000, each.length), each.address)).collect();
     let addresses: Vec<_> = files
-        .alias(&aliases, deadline())
+        .alias_blocks(&aliases, deadline())
         .into_iter()
         .map(|address| address.expect("an alias"))
         .collect();
-    let check = |files: &dyn BlockFiles| {
+    let check = |files: &SegmentFiles| {
         let requests: Vec<_> = stored
             .iter()
             .zip(&addresses)
@@ -310,7 +342,7 @@ pub fn capacity_is_respected(reopen: &mut Reopen<'_>, capacity_bytes: u64) {
                 live.retain(|each| !reclaimed.dropped.contains(&(key(each.number), each.address)));
             }
             unstored = rejected;
-            assert!(files.used_bytes() <= capacity_bytes, "{:?}", files.stats());
+            assert!(files.used_bytes() <= capacity_bytes, "{:?}", files.disk_stats());
         }
     }
     assert!(is_full, "the check fills the capacity");
@@ -320,7 +352,7 @@ pub fn capacity_is_respected(reopen: &mut Reopen<'_>, capacity_bytes: u64) {
     let (files, recovery) = reopen(&pool);
     assert_recovered(&recovery, &live);
     assert_hits(files.as_ref(), &pool, &live);
-    assert!(files.used_bytes() <= capacity_bytes, "{:?}", files.stats());
+    assert!(files.used_bytes() <= capacity_bytes, "{:?}", files.disk_stats());
 }
 
 /// Restarts of a full tier, each with one removal, do not use up the reserve for reclaims.
@@ -344,7 +376,7 @@ pub fn restarts_leave_space_for_reclaim(reopen: &mut Reopen<'_>, capacity_bytes:
         let (files, _) = reopen(&pool);
         let removed = live.swap_remove(live.len() / 2);
         files.remove(&[(key(removed.number), removed.address)], deadline()).expect("a removal");
-        assert!(files.used_bytes() <= capacity_bytes, "{:?}", files.stats());
+        assert!(files.used_bytes() <= capacity_bytes, "{:?}", files.disk_stats());
     }
     let (files, recovery) = reopen(&pool);
     assert_recovered(&recovery, &live);
@@ -352,7 +384,7 @@ pub fn restarts_leave_space_for_reclaim(reopen: &mut Reopen<'_>, capacity_bytes:
         let reclaimed = files.reclaim(&mut |_, _| false, deadline()).expect("a reclaim");
         live.retain(|each| !reclaimed.dropped.contains(&(key(each.number), each.address)));
     }
-    assert!(files.used_bytes() < capacity_bytes / 2, "{:?}", files.stats());
+    assert!(files.used_bytes() < capacity_bytes / 2, "{:?}", files.disk_stats());
     drop(files);
     let (files, recovery) = reopen(&pool);
     assert_recovered(&recovery, &live);
@@ -409,7 +441,7 @@ pub fn invalid_requests_fail_alone(reopen: &mut Reopen<'_>) {
     let wrong_meta = BlockFacts { bytes: 4095, ..meta_one };
     let rejected = files.append(vec![(wrong_meta, slab)], deadline()).remove(0);
     assert!(matches!(rejected, Err(DiskError::LengthMismatch { .. })), "{rejected:?}");
-    let no_target = files.alias(&[(meta(5, 4096), nowhere.address)], deadline()).remove(0);
+    let no_target = files.alias_blocks(&[(meta(5, 4096), nowhere.address)], deadline()).remove(0);
     assert!(matches!(no_target, Err(DiskError::NoTarget)), "{no_target:?}");
     files
         .remove(&[(key(1), two.address), (key(77), one.address)], deadline())
@@ -427,15 +459,11 @@ pub fn manifests_are_kept(reopen: &mut Reopen<'_>) {
     let manifest = Manifest::new().with("dtype", "bf16").with("block_tokens", "128");
     let namespace = Namespace::new(manifest, &TenantSecret::new([1, 2, 3]));
     for _ in 0..2 {
-        files.register_manifest(&namespace, deadline()).expect("a manifest");
+        files.register(&namespace, deadline()).expect("a manifest");
     }
     drop(files);
     let (files, recovery) = reopen(&pool);
     assert!(recovery.invalid_manifests.is_empty(), "{recovery:?}");
     let found = files.manifests(deadline()).expect("manifests");
-    let expected = crate::StoredManifest::Valid {
-        namespace: namespace.id(),
-        manifest: namespace.manifest().clone(),
-    };
-    assert_eq!(found, [expected]);
+    assert_eq!(found, [(namespace.id(), namespace.manifest().clone())]);
 }

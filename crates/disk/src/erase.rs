@@ -7,7 +7,7 @@ use cascade_block::with_causes;
 use cascade_runtime::Deadline;
 use cascade_tier::tier::{EraseOutcome, NotErased};
 
-use crate::io::{FileIo, FileOperations};
+use crate::io::FileIo;
 use crate::{DiskError, manifests};
 
 /// Erases files and collects the result. Overwriting replaces the bytes that the file system
@@ -72,7 +72,7 @@ impl Erasure {
     }
 
     /// Erases the manifests of a directory and syncs the removals. Manifests are kept as long as a
-    /// block file may be there, or come back by a power loss: without its manifest, encrypted data
+    /// segment may be there, or come back by a power loss: without its manifest, encrypted data
     /// would be taken for plain blocks.
     pub(crate) fn erase_manifests(
         &mut self,
@@ -93,7 +93,7 @@ impl Erasure {
                 Err(error) => self.add_remaining(&manifests, "not listed", &error),
             }
         } else {
-            let why = io::Error::other("block files of their namespaces may be left");
+            let why = io::Error::other("segments with their namespaces may be left");
             self.add_remaining(&manifests, "not removed", &why);
         }
         self.sync(io, directory, deadline);
@@ -113,42 +113,5 @@ impl Erasure {
     pub(crate) fn add_remaining(&mut self, path: &Path, what: &str, why: &dyn std::error::Error) {
         let why = format!("{what}: {}", with_causes(why));
         self.report.left.push(NotErased { what: path.display().to_string(), why });
-    }
-}
-
-/// Lists the files below a directory that `is_ours` accepts, including those in subdirectories, and
-/// all these directories.
-pub(crate) fn files_below(
-    io: &FileIo,
-    directory: &Path,
-    deadline: Deadline,
-    is_ours: fn(&Path) -> bool,
-) -> Result<(Vec<PathBuf>, Vec<PathBuf>), DiskError> {
-    let top = directory.to_owned();
-    io.call("list", directory, deadline, move |files| {
-        let (mut found, mut directories, mut pending) = (Vec::new(), Vec::new(), vec![top]);
-        while let Some(path) = pending.pop() {
-            if is_ours(&path) {
-                found.push(path);
-            } else if path.extension().is_none()
-                && let Some(inside) = list(files, &path)?
-            {
-                pending.extend(inside);
-                directories.push(path);
-            }
-        }
-        Ok((found, directories))
-    })
-}
-
-/// Lists a directory; `None` if the path does not exist or is not a directory.
-fn list(files: &dyn FileOperations, path: &Path) -> io::Result<Option<Vec<PathBuf>>> {
-    match files.list(path) {
-        Err(error)
-            if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) =>
-        {
-            Ok(None)
-        }
-        other => other.map(Some),
     }
 }

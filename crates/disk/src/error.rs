@@ -77,7 +77,22 @@ pub enum DiskError {
         /// Its version.
         found: u16,
     },
-    /// A block that is empty or longer than a file of this tier can hold.
+    /// The directory has a file for each block, a layout that is no longer read.
+    #[error(
+        "{} has a file for each block, a layout that this program does not read; remove it if its \
+         blocks may be dropped, or choose another directory for the file tier", path.display()
+    )]
+    OldLayout {
+        /// The directory of the block files.
+        path: PathBuf,
+    },
+    /// The tier was closed.
+    #[error("the file tier in {} is closed", directory.display())]
+    Closed {
+        /// Its directory.
+        directory: PathBuf,
+    },
+    /// A block that is empty or longer than a segment of this tier can hold.
     #[error(
         "a block of {payload_bytes} bytes cannot be stored; valid lengths are 1 to {limit_bytes}"
     )]
@@ -129,6 +144,7 @@ impl From<DiskError> for TierError {
             // Space freed by reclaim is also free on the device.
             DiskError::Full { .. } | DiskError::NoSpace { .. } => Self::Full,
             DiskError::Timeout { .. } => Self::Timeout,
+            DiskError::Closed { .. } => Self::Closed,
             DiskError::NotHostMemory => Self::NotHostMemory,
             DiskError::ChangedInMemory => Self::ChangedInMemory,
             DiskError::BadLength { payload_bytes, .. } => {

@@ -1,19 +1,16 @@
 //! Reports the contents of a directory. It takes no lock and changes nothing.
 
 use std::collections::{BTreeMap, HashSet};
-use std::io;
 use std::path::{Path, PathBuf};
 
 use cascade_block::BlockKey;
 use cascade_runtime::{Clock as _, Deadline, SystemClock};
 
-use crate::format::{Checkpoint, EntryKind, PAGE_BYTES, RecordEntry, page_aligned};
+use crate::format::{Checkpoint, EntryKind, RecordEntry, page_aligned};
 use crate::io::{FileHandle, FileIo, FileOperations as _, OpenMode, SystemFiles, read_whole};
-use crate::per_block::{address_of, key_of, read_header};
-use crate::place::Place as _;
 use crate::scan::{
-    FileSource, ScanError, ScanOptions, SegmentContent, SegmentSource, payload_is_intact,
-    read_frames, read_segment, segment_name,
+    FileSource, ScanError, ScanOptions, SegmentContent, payload_is_intact, read_frames,
+    read_segment, segment_name,
 };
 use crate::segments::{checkpoint_bytes_max, replay};
 use crate::{Address, BlockFacts, DiskError, IoEngine, StoredManifest, manifests};
@@ -44,10 +41,10 @@ pub struct InspectedRecord<'a> {
     pub state: RecordState,
 }
 
-/// The report on one segment, or on all block files of a directory together.
+/// The report on one segment.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct FileReport {
-    /// The segment, or the directory of the block files.
+    /// The segment.
     pub path: PathBuf,
     /// Size in bytes.
     pub file_bytes: u64,
@@ -72,7 +69,7 @@ pub struct FileReport {
 /// The report on a directory.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct InspectReport {
-    /// Every segment in the order of names, then the block files if there are any.
+    /// Every segment in the order of names.
     pub files: Vec<FileReport>,
     /// The manifests.
     pub manifests: Vec<StoredManifest>,
@@ -121,10 +118,6 @@ pub fn inspect(
     report
         .problems
         .extend(checkpoints.iter().filter_map(|path| checkpoint_problem(path, bytes_max)));
-    let blocks = directory.join("blocks");
-    if blocks.is_dir() {
-        report.files.push(inspect_block_files(&blocks, verify_payload, visitor));
-    }
     let clock = std::sync::Arc::new(SystemClock);
     let deadline = Deadline::after(clock.as_ref(), std::time::Duration::from_secs(60));
     let io = FileIo::system(IoEngine::Psync, false, 2, None, clock)?;
@@ -254,54 +247,4 @@ fn read_file(
             crate::format::FORMAT_VERSION
         )),
     }
-}
-
-fn inspect_block_files(
-    blocks: &Path,
-    verify_payload: bool,
-    visitor: &mut dyn FnMut(InspectedRecord<'_>),
-) -> FileReport {
-    let mut report = FileReport { path: blocks.to_owned(), ..FileReport::default() };
-    let mut pending = vec![blocks.to_owned()];
-    while let Some(path) = pending.pop() {
-        let Some(key) = key_of(&path) else {
-            if path.is_dir() {
-                match SystemFiles.list(&path) {
-                    Ok(children) => pending.extend(children),
-                    Err(error) => report.problems.push(format!("{}: {error}", path.display())),
-                }
-            }
-            continue;
-        };
-        if let Err(problem) = inspect_block_file(&path, &key, verify_payload, visitor, &mut report)
-        {
-            report.damaged_records += 1;
-            report.problems.push(format!("{}: {problem}", path.display()));
-        }
-    }
-    report
-}
-
-fn inspect_block_file(
-    path: &Path,
-    key: &BlockKey,
-    verify_payload: bool,
-    visitor: &mut dyn FnMut(InspectedRecord<'_>),
-    report: &mut FileReport,
-) -> Result<(), String> {
-    let text = |error: io::Error| error.to_string();
-    let entry = read_header(&SystemFiles, path, key)
-        .map_err(text)?
-        .ok_or_else(|| "its header is damaged or belongs to another block".to_owned())?;
-    let file = SystemFiles.open(path, OpenMode::Read, false).map_err(text)?;
-    let source = FileSource { files: &SystemFiles, file: &file };
-    let file_bytes = source.length().map_err(text)?;
-    report.file_bytes += file_bytes;
-    debug_assert_eq!(entry.address.byte_offset(), PAGE_BYTES as u64);
-    let is_intact = payload_is_intact(&source, &entry, file_bytes, verify_payload).map_err(text)?;
-    let is_valid = !entry.meta.has_expired(SystemClock.unix_ms());
-    let state = report.add(&entry, is_valid, is_valid, is_intact);
-    let address = address_of(&entry);
-    visitor(InspectedRecord { path, meta: &entry.meta, address, is_alias: false, state });
-    Ok(())
 }

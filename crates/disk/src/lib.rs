@@ -1,4 +1,4 @@
-//! The file tier: segments, block files, and the I/O engines that read and write them.
+//! The file tier: segments, and the I/O engines that read and write them.
 //!
 //! The store above decides which blocks this tier holds and which it evicts. This crate stores
 //! their bytes: each payload has a checksum that every read verifies, each call has a deadline, and
@@ -12,29 +12,25 @@ pub mod conformance;
 mod device_probe;
 mod erase;
 mod error;
-mod files;
 pub mod format;
 pub mod inspect;
 pub mod io;
 mod lock;
 mod manifests;
-mod per_block;
+mod old_layout;
 mod place;
 mod problem_log;
 pub mod scan;
 mod segments;
 mod shared_sync;
-mod tier;
 
 pub use cascade_tier::tier::{
     Address, BlockFacts, EraseOutcome, Load, LoadOutcome, MakeRoomOutcome, NotErased, TierError,
 };
-pub use config::{FileLayout, FilesConfig, IoEngine};
+pub use config::{FilesConfig, IoEngine};
 pub use error::DiskError;
-pub use files::{FilesTier, open, open_with};
 pub use format::WriterName;
 pub use inspect::{InspectReport, inspect};
 pub use manifests::StoredManifest;
-pub use per_block::PerBlockFiles;
-pub use segments::SegmentFiles;
-pub use tier::{BlockFiles, DiskStats, Recovery};
+pub use old_layout::find_block_files;
+pub use segments::{DiskStats, Recovery, SegmentFiles, TIER_NAME};

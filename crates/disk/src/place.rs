@@ -1,11 +1,8 @@
-//! The meaning of a tier's address in files: a page of a segment, or the number of a write.
+//! The meaning of a tier's address in files: a page of a segment.
 
 use cascade_tier::tier::Address;
 
 use crate::format::PAGE_BYTES;
-
-/// Write numbers of block files have 63 bits.
-const NONCE_MAX: u64 = u64::MAX >> 1;
 
 /// An address as a place in files. `u64::MAX` is never used.
 ///
@@ -23,12 +20,6 @@ pub(crate) trait Place: Sized {
 
     /// The byte of the segment at which the payload starts.
     fn byte_offset(self) -> u64;
-
-    /// The address of a block with a file of its own: the number of its write.
-    fn of_write(nonce: u64) -> Self;
-
-    /// Whether this is a valid write number.
-    fn is_write(&self) -> bool;
 }
 
 impl Place for Address {
@@ -46,13 +37,5 @@ impl Place for Address {
 
     fn byte_offset(self) -> u64 {
         u64::from(self.page()) * PAGE_BYTES as u64
-    }
-
-    fn of_write(nonce: u64) -> Self {
-        Address(nonce & NONCE_MAX)
-    }
-
-    fn is_write(&self) -> bool {
-        self.0 <= NONCE_MAX
     }
 }

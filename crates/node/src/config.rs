@@ -20,7 +20,6 @@ mod gpu_node;
 mod key;
 mod keys;
 mod reference;
-mod renamed;
 mod settings;
 mod value;
 

@@ -90,10 +90,8 @@ pub struct NodeStatus {
     /// Start time of the process, in seconds since 1970 UTC.
     pub started_unix_s: f64,
     /// The GPU that holds the blocks, if it is not DRAM.
-    #[serde(default)]
     pub gpu: Option<GpuStatus>,
     /// The node in the memory of a GPU that this node starts.
-    #[serde(default)]
     pub gpu_node: Option<GpuNodeStatus>,
 }
 
@@ -121,7 +119,6 @@ pub struct TenantStatus {
     /// The catalog of blocks.
     pub catalog: CatalogStatus,
     /// How long the store's lock was held for many keys at once, in seconds.
-    #[serde(default)]
     pub lock_hold_s: Histogram,
     /// The memory of the DRAM tier.
     pub pool: PoolStatus,
@@ -222,7 +219,6 @@ pub struct TierStatus {
     /// Blocks that failed their checksum.
     pub damaged_blocks: u64,
     /// Damaged headers, footers and other structures of its files.
-    #[serde(default)]
     pub damaged_structures: u64,
     /// Health of the tier, if it has a circuit breaker.
     pub health: Option<HealthStatus>,
@@ -271,10 +267,8 @@ pub struct HealthStatus {
     /// The last error.
     pub last_error: Option<String>,
     /// State for reads. While the circuit is open, blocks of the tier are misses.
-    #[serde(default)]
     pub reads: HealthState,
     /// State for writes. While the circuit is open, new blocks stay in the tiers above.
-    #[serde(default)]
     pub writes: HealthState,
 }
 

@@ -1,7 +1,7 @@
 //! Conversion of a `cascadekv.StoreConfig` to the configuration of the store.
 
 use cascade_block::{DigestAlgorithm, DigestMode};
-use cascade_store::{FileLayout, FilesConfig, IoEngine, PolicyKind, StoreConfig, WritePolicy};
+use cascade_store::{FilesConfig, IoEngine, PolicyKind, StoreConfig, WritePolicy};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -22,8 +22,6 @@ const DIGESTS: [(&str, DigestMode); 3] = [
 ];
 const WRITES: [(&str, WritePolicy); 2] =
     [("back", WritePolicy::Back), ("through", WritePolicy::Through)];
-const LAYOUTS: [(&str, FileLayout); 2] =
-    [("segments", FileLayout::Segments), ("file-per-block", FileLayout::FilePerBlock)];
 const ENGINES: [(&str, IoEngine); 3] =
     [("auto", IoEngine::Auto), ("uring", IoEngine::Uring), ("psync", IoEngine::Psync)];
 
@@ -77,7 +75,6 @@ fn read(config: &Bound<'_, PyAny>) -> PyResult<StoreConfig> {
     // Also read without a file tier, so that a wrong value is an error at once.
     let mut files = FilesConfig {
         capacity_bytes: size("files_capacity", &get("files_capacity")?)?,
-        layout: chosen("files_layout", &get("files_layout")?, &LAYOUTS)?,
         segment_bytes: size("segment_size", &get("segment_size")?)?,
         direct: flag("direct_io", &get("direct_io")?)?,
         engine: chosen("io_engine", &get("io_engine")?, &ENGINES)?,

@@ -9,8 +9,7 @@ use std::time::Duration;
 use cascade_block::{DigestAlgorithm, DigestMode};
 use cascade_runtime::simulated::Random;
 use cascade_store::{
-    EncryptionConfig, FileLayout, FilesConfig, HealthConfig, KeepPool, PolicyKind, StoreConfig,
-    WritePolicy,
+    EncryptionConfig, FilesConfig, HealthConfig, KeepPool, PolicyKind, StoreConfig, WritePolicy,
 };
 
 use crate::content::Content;
@@ -55,7 +54,6 @@ pub(crate) struct Profile {
     pub(crate) is_dram_roomy: bool,
     /// Whether the file tier does.
     pub(crate) are_files_roomy: bool,
-    pub(crate) layout: FileLayout,
     pub(crate) is_durable: bool,
     pub(crate) policy: PolicyKind,
     pub(crate) digest: DigestMode,
@@ -132,8 +130,6 @@ impl Profile {
             tiers,
             is_dram_roomy,
             are_files_roomy,
-            layout: [FileLayout::Segments, FileLayout::Segments, FileLayout::FilePerBlock]
-                [random.index_below(3)],
             is_durable: random.one_in(2),
             policy: [
                 PolicyKind::Lru,
@@ -217,7 +213,6 @@ impl Profile {
         };
         let files = FilesConfig {
             capacity_bytes: if self.are_files_roomy { 64 * MIB } else { 4 * MIB },
-            layout: self.layout,
             segment_bytes: MIB,
             durable: self.is_durable,
             ..FilesConfig::new(PathBuf::from(DIRECTORY))
@@ -273,7 +268,7 @@ impl fmt::Display for Profile {
         }
         if self.has_files() {
             let durable = if self.is_durable { "durable" } else { "not durable" };
-            write!(f, ", {:?}, {durable}, write-{:?}", self.layout, self.write)?;
+            write!(f, ", {durable}, write-{:?}", self.write)?;
         }
         let digest = if self.digest == DigestMode::Off { "no digests" } else { "digests" };
         let is_encrypted = if self.is_encrypted { ", encrypted" } else { "" };

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use cascade_runtime::simulated::Random;
 use cascade_runtime::{now, sleep};
+use cascade_store::StoreError;
 use cascade_store::stages::{StageContext, StageRegistry, open_files_with};
-use cascade_store::{FileLayout, StoreError};
 
 use crate::disk::{CallKind, ContractViolation, DiskFault, DiskSettings, Episode, SimDisk};
 use crate::kept_pool::KeptPool;
@@ -60,13 +60,11 @@ impl Devices {
     /// The stages that a store can have.
     pub(crate) fn registry(&self) -> StageRegistry {
         let mut registry = StageRegistry::default();
-        for (name, layout) in [("Files", None), ("Posix", Some(FileLayout::FilePerBlock))] {
-            let disk = self.disk.clone();
-            let open = move |context: &StageContext<'_>| -> Result<_, StoreError> {
-                open_files_with(context, layout, disk.file_io(context.clock))
-            };
-            registry.register(name, Arc::new(open));
-        }
+        let disk = self.disk.clone();
+        let open = move |context: &StageContext<'_>| -> Result<_, StoreError> {
+            open_files_with(context, disk.file_io(context.clock))
+        };
+        registry.register("Files", Arc::new(open));
         registry
     }
 

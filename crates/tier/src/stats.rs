@@ -180,7 +180,6 @@ pub struct StoreStats {
     /// Bytes waiting to be written to lower stages.
     pub pending_bytes: u64,
     /// How long the store's lock was held for many keys at once.
-    #[serde(default)]
     pub lock_holds: HoldTimes,
     /// Statistics of the memory pool.
     pub pool: PoolStats,
@@ -193,7 +192,7 @@ pub struct StoreStats {
     #[serde(deserialize_with = "by_tier")]
     pub health: Vec<(TierName, StageHealth)>,
     /// Statistics of the sources, in the order of preference.
-    #[serde(default, deserialize_with = "by_tier")]
+    #[serde(deserialize_with = "by_tier")]
     pub sources: Vec<(TierName, SourceStats)>,
     /// Estimated hit rates of other sizes of each bounded tier, by tier and size.
     pub shadows: Vec<ShadowFigure>,

@@ -191,7 +191,6 @@ pub struct TierStats {
     /// Damaged blocks found.
     pub damaged_blocks: u64,
     /// Damaged headers, footers and other structures of files found.
-    #[serde(default)]
     pub damaged_structures: u64,
     /// Notes for operators, such as a fallback in use.
     pub notes: Vec<String>,
@@ -328,12 +327,6 @@ pub trait Tier: Send + Sync + fmt::Debug {
     /// Its statistics.
     fn stats(&self) -> TierStats;
 }
-
-// The names that tiers of third parties were written for.
-pub use self::{
-    EraseOutcome as StageEraseReport, Tier as Stage, TierError as StageError,
-    TierStats as StageStats,
-};
 
 /// Where a tier below DRAM keeps a block; only that tier understands it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -43,7 +43,7 @@ examples:
       All sizes and systems: five to eight minutes on two virtual cores.
   peers_files --sizes 2MiB --rounds 9 --mib 1024
       One block size, more rounds of 1 GiB.
-  peers_files --sizes 128KiB --systems cascade,file-per-block --rounds 1 --mib 64
+  peers_files --sizes 128KiB --systems cascade,plain-files --rounds 1 --mib 64
       Check in seconds that it works; such figures mean nothing.
 
 exit status: 0; 1 if a system failed or returned a wrong byte; 2 for a wrong argument.

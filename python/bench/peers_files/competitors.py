@@ -156,10 +156,10 @@ class CascadeOneCall(Cascade):
     call_bytes = 1 << 60
 
 
-class FilePerBlock(Competitor):
+class PlainFiles(Competitor):
     """One file for each block, without a page cache."""
 
-    name = "file-per-block"
+    name = "plain-files"
     settings = "a new file for each block: O_DIRECT, one pwritev or preadv; durable: fsync"
     cold = "O_DIRECT"
 
@@ -377,5 +377,5 @@ class LmcacheDirect(Lmcache):
 
 
 COMPETITORS: dict[str, type[Competitor]] = {
-    one.name: one for one in (Cascade, CascadeOneCall, FilePerBlock, Hdf5, Lmcache, LmcacheDirect)
+    one.name: one for one in (Cascade, CascadeOneCall, PlainFiles, Hdf5, Lmcache, LmcacheDirect)
 }

@@ -118,7 +118,6 @@ def hit_source(tier: str) -> Any:
     sources = {
         "dram": CacheHitSource.HOST,
         "files": CacheHitSource.DISK,
-        "posix": CacheHitSource.DISK,
         "peers": CacheHitSource.P2P,
     }
     return sources.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)

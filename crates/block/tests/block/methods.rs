@@ -17,9 +17,9 @@ const LARGE: &[Large] = &[
     Large {
         crate_name: "disk",
         type_name: "SegmentFiles",
-        methods: 70,
+        methods: 85,
         files: 10,
-        reason: "one tier over segments under one lock, not divided yet",
+        reason: "one tier over segments under one lock, not divided yet; 18 are those of `Tier`",
     },
     Large {
         crate_name: "runtime",

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use cascade_block::{DigestAlgorithm, DigestMode};
-use cascade_store::{FileLayout, FilesConfig, IoEngine, PolicyKind, StoreConfig, WritePolicy};
+use cascade_store::{FilesConfig, IoEngine, PolicyKind, StoreConfig, WritePolicy};
 use clap::{Args, ValueEnum};
 
 use crate::{Count, Failure, WarmUp, parse_bytes};
@@ -66,9 +66,6 @@ pub struct ReplayArgs {
     /// Also store the last block of a request when it is not full.
     #[arg(long, help_heading = "Store")]
     pub admit_partial: bool,
-    /// Layout of the file tier.
-    #[arg(long, value_enum, default_value_t = LayoutChoice::Segments, help_heading = "Store")]
-    pub files_layout: LayoutChoice,
     /// I/O engine of the file tier.
     #[arg(long, value_enum, default_value_t = EngineChoice::Auto, help_heading = "Store")]
     pub io_engine: EngineChoice,
@@ -138,15 +135,6 @@ pub enum DigestChoice {
     Off,
     Blake3,
     Sha256,
-}
-
-/// `--files-layout`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum LayoutChoice {
-    /// Append-only segments of many blocks.
-    Segments,
-    /// One file per block, for shared file systems.
-    FilePerBlock,
 }
 
 /// `--io-engine`.
@@ -222,10 +210,6 @@ impl ReplayArgs {
             // sixteenth of the tier.
             let default = (self.files_capacity / 16).next_power_of_two().clamp(1 << 20, 256 << 20);
             files.segment_bytes = self.segment_size.unwrap_or(default);
-            files.layout = match self.files_layout {
-                LayoutChoice::Segments => FileLayout::Segments,
-                LayoutChoice::FilePerBlock => FileLayout::FilePerBlock,
-            };
             files.engine = match self.io_engine {
                 EngineChoice::Auto => IoEngine::Auto,
                 EngineChoice::Uring => IoEngine::Uring,

@@ -1,4 +1,4 @@
-//! The encoding of segments, block files and checkpoints: pure functions, no I/O.
+//! The encoding of segments and checkpoints: pure functions, no I/O.
 //!
 //! `docs/segment-format.md` specifies it. All integers are little endian. The unit is a page of 4
 //! KiB: a header fills one page, and a payload starts on a page boundary.

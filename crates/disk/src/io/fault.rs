@@ -212,11 +212,6 @@ impl FileOperations for FaultyFiles {
         self.inner.read(file, offset, buffer)
     }
 
-    fn sync(&self, file: &FileHandle) -> io::Result<()> {
-        self.plan.check_operation()?;
-        self.inner.sync(file)
-    }
-
     fn next_data(&self, file: &FileHandle, offset: u64) -> io::Result<Option<u64>> {
         self.plan.check_operation()?;
         self.inner.next_data(file, offset)
@@ -225,11 +220,6 @@ impl FileOperations for FaultyFiles {
     fn replace(&self, path: &Path, bytes: &[u8]) -> io::Result<()> {
         self.plan.check_operation()?;
         self.inner.replace(path, bytes)
-    }
-
-    fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
-        self.plan.check_operation()?;
-        self.inner.rename(from, to)
     }
 
     fn overwrite(&self, path: &Path) -> io::Result<u64> {
@@ -351,10 +341,8 @@ mod tests {
             files.truncate(&file, 0),
             files.length(&file).map(drop),
             files.read(&file, 0, &mut [0; 8]).map(drop),
-            files.sync(&file),
             files.next_data(&file, 0).map(drop),
             files.replace(&path, &[1]),
-            files.rename(&path, &there.join("two")),
             files.overwrite(&path).map(drop),
             files.set_aside(&path).map(drop),
             files.remove(&path),

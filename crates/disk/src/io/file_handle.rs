@@ -105,7 +105,6 @@ mod tests {
             SystemFiles.truncate(&file, 0),
             SystemFiles.length(&file).map(drop),
             SystemFiles.read(&file, 0, &mut [0; 8]).map(drop),
-            SystemFiles.sync(&file),
             SystemFiles.next_data(&file, 0).map(drop),
         ];
         for result in results {

@@ -1,4 +1,4 @@
-//! File operations that are not transfers: creating, listing, renaming, removing.
+//! File operations that are not transfers: creating, listing, replacing, removing.
 
 mod system_lock;
 
@@ -94,7 +94,7 @@ impl From<LockedBy> for io::Error {
 ///   may block for as long as it likes: its caller stops waiting at a deadline of its own, and the
 ///   call then has its effect late.
 /// - Effects are visible to all later calls and transfers at once, and after a crash of the process
-///   too. After a power failure only that is certain which a `sync`, a `sync_directory`, a
+///   too. After a power failure only that is certain which a `sync_directory`, a
 ///   [`super::TransferKind::Sync`] or one of the methods that say so has put on stable storage.
 /// - The kind of an error decides what the file tier does. `NotFound`, `NotADirectory` and
 ///   `IsADirectory` concern one path; `AlreadyExists` a name that is taken; `StorageFull`,
@@ -131,13 +131,6 @@ pub trait FileOperations: Send + Sync + fmt::Debug {
     /// pages.
     fn read(&self, file: &FileHandle, offset: u64, buffer: &mut [u8]) -> io::Result<usize>;
 
-    /// Syncs the data of a file and its length to stable storage: that of all writes which were
-    /// complete when the call began. The file's name is not synced.
-    ///
-    /// After an error each of these writes may be on stable storage or lost, and a later success
-    /// says nothing about them.
-    fn sync(&self, file: &FileHandle) -> io::Result<()>;
-
     /// Returns the first offset at or after `offset` that may contain data, or `None` if only a
     /// hole follows. An implementation that does not know returns `offset`, at the end of the file
     /// too.
@@ -147,10 +140,6 @@ pub trait FileOperations: Send + Sync + fmt::Debug {
     /// syncs the directory. After a crash or a power failure the path has the old or the new
     /// content, never a part of it. A directory with the name of the file is set aside.
     fn replace(&self, path: &Path, bytes: &[u8]) -> io::Result<()>;
-
-    /// Renames a file within its file system and replaces an existing one. A directory with the new
-    /// name is set aside.
-    fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
 
     /// Overwrites all data of a file with zeroes and syncs it. Returns the number of bytes
     /// overwritten.
@@ -261,10 +250,6 @@ impl FileOperations for SystemFiles {
         Ok(filled)
     }
 
-    fn sync(&self, file: &FileHandle) -> io::Result<()> {
-        file.system()?.sync_data()
-    }
-
     fn next_data(&self, file: &FileHandle, offset: u64) -> io::Result<Option<u64>> {
         next_data(file.system()?, offset)
     }
@@ -283,13 +268,9 @@ impl FileOperations for SystemFiles {
         // name is complete. The directory last, so that the rename lasts.
         file.write_all(bytes)?;
         file.sync_all()?;
-        self.rename(&temporary, path)?;
+        let rename = || fs::rename(&temporary, path);
+        rename().or_else(|error| retry_after_set_aside(*self, path, error, rename))?;
         path.parent().map_or(Ok(()), |directory| self.sync_directory(directory))
-    }
-
-    fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
-        let rename = || fs::rename(from, to);
-        rename().or_else(|error| retry_after_set_aside(*self, to, error, rename))
     }
 
     fn set_aside(&self, path: &Path) -> io::Result<PathBuf> {

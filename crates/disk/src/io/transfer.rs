@@ -83,7 +83,9 @@ pub enum TransferKind {
     Read,
     /// From the buffers to the file.
     Write,
-    /// Syncs data written before; has no buffers.
+    /// Syncs the data of a file and its length to stable storage; has no buffers. The file's name
+    /// is not synced. After an error each write before it may be on stable storage or lost, and a
+    /// later success says nothing about it.
     Sync,
 }
 

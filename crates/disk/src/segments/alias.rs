@@ -1,38 +1,87 @@
 //! Adds keys to stored blocks: alias entries in the active segment, and the table in memory.
 
+use std::collections::HashMap;
+
 use cascade_runtime::Deadline;
 
+use super::replay::ReplayResult;
 use super::segment::BlockSlot;
 use super::write::{SpaceClass, WriterState};
 use super::write_run::PendingEntry;
 use super::{Alias, SegmentFiles};
-use crate::format::{ENTRIES_PER_FRAME, EntryKind};
+use crate::format::{ENTRIES_PER_FRAME, EntryKind, RecordEntry};
 use crate::place::Place as _;
 use crate::{Address, BlockFacts, DiskError};
 
 impl SegmentFiles {
-    pub(super) fn alias_blocks(
+    /// Adds another key to stored bytes and returns their address.
+    pub fn alias_blocks(
         &self,
         batch: &[(BlockFacts, Address)],
         deadline: Deadline,
     ) -> Vec<Result<Address, DiskError>> {
         // Locked before the addresses are resolved: a reclaim moves blocks and removes segments
         // under this lock. The targets thus stay valid until their aliases are written.
-        let mut writer = match self.lock(&self.writer, deadline) {
-            Ok(writer) => writer,
-            Err(error) => return batch.iter().map(|_| Err(error.clone())).collect(),
-        };
+        match self.lock(&self.writer, deadline) {
+            Ok(mut writer) => self.add_keys(&mut writer, batch, SpaceClass::Ordinary, deadline),
+            Err(error) => batch.iter().map(|_| Err(error.clone())).collect(),
+        }
+    }
+
+    fn add_keys(
+        &self,
+        writer: &mut WriterState,
+        batch: &[(BlockFacts, Address)],
+        space: SpaceClass,
+        deadline: Deadline,
+    ) -> Vec<Result<Address, DiskError>> {
         batch
             .chunks(ENTRIES_PER_FRAME)
             .flat_map(|chunk| {
                 let pending: Vec<_> =
                     chunk.iter().map(|(meta, address)| self.alias_entry(meta, *address)).collect();
                 let (good, mut results) = split(pending);
-                let written = self.write_aliases(&mut writer, good, SpaceClass::Ordinary, deadline);
+                let written = self.write_aliases(writer, good, space, deadline);
                 fill(&mut results, written);
                 results.into_iter().flatten().collect::<Vec<_>>()
             })
             .collect()
+    }
+
+    /// Gives all keys of the same bytes one address, as the store has one for each content. A crash
+    /// or a reclaim that failed can leave several blocks with the same bytes: the keys of the later
+    /// ones become aliases of the first. A key whose alias cannot be written is missing until the
+    /// next opening.
+    pub(super) fn merge_equal(
+        &self,
+        writer: &mut WriterState,
+        replay: &mut ReplayResult,
+        deadline: Deadline,
+    ) {
+        let mut first_of = HashMap::new();
+        let mut later = Vec::new();
+        replay.live.retain(|entry| {
+            let Some(digest) = entry.meta.digest else { return true };
+            let content = (digest, entry.meta.bytes, entry.payload_checksum);
+            let first = *first_of.entry(content).or_insert(entry.address);
+            let is_first = first == entry.address;
+            if !is_first {
+                later.push((*entry, first));
+            }
+            is_first
+        });
+        let batch: Vec<_> = later.iter().map(|(entry, first)| (entry.meta, *first)).collect();
+        let added = self.add_keys(writer, &batch, SpaceClass::Reserve, deadline);
+        for ((entry, _), added) in later.into_iter().zip(added) {
+            let key = entry.meta.key;
+            self.remove_from_memory(&key, entry.address);
+            // No tombstone yet: after a power loss there could be one without the alias. The next
+            // opening writes it, when it has synced the alias.
+            writer.other_copies.entry(key).or_default().push(entry.address);
+            if let Ok(address) = added {
+                replay.live.push(RecordEntry { address, ..entry });
+            }
+        }
     }
 
     /// Writes aliases and adds those that were written in memory. Returns one result each.

@@ -17,6 +17,8 @@ use crate::scan::segment_name;
 use crate::{DiskError, EraseOutcome};
 
 impl SegmentFiles {
+    /// Overwrites and removes every file of the tier: segments, checkpoint, manifests. The tier is
+    /// empty and usable afterwards. The result lists files that could not be erased.
     pub(super) fn erase_all(&self, deadline: Deadline) -> Result<EraseOutcome, DiskError> {
         // With both locks no segment is created after the files are listed.
         let mut unreported = self.lock(&self.reclaim_lock, deadline)?;
@@ -35,7 +37,7 @@ impl SegmentFiles {
         writer.active = None;
         writer.next = None;
         writer.unsynced.clear();
-        writer.failed_copies.clear();
+        writer.other_copies.clear();
         let in_memory =
             std::mem::take(&mut *self.segments.write().unwrap_or_else(PoisonError::into_inner));
         self.moved_addresses.write().unwrap_or_else(PoisonError::into_inner).clear();

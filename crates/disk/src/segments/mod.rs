@@ -16,6 +16,7 @@ mod repair;
 mod replay;
 mod seal;
 mod segment;
+mod tier;
 mod write;
 mod write_run;
 
@@ -24,26 +25,26 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 
-use cascade_block::{BlockKey, Namespace};
-use cascade_memory::Slab;
+use cascade_block::BlockKey;
 use cascade_runtime::{Deadline, DeadlineMutex, DeadlineMutexGuard, Mutex, MutexGuard, RwLock};
 
 use self::flush::sync_for_flush;
+pub use self::recovery::Recovery;
 pub(crate) use self::recovery::checkpoint_bytes_max;
 pub(crate) use self::replay::replay;
 use self::segment::Segment;
+pub use self::tier::TIER_NAME;
 use self::write::WriterState;
 use crate::io::FileIo;
 use crate::lock::DirectoryLock;
 use crate::problem_log::ProblemLog;
 use crate::shared_sync::SharedSync;
-use crate::{
-    Address, BlockFacts, BlockFiles, DiskError, DiskStats, EraseOutcome, FilesConfig,
-    MakeRoomOutcome, StoredManifest, device_probe, manifests,
-};
-use cascade_tier::tier::LoadQueue;
+use crate::{Address, BlockFacts, DiskError, FilesConfig, device_probe};
 
-/// The file tier with segments.
+/// The file tier. A store uses it as a [`Tier`](cascade_tier::tier::Tier).
+///
+/// Calls may come from any thread. Writers take turns; readers never wait for them. A call that
+/// reaches its deadline returns `Timeout`, and its operation may still complete.
 #[derive(Debug)]
 pub struct SegmentFiles {
     config: FilesConfig,
@@ -66,7 +67,48 @@ pub struct SegmentFiles {
     checkpoints: SharedSync,
     counters: SegmentCounters,
     problems: ProblemLog,
-    directory_lock: Arc<DirectoryLock>,
+    recovery: Mutex<Recovery>,
+    /// None once the tier is closed. Calls in flight have clones: the directory's lock is released
+    /// with the last.
+    directory_lock: RwLock<Option<Arc<DirectoryLock>>>,
+}
+
+/// Counters since the opening, and current sizes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct DiskStats {
+    /// Name of the I/O engine.
+    pub engine: &'static str,
+    /// Whether the page cache is bypassed. False if the file system does not support it.
+    pub is_direct: bool,
+    /// Whether the pool's memory is registered with the kernel, which saves pinning it for each
+    /// transfer.
+    pub is_registered: bool,
+    /// Number of files.
+    pub files: u64,
+    /// Bytes that the files use.
+    pub used_bytes: u64,
+    /// Bytes of live payloads, padded to pages.
+    pub live_bytes: u64,
+    /// Live blocks, aliases not counted.
+    pub live_records: u64,
+    /// Blocks and aliases written.
+    pub records_written: u64,
+    /// Payload bytes written.
+    pub bytes_written: u64,
+    /// Blocks that were read and match their checksum.
+    pub records_read: u64,
+    /// Their payload bytes.
+    pub bytes_read: u64,
+    /// Blocks read and found damaged.
+    pub records_damaged: u64,
+    /// Footers found damaged since the opening.
+    pub structures_damaged: u64,
+    /// Segments closed because a write failed.
+    pub segments_failed: u64,
+    /// Bytes that reclaims moved.
+    pub bytes_moved: u64,
+    /// Calls past their deadline that the kernel has not completed.
+    pub stuck_calls: u64,
 }
 
 /// Blocks that failed reclaims moved: key, old address, new address. The caller still has the old
@@ -160,68 +202,23 @@ impl SegmentFiles {
         DiskError::Timeout { operation, path: self.config.directory.clone() }
     }
 
-    fn segment_path(&self, number: u32) -> PathBuf {
-        self.config.directory.join(format!("{}-{number:08x}.segment", self.config.writer))
+    /// The lock of the directory, which a call keeps until it ends.
+    fn held_lock(&self) -> Result<Arc<DirectoryLock>, DiskError> {
+        let lock = self.directory_lock.read().unwrap_or_else(PoisonError::into_inner);
+        lock.clone().ok_or_else(|| DiskError::Closed { directory: self.config.directory.clone() })
     }
-}
 
-impl Drop for SegmentFiles {
-    /// Waits for a segment that is being sealed. The directory's lock is then free, unless the
-    /// device hangs.
-    fn drop(&mut self) {
+    /// Waits for a segment that is being sealed, if nothing is written now.
+    fn end_seal(&self) {
         let now = Deadline::at(self.io.clock.monotonic());
-        // Nobody else can have locked it.
         let Ok(mut writer) = self.lock(&self.writer, now) else { return };
         if let Some(deadline) = writer.sealing.as_ref().map(|sealing| sealing.deadline) {
             self.finish_seal(&mut writer, deadline);
         }
     }
-}
 
-impl BlockFiles for SegmentFiles {
-    fn append(
-        &self,
-        batch: Vec<(BlockFacts, Slab)>,
-        deadline: Deadline,
-    ) -> Vec<Result<Address, DiskError>> {
-        self.append_blocks(batch, deadline)
-    }
-
-    fn read_each(&self, queue: &mut dyn LoadQueue, deadline: Deadline) {
-        self.read_blocks(queue, deadline);
-    }
-
-    fn alias(
-        &self,
-        batch: &[(BlockFacts, Address)],
-        deadline: Deadline,
-    ) -> Vec<Result<Address, DiskError>> {
-        self.alias_blocks(batch, deadline)
-    }
-
-    fn remove(&self, keys: &[(BlockKey, Address)], deadline: Deadline) -> Result<(), DiskError> {
-        self.remove_keys(keys, deadline)
-    }
-
-    fn reclaim(
-        &self,
-        keep: &mut dyn FnMut(&BlockFacts, Address) -> bool,
-        deadline: Deadline,
-    ) -> Result<MakeRoomOutcome, DiskError> {
-        self.reclaim_segment(keep, deadline)
-    }
-
-    fn lookup(
-        &self,
-        _key: &BlockKey,
-        _deadline: Deadline,
-    ) -> Result<Option<(BlockFacts, Address)>, DiskError> {
-        // No other process writes this writer's segments. The opening and `append` have reported
-        // every block of them.
-        Ok(None)
-    }
-
-    fn sync(&self, deadline: Deadline) -> Result<(), DiskError> {
+    /// Syncs everything written so far to stable storage.
+    pub fn sync(&self, deadline: Deadline) -> Result<(), DiskError> {
         self.syncs.run(
             deadline,
             self.io.clock.as_ref(),
@@ -233,7 +230,8 @@ impl BlockFiles for SegmentFiles {
         )
     }
 
-    fn checkpoint(&self, deadline: Deadline) -> Result<(), DiskError> {
+    /// Syncs, and writes a checkpoint of the live blocks so that the next opening is short.
+    pub fn checkpoint(&self, deadline: Deadline) -> Result<(), DiskError> {
         self.checkpoints.run(
             deadline,
             self.io.clock.as_ref(),
@@ -242,40 +240,28 @@ impl BlockFiles for SegmentFiles {
         )
     }
 
-    fn register_manifest(
-        &self,
-        namespace: &Namespace,
-        deadline: Deadline,
-    ) -> Result<(), DiskError> {
-        manifests::register(&self.io, &self.config.directory, namespace, deadline)
+    /// Checks that the device answers and that the directory is still the one that was opened:
+    /// writes a page beside the blocks, syncs it and reads it back. `NoSpace` means that the device
+    /// answers.
+    pub fn probe_device(&self, deadline: Deadline) -> Result<(), DiskError> {
+        let lock = self.held_lock()?;
+        device_probe::probe(&self.io, &self.config, &lock, self.is_direct, deadline)
     }
 
-    fn manifests(&self, deadline: Deadline) -> Result<Vec<StoredManifest>, DiskError> {
-        manifests::load_all(&self.io, &self.config.directory, deadline)
+    /// What the opening found. The live blocks are in the first result only.
+    pub fn recovery(&self) -> Recovery {
+        let mut recovery = self.recovery.lock().unwrap_or_else(PoisonError::into_inner);
+        let live = std::mem::take(&mut recovery.live);
+        Recovery { live, ..recovery.clone() }
     }
 
-    fn probe_device(&self, deadline: Deadline) -> Result<(), DiskError> {
-        device_probe::probe(&self.io, &self.config, &self.directory_lock, self.is_direct, deadline)
-    }
-
-    fn probe_reads(&self, deadline: Deadline) -> Result<(), DiskError> {
-        let newest = self.all_segments().pop().map(|segment| Arc::clone(&segment.file));
-        device_probe::probe_reads(&self.io, &self.config, &self.directory_lock, newest, deadline)
-    }
-
-    fn problems(&self) -> Vec<String> {
-        self.problems.all()
-    }
-
-    fn erase(&self, deadline: Deadline) -> Result<EraseOutcome, DiskError> {
-        self.erase_all(deadline)
-    }
-
-    fn used_bytes(&self) -> u64 {
+    /// Bytes that the files use on the device.
+    pub fn used_bytes(&self) -> u64 {
         self.all_segments().iter().map(|segment| segment.state().file_bytes).sum()
     }
 
-    fn stats(&self) -> DiskStats {
+    /// Counters and sizes.
+    pub fn disk_stats(&self) -> DiskStats {
         let segments = self.all_segments();
         let total = |size: fn(&Segment) -> u64| segments.iter().map(|each| size(each)).sum();
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
@@ -297,5 +283,16 @@ impl BlockFiles for SegmentFiles {
             bytes_moved: load(&self.counters.bytes_moved),
             stuck_calls: self.io.stuck_calls(),
         }
+    }
+
+    fn segment_path(&self, number: u32) -> PathBuf {
+        self.config.directory.join(format!("{}-{number:08x}.segment", self.config.writer))
+    }
+}
+
+impl Drop for SegmentFiles {
+    /// The directory's lock is free afterwards, unless the device hangs.
+    fn drop(&mut self) {
+        self.end_seal();
     }
 }

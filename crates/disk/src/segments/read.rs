@@ -60,6 +60,11 @@ impl TransferQueue for SegmentReads<'_> {
 }
 
 impl SegmentFiles {
+    /// Reads the blocks of a queue into their slabs and checks key, length and checksum, until the
+    /// queue is empty or the deadline passes.
+    ///
+    /// Gives each block that it takes from the queue back once, before it returns. Blocks that it
+    /// has not taken by the deadline stay in the queue.
     pub(super) fn read_blocks(&self, queue: &mut dyn LoadQueue, deadline: Deadline) {
         self.io.run(&mut SegmentReads { files: self, queue, pending: Vec::new() }, deadline);
     }

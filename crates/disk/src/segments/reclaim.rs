@@ -35,12 +35,18 @@ struct BlockMove {
 }
 
 impl SegmentFiles {
-    pub(super) fn reclaim_segment(
+    /// Frees one segment: a mostly dead one if there is one, otherwise the oldest. `keep` is called
+    /// for every live key in it; blocks to keep are moved first, as far as the capacity allows.
+    /// `keep` may read, but not write or reclaim.
+    ///
+    /// Reads do not wait: those in flight complete on the old file. After an error the old
+    /// addresses of blocks that were moved before it stay valid, until the next reclaim that
+    /// succeeds reports the new ones.
+    pub fn reclaim(
         &self,
         keep: &mut dyn FnMut(&BlockFacts, Address) -> bool,
         deadline: Deadline,
     ) -> Result<MakeRoomOutcome, DiskError> {
-        use crate::BlockFiles as _;
         let mut unreported = self.lock(&self.reclaim_lock, deadline)?;
         let before = self.used_bytes();
         let mut reclaimed = MakeRoomOutcome::default();
@@ -117,14 +123,14 @@ impl SegmentFiles {
     ) -> Result<(), DiskError> {
         let is_left =
             |at: Address| at.segment() != victim.number && self.segment(at.segment()).is_some();
-        for copies in writer.failed_copies.values_mut() {
+        for copies in writer.other_copies.values_mut() {
             copies.retain(|at| is_left(*at));
         }
-        writer.failed_copies.retain(|_, copies| !copies.is_empty());
+        writer.other_copies.retain(|_, copies| !copies.is_empty());
         let old_copies = unreported.iter().filter(|(_, from, _)| is_left(*from));
         let mut pending: Vec<_> = old_copies.map(|(key, from, _)| tombstone(key, *from)).collect();
         for (key, _) in dropped {
-            pending.extend(writer.tombstones_of_failed_copies(key));
+            pending.extend(writer.tombstones_of_other_copies(key));
         }
         self.write_all(writer, pending, SpaceClass::Overcommit, deadline)
     }

@@ -5,8 +5,9 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use cascade_block::{BlockKey, Checksum, checksum, with_causes};
-use cascade_runtime::{Deadline, DeadlineMutex, Mutex, RwLock, fill_random};
+use cascade_block::{Checksum, checksum, with_causes};
+use cascade_memory::Pool;
+use cascade_runtime::{Clock, Deadline, DeadlineMutex, Mutex, RwLock, fill_random};
 
 use super::flush::{forget_removed, sync_for_flush};
 use super::replay::{ReplayResult, replay};
@@ -26,7 +27,33 @@ use crate::place::Place as _;
 use crate::problem_log::ProblemLog;
 use crate::scan::{FileSource, ScanError, ScanOptions, SegmentContent, read_segment, segment_name};
 use crate::shared_sync::SharedSync;
-use crate::{Address, DiskError, FilesConfig, Recovery, manifests};
+use crate::{
+    Address, BlockFacts, DiskError, FilesConfig, IoEngine, StoredManifest, manifests, old_layout,
+};
+
+/// What an opening found.
+#[derive(Debug, Clone, Default)]
+pub struct Recovery {
+    /// All live blocks and aliases, oldest first. Keys of the same bytes have one address.
+    pub live: Vec<(BlockFacts, Address)>,
+    /// Blocks that were not written completely.
+    pub torn_records: u64,
+    /// Headers and footers that do not match their checksum.
+    pub damaged_structures: u64,
+    /// Blocks omitted because they had expired.
+    pub expired_records: u64,
+    /// Number of files.
+    pub files: u64,
+    /// Number of files that were scanned frame by frame.
+    pub scanned_files: u64,
+    /// Whether a checkpoint was used.
+    pub used_checkpoint: bool,
+    /// Manifest files that are invalid.
+    pub invalid_manifests: Vec<StoredManifest>,
+    /// Paths that cannot be used, such as a directory with the name of a file. They are not
+    /// touched.
+    pub misplaced_files: u64,
+}
 
 /// A segment found at opening, with its content.
 #[derive(Debug)]
@@ -39,15 +66,48 @@ struct RecoveredSegment {
 }
 
 impl SegmentFiles {
-    /// Locks the directory, recovers what is stored there and prepares it for writes.
-    pub(crate) fn open(
+    /// Opens a file tier on the file systems of this machine and recovers what it holds.
+    ///
+    /// `pool` is where slabs come from; `io_uring` may register its memory.
+    ///
+    /// # Errors
+    /// The directory cannot be used.
+    pub fn open(
+        config: FilesConfig,
+        clock: Arc<dyn Clock>,
+        pool: &Pool,
+        deadline: Deadline,
+    ) -> Result<Self, DiskError> {
+        let io =
+            FileIo::system(config.engine, config.direct, config.queue_depth, Some(pool), clock)?;
+        Self::recover_from(config.checked()?, io, deadline)
+    }
+
+    /// [`Self::open`] with the caller's I/O instead of the system's, such as a simulated disk. The
+    /// setting of the I/O engine is ignored.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub fn open_with(
         config: FilesConfig,
         io: FileIo,
         deadline: Deadline,
-    ) -> Result<(Self, Recovery), DiskError> {
+    ) -> Result<Self, DiskError> {
+        // No other engine is wanted, so that no note says that it is missing.
+        let config = FilesConfig { engine: IoEngine::Psync, ..config };
+        Self::recover_from(config.checked()?, io, deadline)
+    }
+
+    /// Locks the directory, recovers what is stored there and prepares it for writes.
+    fn recover_from(
+        config: FilesConfig,
+        io: FileIo,
+        deadline: Deadline,
+    ) -> Result<Self, DiskError> {
         let directory = config.directory.clone();
         // First, because another process with this writer's name would change the same files.
         let lock = DirectoryLock::acquire(&io, &config, deadline)?;
+        old_layout::refuse(&io, &directory, deadline)?;
         let is_direct = config.direct && probe_direct(&io, &config, deadline)?;
         let mut recovery = Recovery::default();
         let problems = ProblemLog::new(lock.permission_problem());
@@ -62,7 +122,7 @@ impl SegmentFiles {
         let context =
             OpenContext { io: &io, config: &config, is_direct, problems: &problems, deadline };
         let (mut found, number_end) = context.find_segments(checkpoint.as_ref(), &mut recovery)?;
-        let replay = replay_recovered(&mut found, checkpoint.as_ref(), io.clock.unix_ms());
+        let mut replay = replay_recovered(&mut found, checkpoint.as_ref(), io.clock.unix_ms());
         recovery.expired_records = replay.expired;
         let state = next_state(&found, number_end, checkpoint.as_ref(), &replay)
             .map_err(|source| DiskError::from_io("choose a store ID for", &directory, source))?;
@@ -72,10 +132,9 @@ impl SegmentFiles {
             .map(|each| each.number)
             .collect();
         let (segments, aliases) = build_segments(found, &replay);
-        recovery.live = replay.live.iter().map(|entry| (entry.meta, entry.address)).collect();
         recovery.invalid_manifests =
             manifests::report_invalid(&io, &directory, &problems, deadline)?;
-        let files = Self {
+        let mut files = Self {
             config,
             io,
             is_direct,
@@ -88,16 +147,20 @@ impl SegmentFiles {
             checkpoints: SharedSync::default(),
             counters: SegmentCounters::default(),
             problems,
-            directory_lock: lock,
+            recovery: Mutex::default(),
+            directory_lock: RwLock::new(Some(lock)),
         };
-        files.finish_recovery(&replay.superseded, &unreadable, deadline)?;
-        Ok((files, recovery))
+        files.finish_recovery(&mut replay, &unreadable, deadline)?;
+        recovery.live = replay.live.iter().map(|entry| (entry.meta, entry.address)).collect();
+        files.recovery = Mutex::new(recovery);
+        Ok(files)
     }
 
-    /// Seals segments that a crash left open, and writes tombstones for superseded blocks.
+    /// Seals segments that a crash left open, merges blocks with the same bytes, and writes
+    /// tombstones for superseded blocks.
     fn finish_recovery(
         &self,
-        superseded: &[(BlockKey, Address)],
+        replay: &mut ReplayResult,
         unreadable: &[u32],
         deadline: Deadline,
     ) -> Result<(), DiskError> {
@@ -109,11 +172,12 @@ impl SegmentFiles {
                 drop(seal_segment(&self.io, &segment, true, deadline));
             }
         }
+        let mut writer = self.lock(&self.writer, deadline)?;
+        self.merge_equal(&mut writer, replay, deadline);
         // The older block of a key would be live again once the segment of the newer one is
         // reclaimed. A tombstone prevents that.
-        if !superseded.is_empty() {
-            let mut writer = self.lock(&self.writer, deadline)?;
-            let pending = superseded.iter().map(|(key, at)| tombstone(key, *at)).collect();
+        if !replay.superseded.is_empty() {
+            let pending = replay.superseded.iter().map(|(key, at)| tombstone(key, *at)).collect();
             // If this fails, the next opening finds them again.
             let written = self.write(&mut writer, pending, SpaceClass::Reserve, deadline);
             drop(written);
@@ -450,7 +514,7 @@ fn next_state(
         next: None,
         unsynced: Vec::new(),
         failed_sync: None,
-        failed_copies: HashMap::new(),
+        other_copies: HashMap::new(),
         // After every number that a file, the checkpoint or an entry contains: an address in an
         // old alias or tombstone must not refer to a new block.
         next_number: number_end.max(of_checkpoint).max(replay.number_end),

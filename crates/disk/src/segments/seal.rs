@@ -21,16 +21,18 @@ impl SegmentFiles {
         let Some(segment) = writer.active.take() else { return };
         let (io, full) = (self.io.clone(), Arc::clone(&segment));
         let needs_sync = self.needs_sync_of_seal();
-        let lock = Arc::clone(&self.directory_lock);
-        let work = move || {
-            let sealed = seal_segment(&io, &full, needs_sync, deadline);
-            // Until here: another process must not open a segment that is being sealed.
-            drop(lock);
-            sealed
-        };
-        if let Some(sealed) = Background::start(&self.io, work) {
+        let started = self.held_lock().ok().and_then(|lock| {
+            Background::start(&self.io, move || {
+                let sealed = seal_segment(&io, &full, needs_sync, deadline);
+                // Until here: another process must not open a segment that is being sealed.
+                drop(lock);
+                sealed
+            })
+        });
+        if let Some(sealed) = started {
             writer.sealing = Some(Sealing { segment, sealed, deadline });
         } else {
+            // There is no thread for it, or the tier was closed during this call.
             writer.active = Some(segment);
             self.seal(writer, deadline);
         }

@@ -37,9 +37,10 @@ pub(super) struct WriterState {
     pub(super) unsynced: Vec<Arc<Segment>>,
     /// The error of a sync that no flush has reported.
     pub(super) failed_sync: Option<DiskError>,
-    /// Blocks of failed writes, which may be on the device all the same. When a key is removed,
-    /// they get tombstones too: otherwise a restart could bring the key back.
-    pub(super) failed_copies: HashMap<BlockKey, Vec<Address>>,
+    /// Further blocks of a key that are or may be on the device: those of failed writes, and those
+    /// that the opening merged with others. When the key is removed, they get tombstones too:
+    /// otherwise a restart could bring the key back.
+    pub(super) other_copies: HashMap<BlockKey, Vec<Address>>,
     pub(super) next_number: u32,
     pub(super) next_sequence: u64,
 }
@@ -48,9 +49,9 @@ pub(super) struct WriterState {
 pub(super) const SYNC: &str = "sync";
 
 impl WriterState {
-    /// Tombstones for the blocks of failed writes of a key, which is now removed.
-    pub(super) fn tombstones_of_failed_copies(&mut self, key: &BlockKey) -> Vec<PendingEntry> {
-        let copies = self.failed_copies.remove(key).unwrap_or_default();
+    /// Tombstones for the further blocks of a key, which is now removed.
+    pub(super) fn tombstones_of_other_copies(&mut self, key: &BlockKey) -> Vec<PendingEntry> {
+        let copies = self.other_copies.remove(key).unwrap_or_default();
         copies.into_iter().map(|at| tombstone(key, at)).collect()
     }
 }
@@ -153,7 +154,15 @@ fn is_in_flight(error: &DiskError) -> bool {
 }
 
 impl SegmentFiles {
-    pub(super) fn append_blocks(
+    /// Writes blocks and returns one result for each: the address once the whole block is written
+    /// (in a durable tier: is on stable storage). On `Full` the caller should reclaim.
+    ///
+    /// Compares each slab with its recorded checksum, or records it. A slab that does not match
+    /// fails with `ChangedInMemory`: otherwise its bytes would get a new, valid checksum.
+    ///
+    /// If the key already has a block at another address, that block stays until it is removed.
+    #[expect(clippy::missing_panics_doc, reason = "each pending block has a result")]
+    pub fn append(
         &self,
         batch: Vec<(BlockFacts, Slab)>,
         deadline: Deadline,
@@ -200,6 +209,11 @@ impl SegmentFiles {
         slab.into_host().map_err(|_| DiskError::NotHostMemory)
     }
 
+    /// Removes keys from addresses; the removal lasts across restarts. Unknown pairs are skipped.
+    ///
+    /// Reads return `Gone` from now on, even if the removal could not be written. In that case an
+    /// error is returned, and a restart may bring the key back. The exception is a `Timeout` while
+    /// waiting for earlier writes: then nothing was removed.
     pub(super) fn remove_keys(
         &self,
         keys: &[(BlockKey, Address)],
@@ -212,7 +226,7 @@ impl SegmentFiles {
             let has_key = |at| self.remove_from_memory(key, at).then_some(at);
             if let Some(at) = self.find_moved(*address, has_key) {
                 tombstones.push(tombstone(key, at));
-                tombstones.extend(writer.tombstones_of_failed_copies(key));
+                tombstones.extend(writer.tombstones_of_other_copies(key));
             }
         }
         // A removal may use the reserve, because it must work in a full tier.
@@ -282,7 +296,7 @@ impl SegmentFiles {
             }
             let failed = runs.iter().find_map(|(_, result)| result.clone().err());
             for (key, address) in failed_blocks(&runs) {
-                writer.failed_copies.entry(key).or_default().push(address);
+                writer.other_copies.entry(key).or_default().push(address);
             }
             let first = results.len();
             results.extend(self.commit(&segment, runs));
@@ -480,7 +494,6 @@ impl SegmentFiles {
         pages: u32,
         space: SpaceClass,
     ) -> Result<u64, DiskError> {
-        use crate::BlockFiles as _;
         let used_bytes = self.used_bytes() - freed_bytes;
         let left_bytes = self.config.capacity_bytes.saturating_sub(used_bytes);
         let page_bytes = PAGE_BYTES as u64;
@@ -505,7 +518,6 @@ impl SegmentFiles {
         added_bytes: u64,
         pages: u32,
     ) -> Result<(), DiskError> {
-        use crate::BlockFiles as _;
         let used_bytes = self.used_bytes() - freed_bytes;
         let capacity_bytes = self.config.capacity_bytes;
         if used_bytes + added_bytes > capacity_bytes {

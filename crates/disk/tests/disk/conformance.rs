@@ -1,27 +1,19 @@
-//! The conformance suite over both layouts and both I/O engines, durable and not, direct and
-//! buffered.
+//! The conformance suite over both I/O engines, durable and not, direct and buffered.
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::sync::Arc;
 
-use cascade_disk::conformance::{self, Reopen, deadline};
-use cascade_disk::{FileLayout, FilesConfig, IoEngine, open};
+use cascade_disk::conformance::{self, Reopen, deadline, open};
+use cascade_disk::{FilesConfig, IoEngine};
 use cascade_runtime::SystemClock;
 
 const CAPACITY_BYTES: u64 = 24 << 20;
 
-fn with_tier(
-    layout: FileLayout,
-    engine: IoEngine,
-    durable: bool,
-    direct: bool,
-    check: fn(&mut Reopen<'_>),
-) {
+fn with_tier(engine: IoEngine, durable: bool, direct: bool, check: fn(&mut Reopen<'_>)) {
     let directory = tempfile::tempdir().unwrap();
     let config = FilesConfig {
         capacity_bytes: CAPACITY_BYTES,
         segment_bytes: 4 << 20,
-        layout,
         engine,
         durable,
         direct,
@@ -32,12 +24,12 @@ fn with_tier(
 }
 
 macro_rules! suite {
-    ($($name:ident: $layout:expr, $engine:expr, $durable:expr, $direct:expr;)*) => {$(
+    ($($name:ident: $engine:expr, $durable:expr, $direct:expr;)*) => {$(
         mod $name {
             use super::*;
 
             fn run(check: fn(&mut Reopen<'_>)) {
-                with_tier($layout, $engine, $durable, $direct, check);
+                with_tier($engine, $durable, $direct, check);
             }
 
             #[test]
@@ -84,11 +76,8 @@ macro_rules! suite {
 }
 
 suite! {
-    segments_uring: FileLayout::Segments, IoEngine::Uring, false, true;
-    segments_psync: FileLayout::Segments, IoEngine::Psync, false, true;
-    segments_durable: FileLayout::Segments, IoEngine::Auto, true, true;
-    segments_buffered: FileLayout::Segments, IoEngine::Auto, false, false;
-    per_block_uring: FileLayout::FilePerBlock, IoEngine::Uring, false, true;
-    per_block_psync: FileLayout::FilePerBlock, IoEngine::Psync, false, true;
-    per_block_durable: FileLayout::FilePerBlock, IoEngine::Auto, true, true;
+    uring: IoEngine::Uring, false, true;
+    psync: IoEngine::Psync, false, true;
+    durable: IoEngine::Auto, true, true;
+    buffered: IoEngine::Auto, false, false;
 }

@@ -8,13 +8,14 @@ use std::sync::Arc;
 
 use cascade_block::checksum;
 use cascade_disk::conformance::{
-    append, assert_gone, assert_hits, content, deadline, key, meta, pool,
+    append, assert_gone, assert_hits, content, deadline, key, meta, open, pool,
 };
 use cascade_disk::format::{FORMAT_VERSION, PAGE_BYTES, SegmentHeader, page_checksum};
 use cascade_disk::scan::{ScanOptions, SegmentContent, read_segment};
-use cascade_disk::{DiskError, FileLayout, FilesConfig, Load, LoadOutcome, inspect, open};
+use cascade_disk::{DiskError, FilesConfig, Load, LoadOutcome, inspect};
 use cascade_memory::Pool;
 use cascade_runtime::SystemClock;
+use cascade_tier::tier::Tier as _;
 
 const BLOCKS: [(u64, usize); 6] = [(0, 100), (1, 4096), (2, 9000), (3, 1), (4, 16_384), (5, 4097)];
 const OPTIONS: ScanOptions<'_> = ScanOptions { number: 0, covered: None, verify_scanned: true };
@@ -59,7 +60,7 @@ fn read_back(directory: &Path, pool: &Pool) -> usize {
         let length = meta.bytes as usize;
         let slab = pool.allocate(length).unwrap();
         let request = Load { address, key: meta.key, slab };
-        if let LoadOutcome::Hit(slab) = files.read(vec![request], deadline()).remove(0) {
+        if let LoadOutcome::Hit(slab) = files.load(vec![request], deadline()).remove(0) {
             let number = BLOCKS.iter().find(|(number, _)| key(*number) == meta.key).unwrap().0;
             assert!(
                 slab.host() == Some(&content(number, length)),
@@ -193,40 +194,38 @@ fn an_inspection_finds_a_damaged_block() {
 /// if nothing else compared them.
 #[test]
 fn a_slab_that_changed_in_memory_is_not_stored_and_its_neighbours_are() {
-    for layout in [FileLayout::Segments, FileLayout::FilePerBlock] {
-        let (pool, directory) = (pool(), tempfile::tempdir().unwrap());
-        let config = FilesConfig { layout, ..config(directory.path()) };
-        let (files, _) = open(config, Arc::new(SystemClock), &pool, deadline()).unwrap();
-        let batch: Vec<_> = BLOCKS
-            .iter()
-            .map(|&(number, length)| {
-                let mut slab = pool.allocate(length).unwrap();
-                slab.fill_from(&content(number, length)).unwrap();
-                let slab = slab.seal();
-                let bytes = slab.host().expect("host memory");
-                assert!(slab.verify_checksum(checksum(bytes)), "records the checksum");
-                if number == 2 {
-                    let file = pool.region().host().expect("host memory").file();
-                    file.write_all_at(&[!bytes[77]], slab.offset() as u64 + 77).unwrap();
-                }
-                (meta(number, length), slab)
-            })
-            .collect();
-        let results = files.append(batch, deadline());
-        for (&(number, length), result) in BLOCKS.iter().zip(results) {
+    let (pool, directory) = (pool(), tempfile::tempdir().unwrap());
+    let (files, _) =
+        open(config(directory.path()), Arc::new(SystemClock), &pool, deadline()).unwrap();
+    let batch: Vec<_> = BLOCKS
+        .iter()
+        .map(|&(number, length)| {
+            let mut slab = pool.allocate(length).unwrap();
+            slab.fill_from(&content(number, length)).unwrap();
+            let slab = slab.seal();
+            let bytes = slab.host().expect("host memory");
+            assert!(slab.verify_checksum(checksum(bytes)), "records the checksum");
             if number == 2 {
-                assert!(matches!(result, Err(DiskError::ChangedInMemory)), "{result:?}");
-                continue;
+                let file = pool.region().host().expect("host memory").file();
+                file.write_all_at(&[!bytes[77]], slab.offset() as u64 + 77).unwrap();
             }
-            let address = result.unwrap();
-            let slab = pool.allocate(length).unwrap();
-            let request = Load { address, key: key(number), slab };
-            let outcome = files.read(vec![request], deadline()).remove(0);
-            let LoadOutcome::Hit(slab) = outcome else { panic!("{number}: {outcome:?}") };
-            assert!(slab.host() == Some(&content(number, length)), "block {number} in {layout:?}");
+            (meta(number, length), slab)
+        })
+        .collect();
+    let results = files.append(batch, deadline());
+    for (&(number, length), result) in BLOCKS.iter().zip(results) {
+        if number == 2 {
+            assert!(matches!(result, Err(DiskError::ChangedInMemory)), "{result:?}");
+            continue;
         }
-        assert_eq!(files.stats().live_records, 5, "{layout:?}");
+        let address = result.unwrap();
+        let slab = pool.allocate(length).unwrap();
+        let request = Load { address, key: key(number), slab };
+        let outcome = files.load(vec![request], deadline()).remove(0);
+        let LoadOutcome::Hit(slab) = outcome else { panic!("{number}: {outcome:?}") };
+        assert!(slab.host() == Some(&content(number, length)), "block {number}");
     }
+    assert_eq!(files.disk_stats().live_records, 5);
 }
 
 /// Damage of the first frame was not counted if the header was damaged too, and a frame of another
@@ -251,7 +250,7 @@ fn a_damaged_first_frame_behind_a_damaged_header_is_counted() {
     let opened = open(config(directory.path()), Arc::new(SystemClock), &pool, deadline());
     let (files, recovery) = opened.unwrap();
     assert_eq!((recovery.live.len(), recovery.damaged_structures), (0, 2));
-    let problems = files.problems();
+    let problems = files.stats().notes;
     assert!(problems.iter().any(|each| each.contains("none of its blocks")), "{problems:?}");
     drop(files);
 
@@ -281,8 +280,8 @@ fn a_flush_reports_files_that_were_removed_in_use() {
     let error = files.checkpoint(deadline()).expect_err("the blocks are lost");
     assert!(error.to_string().contains("w0-00000000.segment"), "{error}");
     assert_gone(files.as_ref(), &pool, &lost);
-    assert_eq!((files.stats().structures_damaged, files.used_bytes()), (1, 0));
-    let problems = files.problems();
+    assert_eq!((files.disk_stats().structures_damaged, files.used_bytes()), (1, 0));
+    let problems = files.stats().notes;
     assert!(problems.iter().any(|each| each.contains("was removed")), "{problems:?}");
     let kept = append(files.as_ref(), &pool, &BLOCKS[3..]);
     files.checkpoint(deadline()).expect("reported once");

@@ -6,21 +6,17 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use cascade_block::{Manifest, Namespace, TenantSecret};
-use cascade_disk::conformance::{self, append, content, deadline};
+use cascade_disk::conformance::{self, append, content, deadline, open, open_with};
 use cascade_disk::io::FileIo;
 use cascade_disk::io::fault::{Fault, FaultPlan};
-use cascade_disk::{FileLayout, FilesConfig, IoEngine, WriterName, open, open_with};
+use cascade_disk::{FilesConfig, IoEngine, WriterName};
 use cascade_runtime::SystemClock;
+use cascade_tier::tier::Tier as _;
 
 const LENGTH: usize = 40_000;
 
-fn config(directory: &Path, layout: FileLayout) -> FilesConfig {
-    FilesConfig {
-        capacity_bytes: 24 << 20,
-        segment_bytes: 1 << 20,
-        layout,
-        ..FilesConfig::new(directory)
-    }
+fn config(directory: &Path) -> FilesConfig {
+    FilesConfig { capacity_bytes: 24 << 20, segment_bytes: 1 << 20, ..FilesConfig::new(directory) }
 }
 
 fn files_below(directory: &Path) -> Vec<PathBuf> {
@@ -44,43 +40,38 @@ fn holds(path: &Path, bytes: &[u8]) -> bool {
 
 #[test]
 fn an_erase_overwrites_all_files_and_the_tier_is_usable() {
-    for layout in [FileLayout::Segments, FileLayout::FilePerBlock] {
-        let (directory, links) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-        let pool = conformance::pool();
-        let clock = Arc::new(SystemClock);
-        let config = config(directory.path(), layout);
-        let (files, _) = open(config.clone(), clock.clone(), &pool, deadline()).unwrap();
-        let blocks: Vec<_> = (0..60).map(|number| (number, LENGTH)).collect();
-        let stored = append(&*files, &pool, &blocks);
-        let namespace = Namespace::new(Manifest::new().with("a", "b"), &TenantSecret::new("s"));
-        files.register_manifest(&namespace, deadline()).unwrap();
-        files.checkpoint(deadline()).unwrap();
-        let linked = link_all(directory.path(), links.path());
-        let mark = &content(7, LENGTH)[100..132];
-        assert!(
-            linked.iter().any(|path| holds(path, mark)),
-            "{layout:?}: the blocks can be found in the files"
-        );
+    let (directory, links) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let pool = conformance::pool();
+    let clock = Arc::new(SystemClock);
+    let config = config(directory.path());
+    let (files, _) = open(config.clone(), clock.clone(), &pool, deadline()).unwrap();
+    let blocks: Vec<_> = (0..60).map(|number| (number, LENGTH)).collect();
+    let stored = append(&files, &pool, &blocks);
+    let namespace = Namespace::new(Manifest::new().with("a", "b"), &TenantSecret::new("s"));
+    files.register(&namespace, deadline()).unwrap();
+    files.checkpoint(deadline()).unwrap();
+    let linked = link_all(directory.path(), links.path());
+    let mark = &content(7, LENGTH)[100..132];
+    assert!(linked.iter().any(|path| holds(path, mark)), "the blocks can be found in the files");
 
-        let erased = files.erase(deadline()).unwrap();
+    let erased = files.erase(deadline()).unwrap();
 
-        assert_eq!(erased.left, []);
-        assert!(erased.overwritten_bytes >= 60 * LENGTH as u64, "{erased:?}");
-        let left = files_below(directory.path());
-        assert_eq!(left.len(), 1, "{layout:?}: only the lock file remains: {left:?}");
-        for path in &linked {
-            let is_lock = fs::read(path).unwrap().len() < 16;
-            let is_zero = fs::read(path).unwrap().iter().all(|byte| *byte == 0);
-            assert!(is_lock || is_zero, "{layout:?}: {} was not overwritten", path.display());
-        }
-        conformance::assert_gone(&*files, &pool, &stored);
-        let again = append(&*files, &pool, &blocks);
-        conformance::assert_hits(&*files, &pool, &again);
-        files.checkpoint(deadline()).unwrap();
-        drop(files);
-        let (_, recovery) = open(config, clock, &pool, deadline()).unwrap();
-        assert_eq!(recovery.live.len(), 60, "{layout:?}");
+    assert_eq!(erased.left, []);
+    assert!(erased.overwritten_bytes >= 60 * LENGTH as u64, "{erased:?}");
+    let left = files_below(directory.path());
+    assert_eq!(left.len(), 1, "only the lock file remains: {left:?}");
+    for path in &linked {
+        let is_lock = fs::read(path).unwrap().len() < 16;
+        let is_zero = fs::read(path).unwrap().iter().all(|byte| *byte == 0);
+        assert!(is_lock || is_zero, "{} was not overwritten", path.display());
     }
+    conformance::assert_gone(&files, &pool, &stored);
+    let again = append(&files, &pool, &blocks);
+    conformance::assert_hits(&files, &pool, &again);
+    files.checkpoint(deadline()).unwrap();
+    drop(files);
+    let (_, recovery) = open(config, clock, &pool, deadline()).unwrap();
+    assert_eq!(recovery.live.len(), 60);
 }
 
 /// Whichever call fails: the erase returns an error, or lists the remaining file, or everything is
@@ -92,12 +83,12 @@ fn an_erase_reports_files_that_it_could_not_erase() {
         let directory = tempfile::tempdir().unwrap();
         let pool = conformance::pool();
         let clock = Arc::new(SystemClock);
-        let config = config(directory.path(), FileLayout::Segments);
+        let config = config(directory.path());
         let io = FileIo::system(IoEngine::Psync, false, 8, Some(&pool), clock.clone()).unwrap();
         let counting = FaultPlan::new(Fault::Io, u64::MAX, false);
         let open_and_fill = |plan: &Arc<FaultPlan>| {
             let (files, _) = open_with(config.clone(), plan.wrap(&io), deadline()).unwrap();
-            append(&*files, &pool, &[(1, LENGTH)]);
+            append(&files, &pool, &[(1, LENGTH)]);
             files
         };
         let files = open_and_fill(&counting);
@@ -130,14 +121,14 @@ fn a_file_whose_erase_hangs_is_kept_reported_and_counted() {
     for step in 0..8 {
         let directory = tempfile::tempdir().unwrap();
         let pool = conformance::pool();
-        let config = config(directory.path(), FileLayout::Segments);
+        let config = config(directory.path());
         let clock = Arc::new(SystemClock);
         let io = FileIo::system(IoEngine::Psync, false, 8, Some(&pool), clock).unwrap();
         let open_and_fill = |plan: &Arc<FaultPlan>| {
             let (files, _) = open_with(config.clone(), plan.wrap(&io), deadline()).unwrap();
-            let stored = append(&*files, &pool, &[(1, LENGTH)]);
+            let stored = append(&files, &pool, &[(1, LENGTH)]);
             let namespace = Namespace::new(Manifest::new().with("a", "b"), &TenantSecret::new("s"));
-            files.register_manifest(&namespace, deadline()).unwrap();
+            files.register(&namespace, deadline()).unwrap();
             (files, stored)
         };
         let counting = FaultPlan::new(Fault::Io, u64::MAX, false);
@@ -159,14 +150,14 @@ fn a_file_whose_erase_hangs_is_kept_reported_and_counted() {
         let is_segment = |path: &&PathBuf| path.extension().is_some_and(|it| it == "segment");
         let bytes: u64 =
             segments.iter().filter(is_segment).map(|path| fs::metadata(path).unwrap().len()).sum();
-        assert_eq!(files.stats().used_bytes, bytes, "step {step}: {erased:?}");
+        assert_eq!(files.disk_stats().used_bytes, bytes, "step {step}: {erased:?}");
         left += u32::from(bytes > 0);
         let has_manifest =
             segments.iter().any(|path| path.extension().is_some_and(|it| it == "json"));
         assert!(has_manifest || bytes == 0, "step {step}: the manifest is kept with its blocks");
-        conformance::assert_gone(&*files, &pool, &stored);
+        conformance::assert_gone(&files, &pool, &stored);
         assert_eq!(files.erase(deadline()).unwrap().left, [], "step {step}: a second erase");
-        assert_eq!(files.stats().used_bytes, 0);
+        assert_eq!(files.disk_stats().used_bytes, 0);
     }
     assert!(left >= 1, "overwriting or removing a segment can hang");
 }
@@ -179,13 +170,13 @@ fn an_erase_keeps_the_manifests_of_another_writer_with_segments() {
     let (pool, clock) = (conformance::pool(), Arc::new(SystemClock));
     let of = |name: &str| FilesConfig {
         writer: WriterName::new(name).unwrap(),
-        ..config(directory.path(), FileLayout::Segments)
+        ..config(directory.path())
     };
     let (other, _) = open(of("other"), clock.clone(), &pool, deadline()).unwrap();
-    append(&*other, &pool, &[(1, LENGTH)]);
+    append(&other, &pool, &[(1, LENGTH)]);
     let (files, _) = open(of("own"), clock, &pool, deadline()).unwrap();
     let namespace = Namespace::new(Manifest::new().with("a", "b"), &TenantSecret::new("s"));
-    files.register_manifest(&namespace, deadline()).unwrap();
+    files.register(&namespace, deadline()).unwrap();
     let erased = files.erase(deadline()).unwrap();
     assert_eq!(files.manifests(deadline()).unwrap().len(), 1, "{erased:?}");
     assert_eq!(other.erase(deadline()).unwrap().left, []);
@@ -205,13 +196,13 @@ fn an_interrupted_erase_brings_no_earlier_block_back() {
             let directory = tempfile::tempdir_in("/dev/shm").unwrap();
             let pool = conformance::pool();
             let clock = Arc::new(SystemClock);
-            let config = config(directory.path(), FileLayout::Segments);
+            let config = config(directory.path());
             let io = FileIo::system(IoEngine::Psync, false, 8, Some(&pool), clock).unwrap();
             let fill = |plan: &Arc<FaultPlan>| {
                 let (files, _) = open_with(config.clone(), plan.wrap(&io), deadline()).unwrap();
                 for length in [EARLIER, LATER] {
                     let blocks: Vec<_> = (0..BLOCKS).map(|number| (number, length)).collect();
-                    append(&*files, &pool, &blocks);
+                    append(&files, &pool, &blocks);
                     files.checkpoint(deadline()).unwrap();
                 }
                 files

@@ -6,15 +6,14 @@ use std::path::Path;
 use std::sync::Arc;
 
 use cascade_disk::conformance::{
-    self, StoredBlock, assert_gone, assert_hits, content, deadline, key, meta,
+    self, StoredBlock, assert_gone, assert_hits, content, deadline, key, meta, open_with,
 };
 use cascade_disk::io::FileIo;
 use cascade_disk::io::fault::{Fault, FaultPlan};
-use cascade_disk::{
-    Address, BlockFiles, FileLayout, FilesConfig, IoEngine, Load, LoadOutcome, Recovery, open_with,
-};
+use cascade_disk::{Address, FilesConfig, IoEngine, Load, LoadOutcome, Recovery, SegmentFiles};
 use cascade_memory::{HugePages, Pool, PoolConfig};
 use cascade_runtime::SystemClock;
+use cascade_tier::tier::Tier as _;
 
 /// The state that the tier acknowledged for a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,11 +26,10 @@ enum ExpectedState {
 
 type ExpectedStates = BTreeMap<u64, ExpectedState>;
 
-fn config(directory: &Path, layout: FileLayout) -> FilesConfig {
+fn config(directory: &Path) -> FilesConfig {
     FilesConfig {
         capacity_bytes: 2 << 20,
         segment_bytes: 128 << 10,
-        layout,
         durable: true,
         ..FilesConfig::new(directory)
     }
@@ -52,7 +50,7 @@ fn length(number: u64) -> usize {
 }
 
 fn append(
-    files: &dyn BlockFiles,
+    files: &SegmentFiles,
     pool: &Pool,
     numbers: std::ops::Range<u64>,
     to: &mut ExpectedStates,
@@ -67,7 +65,7 @@ fn append(
 }
 
 /// Runs every operation once. Errors are recorded.
-fn run_every_operation(files: &dyn BlockFiles, pool: &Pool, states: &mut ExpectedStates) {
+fn run_every_operation(files: &SegmentFiles, pool: &Pool, states: &mut ExpectedStates) {
     append(files, pool, 0..8, states);
     append(files, pool, 8..20, states);
     for number in [1, 9] {
@@ -80,7 +78,7 @@ fn run_every_operation(files: &dyn BlockFiles, pool: &Pool, states: &mut Expecte
         }
     }
     if let ExpectedState::Stored(address) = states[&2] {
-        let alias = files.alias(&[(meta(102, length(2)), address)], deadline()).remove(0);
+        let alias = files.alias_blocks(&[(meta(102, length(2)), address)], deadline()).remove(0);
         states.insert(102, alias.map_or(ExpectedState::Unknown, ExpectedState::Stored));
     }
     let checkpoint = files.checkpoint(deadline());
@@ -125,11 +123,11 @@ fn run_every_operation(files: &dyn BlockFiles, pool: &Pool, states: &mut Expecte
 }
 
 /// Reads a block. It must have the right bytes or, unless `must_hit`, be a miss or an error.
-fn check(files: &dyn BlockFiles, pool: &Pool, number: u64, address: Address, must_hit: bool) {
+fn check(files: &SegmentFiles, pool: &Pool, number: u64, address: Address, must_hit: bool) {
     let body = number % 100;
     let slab = pool.allocate(length(body)).unwrap();
     let request = Load { address, key: key(number), slab };
-    match files.read(vec![request], deadline()).remove(0) {
+    match files.load(vec![request], deadline()).remove(0) {
         LoadOutcome::Hit(slab) => {
             assert!(slab.host() == Some(&content(body, length(body))), "{number}");
         }
@@ -137,7 +135,7 @@ fn check(files: &dyn BlockFiles, pool: &Pool, number: u64, address: Address, mus
     }
 }
 
-fn verify(files: &dyn BlockFiles, recovery: &Recovery, pool: &Pool, states: &ExpectedStates) {
+fn verify(files: &SegmentFiles, recovery: &Recovery, pool: &Pool, states: &ExpectedStates) {
     let found: BTreeMap<_, _> = recovery.live.iter().map(|(meta, at)| (meta.key, *at)).collect();
     for (&number, state) in states {
         match (state, found.get(&key(number))) {
@@ -160,12 +158,12 @@ fn memory_directory() -> tempfile::TempDir {
 }
 
 /// One run. Returns the number of I/O calls.
-fn run(layout: FileLayout, fault: Fault, at_call: u64, is_permanent: bool) -> u64 {
+fn run(fault: Fault, at_call: u64, is_permanent: bool) -> u64 {
     let directory = memory_directory();
     let pool = small_pool();
     let plan = FaultPlan::new(fault, at_call, is_permanent);
     let mut states = ExpectedStates::new();
-    let config = config(directory.path(), layout);
+    let config = config(directory.path());
     if let Ok((files, _)) = open_with(config.clone(), plan.wrap(&file_io()), deadline()) {
         run_every_operation(files.as_ref(), &pool, &mut states);
     }
@@ -179,12 +177,12 @@ fn run(layout: FileLayout, fault: Fault, at_call: u64, is_permanent: bool) -> u6
 
 /// Each call fails once. With `CASCADE_FAULT_STEP=5`, every fifth does.
 #[expect(clippy::disallowed_methods, reason = "the gate shortens the test by a variable")]
-fn every_call(layout: FileLayout, fault: Fault) {
+fn every_call(fault: Fault) {
     let step = std::env::var("CASCADE_FAULT_STEP").map_or(1, |text| text.parse().unwrap());
-    let calls = run(layout, fault, u64::MAX, false);
+    let calls = run(fault, u64::MAX, false);
     for at_call in (0..calls).step_by(step) {
         for is_permanent in [false, true] {
-            run(layout, fault, at_call, is_permanent);
+            run(fault, at_call, is_permanent);
         }
     }
 }
@@ -195,7 +193,7 @@ fn reclaim_twice(at_call: u64) -> (std::ops::Range<u64>, bool) {
     let directory = memory_directory();
     let pool = small_pool();
     let plan = FaultPlan::new(Fault::Io, at_call, false);
-    let config = config(directory.path(), FileLayout::Segments);
+    let config = config(directory.path());
     let (files, _) = open_with(config, plan.wrap(&file_io()), deadline()).unwrap();
     let mut states = ExpectedStates::new();
     append(files.as_ref(), &pool, 0..40, &mut states);
@@ -206,7 +204,8 @@ fn reclaim_twice(at_call: u64) -> (std::ops::Range<u64>, bool) {
     let mut addresses: BTreeMap<u64, Address> =
         states.into_iter().map(|(number, state)| (number, address(state))).collect();
     let second_keys = [2, 3].map(|number| (meta(100 + number, length(number)), addresses[&number]));
-    for (number, alias) in [102, 103].into_iter().zip(files.alias(&second_keys, deadline())) {
+    for (number, alias) in [102, 103].into_iter().zip(files.alias_blocks(&second_keys, deadline()))
+    {
         addresses.insert(number, alias.unwrap());
     }
     // Ends the seal of the segment before, whose calls are not those of the reclaim.
@@ -234,7 +233,7 @@ fn append_over_segments(fault: Fault, at_call: u64, durable: bool) -> u64 {
     let directory = memory_directory();
     let pool = small_pool();
     let plan = FaultPlan::new(fault, at_call, false);
-    let config = FilesConfig { durable, ..config(directory.path(), FileLayout::Segments) };
+    let config = FilesConfig { durable, ..config(directory.path()) };
     let mut states = ExpectedStates::new();
     if let Ok((files, _)) = open_with(config.clone(), plan.wrap(&file_io()), deadline()) {
         append(files.as_ref(), &pool, 0..40, &mut states);
@@ -252,7 +251,7 @@ fn append_over_segments(fault: Fault, at_call: u64, durable: bool) -> u64 {
             }
         }
         if at_call == u64::MAX {
-            let stats = files.stats();
+            let stats = files.disk_stats();
             let sealed_bytes = stats.files * config.segment_bytes - stats.used_bytes;
             assert!(stats.files > 2 && stats.segments_failed == 0, "{stats:?}");
             assert!(sealed_bytes > 0, "full segments are sealed when the call returns: {stats:?}");
@@ -293,12 +292,12 @@ fn keys_removed_after_a_failed_reclaim_stay_removed() {
         let directory = memory_directory();
         let pool = small_pool();
         let plan = FaultPlan::new(Fault::Io, at_call, false);
-        let config = config(directory.path(), FileLayout::Segments);
+        let config = config(directory.path());
         let (files, _) = open_with(config.clone(), plan.wrap(&file_io()), deadline()).unwrap();
         let mut states = ExpectedStates::new();
         append(files.as_ref(), &pool, 0..40, &mut states);
         let ExpectedState::Stored(address) = states[&2] else { panic!("{states:?}") };
-        files.alias(&[(meta(102, length(2)), address)], deadline()).remove(0).unwrap();
+        files.alias_blocks(&[(meta(102, length(2)), address)], deadline()).remove(0).unwrap();
         let reclaimed = files.reclaim(&mut |_, _| true, deadline());
         let calls = plan.calls();
         let removed = [2, 102].map(|number| (key(number), address));
@@ -316,25 +315,20 @@ fn keys_removed_after_a_failed_reclaim_stay_removed() {
 }
 
 macro_rules! faults {
-    ($($name:ident: $layout:expr, $fault:expr;)*) => {$(
+    ($($name:ident: $fault:expr;)*) => {$(
         #[test]
         fn $name() {
-            every_call($layout, $fault);
+            every_call($fault);
         }
     )*};
 }
 
 faults! {
-    segments_survive_io_errors: FileLayout::Segments, Fault::Io;
-    segments_survive_full_disks: FileLayout::Segments, Fault::NoSpace;
-    segments_survive_short_transfers: FileLayout::Segments, Fault::Short;
-    segments_survive_torn_writes: FileLayout::Segments, Fault::Torn;
-    segments_survive_hangs: FileLayout::Segments, Fault::Hang;
-    block_files_survive_io_errors: FileLayout::FilePerBlock, Fault::Io;
-    block_files_survive_full_disks: FileLayout::FilePerBlock, Fault::NoSpace;
-    block_files_survive_short_transfers: FileLayout::FilePerBlock, Fault::Short;
-    block_files_survive_torn_writes: FileLayout::FilePerBlock, Fault::Torn;
-    block_files_survive_hangs: FileLayout::FilePerBlock, Fault::Hang;
+    segments_survive_io_errors: Fault::Io;
+    segments_survive_full_disks: Fault::NoSpace;
+    segments_survive_short_transfers: Fault::Short;
+    segments_survive_torn_writes: Fault::Torn;
+    segments_survive_hangs: Fault::Hang;
 }
 
 /// Reclaims a segment after the faulty call, removes every block and opens the directory again.
@@ -343,7 +337,7 @@ fn remove_after_reclaim(fault: Fault, at_call: u64) -> (u64, u64) {
     let directory = memory_directory();
     let pool = conformance::pool();
     let plan = FaultPlan::new(fault, at_call, false);
-    let config = config(directory.path(), FileLayout::Segments);
+    let config = config(directory.path());
     let (files, _) = open_with(config.clone(), plan.wrap(&file_io()), deadline()).unwrap();
     let mut stored: Vec<StoredBlock> = Vec::new();
     // Each batch fills most of a segment.
@@ -399,30 +393,5 @@ fn blocks_removed_after_a_failed_reclaim_are_not_recovered() {
         for at_call in first..last {
             remove_after_reclaim(fault, at_call);
         }
-    }
-}
-
-/// The sync of a block file bypassed `FileOperations`, so no test could make it fail.
-#[test]
-fn each_failed_step_of_a_sync_of_block_files_is_reported() {
-    let sync = |at_call| {
-        let directory = memory_directory();
-        let pool = small_pool();
-        let plan = FaultPlan::new(Fault::Io, at_call, false);
-        let config =
-            FilesConfig { durable: false, ..config(directory.path(), FileLayout::FilePerBlock) };
-        let (files, _) = open_with(config, plan.wrap(&file_io()), deadline()).unwrap();
-        conformance::append(files.as_ref(), &pool, &[(1, 5000)]);
-        let first = plan.calls();
-        let synced = files.sync(deadline());
-        let last = plan.calls();
-        files.sync(deadline()).unwrap();
-        (first, last, synced)
-    };
-    let (first, last, synced) = sync(u64::MAX);
-    synced.unwrap();
-    assert_eq!(last - first, 5, "open, sync, syncs of its directory and of the two above");
-    for at_call in first..last {
-        sync(at_call).2.unwrap_err();
     }
 }

@@ -6,25 +6,23 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use cascade_block::{Manifest, Namespace, TenantSecret};
-use cascade_disk::conformance::{StoredBlock, append, content, deadline, key, meta, pool, read_as};
-use cascade_disk::{FileLayout, FilesConfig, LoadOutcome, inspect, open};
+use cascade_disk::conformance::{
+    StoredBlock, append, content, deadline, key, meta, open, pool, read_as,
+};
+use cascade_disk::{FilesConfig, LoadOutcome, inspect};
 use cascade_runtime::SystemClock;
+use cascade_tier::tier::Tier as _;
 
 /// Blocks in the fixture: key number, content number, length. Block 1 was removed, 7 is an alias of
 /// 2.
 const STORED_BLOCKS: [(u64, u64, usize); 3] = [(0, 0, 100), (2, 2, 5000), (7, 2, 5000)];
 
-fn fixture(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures/v1").join(name)
+fn fixture() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures/v1/segments")
 }
 
-fn config(directory: &Path, layout: FileLayout) -> FilesConfig {
-    FilesConfig {
-        capacity_bytes: 1 << 20,
-        segment_bytes: 64 << 10,
-        layout,
-        ..FilesConfig::new(directory)
-    }
+fn config(directory: &Path) -> FilesConfig {
+    FilesConfig { capacity_bytes: 1 << 20, segment_bytes: 64 << 10, ..FilesConfig::new(directory) }
 }
 
 fn copy(from: &Path, to: &Path) {
@@ -44,42 +42,37 @@ fn copy(from: &Path, to: &Path) {
 #[test]
 #[ignore = "writes the files that the other tests read"]
 fn write() {
-    for (name, layout) in
-        [("segments", FileLayout::Segments), ("per_block", FileLayout::FilePerBlock)]
-    {
-        let directory = fixture(name);
-        fs::create_dir_all(&directory).unwrap();
-        let pool = pool();
-        for round in 0..2 {
-            let clock = Arc::new(SystemClock);
-            let config = config(&directory, layout);
-            let (files, _) = open(config, clock, &pool, deadline()).unwrap();
-            if round == 0 {
-                let stored = append(files.as_ref(), &pool, &[(0, 100), (1, 4096), (2, 5000)]);
-                files.remove(&[(key(1), stored[1].address)], deadline()).unwrap();
-                let alias = (meta(7, 5000), stored[2].address);
-                files.alias(&[alias], deadline()).remove(0).unwrap();
-                let manifest = Manifest::new().with("dtype", "bf16");
-                let namespace = Namespace::new(manifest, &TenantSecret::new([]));
-                files.register_manifest(&namespace, deadline()).unwrap();
-            }
-            files.checkpoint(deadline()).unwrap();
+    let directory = fixture();
+    fs::create_dir_all(&directory).unwrap();
+    let pool = pool();
+    for round in 0..2 {
+        let (files, _) =
+            open(config(&directory), Arc::new(SystemClock), &pool, deadline()).unwrap();
+        if round == 0 {
+            let stored = append(files.as_ref(), &pool, &[(0, 100), (1, 4096), (2, 5000)]);
+            files.remove(&[(key(1), stored[1].address)], deadline()).unwrap();
+            let alias = (meta(7, 5000), stored[2].address);
+            files.alias_blocks(&[alias], deadline()).remove(0).unwrap();
+            let manifest = Manifest::new().with("dtype", "bf16");
+            let namespace = Namespace::new(manifest, &TenantSecret::new([]));
+            files.register(&namespace, deadline()).unwrap();
         }
-        fs::remove_file(directory.join("w0.lock")).unwrap();
+        files.checkpoint(deadline()).unwrap();
     }
+    fs::remove_file(directory.join("w0.lock")).unwrap();
 }
 
-fn reads_back(name: &str, layout: FileLayout, with_checkpoint: bool) {
+fn reads_back(with_checkpoint: bool) {
     let directory = tempfile::tempdir().unwrap();
-    copy(&fixture(name), directory.path());
-    if !with_checkpoint && layout == FileLayout::Segments {
+    copy(&fixture(), directory.path());
+    if !with_checkpoint {
         fs::remove_file(directory.path().join("w0.checkpoint")).unwrap();
     }
     let report = inspect(directory.path(), true, &mut |_| {}).unwrap();
     assert!(report.is_clean(), "{report:?}");
     let pool = pool();
-    let config = config(directory.path(), layout);
-    let (files, recovery) = open(config, Arc::new(SystemClock), &pool, deadline()).unwrap();
+    let (files, recovery) =
+        open(config(directory.path()), Arc::new(SystemClock), &pool, deadline()).unwrap();
     assert_eq!(recovery.live.len(), STORED_BLOCKS.len(), "{recovery:?}");
     for (name, body, length) in STORED_BLOCKS {
         let found = recovery.live.iter().find(|(meta, _)| meta.key == key(name)).unwrap();
@@ -94,11 +87,6 @@ fn reads_back(name: &str, layout: FileLayout, with_checkpoint: bool) {
 
 #[test]
 fn version_1_segments_are_read() {
-    reads_back("segments", FileLayout::Segments, true);
-    reads_back("segments", FileLayout::Segments, false);
-}
-
-#[test]
-fn version_1_block_files_are_read() {
-    reads_back("per_block", FileLayout::FilePerBlock, true);
+    reads_back(true);
+    reads_back(false);
 }

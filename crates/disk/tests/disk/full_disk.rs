@@ -1,23 +1,22 @@
 //! A full file system gives typed errors, and every acknowledged block is kept.
-#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::sync::Arc;
 
 use cascade_disk::conformance::{
-    StoredBlock, assert_hits, assert_recovered, block, deadline, pool,
+    StoredBlock, assert_hits, assert_recovered, block, deadline, open, pool,
 };
-use cascade_disk::{DiskError, FileLayout, FilesConfig, open};
+use cascade_disk::{DiskError, FilesConfig};
 use cascade_runtime::SystemClock;
 
 use crate::small_disk::SmallDisk;
 
-fn fill(layout: FileLayout) {
+#[test]
+fn segments_keep_their_blocks_on_a_full_disk() {
     let Some(disk) = SmallDisk::mount(6) else { return };
     let pool = pool();
     let config = FilesConfig {
         capacity_bytes: 64 << 20,
         segment_bytes: 1 << 20,
-        layout,
         ..FilesConfig::new(disk.path())
     };
     let clock = || Arc::new(SystemClock);
@@ -38,14 +37,4 @@ fn fill(layout: FileLayout) {
     let (files, recovery) = open(config, clock(), &pool, deadline()).unwrap();
     assert_recovered(&recovery, &stored);
     assert_hits(files.as_ref(), &pool, &stored);
-}
-
-#[test]
-fn segments_keep_their_blocks_on_a_full_disk() {
-    fill(FileLayout::Segments);
-}
-
-#[test]
-fn block_files_keep_their_blocks_on_a_full_disk() {
-    fill(FileLayout::FilePerBlock);
 }

@@ -10,17 +10,14 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use cascade_disk::conformance::{
-    StoredBlock, append, assert_hits, block, deadline, key, pool, read_as,
-};
+use cascade_disk::conformance::{append, assert_hits, block, deadline, key, open, pool};
 use cascade_disk::io::{
     Buffer, FileHandle, Transfer, TransferEngine, TransferKind, TransferOutcome, TransferQueue,
     UringEngine,
 };
-use cascade_disk::{
-    Address, DiskError, FileLayout, FilesConfig, IoEngine, Load, LoadOutcome, TierError, open,
-};
+use cascade_disk::{DiskError, FilesConfig, IoEngine, TierError};
 use cascade_runtime::{Deadline, SystemClock};
+use cascade_tier::tier::Tier as _;
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 
 fn short_deadline() -> Deadline {
@@ -64,34 +61,24 @@ fn a_hung_call_returns_at_its_deadline_and_other_calls_work() {
     let directory = tempfile::tempdir().unwrap();
     let pool = pool();
     let config = FilesConfig {
-        layout: FileLayout::FilePerBlock,
         engine: IoEngine::Psync,
         direct: false,
         ..FilesConfig::new(directory.path())
     };
     let (files, _) = open(config, Arc::new(SystemClock), &pool, deadline()).unwrap();
-    let stored = append(files.as_ref(), &pool, &[(1, 5000)]);
-    let name = key(2).to_string();
-    let hung = directory.path().join("blocks").join(&name[..2]);
-    fs::create_dir_all(&hung).unwrap();
-    let hung = hung.join(format!("{name}.block"));
+    let mut stored = append(files.as_ref(), &pool, &[(1, 5000)]);
+    let manifests = directory.path().join("manifests");
+    fs::create_dir(&manifests).unwrap();
+    let hung = manifests.join("00000000000000000000000000000007.json");
     pipe(&hung);
-    let address = Address(7);
-    let slab = pool.allocate(5000).unwrap();
-    let request = Load { address, key: key(2), slab };
-    let outcome = files.read(vec![request], short_deadline()).remove(0);
-    let is_late = matches!(outcome, LoadOutcome::Failed(TierError::Timeout));
-    assert!(is_late, "{outcome:?}");
-    let removed = files.remove(&[(key(2), address)], short_deadline());
-    assert!(matches!(removed, Err(DiskError::Timeout { .. })), "{removed:?}");
-    // The hung removal still holds the rename lock, which reads do not need.
+    let late = files.manifests(short_deadline());
+    assert!(matches!(late, Err(TierError::Timeout)), "{late:?}");
+    stored.extend(append(files.as_ref(), &pool, &[(2, 5000)]));
     assert_hits(files.as_ref(), &pool, &stored);
     let ends = both_ends(&hung);
     fs::remove_file(&hung).unwrap();
     drop(ends);
-    let late = StoredBlock { number: 2, length: 5000, address };
-    let outcome = read_as(files.as_ref(), &pool, &[(key(2), late)]).remove(0);
-    assert!(matches!(outcome, LoadOutcome::Gone), "{outcome:?}");
+    assert_eq!(files.manifests(deadline()).unwrap(), []);
     files.remove(&[(key(1), stored[0].address)], deadline()).unwrap();
 }
 

@@ -11,28 +11,23 @@ use std::path::Path;
 use std::process::Stdio;
 use std::sync::Arc;
 
-use cascade_disk::conformance::{StoredBlock, assert_hits, block, deadline, key, pool};
-use cascade_disk::{BlockFiles, DiskError, FileLayout, FilesConfig, open};
+use cascade_disk::conformance::{StoredBlock, assert_hits, block, deadline, key, open, pool};
+use cascade_disk::{DiskError, FilesConfig, SegmentFiles};
 use cascade_memory::Pool;
 use cascade_runtime::SystemClock;
+use cascade_tier::tier::Tier as _;
 
 use crate::child_test;
 
 const DIRECTORY: &str = "CASCADE_TEST_KILL_DIRECTORY";
 const FIRST: &str = "CASCADE_TEST_KILL_FIRST";
-const LAYOUT: &str = "CASCADE_TEST_KILL_LAYOUT";
 const BATCH: &str = "CASCADE_TEST_KILL_BATCH";
 /// Blocks of a small batch, and of one that fills more than a segment: while it is written, full
 /// segments are sealed and new ones created.
 const BATCHES: [u64; 2] = [8, 64];
 
-fn config(directory: &Path, layout: FileLayout) -> FilesConfig {
-    FilesConfig {
-        capacity_bytes: 16 << 20,
-        segment_bytes: 2 << 20,
-        layout,
-        ..FilesConfig::new(directory)
-    }
+fn config(directory: &Path) -> FilesConfig {
+    FilesConfig { capacity_bytes: 16 << 20, segment_bytes: 2 << 20, ..FilesConfig::new(directory) }
 }
 
 fn length(number: u64) -> usize {
@@ -54,10 +49,8 @@ fn child() {
     else {
         return;
     };
-    let is_segments = std::env::var_os(LAYOUT).unwrap() == "segments";
-    let layout = if is_segments { FileLayout::Segments } else { FileLayout::FilePerBlock };
     let pool = pool();
-    let config = config(Path::new(&directory), layout);
+    let config = config(Path::new(&directory));
     let (files, _) = open(config, Arc::new(SystemClock), &pool, deadline()).unwrap();
     let first: u64 = first.to_str().unwrap().parse().unwrap();
     report_event("open", u64::from(std::process::id()));
@@ -67,7 +60,7 @@ fn child() {
     }
 }
 
-fn write_batch(files: &dyn BlockFiles, pool: &Pool, numbers: std::ops::Range<u64>) {
+fn write_batch(files: &SegmentFiles, pool: &Pool, numbers: std::ops::Range<u64>) {
     let start = numbers.start;
     let mut open: Vec<u64> = numbers.collect();
     while !open.is_empty() {
@@ -114,16 +107,10 @@ struct ReceivedEvents {
     last: u64,
 }
 
-fn kill_after(
-    directory: &Path,
-    (layout, batch): (&str, u64),
-    lines: usize,
-    events: &mut ReceivedEvents,
-) {
+fn kill_after(directory: &Path, batch: u64, lines: usize, events: &mut ReceivedEvents) {
     let mut child = child_test::command(module_path!(), "child")
         .env(DIRECTORY, directory)
         .env(FIRST, (events.last + 64).next_multiple_of(64).to_string())
-        .env(LAYOUT, layout)
         .env(BATCH, batch.to_string())
         .stdout(Stdio::piped())
         .spawn()
@@ -160,15 +147,15 @@ fn parse_event(line: &str, events: &mut ReceivedEvents) -> bool {
     true
 }
 
-fn rounds(layout: FileLayout, name: &str, count: usize) {
+fn rounds(count: usize) {
     let directory = tempfile::tempdir().unwrap();
     let pool = pool();
     let mut events = ReceivedEvents::default();
     for round in 0..count {
         // From the first events to several times the capacity.
         let batch = BATCHES[round % BATCHES.len()];
-        kill_after(directory.path(), (name, batch), 1 + round * 37 % 400, &mut events);
-        let config = config(directory.path(), layout);
+        kill_after(directory.path(), batch, 1 + round * 37 % 400, &mut events);
+        let config = config(directory.path());
         let (files, recovery) = open(config, Arc::new(SystemClock), &pool, deadline()).unwrap();
         let live: BTreeMap<u64, StoredBlock> = recovery
             .live
@@ -192,15 +179,13 @@ fn rounds(layout: FileLayout, name: &str, count: usize) {
 
 #[test]
 fn no_block_is_lost_or_wrong_after_a_kill() {
-    rounds(FileLayout::Segments, "segments", 20);
-    rounds(FileLayout::FilePerBlock, "per_block", 10);
+    rounds(20);
 }
 
 #[test]
 #[ignore = "takes minutes; the build server runs it"]
 fn no_block_is_lost_or_wrong_after_two_hundred_kills() {
-    rounds(FileLayout::Segments, "segments", 160);
-    rounds(FileLayout::FilePerBlock, "per_block", 40);
+    rounds(200);
 }
 
 #[test]
@@ -209,7 +194,6 @@ fn the_error_for_a_second_writer_names_the_process_of_the_first() {
     let mut child = child_test::command(module_path!(), "child")
         .env(DIRECTORY, directory.path())
         .env(FIRST, "0")
-        .env(LAYOUT, "segments")
         .env(BATCH, "8")
         .stdout(Stdio::piped())
         .spawn()
@@ -218,7 +202,7 @@ fn the_error_for_a_second_writer_names_the_process_of_the_first() {
     let is_open = lines.any(|line| line.unwrap().starts_with("open "));
     assert!(is_open);
     let pool = pool();
-    let second = config(directory.path(), FileLayout::Segments);
+    let second = config(directory.path());
     let error = open(second.clone(), Arc::new(SystemClock), &pool, deadline()).expect_err("locked");
     assert!(
         matches!(error, DiskError::Locked { pid: Some(pid), .. } if pid == child.id()),

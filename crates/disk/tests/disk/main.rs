@@ -1,6 +1,5 @@
 //! The file tier: conformance, crashes, damage, faults, hangs and full disks.
 
-mod block_files;
 mod child_test;
 mod conformance;
 mod damage;
@@ -14,6 +13,7 @@ mod hangs;
 mod kill;
 mod model;
 mod next_segment;
+mod old_layout;
 mod registered;
 mod shared_bytes;
 mod shared_syncs;

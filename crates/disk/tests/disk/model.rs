@@ -5,13 +5,11 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use cascade_block::BlockKey;
-use cascade_disk::conformance::{block, content, deadline, key, meta, pool};
-use cascade_disk::{
-    Address, BlockFiles, DiskError, FileLayout, FilesConfig, IoEngine, Load, LoadOutcome, Recovery,
-    open,
-};
+use cascade_disk::conformance::{block, content, deadline, key, meta, open, pool};
+use cascade_disk::{Address, DiskError, FilesConfig, Load, LoadOutcome, Recovery, SegmentFiles};
 use cascade_memory::Pool;
 use cascade_runtime::SystemClock;
+use cascade_tier::tier::Tier as _;
 use proptest::prelude::*;
 
 #[derive(Debug, Clone)]
@@ -41,13 +39,13 @@ type Model = BTreeMap<BlockKey, (Address, u64, usize)>;
 struct ModelRun {
     config: FilesConfig,
     pool: Pool,
-    files: Option<Arc<dyn BlockFiles>>,
+    files: Option<Arc<SegmentFiles>>,
     model: Model,
     next: u64,
 }
 
 impl ModelRun {
-    fn files(&self) -> &dyn BlockFiles {
+    fn files(&self) -> &SegmentFiles {
         self.files.as_deref().unwrap()
     }
 
@@ -102,7 +100,7 @@ impl ModelRun {
         let Some((_, (address, number, length))) = self.nth(which) else { return };
         self.next += 1;
         let name = self.next - 1;
-        match self.files().alias(&[(meta(name, length), address)], deadline()).remove(0) {
+        match self.files().alias_blocks(&[(meta(name, length), address)], deadline()).remove(0) {
             Ok(address) => drop(self.model.insert(key(name), (address, number, length))),
             Err(DiskError::Full { .. }) => {}
             Err(error) => panic!("{error:?}"),
@@ -138,7 +136,7 @@ impl ModelRun {
             let slab = self.pool.allocate(*length).unwrap();
             Load { address: *address, key: *key, slab }
         };
-        let outcomes = self.files().read(self.model.iter().map(request).collect(), deadline());
+        let outcomes = self.files().load(self.model.iter().map(request).collect(), deadline());
         for ((key, (_, number, length)), outcome) in self.model.iter().zip(outcomes) {
             let LoadOutcome::Hit(slab) = outcome else { panic!("{key}: {outcome:?}") };
             assert!(slab.host() == Some(&content(*number, *length)), "{key} has wrong bytes");
@@ -146,13 +144,11 @@ impl ModelRun {
     }
 }
 
-fn run_steps(layout: FileLayout, engine: IoEngine, steps: Vec<Step>) {
+fn run_steps(steps: Vec<Step>) {
     let directory = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
     let config = FilesConfig {
         capacity_bytes: 2 << 20,
         segment_bytes: 256 << 10,
-        layout,
-        engine,
         ..FilesConfig::new(directory.path())
     };
     let mut run = ModelRun { config, pool: pool(), files: None, model: Model::new(), next: 0 };
@@ -172,11 +168,6 @@ proptest! {
 
     #[test]
     fn segments_match_a_map(steps in prop::collection::vec(step(), 1..40)) {
-        run_steps(FileLayout::Segments, IoEngine::Auto, steps);
-    }
-
-    #[test]
-    fn block_files_match_a_map(steps in prop::collection::vec(step(), 1..25)) {
-        run_steps(FileLayout::FilePerBlock, IoEngine::Psync, steps);
+        run_steps(steps);
     }
 }

@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
-use cascade_disk::conformance::{append, assert_hits, assert_recovered, deadline, pool};
+use cascade_disk::conformance::{append, assert_hits, assert_recovered, deadline, open_with, pool};
 use cascade_disk::io::{FileIo, Transfer, TransferEngine, TransferKind, TransferQueue};
-use cascade_disk::{BlockFiles, FilesConfig, IoEngine, open_with};
+use cascade_disk::{FilesConfig, IoEngine, SegmentFiles};
 use cascade_runtime::{Deadline, SystemClock};
 
 /// Time that another thread may take to get where the test waits for it.
@@ -68,7 +68,7 @@ fn system() -> FileIo {
 /// A tier with the seal of its first segment held at its sync.
 struct Sealing {
     directory: tempfile::TempDir,
-    files: Arc<dyn BlockFiles>,
+    files: Arc<SegmentFiles>,
     pool: cascade_memory::Pool,
     stored: Vec<cascade_disk::conformance::StoredBlock>,
     go: mpsc::Sender<()>,
@@ -102,10 +102,10 @@ fn writes_do_not_wait_for_the_seal_of_the_segment_before() {
     let later: Vec<_> = (12..15).map(|number| (number, 12_288)).collect();
     stored.extend(append(files.as_ref(), &pool, &later));
     assert_hits(files.as_ref(), &pool, &stored);
-    assert_eq!(files.stats().files, 2);
+    assert_eq!(files.disk_stats().files, 2);
     drop(go);
     files.sync(deadline()).unwrap();
-    assert_eq!(files.stats().segments_failed, 0);
+    assert_eq!(files.disk_stats().segments_failed, 0);
     drop(files);
     let (_, recovery) = open_with(config(&directory), system(), deadline()).unwrap();
     assert_recovered(&recovery, &stored);
@@ -154,16 +154,16 @@ fn a_segment_created_ahead_is_kept_for_the_next_blocks() {
         let pool = pool();
         let blocks: Vec<_> = (0..9).map(|number| (number, 12_288)).collect();
         let mut stored = append(files.as_ref(), &pool, &blocks[..7]);
-        assert_eq!(files.stats().files, 1);
+        assert_eq!(files.disk_stats().files, 1);
         stored.extend(append(files.as_ref(), &pool, &blocks[7..]));
-        assert_eq!(files.stats().files, 2, "the first segment is almost full");
+        assert_eq!(files.disk_stats().files, 2, "the first segment is almost full");
         if reclaims {
             let reclaimed = files.reclaim(&mut |_, _| true, deadline()).unwrap();
             assert_eq!(reclaimed.moved.len(), blocks.len());
             for (_, from, to) in reclaimed.moved {
                 stored.iter_mut().filter(|its| its.address == from).for_each(|it| it.address = to);
             }
-            assert_eq!(files.stats().files, 1, "its blocks are in the segment created ahead");
+            assert_eq!(files.disk_stats().files, 1, "its blocks are in the segment created ahead");
         }
         files.sync(deadline()).unwrap();
         assert_hits(files.as_ref(), &pool, &stored);

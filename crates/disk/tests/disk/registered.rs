@@ -3,9 +3,9 @@
 
 use std::sync::Arc;
 
-use cascade_disk::conformance::{append, assert_hits, deadline, key, read_as};
+use cascade_disk::conformance::{append, assert_hits, deadline, key, open_with, read_as};
 use cascade_disk::io::{FileIo, UringEngine};
-use cascade_disk::{FilesConfig, IoEngine, LoadOutcome, open_with};
+use cascade_disk::{FilesConfig, IoEngine, LoadOutcome};
 use cascade_memory::{HugePages, Pool, PoolConfig};
 use cascade_runtime::SystemClock;
 
@@ -32,7 +32,7 @@ fn blocks_are_read_back_through_registered_memory() {
             open_with(config.clone(), io, deadline()).unwrap().0
         };
         let plain = open(None);
-        assert!(!plain.stats().is_registered);
+        assert!(!plain.disk_stats().is_registered);
         let stored = append(plain.as_ref(), &pool, &BLOCKS);
         drop(plain);
         let files = open(Some(&pool));

@@ -8,11 +8,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use cascade_disk::conformance::{append, deadline, pool};
+use cascade_disk::conformance::{append, deadline, open_with, pool};
 use cascade_disk::io::{
     FileIo, Transfer, TransferEngine, TransferKind, TransferOutcome, TransferQueue,
 };
-use cascade_disk::{FilesConfig, IoEngine, open_with};
+use cascade_disk::{FilesConfig, IoEngine};
 use cascade_runtime::{Deadline, SystemClock};
 
 const THREADS: u64 = 6;

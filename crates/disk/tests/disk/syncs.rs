@@ -5,11 +5,11 @@ use std::io::ErrorKind;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use cascade_disk::conformance::{append, assert_hits, assert_recovered, deadline, pool};
+use cascade_disk::conformance::{append, assert_hits, assert_recovered, deadline, open_with, pool};
 use cascade_disk::io::{
     FileIo, Transfer, TransferEngine, TransferKind, TransferOutcome, TransferQueue,
 };
-use cascade_disk::{DiskError, FilesConfig, IoEngine, open_with};
+use cascade_disk::{DiskError, FilesConfig, IoEngine};
 use cascade_runtime::{Deadline, SystemClock};
 
 /// Counts the syncs of another engine, and lets the next ones fail.
@@ -84,7 +84,7 @@ fn syncs_of_three_segments(durable: bool) -> u64 {
     let pool = pool();
     let blocks: Vec<_> = (0..24).map(|number| (number, 12_288)).collect();
     let stored = append(files.as_ref(), &pool, &blocks);
-    assert_eq!(files.stats().files, 3);
+    assert_eq!(files.disk_stats().files, 3);
     files.checkpoint(deadline()).unwrap();
     let syncs = syncs();
     assert_hits(files.as_ref(), &pool, &stored);

@@ -7,18 +7,18 @@ use std::sync::Arc;
 
 use cascade_block::checksum;
 use cascade_disk::conformance::{
-    StoredBlock, append, assert_gone, assert_hits, deadline, key, meta, pool,
+    StoredBlock, append, assert_gone, assert_hits, deadline, key, meta, open, pool,
 };
-use cascade_disk::{BlockFacts, BlockFiles, FileLayout, FilesConfig, IoEngine, open};
+use cascade_disk::{BlockFacts, FilesConfig, IoEngine, SegmentFiles};
 use cascade_memory::Pool;
 use cascade_runtime::simulated::{Ending, Report, Settings, World};
 use cascade_runtime::{SystemClock, thread};
+use cascade_tier::tier::Tier as _;
 
-fn config(directory: &Path, layout: FileLayout) -> FilesConfig {
+fn config(directory: &Path) -> FilesConfig {
     FilesConfig {
         capacity_bytes: 2 << 20,
         segment_bytes: 128 << 10,
-        layout,
         engine: IoEngine::Psync,
         direct: false,
         ..FilesConfig::new(directory)
@@ -26,14 +26,14 @@ fn config(directory: &Path, layout: FileLayout) -> FilesConfig {
 }
 
 /// What one of several writers does: appends, aliases, reads, removals. Returns what it leaves.
-fn write(files: &dyn BlockFiles, pool: &Pool, writer: u64) -> Vec<StoredBlock> {
+fn write(files: &SegmentFiles, pool: &Pool, writer: u64) -> Vec<StoredBlock> {
     let first = writer * 100;
     let blocks: Vec<_> =
         (first..first + 12).map(|number| (number, 500 + 700 * (number % 12) as usize)).collect();
     let mut stored = append(files, pool, &blocks);
     for block in &stored[..6] {
         let alias = (meta(1000 + block.number, block.length), block.address);
-        files.alias(&[alias], deadline()).remove(0).unwrap();
+        files.alias_blocks(&[alias], deadline()).remove(0).unwrap();
     }
     assert_hits(files, pool, &stored);
     let removed = stored.split_off(9);
@@ -47,9 +47,9 @@ fn write(files: &dyn BlockFiles, pool: &Pool, writer: u64) -> Vec<StoredBlock> {
     stored
 }
 
-fn body(directory: &Path, layout: FileLayout) {
+fn body(directory: &Path) {
     let pool = pool();
-    let open = || open(config(directory, layout), Arc::new(SystemClock), &pool, deadline());
+    let open = || open(config(directory), Arc::new(SystemClock), &pool, deadline());
     let (files, _) = open().unwrap();
     let writers: Vec<_> = (0..3)
         .map(|writer| {
@@ -69,10 +69,8 @@ fn body(directory: &Path, layout: FileLayout) {
     }
     stored.retain(|it| !reclaimed.dropped.contains(&(key(it.number), it.address)));
     files.checkpoint(deadline()).unwrap();
-    if layout == FileLayout::Segments {
-        let written = std::fs::read(directory.join("w0.checkpoint")).unwrap();
-        World::current().unwrap().note(u64::from(checksum(&written)));
-    }
+    let written = std::fs::read(directory.join("w0.checkpoint")).unwrap();
+    World::current().unwrap().note(u64::from(checksum(&written)));
     drop(files);
     let (files, recovery) = open().unwrap();
     assert!(stored.len() > 10, "the reclaim keeps most blocks");
@@ -81,28 +79,19 @@ fn body(directory: &Path, layout: FileLayout) {
     assert_hits(files.as_ref(), &pool, &stored);
 }
 
-fn run(seed: u64, layout: FileLayout) -> Report {
+fn run(seed: u64) -> Report {
     let directory = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
     let path: PathBuf = directory.path().to_owned();
-    World::run(Settings::from_seed(seed), move || body(&path, layout))
-}
-
-fn runs_are_repeatable(layout: FileLayout) {
-    for seed in 0..8 {
-        let report = run(seed, layout);
-        assert_eq!(report.ending, Ending::Finished, "seed {seed}");
-        assert_eq!(report.waits_under_lock, [""; 0], "seed {seed}");
-        assert_eq!(report, run(seed, layout), "seed {seed}");
-    }
+    World::run(Settings::from_seed(seed), move || body(&path))
 }
 
 /// The checkpoint had its aliases in the order of a hash table.
 #[test]
-fn segments_run_in_a_world_and_are_repeatable() {
-    runs_are_repeatable(FileLayout::Segments);
-}
-
-#[test]
-fn block_files_run_in_a_world_and_are_repeatable() {
-    runs_are_repeatable(FileLayout::FilePerBlock);
+fn a_run_in_a_world_is_repeatable() {
+    for seed in 0..8 {
+        let report = run(seed);
+        assert_eq!(report.ending, Ending::Finished, "seed {seed}");
+        assert_eq!(report.waits_under_lock, [""; 0], "seed {seed}");
+        assert_eq!(report, run(seed), "seed {seed}");
+    }
 }

@@ -3,9 +3,7 @@
 use std::path::Path;
 
 use cascade_block::{DigestAlgorithm, DigestMode};
-use cascade_store::{
-    FileLayout, FilesConfig, HealthConfig, IoEngine, PolicyKind, StoreConfig, WritePolicy,
-};
+use cascade_store::{FilesConfig, HealthConfig, IoEngine, PolicyKind, StoreConfig, WritePolicy};
 
 use super::admin_group::{AdminGroup, user_id};
 use super::default_capacity;
@@ -193,10 +191,6 @@ fn files_config(directory: &Path, values: &Values) -> FilesConfig {
     let built_in = FilesConfig::new(directory);
     FilesConfig {
         capacity_bytes: values.bytes("files_capacity").unwrap_or(built_in.capacity_bytes),
-        layout: match values.choice("files_layout") {
-            "file-per-block" => FileLayout::FilePerBlock,
-            _ => FileLayout::Segments,
-        },
         segment_bytes: values.bytes("segment_size").unwrap_or(built_in.segment_bytes),
         direct: values.is_on("direct_io"),
         engine: match values.choice("io_engine") {

@@ -123,7 +123,7 @@ impl NodeConfig {
             let advice = "join stages with |, such as Dram|Files";
             ConfigError::contradiction(self.with_sources(&["pipeline"]), error.to_string(), advice)
         })?;
-        let stage = pipeline.lower.iter().find(|stage| ["files", "posix"].contains(&&***stage));
+        let stage = pipeline.lower.iter().find(|stage| *stage == "files");
         match (stage, &store.files) {
             (Some(stage), None) => self.refuse(
                 &["pipeline", "files"],

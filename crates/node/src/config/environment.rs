@@ -8,7 +8,6 @@ use std::path::{Path, PathBuf};
 use super::default_capacity::AvailableSpace;
 use super::error::ConfigError;
 use super::keys::{KEYS, edit_distance, nearest_name};
-use super::renamed::new_name_of_variable;
 use super::settings::{SettingSource, Settings};
 
 const CONFIG: &str = "CASCADE_CONFIG";
@@ -99,7 +98,7 @@ impl Environment {
     }
 }
 
-/// Refuses the variable `CASCADE_tail` if it is an old name, or close to the variable of a key.
+/// Refuses the variable `CASCADE_tail` if it is close to the variable of a key.
 ///
 /// Other unknown names are accepted: clients and tools have their own variables, and Kubernetes
 /// sets some for a service that is named `cascade`.
@@ -111,10 +110,6 @@ fn check_unknown(tail: &str, place: SettingSource) -> Result<(), ConfigError> {
         || tail.ends_with("_PORT")
     {
         return Ok(());
-    }
-    if let Some(new) = new_name_of_variable(tail) {
-        let new = format!("CASCADE_{}", new.to_uppercase());
-        return Err(ConfigError::Renamed { old: name, new, advice: "", place });
     }
     let names: Vec<String> = KEYS.iter().map(|key| key.path.to_uppercase()).collect();
     // One typing error, and one more for each six letters.
@@ -133,7 +128,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_misspelled_and_old_variables_are_refused() {
+    fn only_misspelled_variables_are_refused() {
         for name in [
             "CASCADE_NODE",
             "CASCADE_CONFIG",
@@ -150,8 +145,6 @@ mod tests {
         for (name, hint) in [
             ("CASCADE_FILES_CAPACTIY", "did you mean \"CASCADE_FILES_CAPACITY\""),
             ("CASCADE_DRAMM", "CASCADE_DRAM"),
-            ("CASCADE_DRAM_CAPACITY", "is now called CASCADE_DRAM"),
-            ("CASCADE_DIRTY_BYTES_MAX", "is now called CASCADE_DIRTY_MAX"),
         ] {
             let tail = name.strip_prefix("CASCADE_").unwrap();
             let message = check_unknown(tail, SettingSource::Default).unwrap_err().to_string();

@@ -43,18 +43,6 @@ pub enum ConfigError {
         /// Where the name is set.
         place: SettingSource,
     },
-    /// The old name of a key.
-    #[error("{place}: {old} is now called {new}{advice}")]
-    Renamed {
-        /// The old name.
-        old: String,
-        /// The new name.
-        new: String,
-        /// The new place in the file, if it changed.
-        advice: &'static str,
-        /// Where the name is set.
-        place: SettingSource,
-    },
     /// A value that its key does not accept.
     #[error("{place}: {key}: {reason}")]
     Value {

@@ -12,7 +12,6 @@ use toml::de::{DeTable, DeValue};
 use super::error::ConfigError;
 use super::key::{ADVANCED, SettingKey};
 use super::keys::{KEYS, SECTIONS, TENANT_KEYS, nearest_name};
-use super::renamed::{is_old_section, new_name_of};
 use super::settings::{SettingSource, Settings, Values};
 use super::value::{SettingValue, ValueKind};
 
@@ -89,31 +88,12 @@ impl Document<'_> {
             _ if name == ADVANCED => {
                 misplaced("is a table; write [advanced] with its keys below".to_owned())
             }
-            DeValue::Table(table) if is_old_section(name) => {
-                self.refuse_old_section(name, &span, table)
-            }
             DeValue::Table(_) if !KEYS.iter().any(|key| key.path == name) => {
                 let sections = SECTIONS.iter().map(|(section, _)| *section);
                 Err(self.unknown("table", name, nearest_name(name, sections), &span))
             }
             _ => self.read_key("", name, &span, value, &mut settings.node),
         }
-    }
-
-    /// Refuses a table of earlier versions, by the new name of its first key.
-    fn refuse_old_section(
-        &self,
-        section: &str,
-        span: &Range<usize>,
-        table: &DeTable<'_>,
-    ) -> Result<(), ConfigError> {
-        for name in table.keys() {
-            let path = format!("{section}.{}", name.get_ref());
-            self.refuse_renamed(&path, &name.span())?;
-        }
-        let reason = "is not a table; keys belong at the top of the file or below [advanced]";
-        let (key, reason) = (section.to_owned(), reason.to_owned());
-        Err(ConfigError::Value { key, reason, place: self.place(span) })
     }
 
     fn read_keys(
@@ -142,7 +122,6 @@ impl Document<'_> {
             _ => (name.to_owned(), KEYS),
         };
         let Some(key) = keys.iter().find(|key| key.path == path) else {
-            self.refuse_renamed(&path, span)?;
             let found = nearest_name(&path, keys.iter().map(|key| key.path));
             return Err(self.unknown("key", &path, found, span));
         };
@@ -154,18 +133,6 @@ impl Document<'_> {
         let value = read_value(key, value.get_ref()).map_err(wrong)?;
         values.set(key, value, place);
         Ok(())
-    }
-
-    fn refuse_renamed(&self, old: &str, span: &Range<usize>) -> Result<(), ConfigError> {
-        let Some(new) = new_name_of(old) else { return Ok(()) };
-        let is_advanced = KEYS.iter().any(|key| key.path == new && key.is_advanced());
-        let advice = match is_advanced {
-            true => ", below [advanced]",
-            false if new.starts_with("tenant.") => "",
-            false => ", at the top of the file",
-        };
-        let (old, new) = (old.to_owned(), new.to_owned());
-        Err(ConfigError::Renamed { old, new, advice, place: self.place(span) })
     }
 
     fn unknown(

@@ -211,10 +211,6 @@ pub const KEYS: &[SettingKey] = &[
     .default("/dev/shm")
     .flag("pool-directory")
     .advanced("Every Linux system has this tmpfs."),
-    SettingKey::new("files_layout", ValueKind::Choice(LAYOUTS), "Layout of blocks in files.")
-        .default("segments")
-        .flag("files-layout")
-        .advanced("`file-per-block` is slower, and only for file systems that hosts share."),
     SettingKey::new("segment_size", ValueKind::Size, "Size of a segment, the unit of reclaim.")
         .default_rule("a sixteenth of `files_capacity`, 1MiB to 256MiB")
         .minimum("1MiB")
@@ -376,7 +372,6 @@ pub const TENANT_KEYS: &[SettingKey] = &[
 
 const POLICIES: &[&str] = &["lru", "s3fifo", "arc", "waterfall", "prefix-cost"];
 const KEEP_POOL: &[&str] = &["after-crash", "always", "never"];
-const LAYOUTS: &[&str] = &["segments", "file-per-block"];
 const ENGINES: &[&str] = &["auto", "uring", "psync"];
 
 /// The key with this path, which must be in one of the tables.

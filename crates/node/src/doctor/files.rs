@@ -32,6 +32,22 @@ pub(super) const DIRECTORY: Check = Check {
                     format!("sudo install -d -m 0700 -o \"$USER\" {at}; or set files"),
                 );
             }
+            match cascade_disk::find_block_files(directory) {
+                Ok(None) => {}
+                Ok(Some(blocks)) => {
+                    let blocks = blocks.display();
+                    return CheckOutcome::failed(
+                        format!("{blocks} has a file for each block, an old layout"),
+                        format!("remove {blocks} if its blocks may be dropped, or set files"),
+                    );
+                }
+                Err(error) => {
+                    return CheckOutcome::failed(
+                        format!("cannot list {at}/blocks ({error})"),
+                        format!("sudo chown -R \"$USER\" {at}; or set files"),
+                    );
+                }
+            }
         }
         let exposed = directories.iter().find_map(|directory| {
             let mode = std::fs::metadata(directory).ok()?.permissions().mode() & 0o777;
@@ -102,7 +118,7 @@ pub(super) const FILE_SYSTEM: Check = Check {
             ),
             Ok((_, space)) if space.file_system == FileSystem::NFS => CheckOutcome::warning(
                 "nfs: reads depend on the network, and hang if the server is unavailable",
-                "set files to a local disk; use NFS only with files_layout = file-per-block",
+                "set files to a local disk (df -hT lists them)",
             ),
             Ok((_, space)) => CheckOutcome::ok(space.file_system.to_string()),
         }

@@ -163,6 +163,7 @@ fn unknown_keys_and_invalid_values_are_reported_with_their_place() {
         ("socket_mode = 600", &["socket_mode", "\"0600\""]),
         ("socket = \"run/c.sock\"", &["socket", "absolute"]),
         ("[dram\n", &["cascade.toml:1"]),
+        ("[dram]\ncapacity = \"1GiB\"", &["cascade.toml:1", "dram"]),
         ("dram = \"1GiB\"\ndram = \"2GiB\"", &["cascade.toml:2", "duplicate"]),
         ("[tenant]\nname = \"a\"", &["cascade.toml:1", "[[tenant]]"]),
         ("[[tenant]]\nname = \"a\"\nquota = 1", &["cascade.toml:3", "tenant.quota"]),
@@ -174,23 +175,6 @@ fn unknown_keys_and_invalid_values_are_reported_with_their_place() {
     assert!(error.contains("CASCADE_DRAM: dram"), "{error}");
     let error = Case::new("").flag("dram", "big").refusal();
     assert!(error.contains("--dram: dram"), "{error}");
-}
-
-#[test]
-fn a_former_name_of_a_setting_is_refused_with_the_new_name() {
-    assert_refused(&[
-        ("[dram]\ncapacity = \"1GiB\"", &[":2", "dram.capacity is now called dram", "top"]),
-        ("[files]\ndirectory = \"/a\"", &["files.directory is now called files"]),
-        ("[store]\ndirty_max = \"1GiB\"", &["is now called dirty_max", "below [advanced]"]),
-        ("[dram]\nnothing = 1", &["dram: is not a table", "[advanced]"]),
-        ("dirty_bytes_max = 1", &["dirty_bytes_max is now called dirty_max"]),
-        (
-            "[[tenant]]\nname = \"a\"\nfiles_directory = \"/a\"",
-            &["tenant.files_directory is now called tenant.files"],
-        ),
-    ]);
-    let error = Case::new("").variable("CASCADE_DRAM_CAPACITY", "1GiB").refusal();
-    assert!(error.contains("is now called CASCADE_DRAM"), "{error}");
 }
 
 #[test]

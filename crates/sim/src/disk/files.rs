@@ -126,10 +126,6 @@ impl FileOperations for SimFiles {
         })
     }
 
-    fn sync(&self, file: &FileHandle) -> io::Result<()> {
-        self.sync_inode(self.inode(file)?)
-    }
-
     fn next_data(&self, file: &FileHandle, offset: u64) -> io::Result<Option<u64>> {
         let inode = self.inode(file)?;
         self.name_step(|device, _| device.content(inode).map(|content| content.next_data(offset)))
@@ -154,12 +150,8 @@ impl FileOperations for SimFiles {
         })?;
         self.write(inode, bytes)?;
         self.sync_inode(inode)?;
-        self.rename(&temporary, path)?;
+        self.name_step(|device, _| device.rename(&temporary, path))?;
         path.parent().map_or(Ok(()), |directory| self.sync_directory(directory))
-    }
-
-    fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
-        self.name_step(|device, _| device.rename(from, to))
     }
 
     fn overwrite(&self, path: &Path) -> io::Result<u64> {

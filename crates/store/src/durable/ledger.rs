@@ -44,8 +44,6 @@ use tiers::LedgerTiers;
 /// `CASCWARM` in the order of the file's bytes.
 const MAGIC: u64 = u64::from_le_bytes(*b"CASCWARM");
 const VERSION: u64 = 3;
-/// The previous version, which is read, and made one of this version in place.
-const VERSION_2: u64 = 2;
 /// Word of the header with the version.
 const VERSION_WORD: usize = 1;
 /// The header takes a page, so that records start at cache lines.
@@ -69,15 +67,6 @@ const HELD_MIN: usize = 32 << 10;
 /// Maximum for large pools: 128 MiB of ledger.
 const HELD_MAX: usize = 2 << 20;
 const PAGE: usize = 4096;
-
-/// The versions of a ledger that are read.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Version {
-    /// Addresses in two tiers, without checks, by the position of the tiers.
-    Two,
-    /// The present one.
-    Three,
-}
 
 /// The mapped table and its parts.
 #[derive(Debug)]
@@ -105,13 +94,6 @@ impl LedgerTable {
 
     fn clear_held(&self, place: u32) {
         place::clear(self.held(place));
-    }
-
-    /// Gives the records of version 2 what this version adds. The previous version ignores it.
-    fn add_checks(&self, blocks: &[Recovered]) {
-        for block in blocks {
-            residence::add_checks(self.block(block.place));
-        }
     }
 
     /// Marks the files as holding blocks: from now on they outlive this store unless it removes
@@ -359,19 +341,10 @@ pub(crate) struct WarmPool {
 }
 
 impl WarmPool {
-    fn new(
-        table: LedgerTable,
-        pool: Pool,
-        (is_used, version): (bool, Version),
-        stages: &[String],
-    ) -> Self {
+    fn new(table: LedgerTable, pool: Pool, is_used: bool, stages: &[String]) -> Self {
         // Before the free places are collected: recovery clears the places of invalid records.
-        let mut recovered = recovery::recover(&table, &pool, version);
-        let tiers = LedgerTiers::settle(&table, version, stages, &mut recovered.blocks);
-        if version == Version::Two {
-            table.add_checks(&recovered.blocks);
-        }
-        opening::write_version(table.files.words().words());
+        let mut recovered = recovery::recover(&table, &pool);
+        let tiers = LedgerTiers::settle(&table, stages, &mut recovered.blocks);
         let free = |count: u32, is_free: &dyn Fn(u32) -> bool| {
             // The lowest places are used first: their cache lines are warm.
             (0..count).rev().filter(|place| is_free(*place)).collect::<Vec<_>>()

@@ -99,8 +99,6 @@ impl Shadows {
     ) -> Self {
         let plan = |name, capacity_bytes| TierPlan { name, capacity_bytes };
         let files = config.files.as_ref().filter(|_| lower.contains(&"files"));
-        let is_segmented =
-            |files: &&crate::FilesConfig| files.layout == crate::FileLayout::Segments;
         Self {
             seed,
             policy: config.policy,
@@ -110,8 +108,7 @@ impl Shadows {
                 admit_partial: config.admit_partial,
             },
             dram_blocks: config.dram_blocks.unwrap_or(u64::MAX),
-            // Zero without segments: the model then reclaims one block at a time.
-            segment_bytes: files.filter(is_segmented).map_or(0, |files| files.segment_bytes),
+            segment_bytes: files.map_or(0, |files| files.segment_bytes),
             dram_plan: memory.map(|name| plan(name, config.dram_bytes)),
             files_plan: files.map(|files| plan("files", files.capacity_bytes)),
             dram: None,

@@ -1,5 +1,6 @@
 //! Pipelines: an ordered list of stages, such as `"Dram|Files"`.
 
+use cascade_disk::TIER_NAME;
 use cascade_memory::RegionKind;
 use cascade_tier::{PipelineError, TierName};
 
@@ -12,6 +13,9 @@ const UNAVAILABLE: [&str; 2] = ["hbm", "peers"];
 /// Names of the tier of the store's own memory.
 const DRAM: TierName = "dram";
 const HBM: TierName = "hbm";
+
+/// UCM's names of stages, and the names of these stages here.
+const NAMES_OF_UCM: [(&str, &str); 2] = [("cache", DRAM), ("posix", TIER_NAME)];
 
 /// Stages for benchmarks of hit rates and ceilings: valid, but not listed in error messages.
 const FOR_BENCHMARKS: [&str; 2] = ["empty", "fake"];
@@ -37,7 +41,8 @@ pub struct Pipeline {
 }
 
 impl Pipeline {
-    /// Parses and checks a pipeline. Names are case-insensitive; `Cache` is an alias of `Dram`.
+    /// Parses and checks a pipeline. Names are case-insensitive. `Cache` is another name of `Dram`,
+    /// `Posix` of `Files`.
     pub fn parse(text: &str, registry: &StageRegistry) -> Result<Self, PipelineError> {
         Self::parse_for(RegionKind::Host, text, registry)
     }
@@ -64,18 +69,20 @@ impl Pipeline {
         let mut pipeline =
             Self { memory, keeps_in_memory: false, lower: Vec::new(), notes: Vec::new() };
         for (position, raw) in text.split('|').enumerate() {
-            let stage = raw.trim().to_lowercase();
-            match stage.as_str() {
+            let given = raw.trim().to_lowercase();
+            let other = NAMES_OF_UCM.iter().find(|(name, _)| *name == given);
+            let stage = other.map_or(given.as_str(), |(_, ours)| *ours);
+            match stage {
                 "" => {
                     return Err(bad(format!("the stage at position {} has no name", position + 1)));
                 }
-                DRAM | "cache" if kind == RegionKind::Device => {
+                DRAM if kind == RegionKind::Device => {
                     let name = raw.trim();
                     return Err(bad(format!(
                         "a store in device memory has no {name} yet; leave {name} out"
                     )));
                 }
-                name if name == memory || (name == "cache" && memory == DRAM) => {
+                name if name == memory => {
                     if pipeline.keeps_in_memory {
                         return Err(bad(format!("it has {} twice", raw.trim())));
                     }
@@ -92,7 +99,7 @@ impl Pipeline {
                 lower if pipeline.lower.iter().any(|other| other == lower) => {
                     return Err(bad(format!("it has {} twice", raw.trim())));
                 }
-                lower if registry.contains(lower) => pipeline.lower.push(stage),
+                lower if registry.contains(lower) => pipeline.lower.push(lower.to_owned()),
                 _ => {
                     return Err(PipelineError::UnknownStage {
                         pipeline: text.to_owned(),
@@ -128,7 +135,7 @@ mod tests {
         for (text, has_dram, lower) in [
             ("Dram", true, vec![]),
             ("dram | files", true, vec!["files"]),
-            ("Cache|Posix", true, vec!["posix"]),
+            ("Cache|Posix", true, vec!["files"]),
             ("Files", false, vec!["files"]),
             ("Empty", false, vec![]),
             ("Fake", false, vec!["fake"]),
@@ -185,6 +192,7 @@ mod tests {
             ("Dram||Files", "position 2"),
             ("", "position 1"),
             ("Files|files", "files"),
+            ("Files|Posix", "Posix"),
         ] {
             let error = parse(text).unwrap_err().to_string();
             assert!(error.contains(stage), "{text}: {error}");

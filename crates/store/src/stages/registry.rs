@@ -8,13 +8,12 @@ use cascade_tier::StoreError;
 use cascade_tier::tier::Tier;
 
 use super::{FakeTier, StageContext, open_files};
-use crate::FileLayout;
 
 /// Makes a stage for one store.
 pub type StageFactory =
     Arc<dyn Fn(&StageContext<'_>) -> Result<Arc<dyn Tier>, StoreError> + Send + Sync>;
 
-/// Stages by name. The default registry has `Files`, `Posix` and `Fake`.
+/// Stages by name. The default registry has `Files` and `Fake`.
 #[derive(Clone)]
 pub struct StageRegistry {
     factories: BTreeMap<String, StageFactory>,
@@ -33,7 +32,7 @@ impl StageRegistry {
 
     /// All names that a pipeline may use.
     pub fn names(&self) -> Vec<String> {
-        let own = ["dram", "cache", "empty"].map(str::to_owned);
+        let own = ["dram", "cache", "empty", "posix"].map(str::to_owned);
         own.into_iter().chain(self.factories.keys().cloned()).collect()
     }
 
@@ -50,11 +49,7 @@ impl StageRegistry {
 impl Default for StageRegistry {
     fn default() -> Self {
         let mut registry = Self { factories: BTreeMap::new() };
-        registry.register("files", Arc::new(|context| open_files(context, None)));
-        registry.register(
-            "posix",
-            Arc::new(|context| open_files(context, Some(FileLayout::FilePerBlock))),
-        );
+        registry.register("files", Arc::new(open_files));
         registry.register("fake", Arc::new(|_| Ok(Arc::new(FakeTier::default()))));
         registry
     }

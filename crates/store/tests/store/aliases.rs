@@ -5,11 +5,9 @@ use std::sync::atomic::Ordering;
 use std::thread;
 
 use cascade_block::{DigestAlgorithm, DigestMode};
-use cascade_runtime::ManualClock;
-use cascade_store::stages::StageRegistry;
 use cascade_store::{
-    BlockState, CallOptions, FileLayout, FilesConfig, GetOutcome, Loss, Put, PutOutcome, Store,
-    StoreConfig, ViewOutcome,
+    BlockState, CallOptions, FilesConfig, GetOutcome, Loss, Put, PutOutcome, Store, StoreConfig,
+    ViewOutcome,
 };
 
 use crate::blocks::{MIB, bytes_of, check, dram, key, keys, put, wait_until};
@@ -222,15 +220,14 @@ fn a_block_that_the_tier_is_dropping_was_reclaimed() {
     }
 }
 
-/// What happened: of two block files with the same bytes, the tier took one for the first and the
-/// store the other. The deletion of a name then left its file, and a restart brought it back.
+/// What happened: of two names of the same bytes, the tier took one for the first and the store the
+/// other. The deletion of a name then left its block, and a restart brought it back.
 #[test]
 fn deleted_names_do_not_come_back_after_warm_restarts() {
     let directory = named_pool::directory();
     let open = || {
         let files = FilesConfig {
             capacity_bytes: 64 * MIB,
-            layout: FileLayout::FilePerBlock,
             ..FilesConfig::new(directory.path().join("files"))
         };
         let config = StoreConfig {
@@ -239,11 +236,8 @@ fn deleted_names_do_not_come_back_after_warm_restarts() {
             digest: DIGEST,
             ..named_pool::config(directory.path(), 8)
         };
-        // All files have the same time, so that they are found in the order of a directory.
-        let clock = Arc::new(ManualClock::default());
-        Store::open_with(config, &StageRegistry::default(), clock).unwrap()
+        Store::open(config).unwrap()
     };
-    // Many share a directory, so that some of the second names are found first.
     let names = keys(0..400);
     let store = open();
     for twins in names.chunks(2) {

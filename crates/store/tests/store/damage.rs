@@ -16,24 +16,23 @@ use cascade_disk::format::{EntryKind, PAGE_BYTES};
 use cascade_disk::scan::{ScanOptions, SegmentContent, read_segment};
 use cascade_runtime::{Deadline, SystemClock};
 use cascade_store::{
-    CallOptions, FileLayout, FilesConfig, HealthState, IoEngine, PutOutcome, Store, StoreConfig,
+    CallOptions, FilesConfig, HealthState, IoEngine, PutOutcome, Store, StoreConfig,
 };
 
 use crate::blocks::{self, MIB, StopOnDrop, check, dram, keys, put};
 
 const BLOCK: usize = 12 << 10;
-/// How long each layout is attacked.
+/// How long the store is attacked.
 const ATTACK: Duration = Duration::from_secs(30);
 /// Blocks stored before the damage, in several segments.
 const BEFORE: u64 = 64;
 /// Blocks that are put afterwards: several times what fits.
 const AFTER: u64 = 320;
 
-fn config(directory: &Path, layout: FileLayout, engine: IoEngine) -> StoreConfig {
+fn config(directory: &Path, engine: IoEngine) -> StoreConfig {
     let files = FilesConfig {
         capacity_bytes: 2 * MIB,
         segment_bytes: 512 << 10,
-        layout,
         engine,
         ..FilesConfig::new(directory)
     };
@@ -106,8 +105,8 @@ fn files_below(directory: &Path) -> Vec<PathBuf> {
 }
 
 /// Creates a closed store's directory with blocks, a checkpoint and a manifest.
-fn template(directory: &Path, layout: FileLayout) {
-    let store = Store::open(config(directory, layout, IoEngine::Psync)).unwrap();
+fn template(directory: &Path) {
+    let store = Store::open(config(directory, IoEngine::Psync)).unwrap();
     store.register(&blocks::namespace(), CallOptions::default()).unwrap();
     for at in 0..BEFORE / 8 {
         let outcomes = put(&store, &keys(at * 8..at * 8 + 8), BLOCK);
@@ -116,7 +115,7 @@ fn template(directory: &Path, layout: FileLayout) {
     }
     store.close().unwrap();
     // Opening seals the segment that was written last.
-    let store = Store::open(config(directory, layout, IoEngine::Psync)).unwrap();
+    let store = Store::open(config(directory, IoEngine::Psync)).unwrap();
     store.close().unwrap();
 }
 
@@ -169,7 +168,8 @@ fn cases_of_segment(path: &Path) -> Vec<Case> {
     cases
 }
 
-fn cases_of_small_file(path: &Path, lost: usize) -> Vec<Case> {
+/// Damage of a checkpoint, a manifest or a lock, which costs no block.
+fn cases_of_small_file(path: &Path) -> Vec<Case> {
     let length = fs::metadata(path).unwrap().len();
     let flips = [0, 1, length / 2, length.saturating_sub(1)];
     let flips = flips.into_iter().filter(|at| *at < length).map(Damage::Flip);
@@ -181,8 +181,8 @@ fn cases_of_small_file(path: &Path, lost: usize) -> Vec<Case> {
             name: format!("{name} {damage:?}"),
             path: path.to_owned(),
             damage,
-            lost,
-            lost_at_restart: lost,
+            lost: 0,
+            lost_at_restart: 0,
         })
         .collect()
 }
@@ -190,10 +190,10 @@ fn cases_of_small_file(path: &Path, lost: usize) -> Vec<Case> {
 fn cases_of(directory: &Path) -> Vec<Case> {
     let mut cases = Vec::new();
     for path in files_below(directory) {
-        match path.extension().and_then(|it| it.to_str()) {
-            Some("segment") => cases.extend(cases_of_segment(&path)),
-            Some("block") => cases.extend(cases_of_small_file(&path, 1)),
-            _ => cases.extend(cases_of_small_file(&path, 0)),
+        if path.extension().is_some_and(|extension| extension == "segment") {
+            cases.extend(cases_of_segment(&path));
+        } else {
+            cases.extend(cases_of_small_file(&path));
         }
     }
     cases
@@ -287,19 +287,17 @@ fn before_an_opening(case: &Case, config: &StoreConfig) {
     store.close().unwrap_or_else(|error| panic!("{name}: {error:?}"));
 }
 
-fn every_case(layout: FileLayout, engine: IoEngine, run: fn(&Case, &StoreConfig)) {
+fn every_case(engine: IoEngine, run: fn(&Case, &StoreConfig)) {
     let parent = tempfile::tempdir().unwrap();
     let source = parent.path().join("template");
-    template(&source, layout);
+    template(&source);
     let cases = cases_of(&source);
     assert!(cases.len() > 40, "{} cases", cases.len());
-    // Block files are all alike: a sample is enough.
-    let step = if layout == FileLayout::FilePerBlock { 23 } else { 1 };
-    for (at, case) in cases.into_iter().enumerate().step_by(step) {
+    for (at, case) in cases.into_iter().enumerate() {
         let directory = parent.path().join(format!("{at}"));
         copy(&source, &directory);
         let path = directory.join(case.path.strip_prefix(&source).unwrap());
-        let config = config(&directory, layout, engine);
+        let config = config(&directory, engine);
         run(&Case { path, ..case }, &config);
         fs::remove_dir_all(&directory).unwrap();
     }
@@ -307,29 +305,19 @@ fn every_case(layout: FileLayout, engine: IoEngine, run: fn(&Case, &StoreConfig)
 
 #[test]
 fn damage_to_segments_under_a_running_store_loses_only_the_damaged_blocks() {
-    every_case(FileLayout::Segments, IoEngine::Auto, under_a_running_store);
+    every_case(IoEngine::Auto, under_a_running_store);
 }
 
 #[test]
 fn damage_to_segments_before_an_opening_loses_only_the_damaged_blocks() {
-    every_case(FileLayout::Segments, IoEngine::Psync, before_an_opening);
-}
-
-#[test]
-fn damage_to_block_files_under_a_running_store_loses_only_the_damaged_blocks() {
-    every_case(FileLayout::FilePerBlock, IoEngine::Auto, under_a_running_store);
-}
-
-#[test]
-fn damage_to_block_files_before_an_opening_loses_only_the_damaged_blocks() {
-    every_case(FileLayout::FilePerBlock, IoEngine::Psync, before_an_opening);
+    every_case(IoEngine::Psync, before_an_opening);
 }
 
 #[test]
 fn damage_is_reported_in_notes_and_by_an_inspection() {
     let parent = tempfile::tempdir().unwrap();
-    template(parent.path(), FileLayout::Segments);
-    let config = config(parent.path(), FileLayout::Segments, IoEngine::Auto);
+    template(parent.path());
+    let config = config(parent.path(), IoEngine::Auto);
     let segment = parent.path().join("w0-00000000.segment");
     let trailer = content_of(&segment).trailer.unwrap();
     let store = open(&config, "flipped footer");
@@ -376,43 +364,39 @@ fn flip_at_random(directory: &Path, is_over: &AtomicBool) -> u64 {
 #[test]
 #[ignore = "an attack of a minute, run by hand after changes to the file tier"]
 fn random_flips_for_a_minute_give_no_wrong_byte_and_no_error() {
-    for layout in [FileLayout::Segments, FileLayout::FilePerBlock] {
-        let directory = tempfile::tempdir().unwrap();
-        let mut config = config(directory.path(), layout, IoEngine::Auto);
-        // The flips go through the page cache. Together with direct writes the kernel would treat
-        // them as a conflict and fail the next sync.
-        config.files.as_mut().unwrap().direct = false;
-        let (limit, is_over) = (Deadline::after(&SystemClock, ATTACK), AtomicBool::new(false));
-        let mut store = open(&config, "attack");
-        let (mut at, mut served, mut requested) = (0, 0, 0);
-        let flips = std::thread::scope(|scope| {
-            let flipping = scope.spawn(|| flip_at_random(directory.path(), &is_over));
-            let over = StopOnDrop(&is_over);
-            while !limit.has_passed(&SystemClock) {
-                for _ in 0..8 {
-                    let outcomes = put(&store, &keys(at..at + 8), BLOCK);
-                    let all = outcomes.iter().all(|it| matches!(it, PutOutcome::Stored));
-                    assert!(all, "{outcomes:?} {:?}", store.stats());
-                    at += 8;
-                }
-                flush(&store, "attack");
-                let recent = keys(at.saturating_sub(96)..at);
-                served += hits(&store, &recent);
-                requested += recent.len();
-                if at.is_multiple_of(1024) {
-                    store.close().unwrap();
-                    store = open(&config, "attack");
-                }
+    let directory = tempfile::tempdir().unwrap();
+    let mut config = config(directory.path(), IoEngine::Auto);
+    // The flips go through the page cache. Together with direct writes the kernel would treat
+    // them as a conflict and fail the next sync.
+    config.files.as_mut().unwrap().direct = false;
+    let (limit, is_over) = (Deadline::after(&SystemClock, ATTACK), AtomicBool::new(false));
+    let mut store = open(&config, "attack");
+    let (mut at, mut served, mut requested) = (0, 0, 0);
+    let flips = std::thread::scope(|scope| {
+        let flipping = scope.spawn(|| flip_at_random(directory.path(), &is_over));
+        let over = StopOnDrop(&is_over);
+        while !limit.has_passed(&SystemClock) {
+            for _ in 0..8 {
+                let outcomes = put(&store, &keys(at..at + 8), BLOCK);
+                let all = outcomes.iter().all(|it| matches!(it, PutOutcome::Stored));
+                assert!(all, "{outcomes:?} {:?}", store.stats());
+                at += 8;
             }
-            drop(over);
-            flipping.join().unwrap()
-        });
-        let damaged = &store.stats().stages[0].1;
-        println!(
-            "{layout:?}: {flips} flips, {at} puts, {served} of {requested} served, {damaged:?}"
-        );
-        assert!(flips > 100 && served * 10 > requested * 3, "{served} of {requested}");
-        assert_healthy(&store, "attack");
-        overflow(&store, "after the attack");
-    }
+            flush(&store, "attack");
+            let recent = keys(at.saturating_sub(96)..at);
+            served += hits(&store, &recent);
+            requested += recent.len();
+            if at.is_multiple_of(1024) {
+                store.close().unwrap();
+                store = open(&config, "attack");
+            }
+        }
+        drop(over);
+        flipping.join().unwrap()
+    });
+    let damaged = &store.stats().stages[0].1;
+    println!("{flips} flips, {at} puts, {served} of {requested} served, {damaged:?}");
+    assert!(flips > 100 && served * 10 > requested * 3, "{served} of {requested}");
+    assert_healthy(&store, "attack");
+    overflow(&store, "after the attack");
 }

@@ -12,8 +12,7 @@ use cascade_block::{DigestAlgorithm, DigestMode};
 use cascade_runtime::{Clock, SystemClock};
 use cascade_store::stages::{EncryptedStage, StageContext, open_files};
 use cascade_store::{
-    CallOptions, EncryptionConfig, FileLayout, FilesConfig, IoEngine, Put, PutOutcome, Store,
-    StoreConfig,
+    CallOptions, EncryptionConfig, FilesConfig, IoEngine, Put, PutOutcome, Store, StoreConfig,
 };
 use cascade_tier::conformance::tier as conformance;
 
@@ -21,7 +20,6 @@ use crate::blocks::{MIB, bytes_of, check, dram, key, keys, put, wait_until};
 use crate::third_party::{self, MapStage};
 
 const BLOCK: usize = 64 << 10;
-const LAYOUTS: [FileLayout; 2] = [FileLayout::Segments, FileLayout::FilePerBlock];
 
 fn key_file(directory: &Path, name: &str, keys: &[u8]) -> PathBuf {
     let lines: Vec<_> = keys.iter().map(|key| format!("{key:02x}").repeat(32)).collect();
@@ -31,11 +29,10 @@ fn key_file(directory: &Path, name: &str, keys: &[u8]) -> PathBuf {
     path
 }
 
-fn config(directory: &Path, layout: FileLayout, keys: &[u8]) -> StoreConfig {
+fn config(directory: &Path, keys: &[u8]) -> StoreConfig {
     let files = FilesConfig {
         capacity_bytes: 64 * MIB,
         segment_bytes: 4 * MIB,
-        layout,
         ..FilesConfig::new(directory.join("tier"))
     };
     let encryption = EncryptionConfig::new(key_file(directory, &format!("key{keys:?}"), keys));
@@ -77,31 +74,29 @@ fn notes(store: &Store) -> String {
 
 #[test]
 fn files_have_no_plaintext_and_every_block_survives_a_restart() {
-    for layout in LAYOUTS {
-        let directory = tempfile::tempdir().unwrap();
-        let config = config(directory.path(), layout, &[1]);
-        fill(&config);
-        let plain = StoreConfig {
-            encryption: None,
-            files: Some(FilesConfig::new(directory.path().join("plain/tier"))),
-            ..config.clone()
-        };
-        fill(&plain);
-        let mark = &bytes_of(&key(42), BLOCK)[1000..1032];
-        assert!(is_on_disk(&directory.path().join("plain"), mark), "the search finds plaintext");
-        assert!(!is_on_disk(directory.path(), mark), "{layout:?}");
-        let store = Store::open(config).unwrap();
-        assert_eq!(hits(&store, 0..100), 100, "{layout:?}");
-        assert_eq!(store.stats().counters.damaged_blocks, 0);
-    }
+    let directory = tempfile::tempdir().unwrap();
+    let config = config(directory.path(), &[1]);
+    fill(&config);
+    let plain = StoreConfig {
+        encryption: None,
+        files: Some(FilesConfig::new(directory.path().join("plain/tier"))),
+        ..config.clone()
+    };
+    fill(&plain);
+    let mark = &bytes_of(&key(42), BLOCK)[1000..1032];
+    assert!(is_on_disk(&directory.path().join("plain"), mark), "the search finds plaintext");
+    assert!(!is_on_disk(directory.path(), mark));
+    let store = Store::open(config).unwrap();
+    assert_eq!(hits(&store, 0..100), 100);
+    assert_eq!(store.stats().counters.damaged_blocks, 0);
 }
 
 #[test]
 fn reads_with_a_wrong_key_are_misses_with_one_note() {
     let directory = tempfile::tempdir().unwrap();
-    let right = config(directory.path(), FileLayout::Segments, &[1]);
+    let right = config(directory.path(), &[1]);
     fill(&right);
-    let wrong = config(directory.path(), FileLayout::Segments, &[2]);
+    let wrong = config(directory.path(), &[2]);
     let store = Store::open(wrong.clone()).unwrap();
     assert_eq!(hits(&store, 0..100), 0);
     assert_eq!(
@@ -118,27 +113,25 @@ fn reads_with_a_wrong_key_are_misses_with_one_note() {
 
 #[test]
 fn a_damaged_encryption_marker_is_restored_and_never_disables_encryption() {
-    for layout in LAYOUTS {
-        let directory = tempfile::tempdir().unwrap();
-        let config = config(directory.path(), layout, &[1]);
-        fill(&config);
-        let manifests = files_below(&directory.path().join("tier").join("manifests"));
-        assert_eq!(manifests.len(), 2, "{manifests:?}");
-        for path in &manifests {
-            let good = fs::read(path).unwrap();
-            let mut flipped = good.clone();
-            flipped[good.len() / 2] ^= 2;
-            for damaged in [flipped, Vec::new(), good[..good.len() / 2].to_vec()] {
-                fs::write(path, damaged).unwrap();
-                let plain = StoreConfig { encryption: None, ..config.clone() };
-                let refused = Store::open(plain).unwrap_err().to_string();
-                assert!(refused.contains("encrypted"), "{refused}");
-                let store = Store::open(config.clone()).unwrap();
-                assert_eq!(hits(&store, 0..100), 100, "{layout:?}");
-                drop(store);
-                // Opening with the key has restored the marker.
-                assert_eq!(fs::read(path).unwrap(), good);
-            }
+    let directory = tempfile::tempdir().unwrap();
+    let config = config(directory.path(), &[1]);
+    fill(&config);
+    let manifests = files_below(&directory.path().join("tier").join("manifests"));
+    assert_eq!(manifests.len(), 2, "{manifests:?}");
+    for path in &manifests {
+        let good = fs::read(path).unwrap();
+        let mut flipped = good.clone();
+        flipped[good.len() / 2] ^= 2;
+        for damaged in [flipped, Vec::new(), good[..good.len() / 2].to_vec()] {
+            fs::write(path, damaged).unwrap();
+            let plain = StoreConfig { encryption: None, ..config.clone() };
+            let refused = Store::open(plain).unwrap_err().to_string();
+            assert!(refused.contains("encrypted"), "{refused}");
+            let store = Store::open(config.clone()).unwrap();
+            assert_eq!(hits(&store, 0..100), 100);
+            drop(store);
+            // Opening with the key has restored the marker.
+            assert_eq!(fs::read(path).unwrap(), good);
         }
     }
 }
@@ -146,13 +139,13 @@ fn a_damaged_encryption_marker_is_restored_and_never_disables_encryption() {
 #[test]
 fn after_key_rotation_the_new_key_writes_and_the_old_one_reads() {
     let directory = tempfile::tempdir().unwrap();
-    fill(&config(directory.path(), FileLayout::Segments, &[1]));
-    let rotated = config(directory.path(), FileLayout::Segments, &[2, 1]);
+    fill(&config(directory.path(), &[1]));
+    let rotated = config(directory.path(), &[2, 1]);
     let store = Store::open(rotated).unwrap();
     assert_eq!(hits(&store, 0..100), 100);
     put(&store, &keys(200..240), BLOCK);
     drop(store);
-    let store = Store::open(config(directory.path(), FileLayout::Segments, &[2])).unwrap();
+    let store = Store::open(config(directory.path(), &[2])).unwrap();
     assert_eq!(hits(&store, 0..100), 0, "the old key was removed");
     assert_eq!(hits(&store, 200..240), 40);
     let text = notes(&store);
@@ -176,50 +169,48 @@ fn swapped_records_are_detected() {
 
 #[test]
 fn equal_contents_share_a_record_under_names_that_the_store_knows() {
-    for layout in LAYOUTS {
-        let directory = tempfile::tempdir().unwrap();
-        let digest = DigestMode::On(DigestAlgorithm::Blake3);
-        let config = StoreConfig { digest, ..config(directory.path(), layout, &[1]) };
-        let store = Store::open(config.clone()).unwrap();
-        let bytes = bytes_of(&key(1), BLOCK);
-        let twins = keys(0..8);
-        for twin in &twins {
-            drop(store.put(&[Put::new(*twin, &bytes)], CallOptions::default()));
-        }
-        store.flush(CallOptions::default()).unwrap();
-        // Other blocks evict them from DRAM.
-        put(&store, &keys(100..200), BLOCK);
-        let read = |store: &Store| {
-            let mut buffer = vec![0; BLOCK];
-            let hit = |twin| {
-                buffer.fill(0);
-                drop(store.get(&[twin], &mut [&mut buffer], CallOptions::default()));
-                if buffer == bytes {
-                    1
-                } else {
-                    assert!(buffer.iter().all(|byte| *byte == 0), "never a wrong byte");
-                    0
-                }
-            };
-            twins.iter().copied().map(hit).sum::<usize>()
-        };
-        assert_eq!(read(&store), 8, "{layout:?}");
-        store.close().unwrap();
-        drop(store);
-        // After a restart only the first name is trusted; putting the others again links them.
-        let store = Store::open(config).unwrap();
-        assert!((1..8).contains(&read(&store)), "{layout:?}");
-        for twin in &twins {
-            drop(store.put(&[Put::new(*twin, &bytes)], CallOptions::default()));
-        }
-        assert_eq!(read(&store), 8, "{layout:?}");
+    let directory = tempfile::tempdir().unwrap();
+    let digest = DigestMode::On(DigestAlgorithm::Blake3);
+    let config = StoreConfig { digest, ..config(directory.path(), &[1]) };
+    let store = Store::open(config.clone()).unwrap();
+    let bytes = bytes_of(&key(1), BLOCK);
+    let twins = keys(0..8);
+    for twin in &twins {
+        drop(store.put(&[Put::new(*twin, &bytes)], CallOptions::default()));
     }
+    store.flush(CallOptions::default()).unwrap();
+    // Other blocks evict them from DRAM.
+    put(&store, &keys(100..200), BLOCK);
+    let read = |store: &Store| {
+        let mut buffer = vec![0; BLOCK];
+        let hit = |twin| {
+            buffer.fill(0);
+            drop(store.get(&[twin], &mut [&mut buffer], CallOptions::default()));
+            if buffer == bytes {
+                1
+            } else {
+                assert!(buffer.iter().all(|byte| *byte == 0), "never a wrong byte");
+                0
+            }
+        };
+        twins.iter().copied().map(hit).sum::<usize>()
+    };
+    assert_eq!(read(&store), 8);
+    store.close().unwrap();
+    drop(store);
+    // After a restart only the first name is trusted; putting the others again links them.
+    let store = Store::open(config).unwrap();
+    assert!((1..8).contains(&read(&store)));
+    for twin in &twins {
+        drop(store.put(&[Put::new(*twin, &bytes)], CallOptions::default()));
+    }
+    assert_eq!(read(&store), 8);
 }
 
 #[test]
 fn key_files_readable_by_others_or_inside_the_tier_are_refused() {
     let directory = tempfile::tempdir().unwrap();
-    let mut config = config(directory.path(), FileLayout::Segments, &[1]);
+    let mut config = config(directory.path(), &[1]);
     let path = config.encryption.as_ref().unwrap().key_file.clone();
     let refusal = |config: &StoreConfig| Store::open(config.clone()).unwrap_err().to_string();
     for mode in [0o640, 0o604, 0o620, 0o777] {
@@ -241,7 +232,7 @@ fn key_files_readable_by_others_or_inside_the_tier_are_refused() {
 #[test]
 fn a_tier_cannot_mix_encrypted_and_plain_blocks() {
     let directory = tempfile::tempdir().unwrap();
-    let encrypted = config(directory.path(), FileLayout::Segments, &[1]);
+    let encrypted = config(directory.path(), &[1]);
     let plain = StoreConfig { encryption: None, ..encrypted.clone() };
     fill(&encrypted);
     let error = Store::open(plain.clone()).unwrap_err().to_string();
@@ -257,11 +248,11 @@ fn a_tier_cannot_mix_encrypted_and_plain_blocks() {
 #[test]
 fn a_tier_without_marks_is_opened_if_its_blocks_are_encrypted_with_the_key() {
     let directory = tempfile::tempdir().unwrap();
-    let encrypted = config(directory.path(), FileLayout::Segments, &[1]);
+    let encrypted = config(directory.path(), &[1]);
     fill(&encrypted);
     let manifests = directory.path().join("tier/manifests");
     fs::remove_dir_all(&manifests).unwrap();
-    let other_key = config(directory.path(), FileLayout::Segments, &[2]);
+    let other_key = config(directory.path(), &[2]);
     let error = Store::open(other_key).unwrap_err().to_string();
     assert!(error.contains("such as"), "{error}");
     let store = Store::open(encrypted.clone()).unwrap();
@@ -275,20 +266,18 @@ fn the_encrypted_stage_conforms() {
     let directory = tempfile::tempdir().unwrap();
     let pool = conformance::pool();
     let clock: Arc<dyn Clock> = Arc::new(SystemClock);
-    for (layout, engine, direct) in [
-        (FileLayout::Segments, IoEngine::Uring, true),
-        (FileLayout::Segments, IoEngine::Psync, false),
-        (FileLayout::FilePerBlock, IoEngine::Psync, true),
-    ] {
+    for (engine, direct) in
+        [(IoEngine::Uring, true), (IoEngine::Psync, false), (IoEngine::Psync, true)]
+    {
         let mut fresh = 0;
         conformance::all(&pool, &mut || {
             fresh += 1;
-            let mut config = config(directory.path(), layout, &[1]);
+            let mut config = config(directory.path(), &[1]);
             let files = config.files.as_mut().unwrap();
             (files.engine, files.direct) = (engine, direct);
-            files.directory = directory.path().join(format!("{layout:?}-{engine:?}-{fresh}"));
+            files.directory = directory.path().join(format!("{engine:?}-{direct}-{fresh}"));
             let context = StageContext { config: &config, pool: &pool, clock: &clock };
-            let inner = open_files(&context, None).unwrap();
+            let inner = open_files(&context).unwrap();
             let encryption = config.encryption.as_ref().unwrap();
             Arc::new(EncryptedStage::open(inner, encryption, &context).unwrap())
         });
@@ -298,7 +287,7 @@ fn the_encrypted_stage_conforms() {
 #[test]
 fn a_full_encrypted_tier_reclaims_and_stores_blocks_larger_than_its_buffers() {
     let directory = tempfile::tempdir().unwrap();
-    let mut config = config(directory.path(), FileLayout::Segments, &[1]);
+    let mut config = config(directory.path(), &[1]);
     config.dram_bytes = 16 * MIB;
     config.files.as_mut().unwrap().capacity_bytes = 16 * MIB;
     let store = Store::open(config).unwrap();

@@ -9,8 +9,7 @@ use std::thread;
 use std::time::Duration;
 
 use cascade_store::{
-    CallOptions, FileLayout, FilesConfig, NotErased, PutOutcome, Store, StoreConfig, StoreError,
-    ViewOutcome,
+    CallOptions, FilesConfig, NotErased, PutOutcome, Store, StoreConfig, StoreError, ViewOutcome,
 };
 
 use crate::blocks::{MIB, StopOnDrop, bytes_of, check, dram, key, keys, put, wait_until};
@@ -18,11 +17,10 @@ use crate::third_party;
 
 const BLOCK: usize = 64 << 10;
 
-fn config(directory: &Path, layout: FileLayout) -> StoreConfig {
+fn config(directory: &Path) -> StoreConfig {
     let files = FilesConfig {
         capacity_bytes: 64 * MIB,
         segment_bytes: 4 * MIB,
-        layout,
         ..FilesConfig::new(directory)
     };
     StoreConfig { pipeline: "Dram|Files".to_owned(), files: Some(files), ..dram(8) }
@@ -35,36 +33,31 @@ fn files_below(directory: &Path) -> Vec<PathBuf> {
 
 #[test]
 fn every_tier_is_empty_after_an_erase_and_accepts_new_blocks() {
-    for layout in [FileLayout::Segments, FileLayout::FilePerBlock] {
-        let directory = tempfile::tempdir().unwrap();
-        let store = Store::open(config(directory.path(), layout)).unwrap();
-        put(&store, &keys(0..200), BLOCK);
-        store.flush(CallOptions::default()).unwrap();
-        let before = store.stats();
-        let erased = store.erase(CallOptions::default()).unwrap();
-        assert!(erased.is_complete(), "{layout:?}: {erased:?}");
-        assert_eq!(erased.tiers[0].bytes, before.dram_bytes);
-        assert_eq!((erased.tiers[1].tier, erased.tiers[1].blocks), ("files", 200));
-        assert!(erased.tiers[1].overwritten_bytes >= 200 * BLOCK as u64);
-        assert_eq!(erased.memory.zeroed_bytes, 8 << 20);
-        let stats = store.stats();
-        assert_eq!((stats.keys, stats.dram_bytes, stats.pending_bytes), (0, 0, 0));
-        assert_eq!(check(&store, &keys(0..200)), vec![None; 200]);
-        let mut left = files_below(directory.path());
-        // On a slow disk a probe may have begun.
-        left.retain(|path| path.extension().is_none_or(|extension| extension != "probe"));
-        assert_eq!(left.len(), 1, "{layout:?}: only the lock file: {left:?}");
-        put(&store, &keys(100..300), BLOCK);
-        store.close().unwrap();
-        drop(store);
-        let store = Store::open(config(directory.path(), layout)).unwrap();
-        let hits = check(&store, &keys(0..300));
-        assert!(
-            hits[..100].iter().all(Option::is_none),
-            "{layout:?}: no erased block is recovered"
-        );
-        assert!(hits[100..].iter().all(Option::is_some), "{layout:?}");
-    }
+    let directory = tempfile::tempdir().unwrap();
+    let store = Store::open(config(directory.path())).unwrap();
+    put(&store, &keys(0..200), BLOCK);
+    store.flush(CallOptions::default()).unwrap();
+    let before = store.stats();
+    let erased = store.erase(CallOptions::default()).unwrap();
+    assert!(erased.is_complete(), "{erased:?}");
+    assert_eq!(erased.tiers[0].bytes, before.dram_bytes);
+    assert_eq!((erased.tiers[1].tier, erased.tiers[1].blocks), ("files", 200));
+    assert!(erased.tiers[1].overwritten_bytes >= 200 * BLOCK as u64);
+    assert_eq!(erased.memory.zeroed_bytes, 8 << 20);
+    let stats = store.stats();
+    assert_eq!((stats.keys, stats.dram_bytes, stats.pending_bytes), (0, 0, 0));
+    assert_eq!(check(&store, &keys(0..200)), vec![None; 200]);
+    let mut left = files_below(directory.path());
+    // On a slow disk a probe may have begun.
+    left.retain(|path| path.extension().is_none_or(|extension| extension != "probe"));
+    assert_eq!(left.len(), 1, "only the lock file: {left:?}");
+    put(&store, &keys(100..300), BLOCK);
+    store.close().unwrap();
+    drop(store);
+    let store = Store::open(config(directory.path())).unwrap();
+    let hits = check(&store, &keys(0..300));
+    assert!(hits[..100].iter().all(Option::is_none), "no erased block is recovered");
+    assert!(hits[100..].iter().all(Option::is_some));
 }
 
 #[test]
@@ -91,7 +84,7 @@ fn a_held_view_is_unchanged_and_reported() {
 #[test]
 fn calls_during_an_erase_are_refused_and_no_erased_block_is_served() {
     let directory = tempfile::tempdir().unwrap();
-    let store = Store::open(config(directory.path(), FileLayout::Segments)).unwrap();
+    let store = Store::open(config(directory.path())).unwrap();
     put(&store, &keys(0..400), BLOCK);
     let is_done = AtomicBool::new(false);
     thread::scope(|scope| {

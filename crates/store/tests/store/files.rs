@@ -15,8 +15,8 @@ use cascade_disk::io::fault::{Fault, FaultPlan};
 use cascade_runtime::SystemClock;
 use cascade_store::stages::{StageRegistry, open_files_with};
 use cascade_store::{
-    CallOptions, FileLayout, FilesConfig, IoEngine, Put, PutOutcome, Store, StoreConfig,
-    StoreError, ViewOutcome,
+    CallOptions, FilesConfig, IoEngine, Put, PutOutcome, Store, StoreConfig, StoreError,
+    ViewOutcome,
 };
 
 use crate::blocks::{MIB, bytes_of, check, dram, key, keys, put};
@@ -32,16 +32,14 @@ fn config(directory: &Path) -> StoreConfig {
     StoreConfig { pipeline: "Dram|Files".to_owned(), files: Some(files), ..dram(4) }
 }
 
-fn for_every_layout_and_engine(directory: &Path, mut check: impl FnMut(StoreConfig, &str)) {
-    for layout in [FileLayout::Segments, FileLayout::FilePerBlock] {
-        for engine in [IoEngine::Uring, IoEngine::Psync] {
-            for direct in [true, false] {
-                let name = format!("{layout:?}-{engine:?}-{direct}");
-                let mut config = config(&directory.join(&name));
-                let files = config.files.as_mut().unwrap();
-                (files.layout, files.engine, files.direct) = (layout, engine, direct);
-                check(config, &name);
-            }
+fn for_every_engine(directory: &Path, mut check: impl FnMut(StoreConfig, &str)) {
+    for engine in [IoEngine::Uring, IoEngine::Psync] {
+        for direct in [true, false] {
+            let name = format!("{engine:?}-{direct}");
+            let mut config = config(&directory.join(&name));
+            let files = config.files.as_mut().unwrap();
+            (files.engine, files.direct) = (engine, direct);
+            check(config, &name);
         }
     }
 }
@@ -55,7 +53,7 @@ fn a_file_stage_uses_the_io_that_it_is_given() {
     let system = FileIo::system(IoEngine::Psync, false, 4, None, clock()).unwrap();
     let io = plan.wrap(&system);
     let mut registry = StageRegistry::default();
-    registry.register("Files", Arc::new(move |context| open_files_with(context, None, io.clone())));
+    registry.register("Files", Arc::new(move |context| open_files_with(context, io.clone())));
     let mut config = config(directory.path());
     config.files.as_mut().unwrap().engine = IoEngine::Uring;
     let store = Store::open_with(config, &registry, clock()).unwrap();
@@ -69,9 +67,9 @@ fn a_file_stage_uses_the_io_that_it_is_given() {
 }
 
 #[test]
-fn blocks_survive_a_restart_in_every_layout_and_engine() {
+fn blocks_survive_a_restart_with_every_engine() {
     let directory = tempfile::tempdir().unwrap();
-    for_every_layout_and_engine(directory.path(), |config, name| {
+    for_every_engine(directory.path(), |config, name| {
         let store = Store::open(config.clone()).unwrap();
         let outcomes = [put(&store, &keys(0..200), BLOCK), put(&store, &keys(200..220), 5000)];
         let not_stored = outcomes.iter().flatten().find(|o| !matches!(o, PutOutcome::Stored));
@@ -91,7 +89,7 @@ fn blocks_survive_a_restart_in_every_layout_and_engine() {
 #[test]
 fn shared_contents_survive_a_restart_under_every_name() {
     let directory = tempfile::tempdir().unwrap();
-    for_every_layout_and_engine(directory.path(), |config, name| {
+    for_every_engine(directory.path(), |config, name| {
         let digest = DigestMode::On(DigestAlgorithm::Blake3);
         let config = StoreConfig { digest, ..config };
         let bytes = bytes_of(&key(0), BLOCK);
@@ -123,7 +121,7 @@ fn shared_contents_survive_a_restart_under_every_name() {
 #[test]
 fn a_content_outlives_its_first_name() {
     let directory = tempfile::tempdir().unwrap();
-    for_every_layout_and_engine(directory.path(), |config, name| {
+    for_every_engine(directory.path(), |config, name| {
         let digest = DigestMode::On(DigestAlgorithm::Blake3);
         let store = Store::open(StoreConfig { digest, ..config }).unwrap();
         let bytes = bytes_of(&key(0), BLOCK);
@@ -265,7 +263,7 @@ fn the_file_stage_conforms() {
     let directory = tempfile::tempdir().unwrap();
     let pool = conformance::pool();
     let clock: Arc<dyn Clock> = Arc::new(SystemClock);
-    for_every_layout_and_engine(directory.path(), |config, name| {
+    for_every_engine(directory.path(), |config, name| {
         let mut fresh = 0;
         conformance::all(&pool, &mut || {
             fresh += 1;
@@ -273,7 +271,7 @@ fn the_file_stage_conforms() {
             let files = config.files.as_mut().unwrap();
             files.directory = directory.path().join(format!("{name}-{fresh}"));
             let context = StageContext { config: &config, pool: &pool, clock: &clock };
-            open_files(&context, None).unwrap()
+            open_files(&context).unwrap()
         });
     });
 }
@@ -282,52 +280,46 @@ fn the_file_stage_conforms() {
 /// more, and every flush timed out.
 #[test]
 fn keys_are_added_and_removed_in_a_full_tier() {
-    for layout in [FileLayout::Segments, FileLayout::FilePerBlock] {
-        let directory = tempfile::tempdir().unwrap();
-        let files = FilesConfig {
-            capacity_bytes: 4 * MIB,
-            segment_bytes: MIB,
-            layout,
-            ..FilesConfig::new(directory.path())
-        };
-        let digest = DigestMode::On(DigestAlgorithm::Blake3);
-        let timeout = Duration::from_secs(20);
-        let config = config(directory.path());
-        let store =
-            Store::open(StoreConfig { digest, timeout, files: Some(files), ..config }).unwrap();
-        put(&store, &keys(0..100), BLOCK);
-        store.flush(CallOptions::default()).unwrap();
-        let bytes = bytes_of(&key(99), BLOCK);
-        let mut names = VecDeque::new();
-        for at in 0..400 {
-            let name = key(1000 + at);
-            store.put(&[Put::new(name, &bytes)], CallOptions::default());
-            names.push_back(name);
-            if names.len() > 20 {
-                store.delete(&[names.pop_front().unwrap()]);
-            }
-            let flushed = store.flush(CallOptions::default());
-            assert!(flushed.is_ok(), "{layout:?}: {at}: {flushed:?}");
+    let directory = tempfile::tempdir().unwrap();
+    let files = FilesConfig {
+        capacity_bytes: 4 * MIB,
+        segment_bytes: MIB,
+        ..FilesConfig::new(directory.path())
+    };
+    let digest = DigestMode::On(DigestAlgorithm::Blake3);
+    let timeout = Duration::from_secs(20);
+    let config = config(directory.path());
+    let store = Store::open(StoreConfig { digest, timeout, files: Some(files), ..config }).unwrap();
+    put(&store, &keys(0..100), BLOCK);
+    store.flush(CallOptions::default()).unwrap();
+    let bytes = bytes_of(&key(99), BLOCK);
+    let mut names = VecDeque::new();
+    for at in 0..400 {
+        let name = key(1000 + at);
+        store.put(&[Put::new(name, &bytes)], CallOptions::default());
+        names.push_back(name);
+        if names.len() > 20 {
+            store.delete(&[names.pop_front().unwrap()]);
         }
-        put(&store, &keys(200..300), BLOCK);
-        store.flush(CallOptions::default()).unwrap();
-        assert_eq!(check(&store, &keys(299..300)), [Some("dram")]);
-        assert_eq!(store.stats().counters.name_failures, 0, "{layout:?}");
+        let flushed = store.flush(CallOptions::default());
+        assert!(flushed.is_ok(), "{at}: {flushed:?}");
     }
+    put(&store, &keys(200..300), BLOCK);
+    store.flush(CallOptions::default()).unwrap();
+    assert_eq!(check(&store, &keys(299..300)), [Some("dram")]);
+    assert_eq!(store.stats().counters.name_failures, 0);
 }
 
-/// A tier of block files has a file for each key. The store did not recognise the file of the
-/// second key, which stayed in the catalog after the tier had dropped its bytes.
+/// The second key stayed in the catalog after the tier had dropped its bytes.
 #[test]
-fn both_keys_of_equal_bytes_go_when_their_files_do() {
-    let layouts = [FileLayout::Segments, FileLayout::FilePerBlock];
-    for (layout, is_first_deleted) in layouts.map(|it| [(it, true), (it, false)]).concat() {
-        let case = format!("{layout:?}, first key deleted: {is_first_deleted}");
+fn both_keys_of_equal_bytes_go_with_their_segment() {
+    for is_first_deleted in [true, false] {
+        let case = format!("first key deleted: {is_first_deleted}");
         let directory = tempfile::tempdir_in("/dev/shm").unwrap();
         let mut config = config(directory.path());
         config.digest = DigestMode::On(DigestAlgorithm::Blake3);
         let files = config.files.as_mut().unwrap();
-        (files.layout, files.capacity_bytes, files.segment_bytes) = (layout, 8 * MIB, MIB);
+        (files.capacity_bytes, files.segment_bytes) = (8 * MIB, MIB);
         let store = Store::open(config.clone()).unwrap();
         let put_as = |n: u64| {
             let bytes = bytes_of(&key(0), BLOCK);

@@ -7,8 +7,8 @@
 use std::time::Duration;
 
 use cascade_store::{
-    CallOptions, Change, DeclineReason, FileLayout, FilesConfig, GetOutcome, HoldRecorder, Loss,
-    Put, PutOutcome, Request, Store, StoreConfig, ViewOutcome,
+    CallOptions, Change, DeclineReason, FilesConfig, GetOutcome, HoldRecorder, Loss, Put,
+    PutOutcome, Request, Store, StoreConfig, ViewOutcome,
 };
 
 use crate::blocks::{bytes_of, check, dram, keys, put};
@@ -207,13 +207,12 @@ fn a_store_with_files_ends_its_holds_while_it_writes_reads_and_deletes() {
     assert!(views.iter().all(is_last));
 }
 
-/// A file of a block is named by its key: a removal that came after the new block would remove it.
+/// A removal of a cleared block that came after the new one would remove that.
 #[test]
-fn a_block_that_is_put_while_it_is_cleared_stays_in_its_file() {
+fn a_block_that_is_put_while_it_is_cleared_stays_in_files() {
     let directory = tempfile::tempdir().unwrap();
     let config = || {
-        let mut files = FilesConfig::new(directory.path().join("store"));
-        files.layout = FileLayout::FilePerBlock;
+        let files = FilesConfig::new(directory.path().join("store"));
         StoreConfig { pipeline: "Dram|Files".to_owned(), files: Some(files), ..dram(16) }
     };
     let (store, _) = open(config());
@@ -228,7 +227,7 @@ fn a_block_that_is_put_while_it_is_cleared_stays_in_its_file() {
     clear.join().unwrap();
     let is_known = |it: &PutOutcome| matches!(it, PutOutcome::Stored | PutOutcome::Present);
     assert!(outcomes.iter().all(is_known), "{outcomes:?}");
-    // Those that were put before the clear are gone; the others must be in their files.
+    // Those that were put before the clear are gone; the others must be in files.
     let kept: Vec<_> = many.iter().copied().filter(|key| store.contains(&[*key])[0]).collect();
     store.flush(options).unwrap();
     store.close().unwrap();

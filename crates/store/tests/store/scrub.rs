@@ -10,8 +10,7 @@ use std::os::unix::fs::FileExt;
 
 use cascade_block::BlockKey;
 use cascade_store::{
-    CallOptions, EncryptionConfig, FileLayout, FilesConfig, Loss, ScrubReport, Store, StoreConfig,
-    ViewOutcome,
+    CallOptions, EncryptionConfig, FilesConfig, Loss, ScrubReport, Store, StoreConfig, ViewOutcome,
 };
 
 use crate::blocks::{MIB, StopOnDrop, check, dram, keys, put, wait_until};
@@ -64,27 +63,21 @@ fn a_block_with_a_flipped_bit_is_a_miss_after_the_next_scrub() {
 
 #[test]
 fn a_damaged_block_in_dram_is_not_demoted_to_segments() {
-    check_demotion_of_damage(FileLayout::Segments, false);
-}
-
-#[test]
-fn a_damaged_block_in_dram_is_not_demoted_to_a_file_per_block() {
-    check_demotion_of_damage(FileLayout::FilePerBlock, false);
+    check_demotion_of_damage(false);
 }
 
 #[test]
 fn a_damaged_block_in_dram_is_not_encrypted() {
-    check_demotion_of_damage(FileLayout::Segments, true);
+    check_demotion_of_damage(true);
 }
 
-fn check_demotion_of_damage(layout: FileLayout, is_encrypted: bool) {
+fn check_demotion_of_damage(is_encrypted: bool) {
     let directory = tempfile::tempdir().unwrap();
     let key_file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(key_file.path(), "07".repeat(32)).unwrap();
     let files = FilesConfig {
         capacity_bytes: 64 * MIB,
         segment_bytes: 8 * MIB,
-        layout,
         ..FilesConfig::new(directory.path())
     };
     let config = StoreConfig {

@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use cascade_runtime::{Deadline, SystemClock};
 use cascade_store::{
-    CallOptions, FileLayout, FilesConfig, HealthConfig, HealthState, IoEngine, PutOutcome, Store,
-    StoreConfig, StoreError,
+    CallOptions, FilesConfig, HealthConfig, HealthState, IoEngine, PutOutcome, Store, StoreConfig,
+    StoreError,
 };
 
 use crate::blocks::{check, dram, keys, put};
@@ -99,12 +99,11 @@ impl Drop for Disk {
     }
 }
 
-fn store(directory: PathBuf, engine: IoEngine, layout: FileLayout) -> Store {
+fn store(directory: PathBuf, engine: IoEngine) -> Store {
     let files = FilesConfig {
         capacity_bytes: 64 << 20,
         segment_bytes: 4 << 20,
         engine,
-        layout,
         durable: true,
         ..FilesConfig::new(directory)
     };
@@ -127,16 +126,16 @@ fn wait_until_unread(store: &Store) {
     }
 }
 
-fn a_frozen_file_system_blocks_no_call(engine: IoEngine, layout: FileLayout) {
+fn a_frozen_file_system_blocks_no_call(engine: IoEngine) {
     let Some(mut disk) = Disk::ext4() else { return };
-    let store = store(disk.place(), engine, layout);
+    let store = store(disk.place(), engine);
     put(&store, &keys(0..400), BLOCK);
     flush(&store);
     if let Err(why) = disk.freeze() {
         println!("skipped: cannot freeze a file system here: {why}");
         return;
     }
-    println!("{engine:?}, {layout:?}: writes to {} hang in the kernel", disk.path());
+    println!("{engine:?}: writes to {} hang in the kernel", disk.path());
     put(&store, &keys(400..408), BLOCK);
     wait_for(&store, 0, false);
     for at in 60..120 {
@@ -161,23 +160,18 @@ fn a_frozen_file_system_blocks_no_call(engine: IoEngine, layout: FileLayout) {
 
 #[test]
 fn a_frozen_file_system_blocks_no_call_with_uring() {
-    a_frozen_file_system_blocks_no_call(IoEngine::Auto, FileLayout::Segments);
+    a_frozen_file_system_blocks_no_call(IoEngine::Auto);
 }
 
 #[test]
 fn a_frozen_file_system_blocks_no_call_with_psync() {
-    a_frozen_file_system_blocks_no_call(IoEngine::Psync, FileLayout::Segments);
-}
-
-#[test]
-fn a_frozen_file_system_blocks_no_call_with_a_file_a_block() {
-    a_frozen_file_system_blocks_no_call(IoEngine::Psync, FileLayout::FilePerBlock);
+    a_frozen_file_system_blocks_no_call(IoEngine::Psync);
 }
 
 #[test]
 fn closing_a_store_on_a_frozen_file_system_returns() {
     let Some(mut disk) = Disk::ext4() else { return };
-    let store = store(disk.place(), IoEngine::Auto, FileLayout::Segments);
+    let store = store(disk.place(), IoEngine::Auto);
     put(&store, &keys(0..100), BLOCK);
     flush(&store);
     if let Err(why) = disk.freeze() {
@@ -192,9 +186,9 @@ fn closing_a_store_on_a_frozen_file_system_returns() {
 
 /// The circuit opened for reads, too, at the first failed write: 0 of 400 blocks were served, which
 /// the file system could still read.
-fn a_file_system_whose_writes_fail_is_still_read(engine: IoEngine, layout: FileLayout) {
+fn a_file_system_whose_writes_fail_is_still_read(engine: IoEngine) {
     let Some(disk) = Disk::ext4() else { return };
-    let store = store(disk.place(), engine, layout);
+    let store = store(disk.place(), engine);
     put(&store, &keys(0..400), BLOCK);
     flush(&store);
     // What ext4 does when its device fails it: no write from now on succeeds.
@@ -211,7 +205,7 @@ fn a_file_system_whose_writes_fail_is_still_read(engine: IoEngine, layout: FileL
     assert!(matches!(error, StoreError::Tier { tier: "files", .. }), "{error}");
     for _ in 0..2 {
         let served = check(&store, &keys(0..400));
-        assert_eq!(served.iter().flatten().count(), 400, "{engine:?}, {layout:?}");
+        assert_eq!(served.iter().flatten().count(), 400, "{engine:?}");
         let below = served.iter().filter(|tier| **tier == Some("files")).count();
         assert!(below > 100, "{below} of them were read from files");
     }
@@ -225,44 +219,37 @@ fn a_file_system_whose_writes_fail_is_still_read(engine: IoEngine, layout: FileL
 
 #[test]
 fn a_file_system_whose_writes_fail_is_still_read_with_uring() {
-    a_file_system_whose_writes_fail_is_still_read(IoEngine::Auto, FileLayout::Segments);
+    a_file_system_whose_writes_fail_is_still_read(IoEngine::Auto);
 }
 
 #[test]
 fn a_file_system_whose_writes_fail_is_still_read_with_psync() {
-    a_file_system_whose_writes_fail_is_still_read(IoEngine::Psync, FileLayout::Segments);
-}
-
-#[test]
-fn a_file_system_whose_writes_fail_is_still_read_with_a_file_a_block() {
-    a_file_system_whose_writes_fail_is_still_read(IoEngine::Auto, FileLayout::FilePerBlock);
+    a_file_system_whose_writes_fail_is_still_read(IoEngine::Psync);
 }
 
 #[test]
 fn a_full_file_system_opens_no_circuit() {
-    for layout in [FileLayout::Segments, FileLayout::FilePerBlock] {
-        let Some(disk) = Disk::tmpfs("24m") else { return };
-        let store = store(disk.place(), IoEngine::Auto, layout);
-        // Four times what fits: the tier reclaims its oldest blocks, which frees space.
-        for at in 0..192 {
-            let outcomes = put(&store, &keys(at * 8..at * 8 + 8), BLOCK);
-            assert!(outcomes.iter().all(|o| matches!(o, PutOutcome::Stored)), "{outcomes:?}");
-        }
-        drop(store.flush(CallOptions::default()));
-        let stats = store.stats();
-        assert_eq!(stats.health[0].1.opened_count, 0, "{layout:?}: {:?}", stats.health);
-        let found = check(&store, &keys(0..1536));
-        let below = found.iter().filter(|tier| **tier == Some("files")).count();
-        assert!(below > 50, "{layout:?}: {below} blocks are read from a full disk");
-        assert_eq!(store.stats().health[0].1.state, HealthState::Healthy);
-        drop(store.close());
+    let Some(disk) = Disk::tmpfs("24m") else { return };
+    let store = store(disk.place(), IoEngine::Auto);
+    // Four times what fits: the tier reclaims its oldest blocks, which frees space.
+    for at in 0..192 {
+        let outcomes = put(&store, &keys(at * 8..at * 8 + 8), BLOCK);
+        assert!(outcomes.iter().all(|o| matches!(o, PutOutcome::Stored)), "{outcomes:?}");
     }
+    drop(store.flush(CallOptions::default()));
+    let stats = store.stats();
+    assert_eq!(stats.health[0].1.opened_count, 0, "{:?}", stats.health);
+    let found = check(&store, &keys(0..1536));
+    let below = found.iter().filter(|tier| **tier == Some("files")).count();
+    assert!(below > 50, "{below} blocks are read from a full disk");
+    assert_eq!(store.stats().health[0].1.state, HealthState::Healthy);
+    drop(store.close());
 }
 
 #[test]
 fn probes_detect_an_unmounted_directory() {
     let Some(disk) = Disk::tmpfs("96m") else { return };
-    let store = store(disk.place(), IoEngine::Auto, FileLayout::Segments);
+    let store = store(disk.place(), IoEngine::Auto);
     put(&store, &keys(0..100), BLOCK);
     flush(&store);
     run("umount", &["-l", &disk.path()]).unwrap();
@@ -276,7 +263,7 @@ fn probes_detect_an_unmounted_directory() {
 fn the_circuit_is_open_while_the_directory_is_moved_away() {
     let parent = tempfile::tempdir().unwrap();
     let (here, away) = (parent.path().join("here"), parent.path().join("away"));
-    let store = store(here.clone(), IoEngine::Auto, FileLayout::Segments);
+    let store = store(here.clone(), IoEngine::Auto);
     put(&store, &keys(0..400), BLOCK);
     flush(&store);
     std::fs::rename(&here, &away).unwrap();

@@ -13,8 +13,8 @@ use cascade_runtime::{Deadline, SystemClock};
 use cascade_store::stages::StageRegistry;
 use cascade_store::{CallOptions, HealthConfig, HealthState, Store, StoreConfig, TierName};
 use cascade_tier::tier::{
-    Address, BlockFacts, Load, LoadOutcome, MakeRoomOutcome, Stage, StageEraseReport, StageError,
-    StageStats,
+    Address, BlockFacts, EraseOutcome, Load, LoadOutcome, MakeRoomOutcome, Tier, TierError,
+    TierStats,
 };
 
 /// A store over DRAM and a fresh map stage.
@@ -270,13 +270,13 @@ impl MapStage {
     }
 
     /// Sleeps for the delay, or until the deadline, which is then a timeout.
-    fn work(&self, deadline: Deadline) -> Result<(), StageError> {
+    fn work(&self, deadline: Deadline) -> Result<(), TierError> {
         self.hung.wait();
         assert!(!self.panics.load(Ordering::Relaxed), "injected");
         let left = deadline.remaining(&cascade_runtime::SystemClock);
         let delay = Duration::from_millis(self.delay_ms.load(Ordering::Relaxed));
         cascade_runtime::sleep(delay.min(left));
-        if delay > left { Err(StageError::Timeout) } else { Ok(()) }
+        if delay > left { Err(TierError::Timeout) } else { Ok(()) }
     }
 
     fn broken(&self) -> bool {
@@ -298,11 +298,11 @@ pub(crate) fn facts_of(key: &BlockKey, length: usize) -> BlockFacts {
     }
 }
 
-fn eio() -> StageError {
-    StageError::Failed(Arc::new(std::io::Error::other("injected")))
+fn eio() -> TierError {
+    TierError::Failed(Arc::new(std::io::Error::other("injected")))
 }
 
-impl Stage for MapStage {
+impl Tier for MapStage {
     fn name(&self) -> TierName {
         "map"
     }
@@ -311,7 +311,7 @@ impl Stage for MapStage {
         &self,
         batch: Vec<(BlockFacts, Slab)>,
         deadline: Deadline,
-    ) -> Vec<Result<Address, StageError>> {
+    ) -> Vec<Result<Address, TierError>> {
         self.stores_held.wait();
         let worked = self.work(deadline);
         let one_less = |left: u64| left.checked_sub(1);
@@ -329,7 +329,7 @@ impl Stage for MapStage {
             }
             let capacity = self.capacity_bytes.load(Ordering::Relaxed);
             if Self::used(&blocks) + slab.len() as u64 > capacity {
-                return Err(StageError::Full);
+                return Err(TierError::Full);
             }
             let address = self.next.fetch_add(1, Ordering::Relaxed);
             if self.has_one_block_a_key.load(Ordering::Relaxed) {
@@ -382,7 +382,7 @@ impl Stage for MapStage {
         results
     }
 
-    fn alias(&self, batch: Vec<(BlockFacts, Address)>, _: Deadline) -> Result<(), StageError> {
+    fn alias(&self, batch: Vec<(BlockFacts, Address)>, _: Deadline) -> Result<(), TierError> {
         self.hung.wait();
         self.names_held.wait();
         cascade_runtime::sleep(Duration::from_millis(self.name_delay_ms.load(Ordering::Relaxed)));
@@ -395,7 +395,7 @@ impl Stage for MapStage {
         Ok(())
     }
 
-    fn remove(&self, batch: &[(BlockKey, Address)], _: Deadline) -> Result<(), StageError> {
+    fn remove(&self, batch: &[(BlockKey, Address)], _: Deadline) -> Result<(), TierError> {
         self.hung.wait();
         if self.fails_removes.load(Ordering::Relaxed) {
             return Err(eio());
@@ -415,7 +415,7 @@ impl Stage for MapStage {
         &self,
         keep: &mut dyn FnMut(&BlockKey, Address) -> bool,
         _deadline: Deadline,
-    ) -> Result<MakeRoomOutcome, StageError> {
+    ) -> Result<MakeRoomOutcome, TierError> {
         let names: Vec<(u64, Vec<BlockKey>)> = {
             let blocks = self.blocks.lock().unwrap();
             let oldest = blocks.iter().take(8);
@@ -440,31 +440,31 @@ impl Stage for MapStage {
         std::mem::take(&mut self.survivors.lock().unwrap())
     }
 
-    fn flush(&self, _deadline: Deadline) -> Result<(), StageError> {
+    fn flush(&self, _deadline: Deadline) -> Result<(), TierError> {
         self.hung.wait();
         let delay = self.flush_delay_ms.load(Ordering::Relaxed);
         cascade_runtime::sleep(Duration::from_millis(delay));
         if self.fails_flush.swap(false, Ordering::Relaxed) { Err(eio()) } else { Ok(()) }
     }
 
-    fn register(&self, _namespace: &Namespace, _deadline: Deadline) -> Result<(), StageError> {
+    fn register(&self, _namespace: &Namespace, _deadline: Deadline) -> Result<(), TierError> {
         if self.fails_to_register.load(Ordering::Relaxed) { Err(eio()) } else { Ok(()) }
     }
 
-    fn erase(&self, _deadline: Deadline) -> Result<StageEraseReport, StageError> {
+    fn erase(&self, _deadline: Deadline) -> Result<EraseOutcome, TierError> {
         if !self.erases.load(Ordering::Relaxed) {
-            return Err(StageError::CannotErase);
+            return Err(TierError::CannotErase);
         }
         self.erase_hung.wait();
         self.blocks.lock().unwrap().clear();
-        Ok(StageEraseReport::default())
+        Ok(EraseOutcome::default())
     }
 
     fn close(&self) {
         self.hung.wait();
     }
 
-    fn probe(&self, deadline: Deadline) -> Result<(), StageError> {
+    fn probe(&self, deadline: Deadline) -> Result<(), TierError> {
         self.work(deadline)?;
         let fails_writes = self.fails_writes.load(Ordering::Relaxed);
         if self.broken() || fails_writes || self.answers_short.load(Ordering::Relaxed) {
@@ -474,16 +474,16 @@ impl Stage for MapStage {
         }
     }
 
-    fn probe_reads(&self, deadline: Deadline) -> Result<(), StageError> {
+    fn probe_reads(&self, deadline: Deadline) -> Result<(), TierError> {
         self.work(deadline)?;
         let fails = self.broken() || self.fails_reads.load(Ordering::Relaxed);
         if fails { Err(eio()) } else { Ok(()) }
     }
 
-    fn stats(&self) -> StageStats {
+    fn stats(&self) -> TierStats {
         self.hung.wait();
         let used_bytes = Self::used(&self.blocks.lock().unwrap());
         let capacity_bytes = self.capacity_bytes.load(Ordering::Relaxed);
-        StageStats { used_bytes, capacity_bytes, ..StageStats::default() }
+        TierStats { used_bytes, capacity_bytes, ..TierStats::default() }
     }
 }

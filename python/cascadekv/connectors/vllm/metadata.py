@@ -24,7 +24,7 @@ __all__ = [
     "WorkerReport",
 ]
 
-SLOW_TIERS = frozenset(("files", "posix"))
+SLOW_TIERS = frozenset(("files",))
 """Tiers whose blocks take long to read: their loads do not block a step."""
 
 

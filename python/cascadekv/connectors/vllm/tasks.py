@@ -16,7 +16,7 @@ from contextlib import contextmanager
 __all__ = ["TaskLog"]
 
 LEVEL = "UC_LOGGER_LEVEL"
-FILE_TIERS = ("files", "posix")
+FILE_TIER = "files"
 
 
 class TaskLog:
@@ -33,7 +33,7 @@ class TaskLog:
     def load(self, blocks: int, size: int, tier: str) -> Generator[None]:
         """Log a load. A load from files is a task of both UCM stores."""
         with self._task("Cache", "LOAD", blocks, size):
-            if tier in FILE_TIERS:
+            if tier == FILE_TIER:
                 with self._task("Posix", "Backend2Cache", blocks, size):
                     yield
             else:

@@ -1,6 +1,7 @@
 //! Directories and file systems of the machine that runs the tests.
 
-use std::fs;
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::PathBuf;
 use std::process::Command;
 
@@ -33,6 +34,21 @@ fn a_file_in_place_of_the_directory_is_reported() {
     fs::write(directory.path().join("files"), "").unwrap();
     let report = diagnose(node(directory.path()), FakeMachine::healthy());
     assert_reported(&report, "files_directory", CheckState::Failed, "is not a directory", "files");
+}
+
+#[test]
+fn a_directory_in_the_old_layout_is_reported() {
+    let directory = TempDir::new().unwrap();
+    let blocks = directory.path().join("files/blocks");
+    fs::create_dir_all(blocks.join("2a")).unwrap();
+    fs::set_permissions(directory.path().join("files"), Permissions::from_mode(0o700)).unwrap();
+    fs::write(blocks.join("2a/2af8.block"), "").unwrap();
+    let report = diagnose(node(directory.path()), FakeMachine::healthy());
+    let remedy = format!("remove {}", blocks.display());
+    let found = "a file for each block";
+    assert_reported(&report, "files_directory", CheckState::Failed, found, &remedy);
+    fs::remove_file(blocks.join("2a/2af8.block")).unwrap();
+    assert!(diagnose(node(directory.path()), FakeMachine::healthy()).is_ready);
 }
 
 /// A tmpfs of 8 MiB, unmounted on drop. None if mounting is not permitted.

@@ -9,19 +9,19 @@ use std::time::Duration;
 use cascade_block::{Manifest, Namespace, TenantSecret};
 use cascade_disk::conformance::{
     self, Reopen, StoredBlock, assert_hits, assert_recovered, block, content, deadline, key, meta,
+    open_with,
 };
 use cascade_disk::{
-    Address, BlockFacts, BlockFiles, DiskError, FileLayout, FilesConfig, Load, LoadOutcome,
-    Recovery, open_with,
+    Address, BlockFacts, DiskError, FilesConfig, Load, LoadOutcome, Recovery, SegmentFiles,
 };
 use cascade_memory::{HugePages, Pool, PoolConfig, Slab};
 use cascade_runtime::simulated::{Domain, Ending, Random, Report, Settings, World};
 use cascade_runtime::{Clock, Deadline, LeafMutex, SystemClock, now, sleep};
 use cascade_sim::disk::{CallKind, DiskFault, DiskSettings, Episode, Latency, SimDisk};
+use cascade_tier::tier::Tier as _;
 
 const DIRECTORY: &str = "/tier/files";
 const CAPACITY_BYTES: u64 = 24 << 20;
-const LAYOUTS: [FileLayout; 2] = [FileLayout::Segments, FileLayout::FilePerBlock];
 
 fn new_disk(settings: DiskSettings) -> SimDisk {
     let disk = SimDisk::new(settings);
@@ -30,27 +30,24 @@ fn new_disk(settings: DiskSettings) -> SimDisk {
     disk
 }
 
-fn open(disk: &SimDisk, config: &FilesConfig) -> (Arc<dyn BlockFiles>, Recovery) {
+fn open(disk: &SimDisk, config: &FilesConfig) -> (Arc<SegmentFiles>, Recovery) {
     let clock: Arc<dyn Clock> = Arc::new(SystemClock);
     open_with(config.clone(), disk.file_io(&clock), deadline()).unwrap()
 }
 
 /// Runs a check of the conformance suite on new disks, one for each kind of tier.
 fn for_each_tier(settings: DiskSettings, check: fn(&mut Reopen<'_>)) {
-    for layout in LAYOUTS {
-        for (durable, direct) in [(false, true), (true, true), (false, false)] {
-            let disk = new_disk(settings);
-            let config = FilesConfig {
-                capacity_bytes: CAPACITY_BYTES,
-                segment_bytes: 4 << 20,
-                layout,
-                durable,
-                direct,
-                ..FilesConfig::new(DIRECTORY)
-            };
-            check(&mut |_pool| open(&disk, &config));
-            assert_eq!(disk.violations(), [], "{layout:?}, durable: {durable}, direct: {direct}");
-        }
+    for (durable, direct) in [(false, true), (true, true), (false, false)] {
+        let disk = new_disk(settings);
+        let config = FilesConfig {
+            capacity_bytes: CAPACITY_BYTES,
+            segment_bytes: 4 << 20,
+            durable,
+            direct,
+            ..FilesConfig::new(DIRECTORY)
+        };
+        check(&mut |_pool| open(&disk, &config));
+        assert_eq!(disk.violations(), [], "durable: {durable}, direct: {direct}");
     }
 }
 
@@ -106,7 +103,7 @@ fn a_seed_gives_the_same_run_each_time() {
     let run = |seed| {
         in_world(seed, move || {
             let disk = new_disk(DiskSettings { seed, ..DiskSettings::default() });
-            let config = small_config(FileLayout::Segments, false);
+            let config = small_config(false);
             conformance::removals_persist(&mut |_pool| open(&disk, &config));
         })
     };
@@ -118,11 +115,10 @@ fn a_seed_gives_the_same_run_each_time() {
     }
 }
 
-fn small_config(layout: FileLayout, durable: bool) -> FilesConfig {
+fn small_config(durable: bool) -> FilesConfig {
     FilesConfig {
         capacity_bytes: 8 << 20,
         segment_bytes: 1 << 20,
-        layout,
         durable,
         ..FilesConfig::new(DIRECTORY)
     }
@@ -150,7 +146,7 @@ struct Acknowledged {
 
 /// Writes, removes and reclaims until it is killed.
 fn write_until_killed(
-    files: &dyn BlockFiles,
+    files: &SegmentFiles,
     pool: &Pool,
     shared: &LeafMutex<Acknowledged>,
     batch_blocks: u64,
@@ -191,7 +187,7 @@ fn write_until_killed(
     }
 }
 
-fn remove_one(files: &dyn BlockFiles, number: u64, shared: &LeafMutex<Acknowledged>) {
+fn remove_one(files: &SegmentFiles, number: u64, shared: &LeafMutex<Acknowledged>) {
     let stored = shared.lock().unwrap().stored.remove(&number);
     if let Some(address) = stored {
         files.remove(&[(key(number), address)], deadline()).unwrap();
@@ -200,9 +196,9 @@ fn remove_one(files: &dyn BlockFiles, number: u64, shared: &LeafMutex<Acknowledg
 }
 
 /// Crashes a writer again and again at any scheduling point, and checks what is left.
-fn crash_rounds(seed: u64, layout: FileLayout, has_power_losses: bool) {
+fn crash_rounds(seed: u64, has_power_losses: bool) {
     let disk = new_disk(DiskSettings { seed, ..DiskSettings::default() });
-    let config = small_config(layout, has_power_losses);
+    let config = small_config(has_power_losses);
     // In every other run a batch fills several segments: while it is written, full ones are sealed
     // and new ones are created.
     let (segment_bytes, batch_blocks) = [(1 << 20, 4), (128 << 10, 24)][(seed % 2) as usize];
@@ -240,7 +236,7 @@ fn crash_rounds(seed: u64, layout: FileLayout, has_power_losses: bool) {
 }
 
 fn check(
-    files: &dyn BlockFiles,
+    files: &SegmentFiles,
     pool: &Pool,
     recovery: &Recovery,
     shared: &LeafMutex<Acknowledged>,
@@ -271,41 +267,39 @@ fn check(
     shared.stored = live.into_iter().map(|(number, block)| (number, block.address)).collect();
 }
 
-/// A durable block file was lost: the name of its directory was never synced.
+/// The names of directories that a tier had created were not synced.
 #[test]
 fn a_power_loss_after_the_first_acknowledgement_loses_nothing() {
     for seed in 0..100 {
-        for layout in LAYOUTS {
-            let disk = new_disk(DiskSettings::without_latency(seed));
-            let config = small_config(layout, seed % 2 == 0);
-            let pool = small_pool();
-            let (files, _) = open(&disk, &config);
-            let stored = conformance::append(files.as_ref(), &pool, &[(1, 5000), (2, 300)]);
-            let manifest = Manifest::new().with("dtype", "bf16");
-            let namespace = Namespace::new(manifest, &TenantSecret::new([1, 2, 3]));
-            files.register_manifest(&namespace, deadline()).unwrap();
-            if !config.durable {
-                files.sync(deadline()).unwrap();
-            }
-            disk.power_loss();
-            drop(files);
-            let (files, recovery) = open(&disk, &config);
-            assert_recovered(&recovery, &stored);
-            assert_hits(files.as_ref(), &pool, &stored);
-            assert_eq!(files.manifests(deadline()).unwrap().len(), 1, "seed {seed}");
+        let disk = new_disk(DiskSettings::without_latency(seed));
+        let config = small_config(seed % 2 == 0);
+        let pool = small_pool();
+        let (files, _) = open(&disk, &config);
+        let stored = conformance::append(files.as_ref(), &pool, &[(1, 5000), (2, 300)]);
+        let manifest = Manifest::new().with("dtype", "bf16");
+        let namespace = Namespace::new(manifest, &TenantSecret::new([1, 2, 3]));
+        files.register(&namespace, deadline()).unwrap();
+        if !config.durable {
+            files.sync(deadline()).unwrap();
         }
+        disk.power_loss();
+        drop(files);
+        let (files, recovery) = open(&disk, &config);
+        assert_recovered(&recovery, &stored);
+        assert_hits(files.as_ref(), &pool, &stored);
+        assert_eq!(files.manifests(deadline()).unwrap().len(), 1, "seed {seed}");
     }
 }
 
 /// Erases a tier with a manifest, a block, and one that was removed just before; then the power is
 /// lost. Syncs may fail during the erase.
-fn lose_power_after_an_erase(seed: u64, layout: FileLayout, syncs_fail: bool) {
+fn lose_power_after_an_erase(seed: u64, syncs_fail: bool) {
     let disk = new_disk(DiskSettings::without_latency(seed));
-    let config = small_config(layout, false);
+    let config = small_config(false);
     let (files, _) = open(&disk, &config);
     let manifest = Manifest::new().with("dtype", "bf16");
     let namespace = Namespace::new(manifest, &TenantSecret::new([1, 2, 3]));
-    files.register_manifest(&namespace, deadline()).unwrap();
+    files.register(&namespace, deadline()).unwrap();
     let stored = conformance::append(files.as_ref(), &small_pool(), &[(1, 5000), (2, 300)]);
     files.sync(deadline()).unwrap();
     files.remove(&[(key(1), stored[0].address)], deadline()).unwrap();
@@ -319,7 +313,7 @@ fn lose_power_after_an_erase(seed: u64, layout: FileLayout, syncs_fail: bool) {
     drop(files);
     let (files, recovery) = open(&disk, &config);
     let manifests = files.manifests(deadline()).unwrap();
-    let what = format!("seed {seed}, {layout:?}: {} blocks, {erased:?}", recovery.live.len());
+    let what = format!("seed {seed}: {} blocks, {erased:?}", recovery.live.len());
     assert_eq!(erased.left.is_empty(), !syncs_fail, "{what}");
     assert!(recovery.live.is_empty() || syncs_fail, "{what}");
     assert_eq!(manifests.len(), usize::from(syncs_fail), "{what}");
@@ -331,38 +325,22 @@ fn lose_power_after_an_erase(seed: u64, layout: FileLayout, syncs_fail: bool) {
 #[test]
 fn a_power_loss_after_an_erase_leaves_no_block_without_its_manifest() {
     for seed in 0..100 {
-        for layout in LAYOUTS {
-            lose_power_after_an_erase(seed, layout, false);
-            lose_power_after_an_erase(seed, layout, true);
-        }
+        lose_power_after_an_erase(seed, false);
+        lose_power_after_an_erase(seed, true);
     }
 }
 
 #[test]
 fn no_block_of_segments_is_lost_or_wrong_after_kills() {
     for seed in 0..30 {
-        in_world(seed, move || crash_rounds(seed, FileLayout::Segments, false));
-    }
-}
-
-#[test]
-fn no_block_file_is_lost_or_wrong_after_kills() {
-    for seed in 0..15 {
-        in_world(seed, move || crash_rounds(seed, FileLayout::FilePerBlock, false));
+        in_world(seed, move || crash_rounds(seed, false));
     }
 }
 
 #[test]
 fn no_block_of_durable_segments_is_lost_or_wrong_after_power_losses() {
     for seed in 0..30 {
-        in_world(seed, move || crash_rounds(seed, FileLayout::Segments, true));
-    }
-}
-
-#[test]
-fn no_durable_block_file_is_lost_or_wrong_after_power_losses() {
-    for seed in 0..15 {
-        in_world(seed, move || crash_rounds(seed, FileLayout::FilePerBlock, true));
+        in_world(seed, move || crash_rounds(seed, true));
     }
 }
 
@@ -381,12 +359,12 @@ fn a_full_segment_is_sealed_and_the_next_one_created_while_others_are_written() 
                 ..DiskSettings::without_latency(1)
             };
             let (disk, pool) = (new_disk(settings), conformance::pool());
-            let (files, _) = open(&disk, &small_config(FileLayout::Segments, durable));
+            let (files, _) = open(&disk, &small_config(durable));
             let began = now();
             let blocks: Vec<_> = (0..60).map(|number| (number, 64 << 10)).collect();
             let stored = conformance::append(files.as_ref(), &pool, &blocks);
             let took = now().saturating_sub(began);
-            let stats = files.stats();
+            let stats = files.disk_stats();
             assert!(stats.files >= 4 && stats.segments_failed == 0, "{stats:?}");
             // One after the other: 40 for blocks, 60 to seal, 50 to create, 10 to sync.
             assert!(took <= ms(100) * u32::try_from(stats.files).unwrap(), "{took:?}");
@@ -402,12 +380,12 @@ fn soon() -> Deadline {
 }
 
 /// Reads blocks. Each is right, or it is not there. Returns how many were there.
-fn count_hits(files: &dyn BlockFiles, pool: &Pool, blocks: &[StoredBlock]) -> usize {
+fn count_hits(files: &SegmentFiles, pool: &Pool, blocks: &[StoredBlock]) -> usize {
     let mut hits = 0;
     for stored in blocks {
         let Some(slab) = pool.allocate(stored.length) else { continue };
         let request = Load { address: stored.address, key: key(stored.number), slab };
-        if let LoadOutcome::Hit(slab) = files.read(vec![request], soon()).remove(0) {
+        if let LoadOutcome::Hit(slab) = files.load(vec![request], soon()).remove(0) {
             assert!(slab.host() == Some(&content(stored.number, stored.length)), "{stored:?}");
             hits += 1;
         }
@@ -417,9 +395,9 @@ fn count_hits(files: &dyn BlockFiles, pool: &Pool, blocks: &[StoredBlock]) -> us
 
 /// Runs a tier through faults, and checks every byte that it returns meanwhile and afterwards.
 /// Returns the number of calls that failed.
-fn fault_rounds(seed: u64, layout: FileLayout) -> usize {
+fn fault_rounds(seed: u64) -> usize {
     let disk = new_disk(DiskSettings { seed, ..DiskSettings::default() });
-    let config = small_config(layout, seed.is_multiple_of(2));
+    let config = small_config(seed.is_multiple_of(2));
     let pool = small_pool();
     let (files, _) = open(&disk, &config);
     let mut random = Random::new(seed, 0);
@@ -467,11 +445,9 @@ fn new_block(pool: &Pool, number: u64) -> Option<(BlockFacts, Slab)> {
 #[test]
 fn a_tier_with_faults_returns_no_wrong_byte() {
     let failed = Arc::new(LeafMutex::new(0));
-    for seed in 0..60 {
-        for layout in LAYOUTS {
-            let sum = Arc::clone(&failed);
-            in_world(seed, move || *sum.lock().unwrap() += fault_rounds(seed, layout));
-        }
+    for seed in 0..120 {
+        let sum = Arc::clone(&failed);
+        in_world(seed, move || *sum.lock().unwrap() += fault_rounds(seed));
     }
     assert!(*failed.lock().unwrap() > 500, "{failed:?}");
 }

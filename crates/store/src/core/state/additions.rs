@@ -106,7 +106,7 @@ impl StoreState {
     }
 
     /// A stage has dropped a content for room, with these names among others. It may have the bytes
-    /// under further names, such as a block file each, which a restart would recover.
+    /// under further names, such as a record each, which a restart would recover.
     pub(crate) fn forget_dropped(
         &mut self,
         stage: usize,

@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 use cascade_memory::IdlePoolFiles;
 use rustix::process::geteuid;
 
-use super::opening::{boot_id, version_of};
-use super::{HEADER_FIELDS, MAGIC, USED, USED_WORD, VERSION, VERSION_2, VERSION_WORD};
+use super::opening::{boot_id, is_complete};
+use super::{HEADER_FIELDS, MAGIC, USED, USED_WORD, VERSION, VERSION_WORD};
 
 /// Words of the header that show whether the files can be used.
 const WORDS: usize = USED_WORD + 1;
@@ -86,12 +86,11 @@ fn remove(path: &Path) -> Option<String> {
 fn has_blocks(files: &IdlePoolFiles) -> Result<bool, cascade_memory::MemoryError> {
     let words: [u64; WORDS] = files.first_words()?;
     // No version is zero: such a header was never completed.
-    if words[0] == MAGIC && ![0, VERSION_2, VERSION].contains(&words[VERSION_WORD]) {
+    if words[0] == MAGIC && ![0, VERSION].contains(&words[VERSION_WORD]) {
         return Ok(true);
     }
     let fields = words.first_chunk::<HEADER_FIELDS>().expect("a header has more words");
-    let version = version_of(fields, words[HEADER_FIELDS]);
-    let is_whole = words[0] == MAGIC && version.is_some();
+    let is_complete = is_complete(fields, words[HEADER_FIELDS]);
     let is_of_this_boot = fields[8..] == boot_id();
-    Ok(is_whole && is_of_this_boot && words[USED_WORD] == USED && files.has_pool())
+    Ok(is_complete && is_of_this_boot && words[USED_WORD] == USED && files.has_pool())
 }

@@ -2,17 +2,16 @@
 
 use std::fs;
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
 use cascade_block::{ByteSize, checksum};
 use cascade_memory::{MemoryError, Pool, PoolConfig, PoolFiles};
 
-use super::place::set;
 use super::record::{BLOCK_WORDS, HELD_WORDS};
 use super::{
     HEADER_FIELDS, HEADER_WORDS, HELD_MAX, HELD_MIN, LedgerTable, MAGIC, PAGE, POOL_BYTES_PER_HELD,
-    POOL_BYTES_PER_RECORD, RECORDS_MIN, RUNS_WORD, USED, USED_WORD, VERSION, VERSION_2,
-    VERSION_WORD, Version, WarmPool,
+    POOL_BYTES_PER_RECORD, RECORDS_MIN, RUNS_WORD, USED, USED_WORD, VERSION, VERSION_WORD,
+    WarmPool,
 };
 
 /// Removes the files of an earlier run, unless a store uses them.
@@ -37,15 +36,13 @@ pub(crate) fn open(
     let mut files = PoolFiles::open(path, pool_bytes, table_bytes)?;
     let sizes = [pool_bytes, block_count, held_count].map(|size| size as u64);
     let mut notes = Vec::new();
-    let known =
-        if files.is_reused() { known_version(&files, header(&files, sizes)?) } else { None };
-    let is_used =
-        known.is_some() && files.words().words()[USED_WORD].load(Ordering::Acquire) == USED;
+    let is_known = files.is_reused() && has_header(&files, header(&files, sizes)?);
+    let is_used = is_known && files.words().words()[USED_WORD].load(Ordering::Acquire) == USED;
     if is_used {
         files.persist();
     } else {
         // A start that was killed before its first block left nothing to recover.
-        if let Some(bytes) = bytes_before.filter(|_| known.is_none()) {
+        if let Some(bytes) = bytes_before.filter(|_| !is_known) {
             notes.push(discarded(path, bytes, pool_bytes as u64));
         }
         if files.is_reused() {
@@ -60,8 +57,7 @@ pub(crate) fn open(
     let count = |count: usize| u32::try_from(count).map_err(|_| MemoryError::Empty);
     let table =
         LedgerTable { files, block_count: count(block_count)?, held_count: count(held_count)? };
-    let version = known.filter(|_| is_used).unwrap_or(Version::Three);
-    let mut opened = WarmPool::new(table, pool, (is_used, version), stages);
+    let mut opened = WarmPool::new(table, pool, is_used, stages);
     opened.stats.runs = runs;
     opened.notes = notes;
     Ok(opened)
@@ -94,29 +90,18 @@ fn header(files: &PoolFiles, sizes: [u64; 3]) -> Result<[u64; HEADER_FIELDS], Me
     Ok([MAGIC, VERSION, pool_bytes, blocks, held, words, device, inode, boot_low, boot_high])
 }
 
-/// The version of the files' header, if it is complete and, but for the version, this one.
-fn known_version(files: &PoolFiles, header: [u64; HEADER_FIELDS]) -> Option<Version> {
+/// Whether the files have this header, complete.
+fn has_header(files: &PoolFiles, header: [u64; HEADER_FIELDS]) -> bool {
     let words = files.words().words();
     let is_boot_known = header[8..] != [0, 0];
-    let was: [u64; HEADER_FIELDS] = std::array::from_fn(|at| words[at].load(Ordering::Relaxed));
-    let is_same = (0..HEADER_FIELDS).all(|at| at == VERSION_WORD || was[at] == header[at]);
-    let version = version_of(&was, words[HEADER_FIELDS].load(Ordering::Acquire));
-    version.filter(|_| is_boot_known && is_same)
+    let was = std::array::from_fn(|at| words[at].load(Ordering::Relaxed));
+    let is_complete = is_complete(&was, words[HEADER_FIELDS].load(Ordering::Acquire));
+    is_boot_known && is_complete && was == header
 }
 
-/// The version of a header with these words and this checksum, if it is complete.
-pub(super) fn version_of(header: &[u64; HEADER_FIELDS], sum: u64) -> Option<Version> {
-    let sum_as = |version| {
-        let mut header = *header;
-        header[VERSION_WORD] = version;
-        header_sum(&header)
-    };
-    match header[VERSION_WORD] {
-        VERSION_2 => (sum == sum_as(VERSION_2)).then_some(Version::Two),
-        // An upgrade stores the version, then the checksum, and may have been killed in between.
-        VERSION => (sum == sum_as(VERSION) || sum == sum_as(VERSION_2)).then_some(Version::Three),
-        _ => None,
-    }
+/// Whether a header with these words and this checksum is one of this version, and complete.
+pub(super) fn is_complete(header: &[u64; HEADER_FIELDS], sum: u64) -> bool {
+    header[0] == MAGIC && header[VERSION_WORD] == VERSION && sum == header_sum(header)
 }
 
 fn write_header(files: &PoolFiles, header: [u64; HEADER_FIELDS]) {
@@ -128,14 +113,6 @@ fn write_header(files: &PoolFiles, header: [u64; HEADER_FIELDS]) {
     words[USED_WORD].store(0, Ordering::Relaxed);
     // The checksum comes last: the next start does not accept a header that was not completed.
     words[HEADER_FIELDS].store(header_sum(&header), Ordering::Release);
-}
-
-/// Makes the header of an earlier version one of this version. Its records are of this version
-/// already, which the earlier one can read, too.
-pub(super) fn write_version(words: &[AtomicU64]) {
-    set(&words[VERSION_WORD], VERSION, Ordering::Release);
-    let header = std::array::from_fn(|at| words[at].load(Ordering::Relaxed));
-    set(&words[HEADER_FIELDS], header_sum(&header), Ordering::Release);
 }
 
 pub(super) fn header_sum(header: &[u64; HEADER_FIELDS]) -> u64 {

@@ -5,7 +5,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use cascade_block::{BlockKey, Digest, NamespaceId};
 use cascade_tier::tier::BlockFacts;
 
-use super::Version;
 use super::place::{FIELDS_MAX, LIVE, PlaceContent, publish, publish_as, read_fields, seal, set};
 use super::process::Process;
 use super::residence::{self, Stored};
@@ -80,7 +79,7 @@ impl BlockRecord {
         publish_as(place, &fields, state);
     }
 
-    pub(super) fn read(place: &[AtomicU64], version: Version) -> PlaceContent<Self> {
+    pub(super) fn read(place: &[AtomicU64]) -> PlaceContent<Self> {
         let sum = place[SUM_WORD].load(Ordering::Relaxed);
         let fields = match read_fields::<BLOCK_FIELDS>(place, 0) {
             PlaceContent::Free => return PlaceContent::Free,
@@ -103,10 +102,7 @@ impl BlockRecord {
             piece: Piece { offset: fields[0], bytes: fields[1] },
             facts,
             has_namespace: has(HAS_NAMESPACE),
-            stored: match version {
-                Version::Two => residence::read_unchecked(place),
-                Version::Three => residence::read_inline(place),
-            },
+            stored: residence::read_inline(place),
             sum: (sum & LIVE != 0).then(|| low(sum)),
         })
     }
@@ -197,9 +193,9 @@ mod tests {
     #[test]
     fn a_record_reads_back_as_written() {
         let place = place(BLOCK_WORDS);
-        assert_eq!(BlockRecord::read(&place, Version::Three), PlaceContent::Free);
+        assert_eq!(BlockRecord::read(&place), PlaceContent::Free);
         record().write(&place);
-        assert_eq!(BlockRecord::read(&place, Version::Three), PlaceContent::Record(record()));
+        assert_eq!(BlockRecord::read(&place), PlaceContent::Record(record()));
         let mut bare = record();
         bare.facts.digest = None;
         bare.sum = None;
@@ -207,9 +203,9 @@ mod tests {
         bare.facts.expires_unix_ms = None;
         clear(&place);
         bare.write(&place);
-        assert_eq!(BlockRecord::read(&place, Version::Three), PlaceContent::Record(bare));
+        assert_eq!(BlockRecord::read(&place), PlaceContent::Record(bare));
         clear(&place);
-        assert_eq!(BlockRecord::read(&place, Version::Three), PlaceContent::Free);
+        assert_eq!(BlockRecord::read(&place), PlaceContent::Free);
     }
 
     #[test]
@@ -220,7 +216,7 @@ mod tests {
             for bit in 0..64 {
                 word.fetch_xor(1 << bit, Ordering::Relaxed);
                 assert_eq!(
-                    BlockRecord::read(&place, Version::Three),
+                    BlockRecord::read(&place),
                     PlaceContent::Damaged,
                     "bit {bit} of word {at}"
                 );

@@ -7,12 +7,12 @@ use std::sync::atomic::Ordering;
 use cascade_block::BlockKey;
 use cascade_memory::{Pool, Slab};
 
+use super::LedgerTable;
 use super::holders::{EARLIER_LOAD, HeldSlab, LOAD};
 use super::place::PlaceContent;
 use super::process::Process;
 use super::record::{BlockRecord, HeldRecord, Piece};
 use super::residence::{self, Stored};
-use super::{LedgerTable, Version};
 
 /// A recovered block.
 #[derive(Debug)]
@@ -44,12 +44,12 @@ struct PieceGroup {
 
 /// Reads the tables and reserves the memory in the pool, before any allocation. Clears the places
 /// of invalid records.
-pub(super) fn recover(table: &LedgerTable, pool: &Pool, version: Version) -> RecoveredLedger {
+pub(super) fn recover(table: &LedgerTable, pool: &Pool) -> RecoveredLedger {
     let mut recovered = RecoveredLedger::default();
     // Held memory decides which blocks are valid. Valid blocks and strays do not overlap
     // afterwards, so the pool can adopt each of them whole.
     let held = read_held(table, pool, &mut recovered);
-    let mut groups = read_groups(table, (pool, version), &mut recovered);
+    let mut groups = read_groups(table, pool, &mut recovered);
     let strays = reject_touched(&mut groups, &held);
     let mut slabs = HashMap::new();
     for group in groups {
@@ -124,17 +124,17 @@ fn read_held(
 /// unknown which is right.
 fn read_groups(
     table: &LedgerTable,
-    (pool, version): (&Pool, Version),
+    pool: &Pool,
     recovered: &mut RecoveredLedger,
 ) -> Vec<PieceGroup> {
     let mut found: Vec<(u32, BlockRecord)> = Vec::new();
     for place in 0..table.block_count {
         let words = table.block(place);
         // Read with the record that links it.
-        if version == Version::Three && residence::is_continuation(words) {
+        if residence::is_continuation(words) {
             continue;
         }
-        match BlockRecord::read(words, version) {
+        match BlockRecord::read(words) {
             PlaceContent::Free => {}
             PlaceContent::Record(record)
                 if is_inside(pool, record.piece)

@@ -75,29 +75,15 @@ pub(super) fn note_inline(place: &[AtomicU64], tier: usize, stored: u64) {
     set(&place[CHECKS_WORD], checks, Ordering::Release);
 }
 
-/// Gives the addresses of a record of version 2 their checks. That version ignores the words.
-pub(super) fn add_checks(place: &[AtomicU64]) {
-    let stored = read_unchecked(place);
-    write_inline(place, place[0].load(Ordering::Relaxed), &stored);
-}
-
-/// The addresses in the record of a block that has no checks.
-pub(super) fn read_unchecked(place: &[AtomicU64]) -> Stored {
-    let mut stored = Stored::default();
-    for (stored, word) in stored.iter_mut().zip(&place[ADDRESS_WORD..]).take(INLINE_TIERS) {
-        *stored = word.load(Ordering::Relaxed);
-    }
-    stored
-}
-
 /// The addresses in the record of a block, without those that do not match their checks.
 pub(super) fn read_inline(place: &[AtomicU64]) -> Stored {
     let owner = place[0].load(Ordering::Relaxed);
     let checks = place[CHECKS_WORD].load(Ordering::Relaxed);
-    let mut stored = read_unchecked(place);
+    let mut stored = Stored::default();
     for (tier, stored) in stored.iter_mut().enumerate().take(INLINE_TIERS) {
-        if checks >> (32 * tier) & u64::from(u32::MAX) != check(*stored, tier, owner) {
-            *stored = 0;
+        let address = place[ADDRESS_WORD + tier].load(Ordering::Relaxed);
+        if checks >> (32 * tier) & u64::from(u32::MAX) == check(address, tier, owner) {
+            *stored = address;
         }
     }
     stored

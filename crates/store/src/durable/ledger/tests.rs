@@ -1,5 +1,4 @@
-//! Addresses in many tiers: a kill at every store, an earlier version, pipelines that change, and
-//! damage.
+//! Addresses in many tiers: a kill at every store, pipelines that change, and damage.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -7,13 +6,11 @@ use std::path::{Path, PathBuf};
 use cascade_block::BlockKey;
 use cascade_memory::{HugePages, PoolConfig};
 
-use super::opening::{header_sum, version_of};
+use super::opening::{header_sum, is_complete};
 use super::*;
 
 const TIERS: [&str; 4] = ["one", "two", "three", "four"];
 const UNIT: usize = 4096;
-/// The ledger of a pool of 4 MiB with five blocks, as version 2 wrote it.
-const VERSION_2_WORDS: &str = include_str!("../../../../../testdata/ledger-2.words");
 
 /// The addresses of each block, by its name; zero for none.
 type Expected = BTreeMap<u8, [u64; 4]>;
@@ -215,66 +212,13 @@ fn a_restart_reuses_the_places_of_cleared_continuations() {
     assert_eq!(recovered(&reopen(&path, &TIERS), 4), BTreeMap::new());
 }
 
-/// A pool whose ledger has the words of the fixture.
-fn pool_of_version_2() -> (tempfile::TempDir, PathBuf) {
-    let (directory, path) = new_pool();
-    let warm = open(&path, &config(4), &[]).expect("a small pool");
-    warm.ledger.table.note_used();
-    let words = warm.ledger.table.files.words().words();
-    words[VERSION_WORD].store(VERSION_2, Ordering::Relaxed);
-    for line in VERSION_2_WORDS.lines() {
-        let (at, word) = line.split_once(' ').expect("a number and a word");
-        let word = u64::from_str_radix(word, 16).expect("digits");
-        words[at.parse::<usize>().expect("a number")].store(word, Ordering::Relaxed);
-    }
-    let header = std::array::from_fn(|at| words[at].load(Ordering::Relaxed));
-    words[HEADER_FIELDS].store(header_sum(&header), Ordering::Release);
-    (directory, path)
-}
-
-/// The addresses of the fixture's blocks.
-fn of_fixture(warm: &WarmPool, stage: usize) -> Vec<u64> {
-    let mut all: Vec<_> = warm.recovered.iter().map(|one| one.stored[stage]).collect();
-    all.sort_unstable();
-    all
-}
-
 #[test]
-fn a_kill_at_any_store_of_an_upgrade_loses_nothing() {
-    let stages = names(&["one", "two"]);
-    let reopen = |path: &Path| open(path, &config(4), &stages).expect("a small pool");
-    for stores in 0.. {
-        let (_directory, path) = pool_of_version_2();
-        kills::kill_after(stores);
-        drop(reopen(&path));
-        let left = kills::restart();
-        for run in 3..5 {
-            let warm = reopen(&path);
-            let stats = warm.stats;
-            assert_eq!((warm.recovered.len(), stats.rejected_records, stats.runs), (5, 0, run));
-            assert_eq!(of_fixture(&warm, 0), [101, 102, 104, 105, 106], "after {stores} stores");
-            assert_eq!(of_fixture(&warm, 1), [201, 202, 204, 205, 206], "after {stores} stores");
-            let words = warm.ledger.table.files.words().words();
-            let header = std::array::from_fn(|at| words[at].load(Ordering::Relaxed));
-            assert_eq!(words[HEADER_FIELDS].load(Ordering::Relaxed), header_sum(&header));
-            assert_eq!(header[VERSION_WORD], VERSION);
-        }
-        if left > 0 {
-            assert!(stores > 10, "{stores} stores");
-            return;
-        }
-    }
-}
-
-#[test]
-fn a_header_is_known_only_if_its_checksum_is_that_of_a_known_version() {
+fn a_header_is_complete_only_with_this_version_and_its_checksum() {
     let header = |version| [MAGIC, version, 3, 4, 5, 6, 7, 8, 9, 10];
     let sum = |version| header_sum(&header(version));
-    assert_eq!(version_of(&header(2), sum(2)), Some(Version::Two));
-    assert_eq!(version_of(&header(3), sum(3)), Some(Version::Three));
-    assert_eq!(version_of(&header(3), sum(2)), Some(Version::Three), "an upgrade was killed");
-    for (version, sum) in [(2, sum(3)), (1, sum(1)), (4, sum(4)), (3, sum(4)), (2, 0)] {
-        assert_eq!(version_of(&header(version), sum), None);
+    assert!(is_complete(&header(VERSION), sum(VERSION)));
+    for (version, sum) in [(2, sum(2)), (4, sum(4)), (VERSION, sum(2)), (VERSION, 0)] {
+        assert!(!is_complete(&header(version), sum), "version {version}");
     }
 }
 

@@ -7,10 +7,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use cascade_block::{Digest, DigestAlgorithm};
 
+use super::LedgerTable;
 use super::place::set;
 use super::recovery::Recovered;
 use super::residence::{INLINE_TIERS, clear_inline, clear_outside};
-use super::{LedgerTable, Version};
 use crate::core::catalog::LOWER_STAGES_MAX;
 
 /// First word of the hashes of the names in the header; zero for no tier.
@@ -24,21 +24,11 @@ impl LedgerTiers {
     /// Finds the tiers of the stages, adds new ones, and drops those that the pipeline no longer
     /// has, with the addresses of the recovered blocks there. The addresses go first: a kill leaves
     /// none in a tier of another name.
-    pub(super) fn settle(
-        table: &LedgerTable,
-        version: Version,
-        stages: &[String],
-        blocks: &mut [Recovered],
-    ) -> Self {
+    pub(super) fn settle(table: &LedgerTable, stages: &[String], blocks: &mut [Recovered]) -> Self {
         let hashes: Vec<u64> = stages.iter().map(|name| hash_of(name)).collect();
         let words = names(table);
-        // Version 2 had two tiers without names: its pipeline is taken to be that of this run.
-        let mut names: [u64; LOWER_STAGES_MAX] = std::array::from_fn(|tier| match version {
-            Version::Two => {
-                hashes.get(tier).filter(|_| tier < INLINE_TIERS).map_or(0, |hash| *hash)
-            }
-            Version::Three => words[tier].load(Ordering::Relaxed),
-        });
+        let mut names: [u64; LOWER_STAGES_MAX] =
+            std::array::from_fn(|tier| words[tier].load(Ordering::Relaxed));
         for tier in 0..LOWER_STAGES_MAX {
             let is_first = !names[..tier].contains(&names[tier]);
             if !is_first || !hashes.contains(&names[tier]) {
