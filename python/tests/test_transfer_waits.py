@@ -217,6 +217,8 @@ import numpy
 from stopping import stop
 from transfer_endpoints import ONE, engine
 call, address = sys.argv[1:]
+# A shell ignores it in what it starts in the background, and a program inherits that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 _, here = engine(1)
 if call == "wait":
     moving = here.connect(address, timeout=100).read

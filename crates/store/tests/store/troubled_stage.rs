@@ -160,6 +160,8 @@ fn a_retried_write_through_put_is_written() {
     assert!(matches!(outcomes[0], PutOutcome::Failed(StoreError::Tier { .. })), "{outcomes:?}");
     let outcomes = put(&store, &keys(0..1), BLOCK);
     assert!(matches!(outcomes[0], PutOutcome::Failed(StoreError::Tier { .. })), "{outcomes:?}");
+    // A probe that began before could fail later, and the next put with it.
+    wait_for(&store, 0, false);
     stage.fails.store(false, Relaxed);
     wait_for(&store, 0, true);
     let outcomes = put(&store, &keys(0..1), BLOCK);
