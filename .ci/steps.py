@@ -56,7 +56,8 @@ GATE = (
     Step("smoke-vllm", requires=("vllm",), limit_s=600),
     Step("run", requires=("build",)),
     Step("prove-wheel", requires=("build",), limit_s=300),
-    Step("check-rust", requires=("environment",), after=("test",)),
+    # Behind the build: it waits for Cargo's lock as long as the tests are compiled.
+    Step("check-rust", requires=("environment",), after=("build",)),
     Step("check-python", requires=("check-source",), after=("test",)),
 )
 

@@ -232,6 +232,16 @@ impl StoreCore {
         drop(self.state.wait(state, &self.work, Some((until, &*self.clock))));
     }
 
+    /// Waits this long before a stage is asked again for what it has failed, or until the store
+    /// closes. New work does not end the wait: a stage that fails at once would take a whole
+    /// processor.
+    pub(crate) fn wait_to_retry<'a>(&'a self, mut state: StateGuard<'a>, time: Duration) {
+        let until = Deadline::after(&*self.clock, time);
+        while !state.is_closed && !until.has_passed(&*self.clock) {
+            state = self.state.wait(state, &self.work, Some((until, &*self.clock)));
+        }
+    }
+
     /// The error of a stage that did not store a block, with the last error of the stage.
     pub(crate) fn stage_error(
         &self,

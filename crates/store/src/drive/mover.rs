@@ -193,7 +193,7 @@ fn requeue_batch(core: &StoreCore, stage: usize, batch: WriteBatch, why: &TierEr
         state = fail_queue(core, state, stage, why);
     }
     core.notify_changed();
-    core.pause(state, KEY_CHANGES_RETRY_DELAY);
+    core.wait_to_retry(state, KEY_CHANGES_RETRY_DELAY);
 }
 
 /// Sends key changes to a stage, in their order, with consecutive changes of one kind in one call.

@@ -163,7 +163,8 @@ fn an_erase_that_timed_out_erases_no_later_block() {
     let erased = store.erase(CallOptions { timeout, writer: None }).unwrap();
     assert_eq!(erased.left[0].what, "tier map", "{erased:?}");
     put(&store, &keys(10..14), BLOCK);
-    assert!(store.flush(CallOptions::default()).is_err(), "the stage does not take them");
+    let flushed = store.flush(CallOptions { timeout, writer: None });
+    assert!(flushed.is_err(), "the stage does not take them");
     assert_eq!(stage.stored.load(Ordering::Relaxed), 4);
     drop(hang);
     let erased = store.erase(CallOptions::default()).unwrap();

@@ -81,6 +81,8 @@ pub(crate) struct MapStage {
     pub(crate) drops_unasked: AtomicBool,
     /// Removing names fails.
     pub(crate) fails_removes: AtomicBool,
+    /// Calls that remove names.
+    pub(crate) removes: AtomicU64,
     pub(crate) damages: AtomicBool,
     /// How long each call takes, in milliseconds.
     pub(crate) delay_ms: AtomicU64,
@@ -397,6 +399,7 @@ impl Tier for MapStage {
 
     fn remove(&self, batch: &[(BlockKey, Address)], _: Deadline) -> Result<(), TierError> {
         self.hung.wait();
+        self.removes.fetch_add(1, Ordering::Relaxed);
         if self.fails_removes.load(Ordering::Relaxed) {
             return Err(eio());
         }

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
 use cascade_block::{DigestAlgorithm, DigestMode, NamespaceId};
-use cascade_runtime::SystemClock;
+use cascade_runtime::{Clock as _, SystemClock};
 use cascade_store::stages::StageRegistry;
 use cascade_store::{
     CallOptions, GetOutcome, HealthConfig, Put, PutOutcome, PutSlab, Store, StoreConfig,
@@ -149,6 +149,28 @@ fn a_read_before_the_stage_has_a_new_name_loses_no_block() {
             "{n}: {view:?}"
         );
     }
+}
+
+/// Each failure woke the flush, and the flush ended the pause of the mover: both took a processor
+/// until the flush timed out.
+#[test]
+fn a_stage_that_fails_at_once_is_tried_again_after_a_pause() {
+    let health = HealthConfig { window: 64, threshold: 64, ..HealthConfig::default() };
+    let (store, stage) = open(StoreConfig { health, ..dram(4) });
+    put(&store, &keys(0..4), BLOCK);
+    flush(&store);
+    stage.fails_removes.store(true, Relaxed);
+    let start = SystemClock.monotonic();
+    store.delete(&keys(0..4));
+    let timeout = Some(Duration::from_millis(300));
+    let error = store.flush(CallOptions { timeout, writer: None }).unwrap_err();
+    assert!(matches!(error, StoreError::Timeout { .. }), "{error}");
+    let tries = u128::from(stage.removes.load(Relaxed));
+    let pauses = SystemClock.monotonic().saturating_sub(start).as_millis() / 20;
+    assert!((1..=pauses + 1).contains(&tries), "{tries} tries with {pauses} pauses");
+    stage.fails_removes.store(false, Relaxed);
+    flush(&store);
+    assert_eq!(stage.block_count(), 0);
 }
 
 #[test]
