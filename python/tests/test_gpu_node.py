@@ -98,10 +98,11 @@ def test_a_killed_node_of_a_gpu_starts_again(serve_both, eventually):
     node = serve_both()
     first = wait_for(eventually, node, "serving")
     os.kill(first["pid"], signal.SIGKILL)
-    failed = wait_for(eventually, node, "failed")
-    assert "signal: 9" in failed["reason"]
-    assert failed["pid"] is None
-    assert wait_for(eventually, node, "serving")["pid"] != first["pid"]
+    # Not its state: it has failed for a second only, which a busy machine may not see.
+    eventually(lambda: "signal: 9" in node.log())
+    eventually(
+        lambda: (again := gpu_node(node))["state"] == "serving" and again["pid"] != first["pid"]
+    )
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
