@@ -48,16 +48,20 @@ fn is_hit(tier: &SegmentFiles, pool: &Pool, key: BlockKey, address: Address) -> 
     matches!(outcome, LoadOutcome::Hit(_))
 }
 
+/// Stores two blocks with the same bytes, under keys 1 and 2, and closes the tier.
+fn store_twins(directory: &Path, pool: &Pool) {
+    let tier = open(directory, pool);
+    store(&tier, pool, twin(1), 1);
+    store(&tier, pool, twin(2), 1);
+}
+
 /// Two blocks with the same bytes are found with one address, by which both are read and removed,
 /// whichever the tier takes for the first.
 #[test]
 fn one_address_names_both() {
     let directory = tempfile::tempdir().unwrap();
     let pool = pool();
-    let tier = open(directory.path(), &pool);
-    store(&tier, &pool, twin(1), 1);
-    store(&tier, &pool, twin(2), 1);
-    drop(tier);
+    store_twins(directory.path(), &pool);
     let tier = open(directory.path(), &pool);
     let found = recovered(&tier);
     let [(_, address), (_, other)] = found[..] else { panic!("{found:?}") };
@@ -151,10 +155,7 @@ fn merged_blocks_stay_merged_and_removed() {
     for (has_checkpoint, removed) in [(false, 1), (false, 2), (true, 1), (true, 2)] {
         let directory = tempfile::tempdir().unwrap();
         let pool = pool();
-        let tier = open(directory.path(), &pool);
-        store(&tier, &pool, twin(1), 1);
-        store(&tier, &pool, twin(2), 1);
-        drop(tier);
+        store_twins(directory.path(), &pool);
         let tier = open(directory.path(), &pool);
         if has_checkpoint {
             tier.flush(deadline()).unwrap();
@@ -187,10 +188,7 @@ fn a_fault_while_blocks_are_merged_loses_none() {
     let io = FileIo::system(IoEngine::Psync, false, 4, None, Arc::new(SystemClock)).unwrap();
     let run = |at_call| {
         let directory = tempfile::tempdir().unwrap();
-        let tier = open(directory.path(), &pool);
-        store(&tier, &pool, twin(1), 1);
-        store(&tier, &pool, twin(2), 1);
-        drop(tier);
+        store_twins(directory.path(), &pool);
         let plan = FaultPlan::new(Fault::Io, at_call, true);
         let opened = SegmentFiles::open_with(config(directory.path()), plan.wrap(&io), deadline());
         let Ok(tier) = opened else { return (plan.calls(), 0) };
