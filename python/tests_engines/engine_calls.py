@@ -119,6 +119,32 @@ def answer_with(
     return answer, output.kv_transfer_params
 
 
+def log_probabilities(
+    llm: Any, prompt: Sequence[int], params: Mapping[str, object] | None = None
+) -> tuple[dict[int, float], int, Any]:
+    """Compute the first token of an answer.
+
+    Returns the log probabilities of the likeliest tokens, the prompt's tokens that were not
+    computed, and the response's `kv_transfer_params`.
+    """
+    from vllm import SamplingParams  # noqa: PLC0415
+
+    extra = {"kv_transfer_params": dict(params)} if params else None
+    parameters = SamplingParams(
+        temperature=0,
+        max_tokens=1,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=20,
+        extra_args=extra,
+    )
+    given: dict[str, object] = {"prompt_token_ids": list(prompt)}
+    (output,) = llm.generate([given], parameters, use_tqdm=False)
+    likeliest = output.outputs[0].logprobs[0].items()
+    found = {token: entry.logprob for token, entry in likeliest}
+    return found, output.num_cached_tokens, output.kv_transfer_params
+
+
 def reads_from_prefill_engines(llm: Any) -> int:
     """Return how many loads were read from prefill engines."""
     _, worker = connectors(llm)

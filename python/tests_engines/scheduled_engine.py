@@ -6,6 +6,7 @@ with a real model. Answers and stored blocks are compared at the end.
 """
 
 import contextlib
+import dataclasses
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -80,10 +81,10 @@ def answer_of(prompt, count):
 
 @dataclass
 class Row:
-    """A request of a step: its tokens, its pages, and which positions are computed."""
+    """A request of a step: its tokens, its pages by group, and which positions are computed."""
 
     tokens: list
-    table: list
+    tables: list
     start: int
     end: int
     is_right: bool = True
@@ -104,6 +105,9 @@ class Facts:
     preemptions: int = 0
     compared_pages: int = 0
     loads_failed: int = 0
+    """Pages that the worker reported as failed."""
+    requests_failed: int = 0
+    """Requests whose load failed as a whole."""
     answers: dict = field(default_factory=dict)
     finished: dict = field(default_factory=dict)
     params: dict = field(default_factory=dict)
@@ -125,12 +129,18 @@ class ScheduledEngine:
         has_events=False,
         policy="recompute",
         step_tokens=64,
+        block=BLOCK,
+        windows=(None,),
     ):
-        """Start it; `store` are settings of the connector."""
+        """Start it; `store` are settings of the connector.
+
+        `windows` are the sliding windows of its groups of layers, `None` for full attention.
+        """
+        self.block, self.windows = block, windows
         arguments = EngineArgs(
             model=str(model),
             dtype="bfloat16",
-            block_size=BLOCK,
+            block_size=block,
             max_model_len=512,
             max_num_batched_tokens=step_tokens,
             max_num_seqs=8,
@@ -149,15 +159,12 @@ class ScheduledEngine:
         # vLLM disables it on CPUs; the scheduler's part of it works anywhere.
         self.config.scheduler_config.async_scheduling = is_async_scheduling
         self.config.cache_config.num_gpu_blocks = pages
-        spec = FullAttentionSpec(
-            block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.bfloat16
-        )
-        cache = config_of(LAYERS, spec, "LBHNC", pages)
+        cache = _cache(block, windows, pages)
         tensors = allocate_kv_cache(cache, torch.device("cpu"), KVCacheLayout.LBHNC)
         self._kv = [each.view(torch.int64).numpy().view(np.uint64) for each in tensors.values()]
         hasher = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hasher)
-        self._hasher = get_request_block_hasher(BLOCK, hasher)
+        self._hasher = get_request_block_hasher(block, hasher)
         with _memory(memory):
             role = KVConnectorRole.WORKER
             self.worker = KVConnectorFactory.create_connector(self.config, role, cache)
@@ -167,7 +174,7 @@ class ScheduledEngine:
             vllm_config=self.config,
             kv_cache_config=cache,
             structured_output_manager=StructuredOutputManager(self.config),
-            block_size=BLOCK,
+            block_size=block,
             log_stats=True,
         )
         self.connector = self.scheduler.connector
@@ -285,7 +292,7 @@ class ScheduledEngine:
             for at, view in enumerate(views):
                 if view is not None:
                     own = np.frombuffer(bytes(view), np.uint64)
-                    want = right[:, :, at * BLOCK : (at + 1) * BLOCK]
+                    want = right[:, :, at * self.block : (at + 1) * self.block]
                     assert np.array_equal(own.reshape(want.shape), want), f"block {at} is wrong"
                     self.facts.compared_pages += 1
             return [view is not None for view in views]
@@ -312,21 +319,40 @@ class ScheduledEngine:
     def compare_running(self):
         """Compare the pages of every running request with the KV of its tokens."""
         for request in self.scheduler.running:
-            table = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
+            tables = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
             done = request.num_computed_tokens - request.num_in_flight_tokens
             tokens = request.all_token_ids[: max(0, done)]
-            assert self._is_right(list(tokens), table), request.request_id
+            assert self._is_right(list(tokens), tables), request.request_id
 
-    def _is_right(self, tokens, table):
-        """Whether the pages of a table hold the KV of these tokens."""
+    def _is_right(self, tokens, tables):
+        """Whether the pages of the tables hold the KV of these tokens, as far as it is needed."""
         right = content(states(tokens))
-        self.facts.compared_pages += -(-len(tokens) // BLOCK)
+        self.facts.compared_pages += -(-len(tokens) // self.block)
         return all(
-            np.array_equal(own[page][:, :count], right[layer][:, at : at + count])
+            np.array_equal(own[page][:, first : first + count], right[layer][:, at : at + count])
             for layer, own in enumerate(self._kv)
-            for page, at, count in _spans(table, 0, len(tokens))
+            for page, at, first, count in self._spans(
+                tables, layer, self._first_seen(layer, len(tokens)), len(tokens)
+            )
             if page not in self._bad_pages
         )
+
+    def _group(self, layer):
+        """Return the number of a layer's group."""
+        return layer * len(self.windows) // len(LAYERS)
+
+    def _first_seen(self, layer, position):
+        """Return the first position that a token at a position sees in a layer."""
+        window = self.windows[self._group(layer)]
+        return 0 if window is None else max(0, position - window + 1)
+
+    def _spans(self, tables, layer, start, end):
+        """Split positions into runs within a page: page, first position, place, and count."""
+        table, at = tables[self._group(layer)], start
+        while at < end:
+            count = min(self.block - at % self.block, end - at)
+            yield table[at // self.block], at, at % self.block, count
+            at += count
 
     def _execute(self, plan):
         """Run a step: loads, layers in their order, saves, and the results."""
@@ -349,6 +375,7 @@ class ScheduledEngine:
             kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
         )
         self.facts.loads_failed += len(output.invalid_block_ids)
+        self.facts.requests_failed += len(output.failed_recving or ())
         self._bad_pages |= output.invalid_block_ids
         self.worker.clear_connector_metadata()
         names = list(rows)
@@ -376,11 +403,14 @@ class ScheduledEngine:
             computed[name] = cached.num_computed_tokens[at]
         rows = {}
         for name, count in plan.num_scheduled_tokens.items():
-            table = list(self.scheduler.kv_cache_manager.get_block_ids(name)[0])
+            tables = [list(table) for table in self._tables(name)]
             start = computed[name]
-            rows[name] = Row(self._running[name], table, start, start + count)
+            rows[name] = Row(self._running[name], tables, start, start + count)
             assert start + count <= len(self._running[name]), f"{name}: unknown tokens"
         return rows
+
+    def _tables(self, name):
+        return self.scheduler.kv_cache_manager.get_block_ids(name)
 
     def _known(self, name):
         return list(self.scheduler.requests[name].all_token_ids)
@@ -393,15 +423,17 @@ class ScheduledEngine:
             own = self._kv[layer]
             # As in attention: all requests write their own positions, then all read.
             for name, row in rows.items():
-                for page, at, count in _spans(row.table, row.start, row.end):
-                    first = at % BLOCK
+                for page, at, first, count in self._spans(row.tables, layer, row.start, row.end):
+                    assert page, f"{name}: no page to write to"
                     want = right[name][layer][:, at : at + count]
                     own[page][:, first : first + count] = want if row.is_right else WRONG
                     self._bad_pages.discard(page)
             for name, row in rows.items():
-                for page, at, count in _spans(row.table, 0, row.start):
+                seen = self._first_seen(layer, row.start)
+                for page, at, first, count in self._spans(row.tables, layer, seen, row.start):
                     want = right[name][layer][:, at : at + count]
-                    row.is_right = row.is_right and np.array_equal(own[page][:, :count], want)
+                    there = own[page][:, first : first + count]
+                    row.is_right = row.is_right and np.array_equal(there, want)
             self.worker.save_kv_layer(name_of_layer, None, None)
         sampled = {}
         for name, row in rows.items():
@@ -413,13 +445,20 @@ class ScheduledEngine:
         return sampled
 
 
-def _spans(table, start, end):
-    """Split positions into runs within a page: page, first position, number of positions."""
-    at = start
-    while at < end:
-        count = min(BLOCK - at % BLOCK, end - at)
-        yield table[at // BLOCK], at, count
-        at += count
+def _cache(block, windows, pages):
+    """Describe the cache of an engine: one allocation, whose layers are split between groups."""
+    sizes = {"num_kv_heads": HEADS, "head_size": HEAD_SIZE, "dtype": torch.bfloat16}
+    full = FullAttentionSpec(block_size=block, **sizes)
+    specs = [
+        full if w is None else SlidingWindowSpec(block_size=block, sliding_window=w, **sizes)
+        for w in windows
+    ]
+    each = len(LAYERS) // len(windows)
+    groups = [
+        KVCacheGroupSpec(list(LAYERS[at * each : (at + 1) * each]), spec)
+        for at, spec in enumerate(specs)
+    ]
+    return dataclasses.replace(config_of(LAYERS, full, "LBHNC", pages), kv_cache_groups=groups)
 
 
 @contextlib.contextmanager

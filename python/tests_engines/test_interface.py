@@ -158,7 +158,8 @@ def test_a_model_with_sliding_windows_hits_with_the_same_answers(windowed_model)
         for tokens in (127, 128, 129, 385, 511, 512, 513, 700, 1100):
             request = prompt(tokens, "windows", tokens)
             assert reference.check_one(engine, request) == 0
-            assert reference.check_one(engine, request) == tokens // BLOCK * BLOCK, tokens
+            # A prompt that is found whole counts without its last token, which vLLM computes again.
+            assert reference.check_one(engine, request) == min(tokens // BLOCK * BLOCK, tokens - 1)
         first = prompt(1000, "windows")
         reference.check_one(engine, first)
         for shared in (100, 128, 300, 500, 512, 640, 900):

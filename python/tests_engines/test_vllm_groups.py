@@ -25,11 +25,11 @@ BLOCKS = 9
 SPACE = Namespace(Manifest({"weights": "sha256:test"}), b"secret")
 KINDS = {
     "full": [None],
-    "window": [3],
-    "two windows": [1, 4],
-    "mixed": [None, 2],
-    "all": [None, 1, None, 5],
-    "a window of no block": [None, 0],
+    "window": [3 * BLOCK_TOKENS],
+    "two windows": [1 + BLOCK_TOKENS, 4 * BLOCK_TOKENS],
+    "mixed": [None, 1 + 2 * BLOCK_TOKENS],
+    "all": [None, 2, None, 5 * BLOCK_TOKENS],
+    "a window of one token": [None, 1],
 }
 COMMON = {"num_kv_heads": 2, "head_size": 8, "dtype": torch.float16}
 
@@ -43,19 +43,21 @@ def store(tmp_path_factory):
         yield opened
 
 
-def naive(groups, parts, there):
-    """Return the usable blocks by definition: full attention needs all, a window the last ones."""
-    windows = {group.number: group.window_blocks for group in groups}
+def naive(groups, parts, there, tokens):
+    """Return the ends of usable prefixes: the next token sees all tokens, or those of a window."""
+    windows = {group.number: group.window for group in groups}
 
     def needed(part, end):
-        window = windows[part.group]
-        return range(end) if window is None else range(max(0, end - window), end)
+        following = min(end * BLOCK_TOKENS, tokens - 1)
+        window = windows[part.group] or following + 1
+        seen = range(max(0, following - window + 1), following + 1)
+        return {at // BLOCK_TOKENS for at in seen} & set(range(end))
 
-    return max(
+    return [
         end
-        for end in range(BLOCKS + 1)
+        for end in range(1, BLOCKS + 1)
         if all(there[part.name][at] for part in parts for at in needed(part, end))
-    )
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -70,7 +72,9 @@ def test_the_usable_prefix_matches_its_definition(store, kind):
     reached = set()
     for case in range(150):
         keys = RequestKeys(SPACE, [part.name for part in parts], BLOCK_TOKENS, {"salt": f"{case}"})
-        keys.extend([chance.randrange(1000) for _ in range(BLOCKS * BLOCK_TOKENS + 3)])
+        # A third of the requests ends with its last block.
+        tokens = BLOCKS * BLOCK_TOKENS + chance.choice([0, 1, 3])
+        keys.extend([chance.randrange(1000) for _ in range(tokens)])
         share = chance.choice([0.5, 0.8, 0.95, 1.0])
         there = {}
         for part in parts:
@@ -83,9 +87,13 @@ def test_the_usable_prefix_matches_its_definition(store, kind):
                 # Not a chain: blocks between these are missing.
                 put = store.put(present, [bytes(key) for key in present], chain=False)
                 assert all(result.ok for result in put)
-        found = usable_prefix(store, groups, parts, keys, Hints())
-        assert len(found) == naive(groups, parts, there)
-        reached.add(len(found))
+        sizes = {"tokens": tokens, "block_tokens": BLOCK_TOKENS}
+        found = usable_prefix(store, groups, parts, keys, Hints(), **sizes)
+        ends = naive(groups, parts, there, tokens)
+        assert len(found.tiers) == max(ends, default=0)
+        for most in range(BLOCKS + 2):
+            assert found.longest(most) == max((end for end in ends if end <= most), default=0)
+        reached.add(len(found.tiers))
         store.clear()
     assert len(reached) > 3, "the random cases have too little variety"
 
@@ -105,7 +113,9 @@ def test_the_tier_of_a_block_is_that_of_its_slowest_part(store):
     store.put(keys.keys("fast", 0, 4), [bytes(key) for key in keys.keys("fast", 0, 4)])
     fastest = [tiers[0] for tiers in store.locate(slow)]
     assert "files" in fastest
-    assert list(usable_prefix(store, [CacheGroup(0)], parts, keys, Hints())) == fastest
+    sizes = {"tokens": 4 * BLOCK_TOKENS, "block_tokens": BLOCK_TOKENS}
+    found = usable_prefix(store, [CacheGroup(0)], parts, keys, Hints(), **sizes)
+    assert list(found.tiers) == fastest
     store.clear()
 
 
@@ -119,8 +129,17 @@ def test_groups_are_read_from_the_engines_specification():
     ]
     specs.append(UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs={"layer 7": full}))
     config = config_of(specs)
-    windows = [group.window_blocks for group in groups_of(config, BLOCK_TOKENS)]
-    assert windows == [None, None, 0, 1, 1, 2, 2, None]
+    windows = [group.window for group in groups_of(config, BLOCK_TOKENS)]
+    assert windows == [None, None, 1, 2, 17, 18, 33, None]
+
+
+def test_the_engine_keeps_pages_that_only_a_draft_model_needs():
+    if not hasattr(SlidingWindowSpec, "extra_retained_tokens"):
+        pytest.skip("this vLLM keeps the pages of the window only")
+    spec = SlidingWindowSpec(
+        block_size=BLOCK_TOKENS, sliding_window=20, extra_retained_tokens=3, **COMMON
+    )
+    assert groups_of(config_of([spec]), BLOCK_TOKENS) == [CacheGroup(0, 23)]
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,26 @@ def test_blocks_of_other_sizes(pieces):
                 assert receiver.unit(layer, number).count_nonzero() == 0
 
 
+def test_pages_before_a_window_are_not_written():
+    """Regression: another request could have them already; that of a peer got its bytes."""
+    chance = random.Random(3)
+    sender, receiver = Pages(1, 64, 2, 24, window=6), Pages(2, 64, 2, 24)
+    sender.memory.random_(1, 255)
+    there = chance.sample(range(1, 24), 6)
+    # Token 22 of 23 sees token 17 and later ones, from unit 4 on: the engine has freed the others.
+    for here, is_whole in (([0, 0, 7], True), ([0, 5, 7], False)):
+        with sender.open() as source, receiver.open() as target:
+            source.apply(opened(23))
+            compute([source], {0: there}, 23, chance)
+            result = expect(target, [source], {0: here}, 23).result(LIMIT_S)
+        assert result.bad == ([] if is_whole else [1, 2])
+        for layer in range(2):
+            units = [receiver.unit(layer, number) for number in range(2 * 24)]
+            assert not any(unit.count_nonzero() for unit in units[10:12])
+            for number in range(2) if is_whole else ():
+                assert units[14 + number].equal(sender.unit(layer, there[4 + number]))
+
+
 @pytest.mark.parametrize(("given", "taken"), [(1, 1), (1, 2), (2, 1), (4, 2), (2, 4), (8, 1)])
 @pytest.mark.parametrize("is_mla", [False, True])
 def test_ranks_of_other_sizes(given, taken, is_mla):

@@ -7,6 +7,7 @@ import cascadekv
 import pytest
 from cascadekv import Hints
 from cascadekv.connectors.vllm import scheduler as module
+from cascadekv.connectors.vllm import tracked
 from cascadekv.connectors.vllm.groups import CacheGroup
 from cascadekv.connectors.vllm.keys import RequestKeys, UnkeyableRequest
 from cascadekv.connectors.vllm.metadata import LoadResult, Part, SaveResult, WorkerReport
@@ -210,7 +211,7 @@ def test_a_lookup_result_is_reused_while_a_request_waits(store, monkeypatch):
     put_blocks(store, 4)
     scheduler = scheduler_of(store)
     request = prompt(100)
-    monkeypatch.setattr(module, "RESULT_MAX_AGE_S", 3600)
+    monkeypatch.setattr(tracked, "RESULT_MAX_AGE_S", 3600)
     for _ in range(50):
         assert scheduler.matched_tokens(request, 0) == (64, False)
     assert lookups(scheduler) == 1
@@ -222,14 +223,14 @@ def test_a_stale_lookup_result_is_renewed(store, monkeypatch):
     request = prompt(100)
     assert scheduler.matched_tokens(request, 0) == (64, False)
     store.clear()
-    monkeypatch.setattr(module, "RESULT_MAX_AGE_S", 0)
+    monkeypatch.setattr(tracked, "RESULT_MAX_AGE_S", 0)
     assert scheduler.matched_tokens(request, 0) == (0, False)
     # A waiting request counts once in the hit rate.
     assert lookups(scheduler) == 1
 
 
 def test_a_preempted_request_is_looked_up_again_with_its_output(store, monkeypatch):
-    monkeypatch.setattr(module, "RESULT_MAX_AGE_S", 3600)
+    monkeypatch.setattr(tracked, "RESULT_MAX_AGE_S", 3600)
     put_blocks(store, 2)
     scheduler = scheduler_of(store)
     request = prompt(100)
@@ -314,11 +315,57 @@ def test_a_second_call_after_an_asynchronous_load_plans_nothing(store):
 def test_several_groups_are_always_loaded_asynchronously(store):
     # With several groups, a synchronous load cannot report single failed blocks.
     put_blocks(store, 4)
-    groups = [CacheGroup(0), CacheGroup(1, 2)]
+    groups = [CacheGroup(0), CacheGroup(1, 20)]
     assert scheduler_of(store, groups=groups, load="sync").matched_tokens(prompt(100), 0) == (
         64,
         True,
     )
+
+
+@pytest.mark.parametrize("load", ["sync", "auto", "async"])
+def test_with_a_window_the_last_token_does_not_count_as_loaded(store, load):
+    # The engine computes it again, and keeps the pages of its window only if it is told so.
+    put_blocks(store, 4)
+    for groups in ([CacheGroup(0, 20)], [CacheGroup(0), CacheGroup(1, 20)]):
+        scheduler = scheduler_of(store, groups=groups, load=load)
+        assert scheduler.matched_tokens(prompt(64), 0) == (63, True)
+        assert scheduler.matched_tokens(prompt(64, name="own"), 48) == (15, True)
+        assert scheduler.matched_tokens(prompt(65, name="more"), 0) == (64, True)
+        request = prompt(64)
+        scheduler.matched_tokens(request, 0)
+        scheduler.plan_load(request, [TABLE] * len(groups), 63)
+        (load_,) = scheduler.plan_step(output(), "").loads
+        assert load_.blocks == {group.number: TABLE[:4] for group in groups}
+        assert load_.has_windows
+
+
+def test_a_shorter_prefix_is_loaded_only_if_its_window_is_there(store):
+    put_blocks(store, 8)
+    keys = keys_of(prompt(8))
+    keys.extend(prompt(8 * TOKENS).all_token_ids)
+    for part in PARTS:
+        # A prefix of 4 or 5 blocks needs this one, a longer one does not.
+        assert all(store.delete(keys.keys(part.name, 3, 4)))
+    groups = [CacheGroup(0, 2 * TOKENS + 1)]
+    for ratio, blocks in [(1.0, 8), (0.75, 6), (0.7, 3), (0.5, 3), (0.4, 3), (0.3, 2)]:
+        scheduler = scheduler_of(store, groups=groups, hit_ratio=ratio)
+        assert scheduler.matched_tokens(prompt(8 * TOKENS + 1), 0)[0] == blocks * TOKENS, ratio
+
+
+def test_a_load_without_a_page_for_a_needed_block_fails(store):
+    put_blocks(store, 4)
+    scheduler = scheduler_of(store, groups=[CacheGroup(0, 2 * TOKENS + 1)])
+    tables = dict.fromkeys(("whole", "before", "lacking"), TABLE[:4])
+    tables["before"] = [0, *TABLE[1:4]]
+    tables["lacking"] = [0, 0, *TABLE[2:4]]
+    for name, table in tables.items():
+        request = prompt(64, name=name)
+        assert scheduler.matched_tokens(request, 0) == (63, True)
+        scheduler.plan_load(request, [table], 63)
+    loads = {load.request: load for load in scheduler.plan_step(output(), "").loads}
+    assert {name for name, load in loads.items() if load.keys} == {"whole", "before"}
+    # The workers report all of its blocks as failed.
+    assert loads["lacking"].is_async
 
 
 def test_a_request_for_prompt_logprobs_loads_nothing(store):

@@ -285,10 +285,10 @@ def test_a_slow_node_does_not_block_steps(start, serve, monkeypatch):
     held = threading.Event()
     ask = scheduler_module.usable_prefix
 
-    def late(*arguments):
+    def late(*arguments, **sizes):
         assert threading.current_thread().name.startswith("cascade-lookup")
         assert held.wait(LIMIT_S)
-        return ask(*arguments)
+        return ask(*arguments, **sizes)
 
     monkeypatch.setattr(scheduler_module, "usable_prefix", late)
     set_lookup_timeout(engine, LIMIT_S)

@@ -110,10 +110,12 @@ def test_block_tables_are_read_in_every_format(state, tables):
 def test_groups_are_refused_where_failed_loads_cannot_be_reported(monkeypatch):
     monkeypatch.setattr(base, "KVConnectorTransferResults", None, raising=False)
     assert [vllm_versions.unsupported_groups(groups) for groups in (1, 2)] == [None, None]
+    assert vllm_versions.unsupported_groups(1, has_windows=True) is None
     # As in 0.29.
     monkeypatch.delattr(base, "KVConnectorTransferResults")
     assert vllm_versions.unsupported_groups(1) is None
     assert "use vLLM 0.30 or later" in vllm_versions.unsupported_groups(2)
+    assert "sliding window" in vllm_versions.unsupported_groups(1, has_windows=True)
 
 
 def test_every_tested_version_has_a_list_of_its_interface():

@@ -225,6 +225,27 @@ def test_with_several_groups_a_failed_block_fails_the_whole_load(store):
     engine.worker.close()
 
 
+def test_with_a_window_a_failed_block_fails_the_whole_load(saved):
+    # Regression: the engine went on at the failed block, without pages for the blocks before.
+    engine = Engine(saved, is_filled=False)
+    saved.delete(engine.keys.keys(engine.names[0], 5, 6))
+    loads = [engine.load([0, 0, 0, *LOADED[3:]], is_async=True, request="lost")]
+    loads += [engine.load(LOADED[:2], is_async=True, request="unplanned")]
+    loads += [engine.load(LOADED[:5], is_async=True, request="good")]
+    loads[1].keys = {}
+    for load in loads:
+        load.has_windows = True
+    engine.step(StepPlan(loads=loads))
+    ended, failed = set(), set()
+    while len(ended) < len(loads):
+        some, bad = arrivals(engine.worker)
+        ended |= some
+        failed |= bad
+    assert failed == {"lost", "unplanned"}
+    assert engine.worker.take_failed_pages() == set()
+    engine.worker.close()
+
+
 @pytest.mark.parametrize("is_layerwise", [False, True])
 def test_null_blocks_are_neither_read_nor_written(saved, is_layerwise):
     engine = Engine(saved, is_filled=False, options={"is_layerwise": is_layerwise})

@@ -11,12 +11,12 @@ from vllm_caches import BLOCK_TOKENS
 class Pages:
     """The pages of one worker."""
 
-    def __init__(self, pieces, unit, layers, pages):
-        """Allocate pages of zeros, layer after layer."""
+    def __init__(self, pieces, unit, layers, pages, window=None):
+        """Allocate pages of zeros, layer after layer; a window counts tokens, 4 in a unit."""
         self.unit_bytes, self.pieces, self.count = unit, pieces, pages * pieces
         self.memory = torch.zeros(layers * self.count * unit, dtype=torch.uint8)
         regions = tuple((at * self.count * unit, unit, unit) for at in range(layers))
-        part = PartPages("part", 0, regions, pieces)
+        part = PartPages("part", 0, regions, pieces, window)
         self.geometry = Geometry({}, 0, 1, 4 * pieces, 4, (part,))
 
     def unit(self, layer, number):

@@ -186,7 +186,7 @@ class CascadeHiCacheStorage(HiCacheStorage):
                 continue  # Other policies do not limit the main pool; their hits are not reported.
             window = leading if policy == "all_pages" else max(1, len(transfer.keys or ()))
             present = self._present(str(transfer.name), keys[:leading])
-            complete = complete_windows(present, window)
+            complete = complete_windows(present, lambda end, window=window: end - window)
             ends = {end for end, is_complete in enumerate(complete, 1) if is_complete}
             if ends:
                 hits[transfer.name] = max(ends)

@@ -76,19 +76,21 @@ def transfer_results(
     )
 
 
-def unsupported_groups(groups: int) -> str | None:
+def unsupported_groups(groups: int, *, has_windows: bool = False) -> str | None:
     """Return why KV in this number of groups cannot be stored; `None` if it can.
 
     vLLM 0.29 accepts failed loads as block numbers only. These do not identify a group, and its
-    scheduler requires a single one.
+    scheduler requires a single one. It goes on at the failed block, where a layer with a sliding
+    window has no pages for the blocks before.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1 import base  # noqa: PLC0415 # called once
 
-    if groups == 1 or hasattr(base, "KVConnectorTransferResults"):
+    if (groups == 1 and not has_windows) or hasattr(base, "KVConnectorTransferResults"):
         return None
+    kind = f"are in {groups} KV cache groups" if groups > 1 else "have a sliding window"
     return (
-        f"its layers are in {groups} KV cache groups, and vLLM {vllm.__version__} does not accept "
-        f"failed loads of several groups; use vLLM 0.30 or later"
+        f"its layers {kind}, and vLLM {vllm.__version__} does not accept failed loads of such "
+        f"models; use vLLM 0.30 or later"
     )
 
 

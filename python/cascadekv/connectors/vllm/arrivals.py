@@ -222,8 +222,10 @@ class Arrivals:
                 for page in pages
                 for piece in range(part.pieces)
             ][: end - first]
-            if first + len(units) != end:
+            # The engine may have no page for the last token yet, which it computes again.
+            if (first + len(units)) * self._geometry.unit_tokens < plan.tokens - 1:
                 raise GeometryError(f"{part.name}: {len(pages)} pages are not the whole prompt")
+            units += [NOT_KEPT] * (end - first - len(units))
             targets[part.name] = PartTarget(source, first, units)
         listed = page_list(targets)
         if len(listed) > LIST_BYTES_MAX:

@@ -35,12 +35,12 @@ from cascadekv.connectors.vllm.engine_config import (
     wanted_layout,
 )
 from cascadekv.connectors.vllm.events import DeferredStore, EventSource
-from cascadekv.connectors.vllm.groups import groups_of
+from cascadekv.connectors.vllm.groups import groups_of, windows_of
 from cascadekv.connectors.vllm.guarded import guarded
 from cascadekv.connectors.vllm.hbm import open_hbm
 from cascadekv.connectors.vllm.identity import adapter_fingerprint, manifest_of
 from cascadekv.connectors.vllm.keys import RequestKeys, features_of, origin_of
-from cascadekv.connectors.vllm.layout import HeldPart, LayoutError, describe, group_specs
+from cascadekv.connectors.vllm.layout import HeldPart, LayoutError, describe
 from cascadekv.connectors.vllm.memory import GpuPages, HostMemory, memory_of
 from cascadekv.connectors.vllm.metadata import (
     Part,
@@ -50,8 +50,9 @@ from cascadekv.connectors.vllm.metadata import (
     WorkerReport,
 )
 from cascadekv.connectors.vllm.metrics import CascadePromMetrics, CascadeStats, GpuCounts
+from cascadekv.connectors.vllm.pinned_pages import PinnedPages
 from cascadekv.connectors.vllm.registration import ManifestRegistration
-from cascadekv.connectors.vllm.scheduler import Scheduler, SchedulerSettings
+from cascadekv.connectors.vllm.scheduler import Scheduler
 from cascadekv.connectors.vllm.settings import read_connector_settings
 from cascadekv.connectors.vllm.store import EngineStore, PrivateNode, private_socket
 from cascadekv.connectors.vllm.transfer_setup import offered, open_transfers, transfers_between
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -100,6 +102,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         self._namespaces: dict[str, Namespace] = {}
         self._scheduler: Scheduler | None = None
         self._transfers: TransferRequests | None = None
+        self._pins = PinnedPages()
         self._worker: Worker | None = None
         self._gpu_counts = GpuCounts()
         self._parts: list[HeldPart] = []
@@ -219,7 +222,9 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         """Receive the workers' descriptions, and start the scheduler's side."""
         facts = [each for each in metadata.values() if isinstance(each, WorkerFacts)]
         refusal = next((each.refusal for each in facts if each.refusal), None)
-        refusal = refusal or versions.unsupported_groups(len(self._kv_cache_config.kv_cache_groups))
+        cache = self._kv_cache_config
+        groups, has_windows = len(cache.kv_cache_groups), bool(windows_of(cache))
+        refusal = refusal or versions.unsupported_groups(groups, has_windows=has_windows)
         if refusal is None and len({_canonical(each.manifest) for each in facts}) != 1:
             refusal = "the compatibility manifests of its workers differ"
         if refusal is not None or not facts:
@@ -227,6 +232,11 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             _LOG.warning("Cascade: this engine's KV is not stored: %s", reason)
             return
         self._start_scheduler(facts)
+
+    @guarded(lambda: None)
+    def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
+        """Receive the pool of the engine's pages."""
+        self._pins.attach(gpu_block_pool)
 
     @guarded(lambda: None)
     def on_new_request(self, request: "Request") -> None:
@@ -322,7 +332,6 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             self._transfers,
             request,
             block_ids,
-            block_tokens=self._block_tokens,
             settings=(str(self._kv_transfer_config.engine_id), self.settings.transfer),
             failures=self._failures,
         )
@@ -429,8 +438,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         attached = [(held, memory_of(memory, held.regions, pages)) for held in self._parts]
         manifest = manifest_of(self._vllm_config, cache, self.settings.weights, pieces)
         self._manifest = manifest
-        layers = [list(specs) for specs in group_specs(cache)]
-        held = self._parts, manifest, layers
+        held = self._parts, manifest, cache
         transfers = open_transfers(self._vllm_config, self.settings, held, memory, pieces)
         self._worker = Worker(
             self._store.store,
@@ -462,30 +470,24 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             for part in each.parts
         }
         settings = self.settings
-        scheduler_settings = SchedulerSettings(
-            load_mode(self._vllm_config, settings),
-            settings.hit_ratio,
-            settings.min_tokens,
-            settings.lite,
-            settings.loads_max,
-            settings.blocks_max,
-            settings.lookahead,
-            settings.lookup_timeout,
-        )
         try:
             groups = groups_of(self._kv_cache_config, self._block_tokens, self._context_size)
         except LayoutError as reason:
             _LOG.warning("Cascade: this engine's KV is not stored: %s", reason)
             return
         self._transfers = transfers_between(
-            str(self._kv_transfer_config.engine_id), settings, facts, self._failures
+            str(self._kv_transfer_config.engine_id),
+            settings,
+            facts,
+            (groups, self._block_tokens, self._pins),
+            self._failures,
         )
         self._scheduler = Scheduler(
             self._store.store,
             list(parts.values()),
             groups,
             functools.partial(self._keys_of, list(parts)),
-            scheduler_settings,
+            settings.for_scheduler(load_mode(self._vllm_config, settings)),
             block_tokens=self._block_tokens,
             choose=self._choose,
             hints_of=self._hints_of,

@@ -25,6 +25,7 @@ from cascadekv.connectors.vllm.peer_workers import (
     left,
 )
 from cascadekv.connectors.vllm.transfer_geometry import Geometry, GeometryError, PartPages
+from cascadekv.connectors.windows import first_needed_block, next_computed_token
 
 __all__ = ["DecodeWorker", "Target"]
 
@@ -135,7 +136,11 @@ class DecodeWorker:
         if wanted is None:
             raise GeometryError(f"the decode engine wants nothing of {part.name}")
         theirs, places = wanted
-        here, there = _page_lists(part, places, tables, first, end)
+        following = next_computed_token(announced.tokens, announced.tokens)
+        needed = first_needed_block(following, part.window, self._geometry.block_tokens)
+        # Pages before the window may be other requests' by now.
+        table = [0] * needed + list(tables.get(part.group, ())[needed:])
+        here, there = _page_lists(part, places, table, first, end)
         notice = Written(announced.push, part.name, layer, first, end).to_message()
         runs = part.runs(theirs, PAGES, announced.window, layer)
         native = target.connection.native
@@ -216,12 +221,11 @@ class DecodeWorker:
 def _page_lists(
     part: PartPages,
     places: PartTarget,
-    tables: Mapping[int, Sequence[int]],
+    table: Sequence[int],
     first: int,
     end: int,
 ) -> tuple[list[int], list[int]]:
     """Return the units here and at the peer. Raises `GeometryError` if one is not here."""
-    table = tables.get(part.group, ())
     here: list[int] = []
     there: list[int] = []
     for unit in range(first, end):

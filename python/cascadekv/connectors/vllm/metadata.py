@@ -81,6 +81,8 @@ class Load:
     """If set, the blocks are read from a prefill engine instead of the store."""
     push: PushPlan | None = None
     """If set, a prefill engine writes the blocks."""
+    has_windows: bool = False
+    """Whether a group has a sliding window: then the load succeeds or fails as a whole."""
 
 
 @dataclass(slots=True)

@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cascadekv import CascadeError, Hints, Store, part_of_trace
@@ -19,7 +18,13 @@ from cascadekv.connectors import vllm_versions as versions
 from cascadekv.connectors.failures import FailureLog
 from cascadekv.connectors.vllm.announcements import PushPlan
 from cascadekv.connectors.vllm.background import BackgroundThread
-from cascadekv.connectors.vllm.groups import CacheGroup, usable_prefix
+from cascadekv.connectors.vllm.groups import (
+    CacheGroup,
+    UsablePrefix,
+    lacks_pages,
+    pages_of,
+    usable_prefix,
+)
 from cascadekv.connectors.vllm.keys import RequestKeys, UnkeyableRequest
 from cascadekv.connectors.vllm.metadata import (
     SLOW_TIERS,
@@ -32,8 +37,10 @@ from cascadekv.connectors.vllm.metadata import (
 )
 from cascadekv.connectors.vllm.metrics import CascadeStats
 from cascadekv.connectors.vllm.offers import PullPlan
+from cascadekv.connectors.vllm.settings import SchedulerSettings
 from cascadekv.connectors.vllm.tracked import LookupResult, PendingLookup, TrackedRequest
 from cascadekv.connectors.vllm.transfer_requests import TransferRequests
+from cascadekv.connectors.windows import next_computed_token
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -42,8 +49,6 @@ if TYPE_CHECKING:
 __all__ = ["Scheduler", "SchedulerSettings"]
 
 _LOG = logging.getLogger("vllm.cascade")
-RESULT_MAX_AGE_S = 1.0
-"""How long a lookup result is valid while the request waits."""
 LOOKAHEAD_BUDGET_S = 0.02
 """Most time that lookahead for one request takes; a store that needs longer is overloaded."""
 LOOKUP_WAIT_S = 0.002
@@ -54,21 +59,6 @@ PEERS = "peers"
 """The name of the tier of pages in another engine."""
 SAVE_RETRY_S = 5.0
 """Delay before a request's blocks are saved again after a save that stored none of them."""
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerSettings:
-    """The operator's settings for the scheduler's side."""
-
-    load: str = "auto"
-    hit_ratio: float = 1.0
-    min_tokens: int = 0
-    is_lite: bool = False
-    loads_max: int = 8192
-    blocks_max: int = 524_288
-    lookahead_s: float = 30.0
-    lookup_s: float = 0.1
-    """Deadline of a lookup in a background thread; a miss after that."""
 
 
 class Scheduler:
@@ -97,6 +87,7 @@ class Scheduler:
         self._store = store
         self._parts = list(parts)
         self._groups = list(groups)
+        self._has_windows = any(group.window is not None for group in groups)
         self._keys_of = keys_of
         self._settings = settings
         self._block_tokens = block_tokens
@@ -122,7 +113,7 @@ class Scheduler:
         Lookahead prefetches its blocks, and keeps those in memory there for a bounded time.
         """
         if self._transfers is not None:
-            self._transfers.add(request, self._block_tokens)
+            self._transfers.add(request)
         tracked = self._track(request)
         if tracked is None or not tracked.keys.blocks or not self._is_long_enough(request):
             return
@@ -174,7 +165,7 @@ class Scheduler:
         pulled = self._tokens_to_pull(tracked, computed_tokens)
         if pulled:
             return pulled, True
-        if not _is_fresh(tracked.result, request):
+        if tracked.result is None or not tracked.result.is_fresh(request.num_preemptions):
             result = self._look_up(tracked)
             if result is None:
                 return None, False
@@ -182,13 +173,25 @@ class Scheduler:
         computed = computed_tokens // self._block_tokens
         self._log_lookup(tracked, computed)
         first, last, is_async = self._blocks_to_load(tracked, request, computed)
-        if last <= first or not tracked.may_load or request.skip_reading_prefix_cache:
+        tokens = self._tokens_to_load(request, last * self._block_tokens) - computed_tokens
+        if tokens <= 0 or not tracked.may_load or request.skip_reading_prefix_cache:
             return 0, False
         if is_async and not self._may_load_async(last - first):
             self.stats.count("declined_blocks", last - first)
             return 0, False
         tracked.load, tracked.is_async = (first, last), is_async
-        return last * self._block_tokens - computed_tokens, is_async
+        return tokens, is_async
+
+    def _tokens_to_load(self, request: "Request", prefix_tokens: int) -> int:
+        """Return how many tokens of a prefix the engine is told to be loaded.
+
+        If these are all tokens of a request, the engine computes the last one again, but keeps the
+        windows for the token after it, and its page for the first token of the window may be none.
+        With windows it is therefore told of one token less.
+        """
+        if not self._has_windows:
+            return prefix_tokens
+        return next_computed_token(prefix_tokens, request.num_tokens)
 
     def plan_load(
         self, request: "Request", tables: Sequence[Sequence[int]], external_tokens: int
@@ -213,10 +216,21 @@ class Scheduler:
             tracked.is_async,
             first,
             {},
-            _select(tables, self._groups, first, last),
+            pages_of(tables, self._groups, first, last),
             result.tiers[last - 1] if last <= len(result.tiers) else "",
             trace=tracked.trace,
+            has_windows=self._has_windows,
         )
+        loaded = first * self._block_tokens + external_tokens
+        following = next_computed_token(loaded, request.num_tokens)
+        if lacks_pages(load.blocks, self._groups, (first, following, self._block_tokens)):
+            # The workers report all blocks of a load without keys as failed.
+            self._failures.count("planning a load", "the engine keeps no page for a needed block")
+            self._loads.append(load)
+            if self._transfers is not None:
+                self._transfers.give_back(request.request_id)
+            tracked.offer = None
+            return
         if tracked.offer is not None and self._transfers is not None:
             load.tier = PEERS
             if isinstance(tracked.offer, PushPlan):
@@ -350,9 +364,12 @@ class Scheduler:
         if self._transfers is None or not tracked.may_load or request.skip_reading_prefix_cache:
             return 0
         offer = self._transfers.offer(request)
-        tokens = 0 if offer is None else offer.tokens - computed_tokens
+        if offer is None:
+            return 0
+        end = self._tokens_to_load(request, offer.tokens)
+        tokens = end - computed_tokens
         first = computed_tokens // self._block_tokens
-        last = first if offer is None else -(-offer.tokens // self._block_tokens)
+        last = -(-end // self._block_tokens)
         if tokens <= 0 or not self._may_load_async(last - first):
             return 0
         tracked.load, tracked.offer, tracked.is_async = (first, last), offer, True
@@ -418,73 +435,71 @@ class Scheduler:
         """Look up a request; `None` while the lookup is in flight."""
         preemptions = tracked.request.num_preemptions
         if not tracked.keys.blocks or not self._is_long_enough(tracked.request):
-            return LookupResult(0, (), preemptions, time.monotonic())
+            return LookupResult(UsablePrefix(), preemptions, time.monotonic())
         if self._background is None:
             started = time.perf_counter()
-            tiers = self._query(tracked.keys, tracked.keys.blocks, tracked.hints, tracked.trace)
-            return self._count_lookup(tracked, tiers, time.perf_counter() - started)
+            tokens = tracked.request.num_tokens
+            prefix = self._query(tracked.keys, tokens, tracked.hints, tracked.trace)
+            return self._count_lookup(tracked, prefix, time.perf_counter() - started)
         pending = tracked.pending
         if pending is None or pending.preemptions != preemptions:
             is_idle = self._background.is_idle
             pending = self._start_lookup(tracked, self._background)
             if pending is None:
-                return self._count_lookup(tracked, (), 0.0)
+                return self._count_lookup(tracked, UsablePrefix(), 0.0)
             # A node on this host usually answers at once, which saves the request a step. A late
             # answer is not a failure: the next steps use it, until the deadline of the lookup.
             if is_idle:
-                wait([pending.tiers], LOOKUP_WAIT_S)
+                wait([pending.prefix], LOOKUP_WAIT_S)
         seconds = time.perf_counter() - pending.started
-        if pending.tiers.done() and not pending.tiers.cancelled():
+        if pending.prefix.done() and not pending.prefix.cancelled():
             tracked.pending = None
-            return self._count_lookup(tracked, pending.tiers.result(), seconds)
+            return self._count_lookup(tracked, pending.prefix.result(), seconds)
         if seconds < self._settings.lookup_s:
             return None
-        pending.tiers.cancel()
+        pending.prefix.cancel()
         tracked.pending = None
         self.stats.count("lookup_timeouts")
         self._failures.count("looking up", "no result before the deadline")
-        return self._count_lookup(tracked, (), seconds)
+        return self._count_lookup(tracked, UsablePrefix(), seconds)
 
     def _start_lookup(
         self, tracked: TrackedRequest, background: BackgroundThread
     ) -> PendingLookup | None:
-        query = functools.partial(
-            self._query, tracked.keys, tracked.keys.blocks, tracked.hints, tracked.trace
-        )
-        tiers = background.submit(query)
-        if tiers is None:
+        tokens = tracked.request.num_tokens
+        query = functools.partial(self._query, tracked.keys, tokens, tracked.hints, tracked.trace)
+        prefix = background.submit(query)
+        if prefix is None:
             tracked.pending = None
         else:
             preemptions = tracked.request.num_preemptions
-            tracked.pending = PendingLookup(tiers, time.perf_counter(), preemptions)
+            tracked.pending = PendingLookup(prefix, time.perf_counter(), preemptions)
         return tracked.pending
 
     def _query(
-        self, keys: RequestKeys, blocks: int, hints: Hints, trace: str | None
-    ) -> tuple[str, ...]:
-        """Query the store for the leading blocks; a failure is a miss.
-
-        `blocks` limits the result, because `keys` may grow while a background thread runs this.
-        """
+        self, keys: RequestKeys, tokens: int, hints: Hints, trace: str | None
+    ) -> UsablePrefix:
+        """Query the store for the leading blocks of so many tokens; a failure is a miss."""
         store = self._store()
         if store is None:
-            return ()
+            return UsablePrefix()
+        sizes = {"tokens": tokens, "block_tokens": self._block_tokens}
         try:
             with part_of_trace(trace):
-                return usable_prefix(store, self._groups, self._parts, keys, hints)[:blocks]
+                return usable_prefix(store, self._groups, self._parts, keys, hints, **sizes)
         except CascadeError as error:
             self._failures.count("looking up", error)
-            return ()
+            return UsablePrefix()
 
     def _count_lookup(
-        self, tracked: TrackedRequest, tiers: tuple[str, ...], seconds: float
+        self, tracked: TrackedRequest, prefix: UsablePrefix, seconds: float
     ) -> LookupResult:
         preemptions = tracked.request.num_preemptions
         if tracked.lookup_counted != preemptions:
             tracked.lookup_counted = preemptions
-            blocks, hits = tracked.keys.blocks, len(tiers)
+            blocks, hits = tracked.keys.blocks, len(prefix.tiers)
             self.stats.lookup(blocks=blocks, hit_blocks=hits, seconds=seconds)
-        return LookupResult(len(tiers), tiers, preemptions, time.monotonic())
+        return LookupResult(prefix, preemptions, time.monotonic())
 
     def _log_lookup(self, tracked: TrackedRequest, computed: int) -> None:
         """Log a request's hits once, in the format of UCM's log line."""
@@ -512,15 +527,19 @@ class Scheduler:
         if self._settings.is_lite or result.blocks <= computed:
             return computed, computed, False
         full_blocks = request.num_tokens // self._block_tokens
-        last = min(result.blocks, int(full_blocks * self._settings.hit_ratio))
+        last = result.prefix.longest(int(full_blocks * self._settings.hit_ratio))
         chosen = self._choose(result.tiers[computed:last], request.num_tokens) + computed
+        # A shorter prefix may lack blocks of a window.
+        chosen = result.prefix.longest(chosen)
         if is_first_choice:
             self.stats.count("declined_blocks", max(0, last - chosen))
         last = chosen
         is_whole_request = last * self._block_tokens >= request.num_tokens
         is_slow = not SLOW_TIERS.isdisjoint(result.tiers[computed:last])
-        # With several groups, a synchronous load cannot report single failed blocks.
-        is_async = len(self._groups) > 1 or self._settings.load == "async"
+        # Only an asynchronous load can fail as a whole. With several groups, the engine accepts no
+        # single failed blocks. With a window, it would go on at the failed block, without pages for
+        # the blocks before it.
+        is_async = len(self._groups) > 1 or self._has_windows or self._settings.load == "async"
         is_async = is_async or (self._settings.load == "auto" and (is_whole_request or is_slow))
         if not is_async:
             # The step that loads must also compute a token. After an asynchronous load, the engine
@@ -564,21 +583,7 @@ class Scheduler:
             first,
             {part.name: keys.raw(part.name, first, last) for part in self._parts},
             {part.name: keys.parent(part.name, first) for part in self._parts},
-            _select(tables, self._groups, first, last),
-            _select(tables, self._groups, 0, last),
+            pages_of(tables, self._groups, first, last),
+            pages_of(tables, self._groups, 0, last),
             trace=tracked.trace,
         )
-
-
-def _is_fresh(result: LookupResult | None, request: "Request") -> bool:
-    """Whether a lookup result is still valid."""
-    if result is None or result.preemptions != request.num_preemptions:
-        return False
-    return time.monotonic() < result.at + RESULT_MAX_AGE_S
-
-
-def _select(
-    tables: Sequence[Sequence[int]], groups: Sequence[CacheGroup], first: int, last: int
-) -> dict[int, list[int]]:
-    """Return blocks `first` to `last` of each group's table, the latter excluded."""
-    return {group.number: list(tables[group.number][first:last]) for group in groups}

@@ -15,7 +15,7 @@ from cascadekv.errors import ConfigError
 from cascadekv.messages import advice
 from cascadekv.transfer import Tls
 
-__all__ = ["ConnectorSettings", "read_connector_settings"]
+__all__ = ["ConnectorSettings", "SchedulerSettings", "read_connector_settings"]
 
 UCM_KEY = "UCM_CONFIG_FILE"
 SECONDS_MIN, SECONDS_MAX = 0.001, 3600.0
@@ -71,6 +71,21 @@ _OWN = {
     "cascade.blocks_max": _COUNT,
 }
 """The connector's own keys, and the valid values of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    """The operator's settings for the scheduler's side."""
+
+    load: str = "auto"
+    hit_ratio: float = 1.0
+    min_tokens: int = 0
+    is_lite: bool = False
+    loads_max: int = 8192
+    blocks_max: int = 524_288
+    lookahead_s: float = 30.0
+    lookup_s: float = 0.1
+    """Deadline of a lookup in a background thread; a miss after that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +187,19 @@ class ConnectorSettings:
     def read_secret(self) -> bytes | None:
         """Read the tenant's secret; `None` without one."""
         return None if self.secret_file is None else Path(self.secret_file).read_bytes().strip()
+
+    def for_scheduler(self, load: str) -> SchedulerSettings:
+        """Return the settings for the scheduler's side; `load` says when it loads."""
+        return SchedulerSettings(
+            load,
+            self.hit_ratio,
+            self.min_tokens,
+            self.lite,
+            self.loads_max,
+            self.blocks_max,
+            self.lookahead,
+            self.lookup_timeout,
+        )
 
 
 def read_connector_settings(extra: Mapping[str, object]) -> ConnectorSettings:

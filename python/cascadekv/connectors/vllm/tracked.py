@@ -1,11 +1,13 @@
 """What the scheduler's side knows of a request: keys, lookup, and what is planned for it."""
 
+import time
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cascadekv import Hints
 from cascadekv.connectors.vllm.announcements import PushPlan
+from cascadekv.connectors.vllm.groups import UsablePrefix
 from cascadekv.connectors.vllm.keys import RequestKeys
 from cascadekv.connectors.vllm.offers import Offer
 
@@ -14,26 +16,41 @@ if TYPE_CHECKING:
 
 __all__ = ["LookupResult", "PendingLookup", "TrackedRequest"]
 
+RESULT_MAX_AGE_S = 1.0
+"""How long a lookup result is valid while the request waits."""
+
 
 @dataclass(frozen=True, slots=True)
 class LookupResult:
     """The result of a lookup."""
 
-    blocks: int = 0
-    """Number of leading blocks of the request that are stored and that every group can use."""
-    tiers: tuple[str, ...] = ()
-    """The slowest tier of each of these blocks."""
+    prefix: UsablePrefix = field(default_factory=UsablePrefix)
+    """The leading blocks of the request that are stored and that every group can use."""
     preemptions: int = 0
     """The request's preemptions at the time of the lookup."""
     at: float = 0.0
     """The time of the lookup, by the monotonic clock."""
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """The slowest tier of each of these blocks."""
+        return self.prefix.tiers
+
+    @property
+    def blocks(self) -> int:
+        """Number of these blocks."""
+        return len(self.prefix.tiers)
+
+    def is_fresh(self, preemptions: int) -> bool:
+        """Whether the result is still valid, for a request with so many preemptions."""
+        return self.preemptions == preemptions and time.monotonic() < self.at + RESULT_MAX_AGE_S
 
 
 @dataclass(slots=True)
 class PendingLookup:
     """A lookup in flight."""
 
-    tiers: Future[tuple[str, ...]]
+    prefix: Future[UsablePrefix]
     started: float
     """By the performance counter."""
     preemptions: int

@@ -35,6 +35,8 @@ class PartPages:
     """By layer: offset of page 0, distance between units, bytes of a unit."""
     pieces: int
     """Units of a block."""
+    window: int | None = None
+    """Tokens that a token sees in these layers, with itself; `None`: all. Of this engine's only."""
 
     @property
     def block_bytes(self) -> int:
@@ -85,11 +87,15 @@ class Geometry:
         workers: int,
         block_tokens: int,
         pieces: int,
+        windows: Mapping[int, int] | None = None,
     ) -> "Geometry":
-        """Describe a worker whose blocks are `pieces` blocks of the attention backend each."""
+        """Describe a worker whose blocks are `pieces` blocks of the attention backend each.
+
+        `windows` are the groups that have a sliding window.
+        """
         attention = manifest.get("attention", "").partition(";")[0]
         facts = {name: text for name, text in manifest.items() if name not in _OWN_FIELDS}
-        parts = tuple(_part(each, pieces) for each in held)
+        parts = tuple(_part(each, pieces, (windows or {}).get(each.part.group)) for each in held)
         own = {**facts, "attention": attention}
         return cls(own, rank, workers, block_tokens, block_tokens // pieces, parts)
 
@@ -171,7 +177,7 @@ class Geometry:
         return here, there
 
 
-def _part(held: "HeldPart", pieces: int) -> PartPages:
+def _part(held: "HeldPart", pieces: int, window: int | None) -> PartPages:
     regions: list[tuple[int, int, int]] = []
     for region in held.regions:
         if pieces > 1 and region.stride != region.page_bytes:
@@ -179,4 +185,4 @@ def _part(held: "HeldPart", pieces: int) -> PartPages:
                 f"{held.part.name}: blocks of {pieces} pieces are not contiguous in this layout"
             )
         regions.append((region.offset, region.stride // pieces, region.page_bytes // pieces))
-    return PartPages(held.part.name, held.part.group, tuple(regions), pieces)
+    return PartPages(held.part.name, held.part.group, tuple(regions), pieces, window)

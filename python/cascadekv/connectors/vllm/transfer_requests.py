@@ -9,11 +9,12 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from cascadekv.connectors.failures import FailureLog
 from cascadekv.connectors.vllm.announcements import PushPlan
+from cascadekv.connectors.vllm.groups import CacheGroup
 from cascadekv.connectors.vllm.leases import LEASES_MAX
 from cascadekv.connectors.vllm.offers import (
     Computed,
@@ -26,6 +27,8 @@ from cascadekv.connectors.vllm.offers import (
     wants_decode,
     wants_prefill,
 )
+from cascadekv.connectors.vllm.pinned_pages import PinnedPages
+from cascadekv.connectors.windows import first_needed_block, next_computed_token
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -49,6 +52,8 @@ class _Given:
     """Of the prompt; `None` if other engines may not use its KV."""
     is_ended: bool = False
     """Whether the request has finished and its pages are offered."""
+    tables: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    """By group: the page of each block in the last step that computed the request."""
 
 
 @dataclass(slots=True)
@@ -63,11 +68,14 @@ class _Taken:
 class TransferRequests:
     """The requests of one engine whose KV moves between engines. Used by the scheduler's thread."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 # each is named by its caller
         self,
         engine: str,
         workers: Sequence[tuple[str, str]],
+        groups: Sequence[CacheGroup],
+        pins: PinnedPages,
         *,
+        block_tokens: int,
         token: bytes | None,
         lease_s: float,
         digest_of: Callable[["Request"], str | None],
@@ -75,6 +83,9 @@ class TransferRequests:
         """`workers` has the address and endpoint of each worker; `digest_of` digests a prompt."""
         self._engine = engine
         self._workers = list(workers)
+        self._groups = list(groups)
+        self._pins = pins
+        self._block_tokens = block_tokens
         self._token = token
         self._lease_s = lease_s
         self._digest_of = digest_of
@@ -95,7 +106,7 @@ class TransferRequests:
 
     # Pages of this engine.
 
-    def add(self, request: "Request", block_tokens: int) -> None:
+    def add(self, request: "Request") -> None:
         """Read the offer to a new request, or open a lease if another engine will read its pages.
 
         The offer is renewed while the request waits, and given back if it ends before its turn.
@@ -105,7 +116,7 @@ class TransferRequests:
         if request.request_id in self._given or not wants_decode(params):
             return
         name = transfer_name(params, request.request_id)
-        if request.num_prompt_tokens < block_tokens:
+        if request.num_prompt_tokens < self._block_tokens:
             self._plan.refused.append(name)
             return
         if not self._free:
@@ -128,8 +139,8 @@ class TransferRequests:
         if given is None or given.is_ended or given.digest is None:
             return
         first = request.num_computed_tokens
-        pages = {group: list(table) for group, table in enumerate(tables)}
-        computed = Computed(request.request_id, first, first + tokens, pages)
+        given.tables = {group: list(table) for group, table in enumerate(tables)}
+        computed = Computed(request.request_id, first, first + tokens, given.tables)
         self._plan.computed.append(computed)
 
     @property
@@ -144,11 +155,12 @@ class TransferRequests:
 
     def stop(self, requests: Iterable[str]) -> None:
         """Note that requests lose their pages before the next step."""
-        self._plan.stopped += [request for request in requests if request in self._given]
+        for request in requests:
+            if request in self._given:
+                self._plan.stopped.append(request)
+                self._given[request].tables = {}
 
-    def finish(
-        self, request: "Request", pages: Sequence[Sequence[int]], block_tokens: int
-    ) -> dict[str, Any] | None:
+    def finish(self, request: "Request", pages: Sequence[Sequence[int]]) -> dict[str, Any] | None:
         """Return the offer of a request that ends, whose pages must be kept; `None` without one."""
         self.give_back(request.request_id)
         self._taken.pop(request.request_id, None)
@@ -165,16 +177,16 @@ class TransferRequests:
             "FINISHED_LENGTH_CAPPED",
         )
         digest = given.digest if is_whole else None
-        if digest is None:
+        blocks = None if digest is None else self._keep(request, given, pages)
+        if digest is None or blocks is None:
             self._plan.dropped.append(request.request_id)
             self._close(request.request_id)
             return None
-        blocks = -(-tokens // block_tokens)
         offer = Offer(
             self._engine,
             request.request_id,
             self._workers,
-            [list(group[:blocks]) for group in pages],
+            blocks,
             tokens,
             given.slot,
             given.lease,
@@ -187,12 +199,43 @@ class TransferRequests:
         self._plan.ended.append((request.request_id, self._lease_s))
         return params
 
+    def _keep(
+        self, request: "Request", given: _Given, pages: Sequence[Sequence[int]]
+    ) -> list[list[int]] | None:
+        """Return the page of each block by group, 0 for one that a decode engine does not need.
+
+        Pins those that the engine has just freed. `None` if it has freed one before.
+        """
+        tokens = request.num_prompt_tokens
+        following = next_computed_token(tokens, tokens)
+        blocks = -(-tokens // self._block_tokens)
+        kept: list[list[int]] = []
+        freed: list[int] = []
+        for group, table in zip(self._groups, pages, strict=True):
+            first = first_needed_block(following, group.window, self._block_tokens)
+            needed = list(table[first:blocks])
+            # They were the request's in its last step, so no other request has had them since.
+            before = given.tables.get(group.number, [])[first:blocks]
+            for at, page in enumerate(before[: len(needed)]):
+                if not needed[at]:
+                    needed[at] = page
+                    freed.append(page)
+            if len(needed) < blocks - first or not all(needed):
+                self._failures.count("offering pages", "the engine has freed a page of a window")
+                return None
+            kept.append([0] * first + needed)
+        if freed and not self._pins.pin(request.request_id, freed):
+            self._failures.count("offering pages", "a page of a window cannot be kept")
+            return None
+        return kept
+
     def sent(self, requests: Iterable[str]) -> None:
         """Forget leases that have ended in all workers."""
         for request in requests:
             self._close(request)
 
     def _close(self, request: str) -> None:
+        self._pins.unpin(request)
         given = self._given.pop(request, None)
         if given is not None:
             self._free.append(given.slot)

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from cascadekv import CascadeError
 from cascadekv.connectors.failures import FailureLog
+from cascadekv.connectors.vllm.groups import CacheGroup, windows_of
 from cascadekv.connectors.vllm.identity import adapter_fingerprint
 from cascadekv.connectors.vllm.keys import UnkeyableRequest, features_of, origin_of
-from cascadekv.connectors.vllm.layout import HeldPart
+from cascadekv.connectors.vllm.layout import HeldPart, group_specs
 from cascadekv.connectors.vllm.metadata import WorkerFacts
 from cascadekv.connectors.vllm.offers import params_without_pages, prompt_digest, wants_decode
+from cascadekv.connectors.vllm.pinned_pages import PinnedPages
 from cascadekv.connectors.vllm.settings import ConnectorSettings
 from cascadekv.connectors.vllm.transfer_geometry import Geometry, GeometryError
 from cascadekv.connectors.vllm.transfer_requests import TransferRequests
@@ -22,6 +24,7 @@ from cascadekv.transfer import Rdma
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
 __all__ = ["offered", "open_transfers", "transfers_between"]
@@ -32,15 +35,14 @@ _LOG = logging.getLogger("vllm.cascade")
 def open_transfers(
     config: "VllmConfig",
     settings: ConnectorSettings,
-    held: tuple[Sequence[HeldPart], Mapping[str, str], Sequence[Sequence[str]]],
+    held: tuple[Sequence[HeldPart], Mapping[str, str], "KVCacheConfig"],
     memory: "torch.Tensor",
     pieces: int,
 ) -> Transfers | None:
     """Let other engines read and write a worker's pages, if the settings say so.
 
-    `held` are its parts, the manifest, and the names of the layers of each group in the order of
-    the parts' regions; `pieces` is the number of the attention backend's blocks
-    in one block of the engine. Raises `ConfigError`.
+    `held` are its parts, the manifest and the engine's cache; `pieces` is the number of the
+    attention backend's blocks in one block of the engine. Raises `ConfigError`.
     """
     if settings.transfer != "direct":
         return None
@@ -50,7 +52,9 @@ def open_transfers(
             "use cascade.transfer: node"
         )
         return None
-    parallel, (parts, manifest, groups) = config.parallel_config, held
+    parallel, (parts, manifest, cache) = config.parallel_config, held
+    # In the order of the parts' regions.
+    layers = [list(specs) for specs in group_specs(cache)]
     host, _, port = settings.transfer_listen.rpartition(":")
     listen = f"{host}:{int(port) + parallel.rank}" if int(port) else f"{host}:0"
     try:
@@ -61,6 +65,7 @@ def open_transfers(
             workers=parallel.world_size,
             block_tokens=config.cache_config.block_size * parallel.decode_context_parallel_size,
             pieces=pieces,
+            windows=windows_of(cache),
         )
         use = settings.transfer_rdma
         return Transfers(
@@ -70,34 +75,44 @@ def open_transfers(
             token=settings.read_transfer_token(),
             tls=settings.transfer_tls(),
             rdma=None if use == "off" else Rdma(use="require" if use == "require" else "prefer"),
-            layers=[groups[held.part.group] for held in parts],
+            layers=[layers[each.part.group] for each in parts],
         )
     except (CascadeError, GeometryError, OSError, ValueError) as error:
         raise ConfigError(f"cascade.transfer: direct, at {listen}: {error}") from error
 
 
 def transfers_between(
-    engine: str, settings: ConnectorSettings, facts: Sequence[WorkerFacts], failures: FailureLog
+    engine: str,
+    settings: ConnectorSettings,
+    facts: Sequence[WorkerFacts],
+    held: tuple[Sequence[CacheGroup], int, PinnedPages],
+    failures: FailureLog,
 ) -> TransferRequests | None:
-    """Return the scheduler's side, if all workers let decode engines read their pages."""
+    """Return the scheduler's side, if all workers let decode engines read their pages.
+
+    `held` are the engine's KV cache groups, the tokens of a block, and what pins pages.
+    """
+    groups, block_tokens, pins = held
     listeners = [each.listener for each in facts if each.listener is not None]
     if len(listeners) < len(facts):
         return None
     return TransferRequests(
         engine,
         listeners,
+        groups,
+        pins,
+        block_tokens=block_tokens,
         token=settings.read_transfer_token(),
         lease_s=settings.transfer_lease,
         digest_of=functools.partial(_digest_of, failures),
     )
 
 
-def offered(  # noqa: PLR0913 # each is named by its caller
+def offered(
     transfers: TransferRequests | None,
     request: "Request",
     pages: Sequence[Sequence[int]],
     *,
-    block_tokens: int,
     settings: tuple[str, str],
     failures: FailureLog,
 ) -> tuple[bool, dict[str, Any] | None]:
@@ -106,7 +121,7 @@ def offered(  # noqa: PLR0913 # each is named by its caller
     `settings` are the engine's ID and `cascade.transfer`.
     """
     if transfers is not None:
-        params = transfers.finish(request, pages, block_tokens)
+        params = transfers.finish(request, pages)
         if params is not None:
             return True, params
     if not wants_decode(request.kv_transfer_params):

@@ -346,8 +346,9 @@ class Worker:
             loaded, load = self._result_of(running, future.result), running.load
             ended.append(running)
             self._report.loaded.append(loaded)
-            if loaded.bad and len(load.blocks) > 1:
-                # With several groups, the engine does not accept single failed pages.
+            if loaded.bad and (len(load.blocks) > 1 or load.has_windows):
+                # With several groups, the engine does not accept single failed pages. With a
+                # window, it has no pages for the blocks before a failed one.
                 failed.add(request)
             for pages in load.blocks.values() if request not in failed else ():
                 self._failed_pages |= {pages[at - load.first] for at in loaded.bad} - {0}
@@ -485,6 +486,9 @@ class Worker:
     ) -> LoadResult:
         started, cpu = time.perf_counter(), time.thread_time()
         load = running.load
+        if not load.keys:
+            # The scheduler could not plan it.
+            return running.failed()
         for name, (held, memory) in self._parts.items():
             pages = load.blocks[held.part.group]
             needed = [at for at in range(len(pages)) if pages[at]]
