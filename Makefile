@@ -53,7 +53,7 @@ PROFILE ?= release
 STRIP ?= --strip
 STRIP_PROGRAM = $(if $(STRIP),-- -C strip=symbols)
 # Limits of stripped wheels in bytes.
-WHEEL_LIMIT_dist := 10000000
+WHEEL_LIMIT_dist := 11000000
 WHEEL_LIMIT_release := 12600000
 # `prove-wheel WHEEL` for a wheel of the given profile.
 PROVE_WHEEL = limit=$(if $(STRIP),$(WHEEL_LIMIT_$(1))) python=$(abspath $(BIN)/python) \
