@@ -2,9 +2,10 @@
 
 import hashlib
 import warnings
-from types import SimpleNamespace
 
 import torch
+from cascadekv.connectors.effects import Setting
+from cascadekv.connectors.sglang_effects import SGLANG_OPTIONS
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # SGLang warns about what needs a GPU
@@ -166,9 +167,14 @@ def right(pool, names, salt=""):
 
 
 def published(**changes):
-    """Create the engine's published options: of the model, the draft model and the adapters."""
-    model = {"model_path": "/nowhere", "revision": None, "dtype": "bfloat16"} | changes
-    return SimpleNamespace(**model), SimpleNamespace(), SimpleNamespace(lora_paths=None)
+    """Create the engine's published options; each is in the namespace that the table has it in."""
+    given = {"model_path": "/nowhere", "revision": None, "dtype": "bfloat16"} | changes
+    options = {path: {} for path in SGLANG_OPTIONS}
+    for name, value in given.items():
+        paths = [path for path, table in SGLANG_OPTIONS.items() if name in table]
+        (path,) = paths or ["model"]
+        options[path][name] = Setting(name, value, None)
+    return options
 
 
 def _bytes(tensor):

@@ -1,5 +1,6 @@
 """Everything that changes SGLang's KV changes its keys, and nothing else does."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -7,9 +8,11 @@ import torch
 from cascadekv import Namespace
 from cascadekv.connectors import sglang_identity
 from cascadekv.connectors.host_pages import HostPages
+from cascadekv.connectors.sglang_effects import SGLANG_OPTIONS
 from cascadekv.connectors.weights import SAMPLE_BYTES, SAMPLES, fingerprint_of_model
-from sglang_pools import config, mha, mla, published
 
+pools = pytest.importorskip("sglang_pools", reason="SGLang is not installed")
+config, mha, mla, published = pools.config, pools.mha, pools.mla, pools.published
 FACTS = {"engine_format": "sglang 1", "model": "m", "weights": "parts-sha256:1"}
 
 
@@ -106,12 +109,13 @@ def test_shares_of_heads_have_the_manifests_of_their_ranks():
     assert shares(0, 1, 4) == four
 
 
-def test_the_engines_options_change_the_facts(monkeypatch, tmp_path):
-    def facts(**changes):
-        options = published(**changes)
-        monkeypatch.setattr(sglang_identity, "_published", lambda: options)
-        return sglang_identity.engine_facts("m")
+def facts_of(monkeypatch, **changes):
+    options = published(**changes)
+    monkeypatch.setattr(sglang_identity, "_published", lambda: options)
+    return sglang_identity.engine_facts("m")
 
+
+def test_the_engines_options_change_the_facts(monkeypatch, tmp_path):
     scales = tmp_path / "scales.json"
     scales.write_text("{}")
     changed = {
@@ -122,39 +126,124 @@ def test_the_engines_options_change_the_facts(monkeypatch, tmp_path):
         "kv_cache_dtype": "fp8_e5m2",
         "json_model_override_args": '{"rope_theta": 1}',
         "quantization_param_path": str(scales),
+        "context_length": 4096,
+        "model_impl": "transformers",
+        "enable_hisparse": True,
+        "mm_process_config": {"image": {"max_pixels": 1}},
+        "lora_target_modules": ["q_proj"],
+        "enable_tf32_matmul": True,
+        "forward_hooks": [{"name": "mine"}],
+        "speculative_num_steps": 3,
+        "an_option_of_a_later_version": 1,
     }
-    seen = [facts()] + [facts(**{name: value}) for name, value in changed.items()]
+    seen = [facts_of(monkeypatch)]
+    seen += [facts_of(monkeypatch, **{name: value}) for name, value in changed.items()]
     assert all(one != other for n, one in enumerate(seen) for other in seen[:n])
-    before = facts(quantization_param_path=str(scales))
+    before = facts_of(monkeypatch, quantization_param_path=str(scales))
     scales.write_text('{"k": 2}')
-    assert facts(quantization_param_path=str(scales)) != before
+    assert facts_of(monkeypatch, quantization_param_path=str(scales)) != before
+
+
+def test_options_without_effect_do_not_change_the_facts(monkeypatch):
+    changes = {
+        "mem_fraction_static": 0.5,
+        "max_running_requests": 7,
+        "port": 1,
+        "nccl_port": 12345,
+        "random_seed": 99,
+        "hicache_ratio": 3.0,
+        "log_level": "debug",
+        "disable_cuda_graph": True,
+    }
+    plain = facts_of(monkeypatch)
+    for name, value in changes.items():
+        assert facts_of(monkeypatch, **{name: value}) == plain, name
+    # An engine that rounds equally in all batches shares nothing with one that rounds otherwise.
+    exact = facts_of(monkeypatch, enable_deterministic_inference=True)
+    assert exact != plain
+    other = facts_of(monkeypatch, enable_deterministic_inference=True, disable_cuda_graph=True)
+    assert other != exact
+
+
+def test_files_of_the_processor_change_the_facts(monkeypatch, tmp_path):
+    """Regression: an image was read that another processor had prepared."""
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "preprocessor_config.json").write_text('{"image_mean": [0.5]}')
+    before = facts_of(monkeypatch, model_path=str(tmp_path))
+    (tmp_path / "generation_config.json").write_text('{"temperature": 1}')
+    assert facts_of(monkeypatch, model_path=str(tmp_path)) == before
+    (tmp_path / "preprocessor_config.json").write_text('{"image_mean": [0.0]}')
+    assert facts_of(monkeypatch, model_path=str(tmp_path)) != before
+
+
+def test_environment_variables_change_the_facts(monkeypatch):
+    plain = facts_of(monkeypatch)
+    monkeypatch.setenv("SGLANG_LOG_MS", "1")
+    assert facts_of(monkeypatch) == plain
+    monkeypatch.setenv("SGLANG_INT4_WEIGHT", "1")
+    assert facts_of(monkeypatch) != plain
 
 
 def test_adapters_are_identified_by_content(monkeypatch, tmp_path):
     def facts(weights):
         (tmp_path / "adapter_model.safetensors").write_bytes(weights)
         adapter = SimpleNamespace(lora_name="a", lora_path=str(tmp_path))
-        options = (*published()[:2], SimpleNamespace(lora_paths=[adapter]))
-        monkeypatch.setattr(sglang_identity, "_published", lambda: options)
-        return sglang_identity.engine_facts("m")
+        return facts_of(monkeypatch, lora_paths=[adapter])
 
     assert facts(b"one") != facts(b"two")
     assert facts(b"one") == facts(b"one")
 
 
-def test_sglang_publishes_the_options_that_are_read():
-    """Checks the names of its options: a renamed option would silently disappear from the keys."""
-    from sglang.srt.arg_groups.fields.lora import Lora  # noqa: PLC0415 # late, as SGLang warns
-    from sglang.srt.arg_groups.fields.model import Model  # noqa: PLC0415
-    from sglang.srt.arg_groups.fields.spec import Spec  # noqa: PLC0415
+def test_every_option_of_sglang_is_decided():
+    """Fails if a version has another option: decide in `sglang_effects` whether it changes KV."""
+    from sglang.srt.arg_groups.arg_utils import namespace_of  # noqa: PLC0415 # late, as SGLang warns
+    from sglang.srt.server_args import ServerArgs  # noqa: PLC0415
 
-    model = {"model_path", "revision", "quantization_param_path"}
-    model |= set(sglang_identity._MODEL_SETTINGS)  # noqa: SLF001 # what it reads
-    assert model <= set(Model.__struct_fields__)
-    draft = {"speculative_draft_model_path", "speculative_draft_model_revision"}
-    assert draft <= set(Spec.__struct_fields__)
-    assert "lora_paths" in Lora.__struct_fields__
+    declared = namespace_of(ServerArgs)
+    undecided = [
+        f"{path}.{name}"
+        for name, path in declared.items()
+        if name not in SGLANG_OPTIONS.get(path, {})
+    ]
+    assert undecided == []
+    gone = [
+        f"{path}.{name}"
+        for path, table in SGLANG_OPTIONS.items()
+        for name in table
+        if declared.get(name) != path
+    ]
+    assert gone == []
     assert sglang_identity._published() is None  # noqa: SLF001 # no engine runs here
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 1024,
+    "max_position_embeddings": 2048,
+}
+
+
+def test_published_options_are_read_with_their_defaults(tmp_path):
+    from sglang.srt import runtime_context  # noqa: PLC0415 # late, as SGLang warns
+    from sglang.srt.server_args import ServerArgs  # noqa: PLC0415
+
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    arguments = ServerArgs(model_path=str(tmp_path), dtype="float16", device="cpu")
+    before = runtime_context.snapshot_context()
+    runtime_context.publish(arguments, role="test")
+    try:
+        options = sglang_identity._published()  # noqa: SLF001
+    finally:
+        runtime_context.restore_context(before)
+    assert options["model"]["dtype"].value == "float16"
+    assert options["model"]["json_model_override_args"].default == "{}"
+    assert {"exec.kernel", "parallel", "observability"} <= set(options)
 
 
 def model(place, weights, name="model.safetensors", settings="{}"):

@@ -118,7 +118,6 @@ def test_layouts_have_different_fingerprints(monkeypatch):
         get_total_num_hidden_layers=lambda: 3,
         get_total_num_kv_heads=lambda: 4,
         get_head_size=lambda: 8,
-        hf_config=SimpleNamespace(to_json_string=lambda use_diff: "{}"),  # noqa: ARG005
     )
     config = SimpleNamespace(
         model_config=model,
@@ -128,6 +127,7 @@ def test_layouts_have_different_fingerprints(monkeypatch):
         speculative_config=None,
     )
     monkeypatch.setattr(identity, "_isa", lambda _config: "test")
+    monkeypatch.setattr(identity, "settings_of", lambda _config: {})
     fields = {
         layout: identity.manifest_of(config, workers_of(MODEL, 1, layout=layout)[0].config, "name")
         for layout in ("LBHNC", "BLHNC")

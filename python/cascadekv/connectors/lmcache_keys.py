@@ -1,19 +1,29 @@
-"""The block keys of LMCache's objects: they name everything that the bytes depend on."""
+"""The block keys of LMCache's objects: they name everything that LMCache says about the bytes.
 
+LMCache says what an engine named itself, not how it computes. What it does not say, such as the
+engine's settings, `cascade.weights` has to name.
+"""
+
+import dataclasses
 import functools
 import importlib.metadata
 import logging
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from cascadekv._native import BlockKey, Manifest, Namespace
+from cascadekv.connectors.canonical import canonical_text
+from cascadekv.connectors.model_files import is_for_media, model_files_digest
 from cascadekv.connectors.weights import fingerprint_of_model
 
 __all__ = ["KeySpace", "Layout", "layout_of"]
 
 logger = logging.getLogger(__name__)
+
+_IN_KEYS = frozenset(("chunk_hash", "model_name", "kv_rank", "object_group_id", "cache_salt"))
+"""Fields of LMCache's keys that block keys and manifests have by themselves."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +76,7 @@ class KeySpace:
 
     def block_key(self, key: Any, layout: Layout) -> BlockKey:
         """Return the key of an object. The rank contains the world size; a salt has no slash."""
-        owner = f"{key.kv_rank:x}/{key.cache_salt}/".encode()
+        owner = f"{key.kv_rank:x}/{key.cache_salt}/{_others(key)}".encode()
         return self.namespace(key, layout).key_of_id(owner + key.chunk_hash)
 
     def known_layouts(self, key: Any) -> list[Layout]:
@@ -92,18 +102,47 @@ class KeySpace:
         }
 
 
+def _others(key: Any) -> str:
+    """Return the fields that a later version of LMCache adds to its keys; empty without any."""
+    names = _other_fields(cast("Any", type(key)))
+    return canonical_text({name: getattr(key, name) for name in names}) + "/" if names else ""
+
+
+@functools.lru_cache(maxsize=16)
+def _other_fields(kind: Any) -> tuple[str, ...]:
+    known = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    return tuple(field.name for field in known if field.name not in _IN_KEYS)
+
+
 def _weights_of(model: str) -> str:
     """Identify weights by content if the model's name is their directory, else by the name."""
     fingerprint = None
     if Path(model).is_absolute():
         try:
-            fingerprint = fingerprint_of_model(model)
+            fingerprint = _content_of(Path(model))
         except OSError as error:
             logger.warning("Cascade: the weights of %s cannot be read: %s", model, error)
     if fingerprint is None:
         logger.warning(
             "Cascade: LMCache reports the model %s by name only, and the name identifies its "
-            "weights; set cascade.weights to tell revisions and KV precisions apart",
+            "weights; set cascade.weights to tell revisions and engine settings apart",
+            model,
+        )
+    else:
+        logger.warning(
+            "Cascade: LMCache does not report how the engines of %s compute; if they differ in "
+            "settings (quantization, overrides, LongRoPE and its longest sequence), give each "
+            "server another cascade.weights",
             model,
         )
     return fingerprint or f"named:{model}"
+
+
+def _content_of(place: Path) -> str | None:
+    """Return a fingerprint of a model's weights and of the other files that change KV."""
+    fingerprint = fingerprint_of_model(place)
+    if fingerprint is None or not place.is_dir():
+        return fingerprint
+    # LMCache does not say whether the engine runs the model's own code.
+    files = model_files_digest(place, has_media=is_for_media(place), runs_code=True)
+    return f"{fingerprint} {files}"

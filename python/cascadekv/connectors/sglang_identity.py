@@ -1,14 +1,20 @@
 """The compatibility manifests of the KV of an SGLang rank."""
 
+import fnmatch
 import importlib
 import importlib.metadata
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cascadekv._native import Manifest, digest
+from cascadekv.connectors.canonical import canonical_text
+from cascadekv.connectors.effects import ABSENT, Numerics, Setting, counted
+from cascadekv.connectors.model_files import is_for_media, model_files_digest
+from cascadekv.connectors.sglang_effects import SGLANG_ENVIRONMENT, SGLANG_OPTIONS
 from cascadekv.connectors.weights import fingerprint_of_model
 from cascadekv.errors import ConfigError
 
@@ -16,15 +22,10 @@ __all__ = ["engine_facts", "manifests_of_pool"]
 
 logger = logging.getLogger(__name__)
 
-_MODEL_SETTINGS = (
-    "dtype",
-    "quantization",
-    "kv_cache_dtype",
-    "json_model_override_args",
-    "qsa_indexer_dtype",
-    "modelopt_quant",
-)
-"""Engine options that change KV but neither the weights nor the pools."""
+Options = Mapping[str, Mapping[str, Setting]]
+"""SGLang's options by namespace and name."""
+FIELDS = 200
+"""Most options that are fields of their own; a manifest has at most 256."""
 _SHARDED_POOLS = ("mamba",)
 """Pools that are sharded by rank even if the main KV is replicated."""
 
@@ -51,27 +52,59 @@ def engine_facts(model_name: str | None) -> dict[str, str]:
             model_name,
         )
         return {**facts, "weights": f"named:{model_name}"}
-    model, spec, lora = published
-    facts["weights"] = _weights(model.model_path, model.revision)
-    for name in _MODEL_SETTINGS:
-        value = getattr(model, name, None)
-        if value is not None:
-            facts[name] = str(value)
-    scales = getattr(model, "quantization_param_path", None)
+    return facts | _option_facts(published)
+
+
+def _option_facts(options: Options) -> dict[str, str]:
+    """Return the facts that the running engine's options say about its KV."""
+
+    def value(path: str, name: str) -> Any:
+        setting = options.get(path, {}).get(name)
+        return None if setting is None else setting.value
+
+    model_path, revision = value("model", "model_path"), value("model", "revision")
+    numerics = Numerics(
+        is_quantized=value("model", "quantization") is not None
+        or value("model", "kv_cache_dtype") not in (None, "auto", "bf16", "bfloat16", "fp16"),
+        is_batch_invariant=bool(value("exec.deterministic", "enable_deterministic_inference")),
+    )
+    facts = {
+        "weights": _weights(model_path, revision),
+        "dtype": str(value("model", "dtype")),
+        "numerics": _numerics(numerics),
+        "model_files": _files(model_path, revision, runs_code=value("model", "trust_remote_code")),
+    }
+    scales = value("model", "quantization_param_path")
     if scales:
         facts["scales"] = digest(Path(scales).read_bytes()).hex()
-    draft = getattr(spec, "speculative_draft_model_path", None)
+    tokenizer = value("serving", "tokenizer_path")
+    directory = _directory(model_path, revision)
+    if directory is not None and is_for_media(directory):
+        # The tokenizer's mode chooses the processor of images, and its files have its settings.
+        files = (
+            _files(tokenizer, None, runs_code=True) if tokenizer not in (None, model_path) else ""
+        )
+        facts["model_files"] += f" {files} {value('serving', 'tokenizer_mode')}"
+    draft = value("spec", "speculative_draft_model_path")
     if draft:
-        revision = getattr(spec, "speculative_draft_model_revision", None)
-        facts["draft_weights"] = _weights(draft, revision)
+        draft_revision = value("spec", "speculative_draft_model_revision")
+        runs_code = value("model", "trust_remote_code")
+        files = _files(draft, draft_revision, runs_code=runs_code)
+        facts["draft_weights"] = f"{_weights(draft, draft_revision)} {files}"
     # SGLang identifies adapters by name and path; their content may change.
     adapters = {
         str(adapter.lora_name): _weights(adapter.lora_path, None)
-        for adapter in getattr(lora, "lora_paths", None) or ()
+        for adapter in value("lora", "lora_paths") or ()
     }
     if adapters:
         facts["adapters"] = json.dumps(adapters, sort_keys=True)
-    return facts
+    chosen = _environment()
+    for path, settings in options.items():
+        table = SGLANG_OPTIONS.get(path, {})
+        chosen |= counted(settings.values(), table, numerics, prefix=f"{path}.")
+    if len(chosen) > FIELDS:
+        chosen = {"options": digest(canonical_text(chosen).encode()).hex()}
+    return facts | chosen
 
 
 def manifests_of_pool(  # noqa: PLR0913 # each argument is part of the identity
@@ -129,18 +162,94 @@ def _head_dim(pool: Any) -> str:
     return ", ".join(f"{name} {value}" for name, value in known if value is not None) or "none"
 
 
-def _published() -> tuple[Any, Any, Any] | None:
-    """Return the engine's published options: of the model, the draft model and the adapters."""
+def _published() -> Options | None:
+    """Return the engine's published options; `None` if they are not published in this process."""
     try:
         context: Any = importlib.import_module("sglang.srt.runtime_context")
-        return context.get_model(), context.get_spec(), context.get_lora()
+        arguments: Any = importlib.import_module("sglang.srt.arg_groups.arg_utils")
+        record: Any = importlib.import_module("sglang.srt.server_args").ServerArgs
+        context.get_model()  # raises if nothing is published
+        defaults = {field.name: _default(field) for field in arguments.record_fields(record)}
+        options: dict[str, dict[str, Setting]] = {}
+        for name, path in arguments.namespace_of(record).items():
+            found, bag = _bag(context, path), options.setdefault(path, {})
+            if hasattr(found, name):
+                bag[name] = Setting(name, getattr(found, name), defaults.get(name, ABSENT))
     except (ImportError, AttributeError, ValueError):
+        return None
+    return options
+
+
+def _bag(context: Any, path: str) -> Any:
+    """Return a namespace of options, such as `exec.kernel`."""
+    top, *inner = path.split(".")
+    bag: Any = getattr(context, f"get_{top}")()
+    for name in inner:
+        bag = getattr(bag, name)
+    return bag
+
+
+def _default(field: Any) -> object:
+    if callable(field.default_factory):
+        return field.default_factory()
+    return field.default
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment variables that SGLang knows, that are set and that may change KV."""
+    try:
+        known: Any = importlib.import_module("sglang.srt.environ").Envs
+    except (ImportError, AttributeError):
+        return {}
+    names = [name for name in sorted(os.environ) if name in vars(known)]
+    settings = [Setting(name, os.environ[name]) for name in names if not _has_no_effect(name)]
+    return counted(
+        settings, {}, Numerics(is_quantized=True, is_batch_invariant=False), prefix="environment."
+    )
+
+
+def _has_no_effect(name: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in SGLANG_ENVIRONMENT)
+
+
+def _numerics(numerics: Numerics) -> str:
+    """Return what decides about kernels. A device's kernels may quantize activations or not."""
+    if not numerics.is_quantized and not numerics.is_batch_invariant:
+        return "as the model"
+    torch: Any = importlib.import_module("torch")
+    device = torch.cuda.get_device_capability() if torch.cuda.is_available() else "cpu"
+    batch = "equal in all batches, " if numerics.is_batch_invariant else ""
+    return f"{batch}kernels for {device}"
+
+
+def _files(path: str, revision: str | None, *, runs_code: object) -> str:
+    """Return a digest of the files of a model that change KV, or its name if they are not here."""
+    directory = _directory(path, revision)
+    if directory is None:
+        return "one file" if Path(path).is_file() else f"named:{path}@{revision}"
+    return model_files_digest(
+        directory, has_media=is_for_media(directory), runs_code=bool(runs_code)
+    )
+
+
+def _directory(path: str, revision: str | None) -> Path | None:
+    """Return the directory of a model: its own, or that in the hub cache; `None` without one."""
+    if Path(path).is_dir():
+        return Path(path)
+    if Path(path).exists():
+        return None
+    try:
+        hub: Any = importlib.import_module("huggingface_hub")
+        return Path(hub.snapshot_download(path, revision=revision, local_files_only=True))
+    except (ImportError, OSError, ValueError):
         return None
 
 
 def _weights(path: str, revision: str | None) -> str:
     """Identify weights by content if they are on disk here, else by path and revision."""
-    fingerprint = fingerprint_of_model(path) or _fingerprint_in_hub_cache(path, revision)
+    fingerprint = fingerprint_of_model(path)
+    if fingerprint is None and (directory := _directory(path, revision)) is not None:
+        fingerprint = fingerprint_of_model(directory)
     if fingerprint is not None:
         return fingerprint
     logger.warning(
@@ -149,12 +258,3 @@ def _weights(path: str, revision: str | None) -> str:
         path,
     )
     return f"named:{path}@{revision}"
-
-
-def _fingerprint_in_hub_cache(path: str, revision: str | None) -> str | None:
-    try:
-        hub: Any = importlib.import_module("huggingface_hub")
-        directory = hub.snapshot_download(path, revision=revision, local_files_only=True)
-    except (ImportError, OSError, ValueError):
-        return None
-    return fingerprint_of_model(directory)

@@ -6,8 +6,6 @@ copies, and a failed or late operation is a miss.
 """
 
 import functools
-import hashlib
-import json
 import logging
 import queue
 import time
@@ -21,7 +19,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cascadekv.connectors import vllm_versions as versions
 
 # isort: split
-from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
@@ -32,7 +29,6 @@ from vllm.v1.kv_offload.base import (
     RequestOffloadingContext,
     ScheduleEndContext,
 )
-from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
@@ -40,18 +36,23 @@ from cascadekv import BlockKeys, CascadeError, Manifest, Namespace, PagedMemory,
 from cascadekv.connectors.failures import FailureLog
 from cascadekv.connectors.settings import KEYS as STORE_KEYS
 from cascadekv.connectors.settings import StoreLink, read_settings
-from cascadekv.connectors.weights import fingerprint_of_model
+from cascadekv.connectors.vllm.offload import CascadeOffloadingConnector, engine_of_this_tier
+from cascadekv.connectors.vllm.tier_identity import (
+    WEIGHTS,
+    manifest_of,
+    untold_settings_warning,
+)
 from cascadekv.errors import ConfigError
 from cascadekv.messages import advice
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 
-__all__ = ["CascadeTier", "manifest_of"]
+__all__ = ["CascadeOffloadingConnector", "CascadeTier", "manifest_of"]
 
 _LOG = logging.getLogger("vllm.cascade")
-WEIGHTS, SECRET = "cascade.weights", "cascade.secret_file"
-_KNOWN = (*STORE_KEYS, WEIGHTS, SECRET)
+_TENANT = "cascade.secret_file"
+_KNOWN = (*STORE_KEYS, WEIGHTS, _TENANT)
 COPIERS = 2
 """Number of copying threads for each direction."""
 BATCH_BYTES = 64 << 20
@@ -85,10 +86,15 @@ class CascadeTier(SecondaryTierManager):
         weights, self._secret, store = _parse(settings)
         self._chunk_bytes = _chunk_bytes(primary_kv_view)
         self._fields = functools.partial(
-            manifest_of, offloading_spec.config, self._chunk_bytes, weights
+            manifest_of,
+            offloading_spec.config,
+            self._chunk_bytes,
+            weights,
+            engine_of_this_tier(),
         )
         # Called here to report an error at start; the namespace is created later.
-        self._fields()
+        if (warning := untold_settings_warning(self._fields())) is not None:
+            _LOG.warning("Cascade: %s", warning)
         address = read_settings(store)
         self._timeout = address.timeout
         self._link = StoreLink(address, name=f"vllm offload {offloading_spec.config.model.name}")
@@ -322,55 +328,6 @@ class _StoreLookups(AsyncLookupManager):
         return self._present(keys)
 
 
-def manifest_of(config: OffloadingConfig, chunk_bytes: int, weights: str) -> dict[str, str]:
-    """Return the fields of the compatibility manifest of chunks.
-
-    vLLM names chunks by token hashes with a seed, which `PYTHONHASHSEED` sets, so the seed is a
-    field. The parallel topology is a field unless the engine uses its canonical layout and declares
-    it independent of the topology.
-    """
-    import vllm  # noqa: PLC0415 # for its version
-
-    parallel = config.parallel
-    groups = [
-        (versions.group_number(group, at), group.tokens_per_block, group.layer_names)
-        for at, group in enumerate(config.groups)
-    ]
-    topology = {
-        "tensor_parallel": str(parallel.tp_size),
-        "context_parallel": f"{parallel.pcp_size} prefill, {parallel.dcp_size} decode",
-        "pipeline": f"{parallel.pp_size} stages, {parallel.world_size} workers, "
-        f"{config.worker_kv_bytes_per_block} bytes each",
-    }
-    is_portable = config.canonical_layout and parallel.is_parallelism_agnostic
-    facts = ("canonical " if config.canonical_layout else "") + (
-        "replicated " if config.replicated_layout else ""
-    )
-    return {
-        "weights": _weights(config.model.name, weights),
-        "dtype": config.model.dtype,
-        "block_tokens": str(config.cache.tokens_per_hash),
-        "layout": f"{facts}{config.kv_cache_layout}, {config.cache.blocks_per_chunk} blocks",
-        "chunk_bytes": str(chunk_bytes),
-        "groups": _digest(json.dumps(groups)),
-        "engine_format": f"vllm {vllm.__version__} offload",
-        "hash_seed": _digest(kv_cache_utils.get_none_hash_seed()),
-        **({"tensor_parallel": "any"} if is_portable else topology),
-    }
-
-
-def _weights(model: str, weights: str) -> str:
-    if weights not in ("sampled", "full"):
-        return f"named {weights}"
-    fingerprint = fingerprint_of_model(model, is_full=weights == "full")
-    if fingerprint is None:
-        raise ConfigError(
-            f"{WEIGHTS}: the weights of {model} are not in a local directory of that name and "
-            f"cannot be fingerprinted; set it to a name that changes whenever they change"
-        )
-    return fingerprint
-
-
 def _parse(settings: Mapping[str, object]) -> tuple[str, bytes | None, dict[str, object]]:
     """Return how weights are identified, the tenant's secret, and the store's keys."""
     for key in settings:
@@ -380,10 +337,10 @@ def _parse(settings: Mapping[str, object]) -> tuple[str, bytes | None, dict[str,
     if not isinstance(weights, str) or not weights:
         raise ConfigError(f"{WEIGHTS}: {weights!r} is not sampled, full, or a name for the weights")
     secret = None
-    if SECRET in settings:
-        place: Any = settings[SECRET]
+    if _TENANT in settings:
+        place: Any = settings[_TENANT]
         if not isinstance(place, str) or not Path(place).is_file():
-            raise ConfigError(f"{SECRET}: {place!r} is not an existing file")
+            raise ConfigError(f"{_TENANT}: {place!r} is not an existing file")
         secret = Path(place).read_bytes().strip()
     return weights, secret, {key: v for key, v in settings.items() if key in STORE_KEYS}
 
@@ -396,7 +353,3 @@ def _chunk_bytes(view: memoryview) -> int:
 
 def _names(space: Namespace, keys: Collection[OffloadKey]) -> BlockKeys:
     return BlockKeys([space.key_of_id(bytes(key)) for key in keys])
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:32]

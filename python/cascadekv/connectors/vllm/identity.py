@@ -2,15 +2,16 @@
 
 Everything that changes a byte of the KV is a field: the weights by content, element types and
 scales, the geometry, the layout of a block's bytes, the CPU's instruction set if the attention
-backend packs for it, and the engine's version. Model settings are included as a hash.
+backend packs for it, the engine's version, and all settings that are not known to have no effect
+(`engine_settings`).
 """
 
 import functools
 import hashlib
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
+from cascadekv.connectors.vllm.engine_settings import settings_of, snapshot_of
 from cascadekv.connectors.weights import fingerprint_of_model
 
 if TYPE_CHECKING:
@@ -46,30 +47,12 @@ def manifest_of(
         "context_parallel": _context_parallel(parallel),
         "attention": f"{_attention(config, cache)}; {pieces} pieces a block",
         "engine_format": f"vllm {vllm.__version__} {current_platform.device_type}",
-        "model_settings": _digest(_settings(model.hf_config)),
         "groups": _digest(repr([type(g.kv_cache_spec).__name__ for g in cache.kv_cache_groups])),
-        "speculative": _speculative(config),
+        **settings_of(config),
     }
     if current_platform.device_type == "cpu":
         fields["isa"] = _isa(config)
     return fields
-
-
-def _settings(model: Any) -> str:
-    """Return a model's settings as JSON, without paths and library versions."""
-
-    def known(settings: dict[str, Any]) -> dict[str, Any]:
-        return {
-            name: known(cast("dict[str, Any]", value)) if isinstance(value, dict) else value
-            for name, value in settings.items()
-            if name not in ("_name_or_path", "transformers_version")
-        }
-
-    # `to_json_string` serializes values that `json` cannot.
-    return json.dumps(
-        known(cast("dict[str, Any]", json.loads(model.to_json_string(use_diff=False)))),
-        sort_keys=True,
-    )
 
 
 def _context_parallel(parallel: Any) -> str:
@@ -123,35 +106,14 @@ def _weights(config: "VllmConfig", weights: str) -> str:
     path = model.model_weights or model.model
     fingerprint = fingerprint_of_model(path, is_full=weights == "full")
     if fingerprint is None:
-        fingerprint = fingerprint_of_model(_snapshot(model), is_full=weights == "full")
+        place = snapshot_of(model.model, model.revision, config.load_config.download_dir)
+        fingerprint = fingerprint_of_model(place, is_full=weights == "full") if place else None
     if fingerprint is None:
         raise FileNotFoundError(
             f"the weights of {path} are not on this machine's disks and cannot be fingerprinted; "
             f"set cascade.weights to a name that changes whenever they change"
         )
     return f"{fingerprint} {load}"
-
-
-def _snapshot(model: Any) -> str:  # the engine's own configuration
-    """Return the directory of a model in the hub cache; empty if it is not cached."""
-    import huggingface_hub  # noqa: PLC0415 # comes with the engine
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
-
-    hub: Any = huggingface_hub
-    try:
-        return hub.snapshot_download(model.model, revision=model.revision, local_files_only=True)
-    except (HfHubHTTPError, LocalEntryNotFoundError, ValueError, OSError):
-        return ""
-
-
-def _speculative(config: "VllmConfig") -> str:
-    speculative: Any = config.speculative_config
-    if speculative is None:
-        return "none"
-    draft = getattr(speculative, "draft_model_config", None)
-    path = getattr(draft, "model", None)
-    fingerprint = fingerprint_of_model(path) if path else None
-    return _digest(f"{speculative.method} {path} {fingerprint}")
 
 
 def _isa(config: "VllmConfig") -> str:
