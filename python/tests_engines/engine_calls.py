@@ -406,6 +406,27 @@ def reset_all_caches(llm: Any) -> bool:
     return bool(llm.reset_prefix_cache(reset_connector=True))
 
 
+def update_weights(llm: Any, factor: float) -> int:
+    """Change the weights in memory, then reset all caches; returns the number of calls for that.
+
+    Each call but the last ends leases, and a step frees their pages.
+    """
+
+    def scale(worker: Any) -> None:
+        import torch  # noqa: PLC0415 # only engines have it
+
+        with torch.no_grad():
+            for layer in worker.model_runner.get_model().model.layers:
+                layer.input_layernorm.weight.mul_(factor)
+
+    llm.llm_engine.collective_rpc(scale)
+    calls, end = 1, time.monotonic() + 60
+    while not reset_all_caches(llm) and time.monotonic() < end:
+        calls += 1
+        llm.llm_engine.step()
+    return calls
+
+
 def _step_until(llm: Any, is_reached: Callable[[], bool]) -> None:
     """Step until a condition holds; a lookup in a node takes several steps."""
     end = time.monotonic() + 60

@@ -52,9 +52,9 @@ _SPREAD = (
 ).reshape(len(LAYERS), HEADS, 1, WORDS)
 
 
-def states(tokens):
-    """Return a number for each position that depends on all tokens up to it."""
-    state, every = 1, []
+def states(tokens, weights=1):
+    """Return a number for each position that depends on the weights and all tokens up to it."""
+    state, every = weights, []
     for token in tokens:
         state = (state * 6364136223846793005 + token * 1442695040888963407 + 1) & MASK
         every.append(state)
@@ -66,16 +66,16 @@ def content(of):
     return of[None, None, :, None] * _SPREAD
 
 
-def next_token(tokens):
+def next_token(tokens, weights=1):
     """Return the next output token."""
-    return int(states(tokens)[-1] >> np.uint64(40)) % VOCABULARY
+    return int(states(tokens, weights)[-1] >> np.uint64(40)) % VOCABULARY
 
 
-def answer_of(prompt, count):
+def answer_of(prompt, count, weights=1):
     """Return the right answer to a prompt."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens, weights))
     return tokens[len(prompt) :]
 
 
@@ -137,6 +137,8 @@ class ScheduledEngine:
         `windows` are the sliding windows of its groups of layers, `None` for full attention.
         """
         self.block, self.windows = block, windows
+        self.weights = 1
+        """A number that stands for the weights of the model; all KV depends on it."""
         arguments = EngineArgs(
             model=str(model),
             dtype="bfloat16",
@@ -185,6 +187,8 @@ class ScheduledEngine:
         self._queue = deque()
         self._running = {}
         self._requested = {}
+        self._weights = {}
+        """By finished request: the weights at its end."""
         self._bad_pages = set()
         """Pages whose load failed and that are not computed yet; other requests may share them."""
         self._serial = 0
@@ -243,6 +247,7 @@ class ScheduledEngine:
                 self.facts.answers[each.request_id] += each.new_token_ids
                 if each.finish_reason is not None:
                     self.facts.finished[each.request_id] = each.finish_reason
+                    self._weights[each.request_id] = self.weights
                     self.facts.params[each.request_id] = each.kv_transfer_params
             self.compare_running()
 
@@ -256,7 +261,8 @@ class ScheduledEngine:
     def check(self):
         """Compare answers with the right ones, and check that all blocks are free."""
         for name, (prompt, new) in self._requested.items():
-            assert self.facts.answers[name] == answer_of(prompt, new), name
+            right = answer_of(prompt, new, self._weights.get(name, self.weights))
+            assert self.facts.answers[name] == right, name
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "blocks are leaked"
         self._requested.clear()
@@ -287,7 +293,7 @@ class ScheduledEngine:
 
     def stored(self, prompt):
         """Return whether each block of a prompt is stored; raises if one is wrong."""
-        right = content(states(prompt))
+        right = content(states(prompt, self.weights))
         with self.store().view(self.keys(prompt), timeout=LIMIT_S) as views:
             for at, view in enumerate(views):
                 if view is not None:
@@ -326,7 +332,7 @@ class ScheduledEngine:
 
     def _is_right(self, tokens, tables):
         """Whether the pages of the tables hold the KV of these tokens, as far as it is needed."""
-        right = content(states(tokens))
+        right = content(states(tokens, self.weights))
         self.facts.compared_pages += -(-len(tokens) // self.block)
         return all(
             np.array_equal(own[page][:, first : first + count], right[layer][:, at : at + count])
@@ -417,7 +423,9 @@ class ScheduledEngine:
 
     def _forward(self, rows):
         """Compute a step layer by layer; returns the sampled tokens."""
-        right = {name: content(states(row.tokens[: row.end])) for name, row in rows.items()}
+        right = {
+            name: content(states(row.tokens[: row.end], self.weights)) for name, row in rows.items()
+        }
         for layer, name_of_layer in enumerate(LAYERS if rows else ()):
             self.worker.wait_for_layer_load(name_of_layer)
             own = self._kv[layer]
@@ -439,7 +447,7 @@ class ScheduledEngine:
         for name, row in rows.items():
             sampled[name] = []
             if row.end == len(row.tokens):
-                token = next_token(row.tokens) if row.is_right else VOCABULARY
+                token = next_token(row.tokens, self.weights) if row.is_right else VOCABULARY
                 row.tokens.append(token)
                 sampled[name] = [token]
         return sampled

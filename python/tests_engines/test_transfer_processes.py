@@ -119,6 +119,30 @@ class Router:
         return answer
 
 
+def test_weights_that_change_in_memory(start):
+    """Offers outlived a change of weights, and the decode engine stored what it had read."""
+    source, target, alone = start(DIRECT), start(DIRECT), start()
+    before, after = prompt(5 * BLOCK + 7, "before"), prompt(5 * BLOCK + 7, "after")
+    offer = prefill(source, before)
+    # The lease is open: the first call ends it.
+    assert [each.call(engine_calls.update_weights, 2.0) for each in (source, target, alone)] == [
+        2,
+        1,
+        1,
+    ]
+    assert decode(target, before, offer).tokens == alone.one(before, TOKENS).tokens
+    # A rolling update: the prefill engine has the next weights already.
+    source.call(engine_calls.update_weights, 2.0)
+    offer = prefill(source, after)
+    assert decode(target, after, offer).tokens == alone.one(after, TOKENS).tokens
+    assert decoded(target) == 0
+    for asked in before, after:
+        found = target.one(asked, TOKENS)
+        assert found.cached == 5 * BLOCK
+        assert found.tokens == alone.one(asked, TOKENS).tokens
+    check_nothing_held(source, target)
+
+
 BLOCKS = OPTIONS["num_gpu_blocks_override"] - 1
 """Usable KV blocks of an engine."""
 

@@ -42,7 +42,7 @@ def keys_of(request):
     return RequestKeys(SPACE, [part.name for part in PARTS], TOKENS, origin)
 
 
-def scheduler_of(store, *, groups=WHOLE, choose=None, keys=keys_of, **policy):
+def scheduler_of(store, *, groups=WHOLE, choose=None, keys=keys_of, on_saved=None, **policy):
     return Scheduler(
         lambda: store,
         PARTS,
@@ -52,6 +52,7 @@ def scheduler_of(store, *, groups=WHOLE, choose=None, keys=keys_of, **policy):
         block_tokens=TOKENS,
         choose=choose or (lambda tiers, _: len(tiers)),
         hints_of=lambda _: Hints(),
+        on_saved=on_saved,
     )
 
 
@@ -435,6 +436,45 @@ def test_nothing_old_is_loaded_after_a_cache_reset(store):
     scheduler.plan_load(request, [TABLE], 64)
     assert scheduler.plan_step(output(), "").loads == []
     assert scheduler.matched_tokens(request, 0) == (0, False)
+
+
+def test_a_reset_changes_the_keys_of_all_requests_although_one_has_none_now(store):
+    # The files of an adapter are gone: the requests behind it kept their old keys.
+    def keys(request):
+        if request.request_id in gone:
+            raise UnkeyableRequest("adapter a cannot be read")
+        return keys_of(request)
+
+    gone = set()
+    put_blocks(store, 4)
+    scheduler = scheduler_of(store, keys=keys)
+    first, second = prompt(100, name="first"), prompt(100, name="second")
+    for request in (first, second):
+        scheduler.add_request(request)
+        assert scheduler.matched_tokens(request, 0) == (64, False)
+    gone.add("first")
+    scheduler.reset_keys()
+    assert scheduler.matched_tokens(first, 0) == (0, False)
+    assert scheduler.matched_tokens(second, 0) == (0, False)
+    assert [each.request for each in scheduler.plan_step(output(second=100), "").saves] == [
+        "second"
+    ]
+
+
+def test_a_save_that_ends_after_a_cache_reset_is_not_announced_under_the_new_keys(store):
+    announced = []
+    scheduler = scheduler_of(store, on_saved=lambda *saved: announced.append(saved))
+    request = prompt(100)
+    scheduler.add_request(request)
+    (save,) = scheduler.plan_step(output(request=100), "").saves
+    saved = SaveResult("request", 0, [True] * 6, 0, 0.1, 0.0, save.plan)
+    scheduler.reset_keys()
+    scheduler.apply_report(WorkerReport(saved=[saved]))
+    assert announced == []
+    (save,) = scheduler.plan_step(output(request=100), "").saves
+    saved = dataclasses.replace(saved, plan=save.plan)
+    scheduler.apply_report(WorkerReport(saved=[saved]))
+    assert len(announced) == 1
 
 
 def test_a_request_without_keys_is_computed_and_not_saved(store):

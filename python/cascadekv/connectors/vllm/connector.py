@@ -476,7 +476,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             _LOG.warning("Cascade: this engine's KV is not stored: %s", reason)
             return
         self._transfers = transfers_between(
-            str(self._kv_transfer_config.engine_id),
+            (str(self._kv_transfer_config.engine_id), lambda: self._generation),
             settings,
             facts,
             (groups, self._block_tokens, self._pins),

@@ -88,14 +88,14 @@ class GpuSave:
             self.on_gpu.finish(self._stored)
         self._cpu_seconds += time.thread_time()
         save, seconds = self._save, time.perf_counter() - self._started
-        return SaveResult(
-            save.request, save.first, self._stored, copied, seconds, self._cpu_seconds
-        )
+        times = seconds, self._cpu_seconds
+        return SaveResult(save.request, save.first, self._stored, copied, *times, save.plan)
 
     def failed(self) -> SaveResult:
         """Return the result of a save of which nothing is stored."""
         none_stored = [False] * len(self._stored)
-        return SaveResult(self._save.request, self._save.first, none_stored, 0, 0.0, 0.0)
+        save = self._save
+        return SaveResult(save.request, save.first, none_stored, 0, 0.0, 0.0, save.plan)
 
 
 @dataclass(slots=True)

@@ -65,6 +65,8 @@ class LeaseTable:
     def apply(self, plan: TransferPlan) -> None:
         """Carry out what the scheduler planned."""
         with self._lock:
+            if plan.is_reset:
+                self._end_all({request for request, _ in plan.ended})
             for opened in plan.opened:
                 lease = _Lease(opened.slot, opened.lease)
                 self._by_request[opened.request] = self._by_number[opened.lease] = lease
@@ -128,6 +130,18 @@ class LeaseTable:
         """Return the open leases by request."""
         with self._lock:
             return {request: lease.number for request, lease in self._by_request.items()}
+
+    def _end_all(self, finished: AbstractSet[str]) -> None:
+        """End all leases. Those of finished requests are reported, which frees their pages.
+
+        `finished` are the requests that have finished since the last plan.
+        """
+        for request, lease in list(self._by_request.items()):
+            if lease.expires is None and request not in finished:
+                self._close(request)
+            else:
+                self.memory[lease.slot] = 0
+                lease.is_done = True
 
     def _close(self, request: str) -> None:
         lease = self._by_request.pop(request, None)

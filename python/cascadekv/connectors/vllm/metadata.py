@@ -102,6 +102,8 @@ class Save:
     """By group: the pages of all blocks that these blocks were computed from."""
     trace: str | None = None
     """The request's trace, as a `traceparent` header."""
+    plan: int = 0
+    """The number of the plan that it is part of."""
 
 
 @dataclass
@@ -169,6 +171,8 @@ class SaveResult:
     """Number of copied bytes: of the blocks that the store did not have."""
     seconds: float
     cpu_seconds: float
+    plan: int = 0
+    """The number of the plan with the save."""
 
 
 @dataclass

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
 __all__ = [
+    "OTHER_PROMPT",
     "Computed",
     "Offer",
     "OfferError",
@@ -37,6 +38,13 @@ _NAME_MAX = 256
 _GROUPS_MAX = 64
 _WORKERS_MAX = 1024
 """Most groups and workers of an offer: a request's parameters come from anyone."""
+
+
+OTHER_PROMPT = (
+    "it is for another prompt, which means that the engines got different requests, or one of the "
+    "engines was reset"
+)
+"""Why engines do not exchange KV if their digests of a prompt differ."""
 
 
 class OfferError(ValueError):
@@ -208,6 +216,8 @@ class PullPlan:
 class TransferPlan:
     """For the workers: what a step changes in leases, given and taken."""
 
+    is_reset: bool = False
+    """Whether all leases from before are over, because the weights may have changed."""
     opened: list[Opened] = field(default_factory=list[Opened])
     """Requests whose pages may be offered."""
     computed: list[Computed] = field(default_factory=list[Computed])
@@ -231,7 +241,7 @@ class TransferPlan:
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
-        own = self.opened, self.computed, self.stopped, self.ended, self.dropped
+        own = self.is_reset, self.opened, self.computed, self.stopped, self.ended, self.dropped
         return any((*own, self.refused, self.renewed, self.released, self.withdrawn))
 
 
@@ -285,10 +295,17 @@ def _nested(params: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
 
 
 def prompt_digest(
-    tokens: Sequence[int], origin: Mapping[str, str], features: Sequence[tuple[int, int, str]]
+    tokens: Sequence[int],
+    origin: Mapping[str, str],
+    features: Sequence[tuple[int, int, str]],
+    generation: str,
 ) -> str:
-    """Return the digest of a prompt, its adapter and salt (`origin`), and its images and audio."""
-    facts = {"origin": dict(origin), "features": sorted(features)}
+    """Return the digest of a prompt and of what else its KV depends on.
+
+    That is its adapter and salt (`origin`), its images and audio, and the generation of the
+    engine's keys, which is another one after each reset of the engine's cache.
+    """
+    facts = {"origin": dict(origin), "features": sorted(features), "generation": generation}
     digest = hashlib.sha256(_canonical(facts))
     digest.update(array("I", tokens).tobytes())
     return digest.hexdigest()

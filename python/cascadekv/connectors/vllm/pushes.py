@@ -15,7 +15,7 @@ from cascadekv._native import TransportEndpoint
 from cascadekv.connectors.failures import FailureLog
 from cascadekv.connectors.vllm.announcements import REFUSE, Announcement, message
 from cascadekv.connectors.vllm.decode_worker import DecodeWorker, Target
-from cascadekv.connectors.vllm.offers import Computed, Opened
+from cascadekv.connectors.vllm.offers import OTHER_PROMPT, Computed, Opened
 from cascadekv.connectors.vllm.peer_workers import FAILURES
 from cascadekv.connectors.vllm.transfer_geometry import Geometry
 
@@ -196,9 +196,13 @@ class Pushes:
                     del self._by_transfer[transfer]
                     self._note_end(transfer)
 
+    def close_all(self, reason: str) -> None:
+        """End all pushes for good."""
+        self.close_requests(list(self._prompts), reason)
+
     def close(self) -> None:
         """End all pushes and connections."""
-        self.close_requests(list(self._prompts), "the engine ends")
+        self.close_all("the engine ends")
         for worker in list(self._workers.values()):
             worker.close()
 
@@ -263,7 +267,7 @@ class Pushes:
     def _add(self, prompt: _Prompt, push: _Push) -> None:
         announced, opened = push.announced, prompt.opened
         if announced.prompt != opened.prompt or announced.tokens != opened.tokens:
-            self._refuse(push, "it is for another prompt: do both engines get the same request?")
+            self._refuse(push, OTHER_PROMPT)
             self._on_done(opened.request, announced.rank, announced.workers)
             return
         if announced.push in prompt.pushes:

@@ -79,7 +79,7 @@ class Saver:
                     before and now for before, now in zip(stored[first:last], results, strict=True)
                 ]
         times = time.perf_counter() - started, time.thread_time() - cpu
-        return SaveResult(save.request, save.first, stored, copied, *times)
+        return SaveResult(save.request, save.first, stored, copied, *times, save.plan)
 
     def _save_run(
         self, run: SaveRun, memory: Memory, namespace: Namespace, deadline: float

@@ -101,7 +101,7 @@ class Scheduler:
         """The last requests that finished, for saves of GPUs that end after their request."""
         self._loads: list[Load] = []
         """Loads for the next plan."""
-        self._last_plan = self._completed_plan = 0
+        self._last_plan = self._completed_plan = self._reset_plan = 0
         self._async_blocks: dict[str, int] = {}
         """Number of blocks of each asynchronous load in flight, by request."""
         self._failures = FailureLog(_LOG)
@@ -348,6 +348,9 @@ class Scheduler:
                 seconds=saved.seconds,
                 cpu_seconds=saved.cpu_seconds,
             )
+            if saved.plan < self._reset_plan:
+                # The request has other keys now.
+                continue
             tracked = self._tracked.get(saved.request)
             announced = tracked or self._finished.get(saved.request)
             if announced is not None and stored and self._on_saved is not None:
@@ -407,17 +410,18 @@ class Scheduler:
     def reset_keys(self) -> None:
         """Drop all lookup results after a cache reset: the keys of all blocks have changed."""
         self._finished.clear()
-        for tracked in self._tracked.values():
-            request = tracked.request
-            tracked.keys = self._keys_of(request)
-            # KV that was computed or loaded before the reset must not be saved under the new keys.
-            # Only a request that starts from its first token has none.
-            is_new = request.num_computed_tokens == 0 and not (
-                tracked.saved and request.status.name == "WAITING_FOR_REMOTE_KVS"
-            )
-            tracked.may_save = tracked.may_save and is_new
-            tracked.result, tracked.pending, tracked.load, tracked.saved = None, None, None, 0
-            tracked.may_load = False
+        self._reset_plan = self._last_plan + 1
+        if self._transfers is not None:
+            self._transfers.reset()
+        for name, tracked in list(self._tracked.items()):
+            try:
+                is_new = tracked.restart(self._keys_of(tracked.request))
+            except UnkeyableRequest as reason:
+                self._failures.count("computing the keys of a request", reason)
+                del self._tracked[name]
+                continue
+            if is_new and self._transfers is not None:
+                self._transfers.open(tracked.request)
 
     def _track(self, request: "Request") -> TrackedRequest | None:
         try:
@@ -586,4 +590,5 @@ class Scheduler:
             pages_of(tables, self._groups, first, last),
             pages_of(tables, self._groups, 0, last),
             trace=tracked.trace,
+            plan=self._last_plan,
         )

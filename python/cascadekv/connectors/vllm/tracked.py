@@ -85,3 +85,16 @@ class TrackedRequest:
     """The request's trace, as a `traceparent` header."""
     save_after: float = 0.0
     """Earliest time of the next save, by the monotonic clock."""
+
+    def restart(self, keys: RequestKeys) -> bool:
+        """Forget what was found under other keys; return whether the request has no KV yet.
+
+        KV that was computed or loaded before must not be saved under the new keys. Only a request
+        that starts from its first token has none.
+        """
+        status = self.request.status.name
+        is_new = self.request.num_computed_tokens == 0 and status != "WAITING_FOR_REMOTE_KVS"
+        self.keys, self.may_save = keys, self.may_save and is_new
+        self.result, self.pending, self.load, self.offer = None, None, None, None
+        self.saved, self.may_load = 0, False
+        return is_new

@@ -17,6 +17,7 @@ from cascadekv.connectors.vllm.announcements import PushPlan
 from cascadekv.connectors.vllm.groups import CacheGroup
 from cascadekv.connectors.vllm.leases import LEASES_MAX
 from cascadekv.connectors.vllm.offers import (
+    OTHER_PROMPT,
     Computed,
     Offer,
     OfferError,
@@ -111,8 +112,12 @@ class TransferRequests:
 
         The offer is renewed while the request waits, and given back if it ends before its turn.
         """
-        params = request.kv_transfer_params
         self.offer(request)
+        self.open(request)
+
+    def open(self, request: "Request") -> None:
+        """Open a lease if another engine will read a request's pages, or get them written."""
+        params = request.kv_transfer_params
         if request.request_id in self._given or not wants_decode(params):
             return
         name = transfer_name(params, request.request_id)
@@ -229,6 +234,20 @@ class TransferRequests:
             return None
         return kept
 
+    def reset(self) -> None:
+        """End all leases and drop all offers, because the weights may have changed.
+
+        `open` gives a request a new lease. Pages of finished requests stay taken until the workers
+        have reported that no one reads them.
+        """
+        for request in list(self._taken):
+            self.give_back(request)
+        self._plan.withdrawn += self._pushed
+        for request in [name for name, given in self._given.items() if not given.is_ended]:
+            self._close(request)
+        self._plan.opened.clear()
+        self._plan.is_reset = True
+
     def sent(self, requests: Iterable[str]) -> None:
         """Forget leases that have ended in all workers."""
         for request in requests:
@@ -268,8 +287,7 @@ class TransferRequests:
             self._failures.count("reading the offer of a prefill engine", error)
             return None
         if offer.prompt != self._digest_of(request):
-            reason = "it is for another prompt: do both engines get the same request?"
-            self._failures.count("reading the offer of a prefill engine", reason)
+            self._failures.count("reading the offer of a prefill engine", OTHER_PROMPT)
             self._plan.released.append(offer)
             return None
         return _Taken(offer, 0.0)

@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cascadekv import CascadeError
@@ -82,7 +82,7 @@ def open_transfers(
 
 
 def transfers_between(
-    engine: str,
+    engine: tuple[str, Callable[[], str]],
     settings: ConnectorSettings,
     facts: Sequence[WorkerFacts],
     held: tuple[Sequence[CacheGroup], int, PinnedPages],
@@ -90,21 +90,22 @@ def transfers_between(
 ) -> TransferRequests | None:
     """Return the scheduler's side, if all workers let decode engines read their pages.
 
-    `held` are the engine's KV cache groups, the tokens of a block, and what pins pages.
+    `engine` is its ID, and what returns the generation of its keys; `held` are its KV cache groups,
+    the tokens of a block, and what pins pages.
     """
-    groups, block_tokens, pins = held
+    (name, generation), (groups, block_tokens, pins) = engine, held
     listeners = [each.listener for each in facts if each.listener is not None]
     if len(listeners) < len(facts):
         return None
     return TransferRequests(
-        engine,
+        name,
         listeners,
         groups,
         pins,
         block_tokens=block_tokens,
         token=settings.read_transfer_token(),
         lease_s=settings.transfer_lease,
-        digest_of=functools.partial(_digest_of, failures),
+        digest_of=functools.partial(_digest_of, failures, generation),
     )
 
 
@@ -134,7 +135,9 @@ def offered(
     return False, params_without_pages(engine, request.request_id, way=way)
 
 
-def _digest_of(failures: FailureLog, request: "Request") -> str | None:
+def _digest_of(
+    failures: FailureLog, generation: Callable[[], str], request: "Request"
+) -> str | None:
     """Return a digest of a prompt and of all that its KV depends on; `None` without one."""
     try:
         origin = origin_of(request, adapter_fingerprint)
@@ -142,4 +145,4 @@ def _digest_of(failures: FailureLog, request: "Request") -> str | None:
         failures.count("offering the pages of a request", reason)
         return None
     tokens = request.all_token_ids[: request.num_prompt_tokens]
-    return prompt_digest(tokens, origin, features_of(request))
+    return prompt_digest(tokens, origin, features_of(request), generation())

@@ -113,6 +113,8 @@ class Transfers:
 
     def apply(self, plan: TransferPlan) -> None:
         """Carry out a step's changes, before its kernels. Messages are sent by other threads."""
+        if plan.is_reset:
+            self._pushes.close_all("the cache of the engine was reset")
         self._pushes.stop(plan.stopped, "the engine needed the pages of the request")
         self._pushes.close_requests(plan.dropped, "the request has ended")
         self._leases.apply(plan)

@@ -98,6 +98,8 @@ class Worker:
         """Pages that could not be loaded, to be reported to the engine."""
         self._invalid_pages: dict[tuple[int, int], int] = {}
         """By group and page: the plan whose load of the page failed."""
+        self._generation = ""
+        """The generation of the current step's keys."""
         self._plan = 0
         self._is_idle = False
         """Whether the current step computes no tokens."""
@@ -127,6 +129,7 @@ class Worker:
 
     def begin_step(self, plan: StepPlan) -> None:
         """Begin a step: called before the loads and the kernels of a plan."""
+        self._generation = plan.generation
         if plan.transfer is not None and self._transfers is not None:
             try:
                 # Before the kernels: they may use pages that were read for other engines.
@@ -344,6 +347,9 @@ class Worker:
             del self._async_loads[request]
             arrived.add(request)
             loaded, load = self._result_of(running, future.result), running.load
+            if running.generation != self._generation:
+                # The cache was reset since: these are blocks of other weights, to compute again.
+                loaded = running.failed()
             ended.append(running)
             self._report.loaded.append(loaded)
             if loaded.bad and (len(load.blocks) > 1 or load.has_windows):
