@@ -16,6 +16,7 @@ use crate::TransportError;
 use crate::connection::{Batch, Completion, Connection, Ticket, TransportKind};
 use crate::limits::{NOTICE_BYTES_MAX, STREAMS_MAX, STRIPE_BYTES_MIN};
 use crate::peer::Peer;
+use crate::piece::Direction;
 use crate::stream::StreamConnection;
 
 /// Several streams to one peer. Batches that are divided are posted in the background: their pages
@@ -44,11 +45,17 @@ impl StripedConnection {
         Ok(Self { lanes, next: AtomicUsize::new(0) })
     }
 
-    /// The stream that a batch that is not divided takes: each in turn, so that the batches of
-    /// several threads run beside each other.
-    fn next_stream(&self) -> &StreamConnection {
-        let next = self.next.fetch_add(1, Ordering::Relaxed);
-        self.lanes[next % self.lanes.len()].stream()
+    /// The number of the stream that a batch that is not divided takes: each in turn, so that the
+    /// batches of several threads run beside each other.
+    fn next_stream(&self) -> usize {
+        self.next.fetch_add(1, Ordering::Relaxed) % self.lanes.len()
+    }
+
+    /// Waits until cancelled writes of other streams are over. A stream keeps its own order, but
+    /// what waits in one of them could arrive after a later write by another one.
+    fn settle_others(&self, own: Option<usize>, deadline: Deadline) -> Result<(), TransportError> {
+        let mut others = self.lanes.iter().zip(0..).filter(|(_, number)| Some(*number) != own);
+        others.try_for_each(|(lane, _)| lane.stream().settle(deadline))
     }
 }
 
@@ -68,8 +75,12 @@ impl Connection for StripedConnection {
             return Err(TransportError::TooLarge { what, value, limit: NOTICE_BYTES_MAX });
         }
         let parts = parts::divide(batch.pieces, self.lanes.len(), STRIPE_BYTES_MIN);
-        if parts.len() < 2 {
-            return self.next_stream().post(batch, deadline);
+        let own = (parts.len() < 2).then(|| self.next_stream());
+        if batch.direction == Direction::Write {
+            self.settle_others(own, deadline)?;
+        }
+        if let Some(own) = own {
+            return self.lanes[own].stream().post(batch, deadline);
         }
         let count = parts.len();
         let group = Arc::new(Group::new(count, batch.notice.map(Into::into)));

@@ -229,6 +229,20 @@ impl StreamConnection {
         descriptor.ok_or_else(lost)
     }
 
+    /// Waits until the peer writes nothing of cancelled batches any more.
+    ///
+    /// # Errors
+    /// If it still may at the deadline, or if the connection was lost, which ends no write there.
+    pub(crate) fn settle(&self, deadline: Deadline) -> Result<(), TransportError> {
+        let is_settled = |state: &LinkState| {
+            state.broken.is_none() && !state.waiting.iter().any(WaitingFrame::is_cancelled_write)
+        };
+        if is_settled(&self.link.lock_state()) {
+            return Ok(());
+        }
+        self.link.drive(deadline, is_settled)
+    }
+
     /// Whether the peer has closed the connection.
     pub(crate) fn is_closed_by_peer(&self) -> bool {
         self.link.socket.is_closed()

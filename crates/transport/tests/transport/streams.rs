@@ -189,6 +189,51 @@ fn a_batch_that_finds_no_place_in_time_moves_nothing_and_the_others_arrive() {
     post(half, soon()).unwrap().wait(soon()).unwrap();
 }
 
+/// What happened: each batch takes the next stream. A write that was cancelled waited in a buffer
+/// of the first one, the next write of the same block took the second one and was confirmed, and
+/// then the bytes of the first write came.
+#[test]
+fn a_cancelled_write_does_not_arrive_after_the_next_one() {
+    let (server, remote) = endpoint(Access::BOTH);
+    let (_listener, target) = listen(&server);
+    let gate = Arc::new(RwLock::new(()));
+    let address = pass_on(target, &gate);
+    let (client, local) = endpoint(Access::LOCAL);
+    let connection = client.connect_tcp(address, soon()).unwrap();
+    let place = |region| Place { region, offset: 0 };
+    let batch = |pieces: &[Piece], deadline| {
+        let batch = Batch { direction: Direction::Write, pieces, notice: None };
+        connection.post(&batch, deadline)
+    };
+    let piece = |bytes| Piece { local: place(local), remote: place(remote), bytes };
+    // The second one is divided among the streams.
+    for bytes in [1 << 16, BYTES] {
+        client.fill(local, 0, &vec![1; BYTES]).unwrap();
+        let closed = gate.write().unwrap();
+        // More than one for each of the four streams, so that the next one takes another stream.
+        let given_up = [(); 5].map(|()| batch(&[piece(1 << 16)], soon()).unwrap());
+        sleep(SHORT);
+        for ticket in given_up {
+            ticket.cancel(soon());
+        }
+        assert!(connection.is_open());
+        client.fill(local, 0, &vec![2; BYTES]).unwrap();
+        let pieces = [piece(bytes as u64)];
+        let late = batch(&pieces, Deadline::after(&SystemClock, SHORT));
+        assert!(matches!(late, Err(TransportError::Deadline { .. })), "{late:?}");
+        thread::scope(|scope| {
+            let waits = scope.spawn(|| batch(&pieces, soon())?.wait(soon()));
+            sleep(SHORT);
+            drop(closed);
+            waits.join().unwrap().unwrap();
+        });
+        sleep(SHORT);
+        let mut after = vec![0; bytes];
+        server.fetch(remote, 0, &mut after).unwrap();
+        assert!(after.iter().all(|byte| *byte == 2), "{bytes} bytes");
+    }
+}
+
 #[test]
 fn a_stopped_listener_ends_all_streams() {
     let pair = pair();
@@ -225,6 +270,23 @@ fn pass_through(targets: Vec<SocketAddr>, gate: Option<Arc<RwLock<()>>>) -> Sock
             thread::spawn(move || copy(&mut from, &mut to));
             let gate = gate.clone();
             thread::spawn(move || answer(server, client, gate.as_deref()));
+        }
+    });
+    address
+}
+
+/// Passes connections on. Requests of the first one pass while the gate is not held.
+fn pass_on(target: SocketAddr, gate: &Arc<RwLock<()>>) -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let gate = Arc::clone(gate);
+    thread::spawn(move || {
+        for (client, number) in listener.incoming().zip(0..) {
+            let (client, server) = (client.unwrap(), TcpStream::connect(target).unwrap());
+            let (from, to) = (server.try_clone().unwrap(), client.try_clone().unwrap());
+            thread::spawn(move || answer(from, to, None));
+            let gate = Arc::clone(&gate);
+            thread::spawn(move || answer(client, server, (number == 0).then_some(&*gate)));
         }
     });
     address

@@ -82,6 +82,10 @@ impl WaitingFrame {
     fn is_cancelled(&self) -> bool {
         self.progress.is_cancelled.load(Ordering::Acquire)
     }
+
+    pub(super) fn is_cancelled_write(&self) -> bool {
+        self.expected.kind == Kind::Done && self.is_cancelled()
+    }
 }
 
 impl Link {
