@@ -73,6 +73,24 @@ def test_keys_alone_are_written_for_mla():
     assert (decode.keys[0][8] == prefill.keys[0][7]).all()
 
 
+def test_block_ids_that_can_be_listed_once():
+    """All bytes had moved, and the call raised because a generator has no length."""
+    prefill, decode = Side("prefill"), Side("decode")
+    ip, port = decode.comm.address.split(":")
+    assert prefill.comm.connect(ip, port)
+    assert prefill.comm.write_cache(ip, port, iter([1, 2]), iter([3, 4]), 0) == 0
+    assert (decode.keys[0][3:5] == prefill.keys[0][1:3]).all()
+    assert prefill.comm.write_cache(ip, port, np.array([5]), np.array([6]), np.int64(0)) == 0
+    assert (decode.keys[0][6] == prefill.keys[0][5]).all()
+
+
+def test_addresses_in_an_array():
+    pages = [np.zeros((BLOCKS, 64), "uint8") for _ in range(2)]
+    addresses = np.array([page.ctypes.data for page in pages])
+    comm = rdma_comm.RDMACommunicator("decode", 0, 0, addresses, addresses[:0], BLOCKS, 64)
+    comm.close()
+
+
 def test_failures_are_return_values_with_a_logged_reason(caplog):
     prefill, decode = Side("prefill"), Side("decode")
     ip, port = decode.comm.address.split(":")

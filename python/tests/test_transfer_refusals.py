@@ -129,6 +129,43 @@ def test_blocks_are_any_integers_that_can_be_listed_once():
             peer.write("r", Blocks([1.5], [2]), timeout=S)
 
 
+def test_numbers_of_numpy_are_numbers():
+    number = np.int64
+    here, local = engine(1, scale_bytes=number(24), blocks=number(BLOCKS), block_tokens=number(4))
+    there, remote = engine(2, scale_bytes=24)
+    with local, remote:
+        peer = local.connect(remote.listen("127.0.0.1:0"), timeout=S)
+        blocks = Blocks([1], [3], group=number(2), start=number(7))
+        peer.write("r", blocks, layers=[number(1)], timeout=S).wait(timeout=S)
+        assert remote.next_arrival(timeout=S) == ("r", 1, [3], 2, 7)
+        assert (there[1].scales[3] == here[1].scales[1]).all()
+
+
+@pytest.mark.parametrize(
+    ("request_name", "place", "reason"),
+    [
+        (None, {}, "request: None is no text"),
+        (7, {}, "request: 7 is no text"),
+        (b"r", {}, "request: b'r' is no text"),
+        ("r", {"start": "3"}, "start: '3' is not a whole number"),
+        ("r", {"start": 1.5}, "start: 1.5 is not a whole number"),
+        ("r", {"group": None}, "group: None is not a whole number"),
+        ("r", {"group": True}, "group: True is not a whole number"),
+    ],
+)
+def test_blocks_whose_arrival_could_not_be_told_are_not_moved(request_name, place, reason):
+    """The write succeeded, and the receiver got an error or nothing in the place of an arrival."""
+    _, local = engine(1)
+    there, remote = engine(2)
+    before = there[0].keys.copy()
+    with local, remote:
+        peer = local.connect(remote.listen("127.0.0.1:0"), timeout=S)
+        with pytest.raises(ConfigError, match=reason):
+            peer.write(request_name, Blocks([0], [0], **place), timeout=S)
+        assert remote.next_arrival(timeout=0.2) is None
+        assert (there[0].keys == before).all()
+
+
 @pytest.mark.parametrize(
     "notice",
     [
@@ -190,6 +227,15 @@ def test_an_address_without_a_port_is_a_wrong_setting(address):
 def test_a_wrong_setting_is_named(wrong, reason):
     with pytest.raises((ConfigError, ValueError), match=reason):
         engine(**wrong)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 24.0, "24", np.array([24, 24])])
+def test_wrong_bytes_of_scales_are_named(wrong):
+    shape = transfer.Shape(**{**SHAPE, "layers": 1})
+    pages = bytearray(BLOCKS * shape.region_block_bytes)
+    layer = transfer.Layer(keys=pages, scales=bytearray(BLOCKS * 24), scale_bytes=wrong)
+    with pytest.raises(ConfigError, match=r"scale_bytes: .* is not a whole number from 1 on"):
+        transfer.Endpoint([layer], shape=shape, block_count=BLOCKS)
 
 
 @pytest.mark.parametrize(

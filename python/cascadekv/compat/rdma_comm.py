@@ -84,10 +84,11 @@ class RDMACommunicator:
         """
         if role not in ("prefill", "decode"):
             raise ConfigError(f'role: {role!r} is neither "prefill" nor "decode"')
-        if local_value_cache and len(local_value_cache) != len(local_key_cache):
+        key_addresses, value_addresses = list(local_key_cache), list(local_value_cache)
+        if value_addresses and len(value_addresses) != len(key_addresses):
             raise ConfigError(
-                f"local_value_cache: {len(local_value_cache)} addresses are given, and "
-                f"{len(local_key_cache)} of keys"
+                f"local_value_cache: {len(value_addresses)} addresses are given, and "
+                f"{len(key_addresses)} of keys"
             )
         interface = _read_environment(os.environ)
         rdma = rdma_of(os.environ, gpu_idx)
@@ -100,10 +101,10 @@ class RDMACommunicator:
         def memory(address: int) -> Memory:
             return Memory(address=address, bytes=total, owner=None)
 
-        values = [memory(address) for address in local_value_cache] or [None] * len(local_key_cache)
+        values = [memory(address) for address in value_addresses] or [None] * len(key_addresses)
         layers = [
             Layer(keys=memory(key), values=value)
-            for key, value in zip(local_key_cache, values, strict=True)
+            for key, value in zip(key_addresses, values, strict=True)
         ]
         # The document's blocks have no inner structure.
         shape = Shape(layers=len(layers), block_tokens=1, heads=1, head_bytes=block_bytes)
@@ -157,13 +158,13 @@ class RDMACommunicator:
             log.error("write_cache: not connected to %s:%s; call connect first", ip, port)
             return -1
         try:
-            blocks = Blocks(local_block_ids, remote_block_ids)
+            blocks = Blocks(list(local_block_ids), list(remote_block_ids))
             written = peer.write("", blocks, layers=[layer_idx], tell=False, timeout=WRITE_S)
             written.wait(timeout=WRITE_S)
         except CascadeError as error:
             log.error("write_cache, layer %d to %s:%s: %s", layer_idx, ip, port, error)  # noqa: TRY400
             return -1
-        log.debug("wrote %d blocks of layer %d to %s:%s", len(local_block_ids), layer_idx, ip, port)
+        log.debug("wrote %d blocks of layer %d to %s:%s", len(blocks.local), layer_idx, ip, port)
         return 0
 
     def _peer(self, ip: str, port: str | int) -> Peer | None:

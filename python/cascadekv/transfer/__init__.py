@@ -54,9 +54,9 @@ from cascadekv.transfer.shape import (
     Memory,
     Run,
     Shape,
-    check_count,
     common_runs,
     parts_of,
+    whole_number,
 )
 
 if TYPE_CHECKING:
@@ -108,9 +108,8 @@ class Endpoint:
         """
         if len(layers) != shape.layers:
             raise ConfigError(f"layers: {len(layers)} are given, the shape has {shape.layers}")
-        check_count("block_count", block_count)
         self.shape = shape
-        self.block_count = block_count
+        self.block_count = block_count = whole_number("block_count", block_count, least=1)
         self.parts = [parts_of(layer, shape) for layer in layers]
         """The arrays of each layer, and the bytes of a block in each."""
         # Regions are numbered from 0 in the order in which they are registered below.
@@ -315,7 +314,7 @@ class Peer:
         With `tell`, the peer gets an `Arrival` for each layer after its bytes. The pages must not
         change until the transfer has ended. `timeout` is that of the start.
         """
-        told = request if tell else None
+        told = _told(request) if tell else None
         return self._move(blocks, layers, told, timeout, is_write=True)
 
     def read(
@@ -332,7 +331,7 @@ class Peer:
         With `tell`, the peer gets an `Arrival` for each layer after its bytes have left, with its
         own pages. The local pages must not be used until the transfer has ended.
         """
-        told = request if tell else None
+        told = _told(request) if tell else None
         return self._move(blocks, layers, told, timeout, is_write=False)
 
     def _move(
@@ -350,7 +349,8 @@ class Peer:
             _checked("local", blocks.local, own.block_count, is_target=not is_write),
             _checked("remote", blocks.remote, self._other.block_count, is_target=is_write),
         )
-        blocks = Blocks(*lists, blocks.group, blocks.start)
+        place = whole_number("group", blocks.group), whole_number("start", blocks.start)
+        blocks = Blocks(*lists, *place)
         # Everything is checked before anything is moved.
         runs: dict[int, list[Run]] = {}
         for given in range(own.shape.layers) if layers is None else layers:
@@ -425,6 +425,13 @@ class Transfer:
         left = _countdown(timeout)
         for ticket in self._tickets.values():
             ticket.cancel(timeout=left())
+
+
+def _told(request: object) -> str:
+    """Return the name of a request that the peer is told of."""
+    if not isinstance(request, str):
+        raise ConfigError(f"request: {request!r} is no text")
+    return request
 
 
 def _countdown(timeout: float) -> Callable[[], float]:

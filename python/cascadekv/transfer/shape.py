@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import operator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsIndex
 
 from cascadekv.errors import ConfigError
 
@@ -20,15 +22,17 @@ Run = tuple[int, int, int, int, int, int, int]
 """Region, offset and bytes of a block here; the same at the peer; bytes that are moved."""
 
 
-def is_whole(value: object) -> bool:
-    """Return whether a value is a whole number."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def check_count(name: str, value: object) -> None:
-    """Raise `ConfigError` unless a value is a whole number from 1 on."""
-    if not (isinstance(value, int) and is_whole(value)) or value < 1:
-        raise ConfigError(f"{name}: {value!r} is not a whole number from 1 on")
+def whole_number(name: str, value: object, *, least: int | None = None) -> int:
+    """Return a whole number, which may be NumPy's, as `int`. Raises `ConfigError`."""
+    number = None
+    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
+        # An array has the method, too, and raises.
+        with contextlib.suppress(TypeError):
+            number = operator.index(value)
+    if number is None or (least is not None and number < least):
+        limit = "" if least is None else f" from {least} on"
+        raise ConfigError(f"{name}: {value!r} is not a whole number{limit}")
+    return number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +61,8 @@ class Shape:
     def __post_init__(self) -> None:
         """Refuse values that cannot be."""
         for name in ("layers", "block_tokens", "heads", "head_bytes", "ranks"):
-            check_count(name, getattr(self, name))
-        if not is_whole(self.rank):
-            raise ConfigError(f"rank: {self.rank!r} is not a whole number")
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), least=1))
+        object.__setattr__(self, "rank", whole_number("rank", self.rank))
         if not 0 <= self.rank < self.ranks:
             raise ConfigError(f"rank: {self.rank} is not below ranks={self.ranks}")
         larger, smaller = max(self.heads, self.ranks), min(self.heads, self.ranks)
@@ -113,9 +116,7 @@ def parts_of(layer: Layer, shape: Shape) -> dict[str, int]:
     if layer.values is not None:
         parts["values"] = shape.region_block_bytes
     if layer.scales is not None:
-        if layer.scale_bytes < 1:
-            raise ConfigError("scale_bytes: give the bytes of the scales of one block")
-        parts["scales"] = layer.scale_bytes
+        parts["scales"] = whole_number("scale_bytes", layer.scale_bytes, least=1)
     return parts
 
 
