@@ -447,6 +447,8 @@ def test_messages_that_make_no_sense_change_nothing(start):
         b'["layer", 2, [1, "p", 0, 0, 1]]',
         b'["refuse", 1, []]',
         b'["withdraw", 1, ["x"]]',
+        b'["withdraw", 1, [1e999]]',
+        b"[" * 4000,
         json.dumps(["announce", 1, {**good[2], "rank": 1}]).encode(),
         json.dumps(["announce", 1, {**good[2], "list_bytes": 1 << 40}]).encode(),
         json.dumps(["announce", 1, {**good[2], "seconds": "x"}]).encode(),

@@ -420,6 +420,8 @@ def test_lease_messages():
     table.receive(lease_notice("done", 78, rank=1, workers=2))
     for message in (b"", b"[]", b"null", b"\xff", b'["done", 77, 2, 2]', b'["other", 77, 1, 2]'):
         table.receive(message)
+    for message in (b'["done", 1e999, 0, 1]', b'["renew", 77, 0, 1e999]', b"[" * 4000):
+        table.receive(message)
     assert table.take_ended() == set()
     assert table.memory[3] == 77
     table.receive(lease_notice("done", 77, rank=1, workers=2))

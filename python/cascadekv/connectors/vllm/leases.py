@@ -16,7 +16,15 @@ from dataclasses import dataclass, field
 from cascadekv.connectors.failures import FailureLog
 from cascadekv.connectors.vllm.offers import TransferPlan
 
-__all__ = ["DONE", "ENTRY_BYTES", "LEASES_MAX", "RENEW", "LeaseTable", "lease_notice"]
+__all__ = [
+    "DONE",
+    "ENTRY_BYTES",
+    "LEASES_MAX",
+    "RENEW",
+    "UNREADABLE",
+    "LeaseTable",
+    "lease_notice",
+]
 
 _LOG = logging.getLogger("vllm.cascade")
 LEASES_MAX = 4096
@@ -24,6 +32,8 @@ LEASES_MAX = 4096
 ENTRY_BYTES = 8
 DONE, RENEW = "done", "renew"
 _SECONDS_MAX = 3600.0
+UNREADABLE = (ValueError, TypeError, KeyError, IndexError, ArithmeticError, RecursionError)
+"""What reading a message of a peer can fail with, whatever it has sent."""
 
 
 def lease_notice(kind: str, lease: int, *, rank: int = 0, workers: int = 1) -> bytes:
@@ -101,7 +111,7 @@ class LeaseTable:
                     lease.finish_rank(rank, workers)
                 else:
                     self._failures.count("reading a message of a decode engine", repr(message))
-        except (ValueError, TypeError) as error:
+        except UNREADABLE as error:
             self._failures.count("reading a message of a decode engine", error)
 
     def take_ended(self, unfinished: AbstractSet[str] = frozenset()) -> set[str]:

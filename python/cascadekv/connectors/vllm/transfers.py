@@ -24,7 +24,7 @@ from cascadekv.connectors.vllm.announcements import (
     Written,
 )
 from cascadekv.connectors.vllm.arrivals import Arrivals
-from cascadekv.connectors.vllm.leases import DONE, RENEW, LeaseTable
+from cascadekv.connectors.vllm.leases import DONE, RENEW, UNREADABLE, LeaseTable
 from cascadekv.connectors.vllm.offers import TransferPlan
 from cascadekv.connectors.vllm.peer_workers import FAILURES
 from cascadekv.connectors.vllm.prefill_engine import PrefillEngine, Scratch
@@ -260,5 +260,5 @@ class Transfers:
                 self._arrivals.refused(int(fields[2][0]), str(fields[2][1]))
             else:
                 self._leases.receive(notice)
-        except (ValueError, TypeError, KeyError, IndexError, ArithmeticError) as error:
+        except UNREADABLE as error:
             self._failures.count("reading a message of another engine", error)
