@@ -1,5 +1,6 @@
 """Waits for transfers: deadlines, signals, cancellations, and endpoints that are closed."""
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -270,3 +271,41 @@ def test_ctrl_c_ends_a_wait(call):
         process.kill()
         process.join()
         pipe.close()
+
+
+ENDED = """
+import sys, time
+from transfer_endpoints import engine
+_, here = engine(1)
+print(here.listen("127.0.0.1:0"), flush=True)
+input()
+# From here on, other threads do not get the interpreter.
+sys.setswitchinterval(1000)
+print("ending", flush=True)
+end = time.monotonic() + 1
+while time.monotonic() < end:
+    pass
+"""
+
+
+def test_a_process_ends_while_peers_connect():
+    """It hung: its end waited for a handshake, and that for the interpreter, which had ended."""
+    _, local = engine(2)
+    ending = subprocess.Popen(  # noqa: S603 # our own program
+        [sys.executable, "-c", ENDED],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
+    )
+    with ending:
+        watchdog = threading.Timer(60, ending.kill)
+        watchdog.start()
+        address = ending.stdout.readline().strip()
+        ending.stdin.write("\n")
+        ending.stdin.flush()
+        assert ending.stdout.readline().strip() == "ending"
+        with contextlib.suppress(CascadeError):
+            local.connect(address, timeout=5)
+        assert ending.wait() == 0
+        watchdog.cancel()

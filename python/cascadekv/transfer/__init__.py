@@ -26,18 +26,20 @@ True
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import operator
 import threading
 import time
+import weakref
 from collections import Counter
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Literal, Self
 
 from cascadekv._native import TransportConnection, TransportEndpoint, TransportTicket
-from cascadekv.errors import ConfigError, DeadlineError
+from cascadekv.errors import ConfigError, DeadlineError, ForkError
 from cascadekv.transfer.notices import Arrival, Blocks, arrival_of, notice_of
 from cascadekv.transfer.settings import (
     DEFAULT_HEARTBEAT,
@@ -134,6 +136,8 @@ class Endpoint:
             streams=streams,
             heartbeat=times_of(heartbeat),
         )
+        # At the exit of the interpreter, too, while handshakes that wait for it can still end.
+        weakref.finalize(self, _end, self._native)
         self.rdma_device = None if rdma is None else use_rdma(self._native, rdma)
         """Name of the RDMA device; `None` if there is none."""
         self.regions: dict[tuple[int, str], int] = {}
@@ -222,6 +226,12 @@ class Endpoint:
     ) -> None:
         """Close the endpoint."""
         self.close()
+
+
+def _end(native: TransportEndpoint) -> None:
+    """End the listeners of an endpoint that is not used any more, in the process that made it."""
+    with contextlib.suppress(ForkError):
+        native.close()
 
 
 def _buffer_bytes(name: str, memory: Buffer) -> int:
