@@ -103,18 +103,60 @@ def generate(
     return [Answer(tuple(o.outputs[0].token_ids), o.num_cached_tokens) for o in outputs]
 
 
+def load_adapter(llm: Any, adapter: tuple[str, int, str]) -> None:
+    """Load an adapter, again if it is loaded, as vLLM's endpoint does."""
+    from vllm.lora.request import LoRARequest  # noqa: PLC0415
+
+    llm.llm_engine.add_lora(LoRARequest(*adapter, load_inplace=True))
+
+
+def reload_while_computing(
+    llm: Any,
+    prompt: Sequence[int],
+    adapter: tuple[str, int, str],
+    params: Mapping[str, object] | None = None,
+) -> Any:
+    """Load an adapter again after the first of several steps that compute a prompt.
+
+    Returns the `kv_transfer_params` of the response.
+    """
+    from vllm import SamplingParams  # noqa: PLC0415
+    from vllm.lora.request import LoRARequest  # noqa: PLC0415
+
+    extra = {"kv_transfer_params": dict(params)} if params else None
+    parameters = SamplingParams(
+        temperature=0, max_tokens=8, ignore_eos=True, detokenize=False, extra_args=extra
+    )
+    engine, given = llm.llm_engine, {"prompt_token_ids": list(prompt)}
+    engine.add_request("computing", given, parameters, lora_request=LoRARequest(*adapter))
+    # The first one asks the workers for their adapters, the second one computes.
+    for _ in range(2):
+        engine.step()
+    load_adapter(llm, adapter)
+    outputs: list[Any] = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    return outputs[-1].kv_transfer_params
+
+
 def answer_with(
-    llm: Any, prompt: Sequence[int], tokens: int, params: Mapping[str, object] | None
+    llm: Any,
+    prompt: Sequence[int],
+    tokens: int,
+    params: Mapping[str, object] | None,
+    adapter: tuple[str, int, str] | None = None,
 ) -> tuple[Answer, Any]:
     """Answer a prompt that has `kv_transfer_params`; returns also those of the response."""
     from vllm import SamplingParams  # noqa: PLC0415
+    from vllm.lora.request import LoRARequest  # noqa: PLC0415
 
     extra = {"kv_transfer_params": dict(params)} if params else None
     parameters = SamplingParams(
         temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, extra_args=extra
     )
     given: dict[str, object] = {"prompt_token_ids": list(prompt)}
-    (output,) = llm.generate([given], parameters, use_tqdm=False)
+    lora = LoRARequest(*adapter) if adapter else None
+    (output,) = llm.generate([given], parameters, use_tqdm=False, lora_request=lora)
     answer = Answer(tuple(output.outputs[0].token_ids), output.num_cached_tokens)
     return answer, output.kv_transfer_params
 

@@ -2,6 +2,7 @@
 
 import json
 
+import engine_calls
 import pytest
 import torch
 from cascadekv.bench.prompts import prompt
@@ -67,7 +68,11 @@ def test_blocks_of_an_adapter_are_hit_by_equal_weights_only(start, bare, tmp_pat
         (None, 0),
         (one, 3 * BLOCK),
         (None, 3 * BLOCK),
+        # What an adapter's files have loaded is known after its first step.
+        (copy, 0),
         (copy, 3 * BLOCK),
+        # Dropped for the copy, and loaded again.
+        (other, 0),
         (other, 3 * BLOCK),
     ]
     for adapter, hit in due:
@@ -86,4 +91,76 @@ def test_a_retrained_adapter_misses_its_old_blocks(start, bare, tmp_path):
         for hit in (0, 2 * BLOCK):
             answer = engine.run([request], 8, adapter=adapter)[0]
             assert (answer.tokens, answer.cached) == (right, hit), adapter
+    engine.close()
+
+
+def test_replaced_files_do_not_change_the_keys_of_the_loaded_weights(start, bare, tmp_path):
+    """The fingerprint was that of the files at each request, not of what vLLM had loaded.
+
+    KV of the old weights got the key of the new ones, and the reloaded adapter used it.
+    """
+    directory = tmp_path / "replaced"
+    right = {}
+    request, other = (prompt(3 * BLOCK + 20, name) for name in ("replaced", "loads"))
+    for seed in (1, 2):
+        known = (f"right-{seed}", 10 + seed, write_adapter(tmp_path / f"right-{seed}", seed))
+        right[seed] = bare.run([request], 8, adapter=known)[0].tokens
+    engine = start(STORE, **LORA)
+    adapter = ("replaced", 3, write_adapter(directory, 1))
+    engine.run([other], 8, adapter=adapter)
+    write_adapter(directory, 2)
+    for hit in (0, 3 * BLOCK):
+        answer = engine.run([request], 8, adapter=adapter)[0]
+        assert (answer.tokens, answer.cached) == (right[1], hit)
+    engine.call(engine_calls.load_adapter, adapter)
+    for hit in (0, 3 * BLOCK):
+        answer = engine.run([request], 8, adapter=adapter)[0]
+        assert (answer.tokens, answer.cached) == (right[2], hit)
+    # The first weights again, under another name and from another directory.
+    again = ("again", 4, write_adapter(tmp_path / "again", 1))
+    engine.call(engine_calls.load_adapter, again)
+    answer = engine.run([request], 8, adapter=again)[0]
+    assert (answer.tokens, answer.cached) == (right[1], 3 * BLOCK), "loaded before the request"
+    engine.close()
+
+
+def test_an_adapter_that_is_replaced_while_a_prompt_is_computed_is_not_stored(
+    start, bare, tmp_path
+):
+    # Longer than a step, so that the first blocks are of other weights than the last ones.
+    request = prompt(6 * BLOCK + 20, "in the middle")
+    known = ("right", 21, write_adapter(tmp_path / "right", 2))
+    right = bare.run([request], 8, adapter=known)[0].tokens
+    directory = tmp_path / "swapped"
+    engine = start(STORE, **LORA)
+    adapter = ("swapped", 5, write_adapter(directory, 1))
+    engine.run([prompt(BLOCK + 20, "loads it")], 8, adapter=adapter)
+    write_adapter(directory, 2)
+    engine.call(engine_calls.reload_while_computing, request, adapter)
+    for hit in (0, 6 * BLOCK):
+        answer = engine.run([request], 8, adapter=adapter)[0]
+        assert (answer.tokens, answer.cached) == (right, hit)
+    engine.close()
+
+
+def test_the_engines_own_cache_of_replaced_weights_is_not_stored(start, bare, tmp_path):
+    """The prefix cache knows an adapter by name and path, so it returns blocks of old weights.
+
+    The answer is vLLM's, but such blocks must not get the key of the new weights.
+    """
+    request = prompt(3 * BLOCK + 20, "own cache")
+    known = ("right", 22, write_adapter(tmp_path / "right", 2))
+    right = bare.run([request], 8, adapter=known)[0].tokens
+    directory = tmp_path / "cached"
+    engine = start(STORE, enable_prefix_caching=True, **LORA)
+    adapter = ("cached", 6, write_adapter(directory, 1))
+    for _ in range(2):
+        engine.run([request], 8, adapter=adapter)
+    write_adapter(directory, 2)
+    engine.call(engine_calls.load_adapter, adapter)
+    engine.run([request], 8, adapter=adapter)
+    other = ("other name", 7, write_adapter(tmp_path / "copy", 2))
+    engine.call(engine_calls.load_adapter, other)
+    answer = engine.run([request], 8, adapter=other)[0]
+    assert (answer.tokens, answer.cached) == (right, 0)
     engine.close()

@@ -6,11 +6,10 @@ import json
 import pytest
 import torch
 from cascadekv import Manifest, Namespace
-from cascadekv.connectors.vllm.identity import adapter_fingerprint, manifest_of
+from cascadekv.connectors.vllm.identity import manifest_of
 from cascadekv.connectors.vllm.keys import RequestKeys
 from safetensors.torch import save
 from vllm.engine.arg_utils import EngineArgs
-from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -96,13 +95,3 @@ def test_every_field_changes_every_key(fields_of):
 def test_settings_without_effect_on_kv_are_no_fields(fields_of):
     for change in ({"max_num_seqs": 3}, {"max_model_len": 512}, {"seed": 7}):
         assert fields_of(**change) == fields_of(), change
-
-
-def test_an_adapter_that_cannot_be_read_has_no_fingerprint(tmp_path):
-    # Regression: an error of the file system was logged with a traceback for every request.
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
-    adapter = LoRARequest("adapter", 1, str(tmp_path))
-    assert adapter_fingerprint(adapter) is not None
-    (tmp_path / "adapter_config.json").symlink_to(tmp_path / "missing")
-    assert adapter_fingerprint(adapter) is None
-    assert adapter_fingerprint(LoRARequest("missing", 2, str(tmp_path / "missing"))) is None

@@ -129,9 +129,9 @@ def test_equal_values_of_different_origin_fields_have_different_keys():
         assert differing(one, other) == from_block(0)
 
 
-def test_a_request_with_an_unreadable_adapter_has_no_keys():
+def test_a_request_with_an_unknown_adapter_has_no_keys():
     adapter = LoRARequest("away", 1, "/adapters/away")
-    with pytest.raises(UnkeyableRequest, match="adapter away cannot be read"):
+    with pytest.raises(UnkeyableRequest, match="the weights of its adapter away are not known"):
         origin_of(request(lora_request=adapter), lambda _: None)
 
 

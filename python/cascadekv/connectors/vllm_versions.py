@@ -6,8 +6,9 @@ next release. With a version that is too old, importing this module raises `Impo
 """
 
 import dataclasses
+import gc
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -123,6 +124,40 @@ def hit_source(tier: str) -> Any:
         "peers": CacheHitSource.P2P,
     }
     return sources.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
+
+
+def hit_sources(by_tier: Mapping[str, int], tokens: int) -> dict[Any, int]:
+    """Return loaded tokens by vLLM's name of their tier; the rest of them is of an unknown one."""
+    sources: dict[Any, int] = {}
+    left = tokens
+    for tier, own in [*by_tier.items(), ("unknown", tokens)]:
+        counted = min(own, left)
+        if counted:
+            source = hit_source(tier)
+            sources[source] = sources.get(source, 0) + counted
+            left -= counted
+    return sources
+
+
+def adapter_list(lora_config: Any) -> Callable[[], Mapping[int, Any]] | None:
+    """Return what lists the loaded adapters of the engine with this configuration by number.
+
+    No interface of connectors leads to vLLM's own list, so its keeper is searched for. `None` if it
+    is not found.
+    """
+    from vllm.lora.worker_manager import WorkerLoRAManager  # noqa: PLC0415 # imports kernels
+
+    for found in gc.get_objects():
+        # Not `isinstance`: proxies of other libraries answer it with work of their own.
+        if issubclass(type(found), WorkerLoRAManager) and found.lora_config is lora_config:
+            return getattr(getattr(found, "_adapter_manager", None), "list_adapters", None)
+    return None
+
+
+def prefix_cache_name(adapter: Any, version: str = vllm.__version__) -> tuple[str, ...]:
+    """Return what vLLM's prefix cache knows an adapter by; before 0.32 by its name alone."""
+    has_path = (_release(version) or (0, 0)) >= (0, 32)
+    return (adapter.lora_name, adapter.lora_path) if has_path else (adapter.lora_name,)
 
 
 # The secondary tier.

@@ -1,7 +1,7 @@
 """`CascadeConnector`: vLLM's V1 interface for KV connectors, over a Cascade store.
 
-Uses public interfaces of vLLM only. Errors of the cache do not reach the engine: they are logged
-and counted, and the call returns as if nothing were cached.
+Uses public interfaces of vLLM, and reads its list of loaded adapters. Errors of the cache do not
+reach the engine: they are logged and counted, and the call returns as if nothing were cached.
 """
 
 import contextlib
@@ -26,6 +26,7 @@ from cascadekv.connectors.failures import FailureLog
 from cascadekv.connectors.hints import finish_hints, given_hints, request_hints
 from cascadekv.connectors.load_or_compute import LoadOrCompute
 from cascadekv.connectors.record import TraceRecorder
+from cascadekv.connectors.vllm.adapters import LoadedAdapters, ReportedAdapters
 from cascadekv.connectors.vllm.background import BackgroundThread
 from cascadekv.connectors.vllm.engine_config import (
     is_one_process,
@@ -38,7 +39,7 @@ from cascadekv.connectors.vllm.events import DeferredStore, EventSource
 from cascadekv.connectors.vllm.groups import groups_of, windows_of
 from cascadekv.connectors.vllm.guarded import guarded
 from cascadekv.connectors.vllm.hbm import open_hbm
-from cascadekv.connectors.vllm.identity import adapter_fingerprint, manifest_of
+from cascadekv.connectors.vllm.identity import manifest_of
 from cascadekv.connectors.vllm.keys import RequestKeys, features_of, origin_of
 from cascadekv.connectors.vllm.layout import HeldPart, LayoutError, describe
 from cascadekv.connectors.vllm.memory import GpuPages, HostMemory, memory_of
@@ -101,6 +102,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         self._generation = ""
         self._namespaces: dict[str, Namespace] = {}
         self._scheduler: Scheduler | None = None
+        self._adapters = ReportedAdapters()
         self._transfers: TransferRequests | None = None
         self._pins = PinnedPages()
         self._worker: Worker | None = None
@@ -267,18 +269,10 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: "Request", num_external_tokens: int
     ) -> "dict[CacheHitSource, int]":
         """Return how many of the loaded tokens come from each tier."""
-        sources: dict[Any, int] = {}
-        left = num_external_tokens
-        if self._scheduler is not None:
-            by_tier = self._scheduler.tokens_by_tier(request, num_external_tokens)
-            for tier, tokens in by_tier.items():
-                source = versions.hit_source(tier)
-                sources[source] = sources.get(source, 0) + min(tokens, left)
-                left -= min(tokens, left)
-        if left:
-            unknown = versions.hit_source("unknown")
-            sources[unknown] = sources.get(unknown, 0) + left
-        return {source: tokens for source, tokens in sources.items() if tokens}
+        if self._scheduler is None:
+            return versions.hit_sources({}, num_external_tokens)
+        by_tier = self._scheduler.tokens_by_tier(request, num_external_tokens)
+        return versions.hit_sources(by_tier, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         """Return the step's plan for the workers."""
@@ -448,6 +442,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             is_layerwise=self.settings.layerwise,
             hbm=open_hbm(self.settings, [memory for _, memory in attached]),
             transfers=transfers,
+            adapters=LoadedAdapters(self._vllm_config, self._vllm_config.parallel_config.rank),
         )
         self._worker.attach(attached, list(cache.kv_cache_groups[0].layer_names))
         self._gpu_counts.attach(memory for _, memory in attached)
@@ -475,11 +470,15 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         except LayoutError as reason:
             _LOG.warning("Cascade: this engine's KV is not stored: %s", reason)
             return
+        self._adapters = ReportedAdapters(
+            workers=len(facts),
+            has_prefix_cache=bool(self._vllm_config.cache_config.enable_prefix_caching),
+        )
         self._transfers = transfers_between(
             (str(self._kv_transfer_config.engine_id), lambda: self._generation),
             settings,
             facts,
-            (groups, self._block_tokens, self._pins),
+            (groups, self._block_tokens, self._pins, self._adapters),
             self._failures,
         )
         self._scheduler = Scheduler(
@@ -494,6 +493,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             on_saved=self._announce_saved if self._has_events() else None,
             background=self._background,
             transfers=self._transfers,
+            adapters=self._adapters,
         )
         self._follow_changes(list(parts))
         block_bytes = sum(part.block_bytes for part in parts.values())
@@ -565,7 +565,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         return hints
 
     def _keys_of(self, parts: Sequence[str], request: "Request") -> RequestKeys:
-        origin = origin_of(request, adapter_fingerprint)
+        origin = origin_of(request, self._adapters.fingerprint)
         space = self._namespace(self._generation)
         return RequestKeys(space, parts, self._block_tokens, origin, features_of(request))
 

@@ -6,9 +6,7 @@ backend packs for it, the engine's version, and all settings that are not known 
 (`engine_settings`).
 """
 
-import functools
 import hashlib
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cascadekv.connectors.vllm.engine_settings import settings_of, snapshot_of
@@ -16,10 +14,9 @@ from cascadekv.connectors.weights import fingerprint_of_model
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.lora.request import LoRARequest
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ["adapter_fingerprint", "manifest_of"]
+__all__ = ["manifest_of"]
 
 
 def manifest_of(
@@ -66,34 +63,6 @@ def _attention(config: "VllmConfig", cache: "KVCacheConfig") -> str:
     kept = [name for group in cache.kv_cache_groups for name in group.layer_names]
     names = {layers[name].get_attn_backend().get_name() for name in kept if name in layers}
     return ", ".join(sorted(names)) or "unknown"
-
-
-def adapter_fingerprint(request: "LoRARequest") -> str | None:
-    """Return a fingerprint of an adapter's files; `None` if they cannot be read.
-
-    Cached until a file changes: the directory may receive another adapter.
-    """
-    place = Path(request.lora_path)
-    if not place.is_dir():
-        return None
-    try:
-        facts = [(each.name, each.stat()) for each in sorted(place.iterdir())]
-        changed = tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in facts)
-        return _adapter(request.lora_path, changed)
-    except OSError:
-        # The caller counts it and computes the request.
-        return None
-
-
-@functools.lru_cache(maxsize=1024)
-def _adapter(path: str, _changed: tuple[tuple[str, int, int, int], ...]) -> str | None:
-    fingerprint = fingerprint_of_model(path)
-    return fingerprint and _digest(f"{fingerprint} {_adapter_settings(path)}")
-
-
-def _adapter_settings(path: str) -> str:
-    settings = Path(path) / "adapter_config.json"
-    return settings.read_text(errors="replace") if settings.is_file() else ""
 
 
 def _weights(config: "VllmConfig", weights: str) -> str:

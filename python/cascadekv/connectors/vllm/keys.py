@@ -35,7 +35,8 @@ def origin_of(request: "Request", adapter: Callable[[Any], str | None]) -> dict[
     if request.lora_request is not None:
         fingerprint = adapter(request.lora_request)
         if fingerprint is None:
-            raise UnkeyableRequest(f"adapter {request.lora_request.lora_name} cannot be read")
+            name = request.lora_request.lora_name
+            raise UnkeyableRequest(f"the weights of its adapter {name} are not known")
         origin["adapter"] = fingerprint
     if request.cache_salt:
         origin["salt"] = request.cache_salt

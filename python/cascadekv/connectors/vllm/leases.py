@@ -95,6 +95,13 @@ class LeaseTable:
             if lease is not None:
                 lease.finish_rank(rank, workers)
 
+    def revoke(self, request: str) -> None:
+        """Let every read of a request's pages fail. The lease ends as others do."""
+        with self._lock:
+            lease = self._by_request.get(request)
+            if lease is not None:
+                self.memory[lease.slot] = 0
+
     def receive(self, message: bytes) -> None:
         """Apply a message of a peer; one that cannot be read is counted."""
         try:

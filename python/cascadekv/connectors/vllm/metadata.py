@@ -8,6 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from cascadekv.connectors.vllm.adapters import AdapterUse
 from cascadekv.connectors.vllm.announcements import PushPlan
 from cascadekv.connectors.vllm.offers import PullPlan, TransferPlan
 
@@ -83,6 +84,8 @@ class Load:
     """If set, a prefill engine writes the blocks."""
     has_windows: bool = False
     """Whether a group has a sliding window: then the load succeeds or fails as a whole."""
+    adapter: AdapterUse | None = None
+    """The adapter that the blocks depend on."""
 
 
 @dataclass(slots=True)
@@ -104,6 +107,8 @@ class Save:
     """The request's trace, as a `traceparent` header."""
     plan: int = 0
     """The number of the plan that it is part of."""
+    adapter: AdapterUse | None = None
+    """The adapter that the blocks were computed with."""
 
 
 @dataclass
@@ -126,6 +131,8 @@ class StepPlan(KVConnectorMetadata):
     """Requests whose tokens the step computes."""
     transfer: TransferPlan | None = None
     """What changes in leases of pages."""
+    asks_adapters: bool = False
+    """Whether the workers report their adapters although they have not changed."""
 
 
 @dataclass(slots=True)
@@ -188,6 +195,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     workers: int = 1
     plan: int = 0
     """The number of the latest executed plan."""
+    adapters: dict[int, dict[int, str]] | None = None
+    """By rank and adapter: the fingerprint of the loaded weights, after a change."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
         """Merge the reports of two workers on one step."""
@@ -202,4 +211,5 @@ class WorkerReport(KVConnectorWorkerMetadata):
             slower,
             self.workers + other.workers,
             max(self.plan, other.plan),
+            {**(self.adapters or {}), **(other.adapters or {})} or None,
         )

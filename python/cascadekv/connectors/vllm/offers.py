@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
+from cascadekv.connectors.vllm.adapters import AdapterUse
+
 __all__ = [
     "OTHER_PROMPT",
     "Computed",
@@ -201,6 +203,8 @@ class Computed:
     end_token: int
     tables: dict[int, list[int]]
     """By group: the page of each of its blocks."""
+    adapter: AdapterUse | None = None
+    """The adapter that the prompt's digest has."""
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from cascadekv import CascadeError, Hints, Store, part_of_trace
 from cascadekv.connectors import vllm_versions as versions
 from cascadekv.connectors.failures import FailureLog
+from cascadekv.connectors.vllm.adapters import ReportedAdapters
 from cascadekv.connectors.vllm.announcements import PushPlan
 from cascadekv.connectors.vllm.background import BackgroundThread
 from cascadekv.connectors.vllm.groups import (
@@ -38,8 +39,10 @@ from cascadekv.connectors.vllm.metadata import (
 from cascadekv.connectors.vllm.metrics import CascadeStats
 from cascadekv.connectors.vllm.offers import PullPlan
 from cascadekv.connectors.vllm.settings import SchedulerSettings
+from cascadekv.connectors.vllm.store_calls import StoreCalls
 from cascadekv.connectors.vllm.tracked import LookupResult, PendingLookup, TrackedRequest
 from cascadekv.connectors.vllm.transfer_requests import TransferRequests
+from cascadekv.connectors.vllm.unkeyed import UnkeyedRequests
 from cascadekv.connectors.windows import next_computed_token
 
 if TYPE_CHECKING:
@@ -49,8 +52,6 @@ if TYPE_CHECKING:
 __all__ = ["Scheduler", "SchedulerSettings"]
 
 _LOG = logging.getLogger("vllm.cascade")
-LOOKAHEAD_BUDGET_S = 0.02
-"""Most time that lookahead for one request takes; a store that needs longer is overloaded."""
 LOOKUP_WAIT_S = 0.002
 """How long the scheduler's thread waits for a node's result, if no other call is queued."""
 FINISHED_MAX = 256
@@ -78,11 +79,12 @@ class Scheduler:
         on_saved: Callable[["Request", RequestKeys, SaveResult], None] | None = None,
         background: BackgroundThread | None = None,
         transfers: TransferRequests | None = None,
+        adapters: ReportedAdapters | None = None,
     ) -> None:
         """`choose` returns how many of the found blocks to load rather than to compute.
 
         `background` makes the calls to a node; an embedded store is called directly. `transfers`
-        has the offers of prefill engines.
+        has the offers of prefill engines; `adapters` are those that the workers have loaded.
         """
         self._store = store
         self._parts = list(parts)
@@ -96,6 +98,9 @@ class Scheduler:
         self._on_saved = on_saved
         self._background = background
         self._transfers = transfers
+        self._adapters = adapters or ReportedAdapters()
+        self._unkeyed = UnkeyedRequests(self._adapters)
+        self._calls = StoreCalls(store, self._parts)
         self._tracked: dict[str, TrackedRequest] = {}
         self._finished: dict[str, TrackedRequest] = {}
         """The last requests that finished, for saves of GPUs that end after their request."""
@@ -112,6 +117,10 @@ class Scheduler:
 
         Lookahead prefetches its blocks, and keeps those in memory there for a bounded time.
         """
+        if not self._unkeyed.add(request, self._last_plan):
+            self._start(request)
+
+    def _start(self, request: "Request") -> None:
         if self._transfers is not None:
             self._transfers.add(request)
         tracked = self._track(request)
@@ -120,26 +129,8 @@ class Scheduler:
         if self._background is not None:
             self._start_lookup(tracked, self._background)
         if not self._settings.is_lite and self._settings.lookahead_s:
-            self._run(functools.partial(self._look_ahead, tracked))
-
-    def _look_ahead(self, tracked: TrackedRequest) -> None:
-        """Hint and prefetch the blocks of a waiting request."""
-        store = self._store()
-        if store is None:
-            return
-        blocks = tracked.keys.blocks
-        hints = Hints(expected_within=self._settings.lookahead_s)
-        try:
-            with part_of_trace(tracked.trace):
-                deadline = time.monotonic() + LOOKAHEAD_BUDGET_S
-                for part in self._parts:
-                    keys = tracked.keys.keys(part.name, 0, blocks)
-                    for call in (functools.partial(store.hint, hints=hints), store.prefetch):
-                        if time.monotonic() > deadline:
-                            return
-                        call(keys)
-        except CascadeError as error:
-            self._failures.count("lookahead", error)
+            seconds = self._settings.lookahead_s
+            self._run(functools.partial(self._calls.look_ahead, tracked, seconds))
 
     def _run(self, call: Callable[[], None]) -> None:
         """Run a call to the store, in the background thread if there is one.
@@ -156,9 +147,12 @@ class Scheduler:
 
         `None` while the lookup is in flight: the engine asks again in its next step.
         """
-        tracked = self._tracked.get(request.request_id) or self._track(request)
+        must_wait = self._waits_for_adapter(request)
+        tracked = None
+        if not must_wait:
+            tracked = self._tracked.get(request.request_id) or self._track(request)
         if tracked is None:
-            return 0, False
+            return (None if must_wait else 0), False
         tracked.load = None
         tracked.offer = None
         tracked.keys.extend(request.all_token_ids)
@@ -181,6 +175,21 @@ class Scheduler:
             return 0, False
         tracked.load, tracked.is_async = (first, last), is_async
         return tokens, is_async
+
+    def _waits_for_adapter(self, request: "Request") -> bool:
+        """Whether a request waits for the workers' answer which adapters they have loaded."""
+        name = request.request_id
+        tracked = self._tracked.get(name)
+        if tracked is not None and not self._adapters.is_current(tracked.adapter):
+            # Other weights since. Nothing of the request is computed when the engine asks.
+            del self._tracked[name]
+            self._unkeyed.add(request, self._last_plan)
+            if self._transfers is not None:
+                self._transfers.give_back(name)
+        is_answered = self._unkeyed.is_answered(request, self._last_plan, self._completed_plan)
+        if is_answered:
+            self._start(request)
+        return is_answered is None
 
     def _tokens_to_load(self, request: "Request", prefix_tokens: int) -> int:
         """Return how many tokens of a prefix the engine is told to be loaded.
@@ -220,6 +229,7 @@ class Scheduler:
             result.tiers[last - 1] if last <= len(result.tiers) else "",
             trace=tracked.trace,
             has_windows=self._has_windows,
+            adapter=tracked.adapter,
         )
         loaded = first * self._block_tokens + external_tokens
         following = next_computed_token(loaded, request.num_tokens)
@@ -276,6 +286,7 @@ class Scheduler:
         plan.tokens = output.total_num_scheduled_tokens
         self._loads = []
         plan.requests = len(output.num_scheduled_tokens)
+        plan.asks_adapters = self._unkeyed.note_plan(plan.number, output.num_scheduled_tokens)
         if self._transfers is not None:
             self._plan_transfers(self._transfers, output)
             plan.transfer = self._transfers.take_plan()
@@ -308,6 +319,7 @@ class Scheduler:
             if tracked is None:
                 continue
             request = tracked.request
+            tracked.note_plan(plan.number)
             plan.context_tokens = request.num_computed_tokens
             # Only accepted tokens: speculative ones may be rejected.
             accepted = min(request.num_computed_tokens + tokens, len(request.all_token_ids))
@@ -329,6 +341,10 @@ class Scheduler:
     def apply_report(self, report: WorkerReport) -> None:
         """Apply the outcomes of loads and saves."""
         self._completed_plan = max(self._completed_plan, report.plan)
+        if report.adapters is not None:
+            self._adapters.apply(report.adapters)
+            for request, first_plan in self._unkeyed.take_computed():
+                self._track(request, first_plan)
         for loaded in report.loaded:
             self._async_blocks.pop(loaded.request, None)
             self.stats.count("failed_blocks", len(loaded.bad))
@@ -384,6 +400,7 @@ class Scheduler:
 
     def finish(self, request: "Request", add_hints: Callable[[Hints], Hints]) -> RequestKeys | None:
         """Remove a request, and pass its final hints to the store. Returns its keys."""
+        self._unkeyed.remove(request.request_id)
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return None
@@ -393,19 +410,8 @@ class Scheduler:
                 del self._finished[next(iter(self._finished))]
         hints = add_hints(tracked.hints)
         if hints != Hints() and tracked.keys.blocks:
-            self._run(functools.partial(self._send_hints, tracked.keys, hints))
+            self._run(functools.partial(self._calls.send_hints, tracked.keys, hints))
         return tracked.keys
-
-    def _send_hints(self, keys: RequestKeys, hints: Hints) -> None:
-        """Pass hints about a request's blocks to the store."""
-        store = self._store()
-        if store is None:
-            return
-        try:
-            for part in self._parts:
-                store.hint(keys.keys(part.name, 0, keys.blocks), hints=hints)
-        except CascadeError as error:
-            self._failures.count("sending hints", error)
 
     def reset_keys(self) -> None:
         """Drop all lookup results after a cache reset: the keys of all blocks have changed."""
@@ -423,7 +429,10 @@ class Scheduler:
             if is_new and self._transfers is not None:
                 self._transfers.open(tracked.request)
 
-    def _track(self, request: "Request") -> TrackedRequest | None:
+    def _track(self, request: "Request", first_plan: int = 0) -> TrackedRequest | None:
+        if not self._unkeyed.has_weights(request):
+            # No failure: every adapter has a first request.
+            return None
         try:
             keys = self._keys_of(request)
             keys.extend(request.all_token_ids)
@@ -432,7 +441,9 @@ class Scheduler:
             return None
         trace = (request.trace_headers or {}).get("traceparent")
         tracked = TrackedRequest(request, keys, self._hints_of(request), trace=trace)
+        tracked.adapter = self._adapters.use(request.lora_request, first_plan)
         self._tracked[request.request_id] = tracked
+        self._unkeyed.remove(request.request_id)
         return tracked
 
     def _look_up(self, tracked: TrackedRequest) -> LookupResult | None:
@@ -564,21 +575,10 @@ class Scheduler:
     def _save_names(self, tracked: TrackedRequest, last: int) -> None:
         """Store keys without KV, so that lite mode can count hits."""
         tracked.keys.extend(tracked.request.all_token_ids[: last * self._block_tokens])
-        self._run(functools.partial(self._put_names, tracked.keys, tracked.saved, last))
+        # An embedded store is called by the scheduler's thread: no longer than a lookup.
+        timeout, put = self._settings.lookup_s, self._calls.put_names
+        self._run(functools.partial(put, tracked.keys, tracked.saved, last, timeout))
         tracked.saved = last
-
-    def _put_names(self, request_keys: RequestKeys, first: int, last: int) -> None:
-        store = self._store()
-        if store is None:
-            return
-        try:
-            for part in self._parts:
-                keys = request_keys.keys(part.name, first, last)
-                parent = request_keys.parent(part.name, first)
-                # An embedded store is called by the scheduler's thread: no longer than a lookup.
-                store.put(keys, bytes(len(keys)), parent=parent, timeout=self._settings.lookup_s)
-        except CascadeError as error:
-            self._failures.count("storing keys", error)
 
     def _save(self, tracked: TrackedRequest, tables: Sequence[Sequence[int]], last: int) -> Save:
         first, keys = tracked.saved, tracked.keys
@@ -591,4 +591,5 @@ class Scheduler:
             pages_of(tables, self._groups, 0, last),
             trace=tracked.trace,
             plan=self._last_plan,
+            adapter=tracked.adapter,
         )

@@ -1,11 +1,13 @@
 """What the scheduler's side knows of a request: keys, lookup, and what is planned for it."""
 
+import dataclasses
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cascadekv import Hints
+from cascadekv.connectors.vllm.adapters import AdapterUse
 from cascadekv.connectors.vllm.announcements import PushPlan
 from cascadekv.connectors.vllm.groups import UsablePrefix
 from cascadekv.connectors.vllm.keys import RequestKeys
@@ -83,6 +85,8 @@ class TrackedRequest:
     """Number of leading blocks that need no save."""
     trace: str | None = None
     """The request's trace, as a `traceparent` header."""
+    adapter: AdapterUse | None = None
+    """The adapter that the keys cover."""
     save_after: float = 0.0
     """Earliest time of the next save, by the monotonic clock."""
 
@@ -98,3 +102,8 @@ class TrackedRequest:
         self.result, self.pending, self.load, self.offer = None, None, None, None
         self.saved, self.may_load = 0, False
         return is_new
+
+    def note_plan(self, number: int) -> None:
+        """Note a plan that computes the request."""
+        if self.adapter is not None and not self.adapter.first_plan:
+            self.adapter = dataclasses.replace(self.adapter, first_plan=number)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from cascadekv.connectors.failures import FailureLog
+from cascadekv.connectors.vllm.adapters import AdapterUse
 from cascadekv.connectors.vllm.announcements import PushPlan
 from cascadekv.connectors.vllm.groups import CacheGroup
 from cascadekv.connectors.vllm.leases import LEASES_MAX
@@ -51,6 +52,8 @@ class _Given:
     lease: int
     digest: str | None
     """Of the prompt; `None` if other engines may not use its KV."""
+    adapter: AdapterUse | None = None
+    """The adapter that the digest covers."""
     is_ended: bool = False
     """Whether the request has finished and its pages are offered."""
     tables: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
@@ -80,8 +83,12 @@ class TransferRequests:
         token: bytes | None,
         lease_s: float,
         digest_of: Callable[["Request"], str | None],
+        adapter_of: Callable[["Request"], AdapterUse | None] = lambda _: None,
     ) -> None:
-        """`workers` has the address and endpoint of each worker; `digest_of` digests a prompt."""
+        """`workers` has the address and endpoint of each worker; `digest_of` digests a prompt.
+
+        `adapter_of` returns the adapter that the digest covers.
+        """
         self._engine = engine
         self._workers = list(workers)
         self._groups = list(groups)
@@ -90,6 +97,7 @@ class TransferRequests:
         self._token = token
         self._lease_s = lease_s
         self._digest_of = digest_of
+        self._adapter_of = adapter_of
         self._free = list(reversed(range(LEASES_MAX)))
         self._given: dict[str, _Given] = {}
         self._taken: dict[str, _Taken | None] = {}
@@ -129,7 +137,8 @@ class TransferRequests:
             self._failures.count("offering pages", f"{LEASES_MAX} leases are open")
             return
         digest = self._digest_of(request)
-        given = _Given(self._free.pop(), secrets.randbits(63) | 1, digest)
+        adapter = None if digest is None else self._adapter_of(request)
+        given = _Given(self._free.pop(), secrets.randbits(63) | 1, digest, adapter)
         self._given[request.request_id] = given
         opened = Opened(request.request_id, given.slot, given.lease)
         if digest is None:
@@ -145,7 +154,8 @@ class TransferRequests:
             return
         first = request.num_computed_tokens
         given.tables = {group: list(table) for group, table in enumerate(tables)}
-        computed = Computed(request.request_id, first, first + tokens, given.tables)
+        last = first + tokens
+        computed = Computed(request.request_id, first, last, given.tables, given.adapter)
         self._plan.computed.append(computed)
 
     @property
@@ -286,8 +296,10 @@ class TransferRequests:
         except OfferError as error:
             self._failures.count("reading the offer of a prefill engine", error)
             return None
-        if offer.prompt != self._digest_of(request):
-            self._failures.count("reading the offer of a prefill engine", OTHER_PROMPT)
+        digest = self._digest_of(request)
+        if offer.prompt != digest:
+            if digest is not None:
+                self._failures.count("reading the offer of a prefill engine", OTHER_PROMPT)
             self._plan.released.append(offer)
             return None
         return _Taken(offer, 0.0)

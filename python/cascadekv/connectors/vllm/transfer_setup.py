@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from cascadekv import CascadeError
 from cascadekv.connectors.failures import FailureLog
+from cascadekv.connectors.vllm.adapters import ReportedAdapters
 from cascadekv.connectors.vllm.groups import CacheGroup, windows_of
-from cascadekv.connectors.vllm.identity import adapter_fingerprint
 from cascadekv.connectors.vllm.keys import UnkeyableRequest, features_of, origin_of
 from cascadekv.connectors.vllm.layout import HeldPart, group_specs
 from cascadekv.connectors.vllm.metadata import WorkerFacts
@@ -85,15 +85,15 @@ def transfers_between(
     engine: tuple[str, Callable[[], str]],
     settings: ConnectorSettings,
     facts: Sequence[WorkerFacts],
-    held: tuple[Sequence[CacheGroup], int, PinnedPages],
+    held: tuple[Sequence[CacheGroup], int, PinnedPages, ReportedAdapters],
     failures: FailureLog,
 ) -> TransferRequests | None:
     """Return the scheduler's side, if all workers let decode engines read their pages.
 
     `engine` is its ID, and what returns the generation of its keys; `held` are its KV cache groups,
-    the tokens of a block, and what pins pages.
+    the tokens of a block, what pins pages, and the adapters that the workers have loaded.
     """
-    (name, generation), (groups, block_tokens, pins) = engine, held
+    (name, generation), (groups, block_tokens, pins, adapters) = engine, held
     listeners = [each.listener for each in facts if each.listener is not None]
     if len(listeners) < len(facts):
         return None
@@ -105,7 +105,8 @@ def transfers_between(
         block_tokens=block_tokens,
         token=settings.read_transfer_token(),
         lease_s=settings.transfer_lease,
-        digest_of=functools.partial(_digest_of, failures, generation),
+        digest_of=functools.partial(_digest_of, adapters, failures, generation),
+        adapter_of=lambda request: adapters.use(request.lora_request, 0),
     )
 
 
@@ -136,11 +137,14 @@ def offered(
 
 
 def _digest_of(
-    failures: FailureLog, generation: Callable[[], str], request: "Request"
+    adapters: ReportedAdapters,
+    failures: FailureLog,
+    generation: Callable[[], str],
+    request: "Request",
 ) -> str | None:
     """Return a digest of a prompt and of all that its KV depends on; `None` without one."""
     try:
-        origin = origin_of(request, adapter_fingerprint)
+        origin = origin_of(request, adapters.fingerprint)
     except UnkeyableRequest as reason:
         failures.count("offering the pages of a request", reason)
         return None

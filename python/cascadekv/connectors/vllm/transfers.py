@@ -144,6 +144,11 @@ class Transfers:
         self._pushes.stop(wrong, "a block that the prompt depends on could not be loaded")
         self._pushes.end_step(right)
 
+    def revoke(self, request: str) -> None:
+        """Give nothing of a request to other engines: its KV is not that of its prompt's digest."""
+        self._pushes.close_requests([request], "its adapter was loaded again from other files")
+        self._leases.revoke(request)
+
     def pull(self, running: "RunningLoad", deadline: float) -> "Future[LoadResult]":
         """Start to read the blocks of a load; the deadline is by the monotonic clock."""
         plan = running.load.pull

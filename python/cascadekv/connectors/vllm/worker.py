@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from cascadekv import Namespace, Store, part_of_trace
 from cascadekv.connectors.failures import STORE_FAILURES, FailureLog
+from cascadekv.connectors.vllm.adapters import AdapterUse, LoadedAdapters
 from cascadekv.connectors.vllm.batches import Batches, select
 from cascadekv.connectors.vllm.block_reader import BlockReader
 from cascadekv.connectors.vllm.gpu_clock import StepClock
@@ -32,6 +33,7 @@ from cascadekv.connectors.vllm.metadata import (
     Load,
     LoadResult,
     LoadTime,
+    Save,
     StepPlan,
     WorkerReport,
 )
@@ -73,11 +75,12 @@ class Worker:
         is_layerwise: bool = False,
         hbm: HbmTier | None = None,
         transfers: Transfers | None = None,
+        adapters: LoadedAdapters | None = None,
     ) -> None:
         """`store` returns the store, or `None` while it is unavailable; time-outs in seconds.
 
         `hbm` is the tier above the store, for KV in the memory of a GPU; `transfers` moves pages
-        between engines.
+        between engines; `adapters` are those that the worker has loaded.
         """
         self._store = store
         self._namespace = namespace
@@ -86,6 +89,7 @@ class Worker:
         self._is_layerwise = is_layerwise
         self._hbm = hbm
         self._transfers = transfers
+        self._adapters = adapters
         self._parts: dict[str, tuple[HeldPart, Memory]] = {}
         self._layers: dict[str, int] = {}
         """Index of each layer for layerwise loads; empty if they are off."""
@@ -130,6 +134,11 @@ class Worker:
     def begin_step(self, plan: StepPlan) -> None:
         """Begin a step: called before the loads and the kernels of a plan."""
         self._generation = plan.generation
+        if self._adapters is not None:
+            # The engine has loaded the adapters of the step.
+            self._adapters.update(plan.number)
+            reported = self._adapters.take_report(is_asked=plan.asks_adapters)
+            self._report.adapters = reported or self._report.adapters
         if plan.transfer is not None and self._transfers is not None:
             try:
                 # Before the kernels: they may use pages that were read for other engines.
@@ -197,6 +206,8 @@ class Worker:
         """Start a load, unless it is copied together with others: then return false."""
         orders = {name: order.another() for name, order in place.items()}
         load = running.load
+        if not load.is_async and not self._is_loaded(load.adapter):
+            raise ValueError("the adapter has been loaded again from other files")
         if load.pull is not None:
             if self._transfers is None:
                 raise ValueError("this worker reads no pages of other engines")
@@ -291,7 +302,7 @@ class Worker:
         """Push a layer that the step has computed, unless loads of the step may have failed."""
         is_known = not (self._step.layerwise_loads or self._invalid_pages)
         if self._transfers is not None and plan.transfer is not None and is_known:
-            computed = plan.transfer.computed
+            computed = [each for each in plan.transfer.computed if self._is_loaded(each.adapter)]
             self._transfers.layer_computed(layer, [each.request for each in computed])
 
     def _push(self, plan: StepPlan) -> None:
@@ -301,6 +312,9 @@ class Worker:
         right: list[str] = []
         wrong: list[str] = []
         for each in plan.transfer.computed:
+            if not self._is_loaded(each.adapter):
+                self._transfers.revoke(each.request)
+                continue
             is_wrong = self._depends_on_invalid_page(each.tables)
             (wrong if is_wrong else right).append(each.request)
         self._transfers.end_step(right, wrong)
@@ -327,11 +341,23 @@ class Worker:
         self._promote_all(loaded)
         self._push(plan)
         deadline = time.monotonic() + self._save_timeout
-        saves = [save for save in plan.saves if not self._depends_on_invalid_page(save.depends_on)]
+        saves = [save for save in plan.saves if self._may_save(save)]
         if saves:
             space = self._namespace(plan.generation)
             self._report.saved += self._saver.save(saves, space, deadline)
         self._report.saved += self._gpu_saves.take_results()
+
+    def _is_loaded(self, adapter: AdapterUse | None) -> bool:
+        return adapter is None or (self._adapters is not None and self._adapters.is_loaded(adapter))
+
+    def _may_save(self, save: Save) -> bool:
+        """Whether blocks were computed from the KV and the weights that their keys say."""
+        if save.adapter is not None and not (
+            self._adapters is not None and self._adapters.has_computed(save.adapter)
+        ):
+            self._failures.count("saving blocks", "the adapter was loaded again from other files")
+            return False
+        return not self._depends_on_invalid_page(save.depends_on)
 
     def arrivals(self) -> tuple[set[str], set[str]]:
         """Return requests whose asynchronous loads ended, and those that failed completely."""
@@ -351,6 +377,9 @@ class Worker:
                 # The cache was reset since: these are blocks of other weights, to compute again.
                 loaded = running.failed()
             ended.append(running)
+            if not self._is_loaded(load.adapter):
+                self._failures.count("loading", "the adapter was loaded again from other files")
+                loaded = running.failed()
             self._report.loaded.append(loaded)
             if loaded.bad and (len(load.blocks) > 1 or load.has_windows):
                 # With several groups, the engine does not accept single failed pages. With a
@@ -382,7 +411,7 @@ class Worker:
             report.prefill = self._clock.take()
         report.plan = self._plan
         has_content = report.loaded or report.saved or report.times or report.prefill
-        return report if has_content else None
+        return report if has_content or report.adapters is not None else None
 
     def close(self) -> None:
         """Wait for running loads and saves, and release the engine's memory."""
