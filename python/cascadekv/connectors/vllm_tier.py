@@ -39,6 +39,8 @@ from cascadekv.connectors.settings import StoreLink, read_settings
 from cascadekv.connectors.vllm.offload import CascadeOffloadingConnector, engine_of_this_tier
 from cascadekv.connectors.vllm.tier_identity import (
     WEIGHTS,
+    doubt_of,
+    hash_seed,
     manifest_of,
     untold_settings_warning,
 )
@@ -85,16 +87,14 @@ class CascadeTier(SecondaryTierManager):
         self.locality = None if locality is None else Locality(locality)
         weights, self._secret, store = _parse(settings)
         self._chunk_bytes = _chunk_bytes(primary_kv_view)
-        self._fields = functools.partial(
-            manifest_of,
-            offloading_spec.config,
-            self._chunk_bytes,
-            weights,
-            engine_of_this_tier(),
-        )
-        # Called here to report an error at start; the namespace is created later.
-        if (warning := untold_settings_warning(self._fields())) is not None:
+        config, engine = offloading_spec.config, engine_of_this_tier()
+        self._fields = manifest_of(config, self._chunk_bytes, weights, engine)
+        if (warning := untold_settings_warning(self._fields)) is not None:
             _LOG.warning("Cascade: %s", warning)
+        self._generation = ""
+        if (doubt := doubt_of(config.model.name, engine, weights)) is not None:
+            _LOG.warning("Cascade: no other engine uses the chunks of this one: %s", doubt)
+            self._generation = uuid.uuid4().hex
         address = read_settings(store)
         self._timeout = address.timeout
         self._link = StoreLink(address, name=f"vllm offload {offloading_spec.config.model.name}")
@@ -102,7 +102,6 @@ class CascadeTier(SecondaryTierManager):
         chunks = len(primary_kv_view)
         self._memory: PagedMemory | None = PagedMemory([(primary_kv_view, 0, chunk, chunk)], chunks)
         self._batch = max(1, BATCH_BYTES // chunk)
-        self._generation = ""
         self._current_namespace: tuple[str, Namespace] | None = None
         """A generation and its namespace."""
         self._failures = FailureLog(_LOG)
@@ -309,7 +308,7 @@ class CascadeTier(SecondaryTierManager):
         # generation; that one is not used.
         generation, current = self._generation, self._current_namespace
         if current is None or current[0] != generation:
-            fields = self._fields()
+            fields = {**self._fields, "hash_seed": hash_seed()}
             if generation:
                 fields["generation"] = generation
             current = generation, Namespace(Manifest(fields), self._secret)

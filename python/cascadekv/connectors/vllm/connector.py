@@ -7,7 +7,6 @@ reach the engine: they are logged and counted, and the call returns as if nothin
 import contextlib
 import functools
 import logging
-import uuid
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +19,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from cascadekv import Hints, Manifest, Namespace
+from cascadekv import Hints
 from cascadekv.connectors import vllm_versions as versions
 from cascadekv.connectors.failures import FailureLog
 from cascadekv.connectors.hints import finish_hints, given_hints, request_hints
 from cascadekv.connectors.load_or_compute import LoadOrCompute
+from cascadekv.connectors.load_time import note_no_engine_yet
 from cascadekv.connectors.record import TraceRecorder
 from cascadekv.connectors.vllm.adapters import LoadedAdapters, ReportedAdapters
 from cascadekv.connectors.vllm.background import BackgroundThread
@@ -51,6 +51,8 @@ from cascadekv.connectors.vllm.metadata import (
     WorkerReport,
 )
 from cascadekv.connectors.vllm.metrics import CascadePromMetrics, CascadeStats, GpuCounts
+from cascadekv.connectors.vllm.model_weights import weights_of
+from cascadekv.connectors.vllm.namespaces import Namespaces
 from cascadekv.connectors.vllm.pinned_pages import PinnedPages
 from cascadekv.connectors.vllm.registration import ManifestRegistration
 from cascadekv.connectors.vllm.scheduler import Scheduler
@@ -97,10 +99,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         # The tokens of a block are split between all context parallel ranks.
         self._context_size = vllm_config.parallel_config.decode_context_parallel_size
         self._block_tokens = vllm_config.cache_config.block_size * self._context_size
-        self._secret = self.settings.read_secret()
-        self._manifest: dict[str, str] | None = None
-        self._generation = ""
-        self._namespaces: dict[str, Namespace] = {}
+        self._namespaces = Namespaces(self.settings.read_secret())
         self._scheduler: Scheduler | None = None
         self._adapters = ReportedAdapters()
         self._transfers: TransferRequests | None = None
@@ -119,9 +118,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         self._background: BackgroundThread | None = None
         self._events_background: BackgroundThread | None = None
         self._store = self._open()
-        self._registration = ManifestRegistration(
-            self._store.store, lambda: self._namespace(self._generation)
-        )
+        self._registration = ManifestRegistration(self._store.store, self._namespaces.current)
 
     # Both sides.
 
@@ -278,7 +275,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         """Return the step's plan for the workers."""
         if self._scheduler is None:
             return StepPlan()
-        return self._scheduler.plan_step(scheduler_output, self._generation)
+        return self._scheduler.plan_step(scheduler_output, self._namespaces.generation)
 
     @guarded(lambda: None)
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
@@ -337,7 +334,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         The engine uses a new namespace from then on. A shared node keeps the old blocks until they
         are evicted.
         """
-        self._generation = uuid.uuid4().hex
+        self._namespaces.renew()
         if self._scheduler is not None:
             self._scheduler.reset_keys()
         return True
@@ -431,12 +428,15 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         pages = cache.num_blocks
         attached = [(held, memory_of(memory, held.regions, pages)) for held in self._parts]
         manifest = manifest_of(self._vllm_config, cache, self.settings.weights, pieces)
-        self._manifest = manifest
+        weights = weights_of(self._vllm_config, self.settings.weights)
+        self._namespaces.manifest = manifest
         held = self._parts, manifest, cache
-        transfers = open_transfers(self._vllm_config, self.settings, held, memory, pieces)
+        transfers = None
+        if weights.doubt is None:
+            transfers = open_transfers(self._vllm_config, self.settings, held, memory, pieces)
         self._worker = Worker(
             self._store.store,
-            self._namespace,
+            self._namespaces.of,
             load_timeout=self.settings.load_timeout,
             save_timeout=self.settings.save_timeout,
             is_layerwise=self.settings.layerwise,
@@ -449,14 +449,22 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         # Launches of other devices return before the work is done: times on the host are wrong.
         is_timed = all(isinstance(memory, HostMemory | GpuPages) for _, memory in attached)
         listener = None if transfers is None else (transfers.address, transfers.id)
-        return WorkerFacts(manifest, [held.part for held in self._parts], is_timed, listener)
+        parts = [held.part for held in self._parts]
+        return WorkerFacts(manifest, parts, is_timed, listener, doubt=weights.doubt)
 
     def _sent(self) -> set[str]:
         return self._worker.take_sent() if self._worker is not None else set()
 
     def _start_scheduler(self, facts: Sequence[WorkerFacts]) -> None:
         """Create the scheduler's side for the parts that the workers hold."""
-        self._manifest = facts[0].manifest
+        self._namespaces.manifest = facts[0].manifest
+        doubt = next((each.doubt for each in facts if each.doubt), None)
+        if doubt is not None:
+            _LOG.warning(
+                "Cascade: no other engine uses the KV of this one, nor does its next run: %s",
+                doubt,
+            )
+            self._namespaces.renew()
         # Lite mode uses keys of its own: its blocks have no KV.
         prefix = "names only; " if self.settings.lite else ""
         parts = {
@@ -566,20 +574,8 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _keys_of(self, parts: Sequence[str], request: "Request") -> RequestKeys:
         origin = origin_of(request, self._adapters.fingerprint)
-        space = self._namespace(self._generation)
+        space = self._namespaces.current()
         return RequestKeys(space, parts, self._block_tokens, origin, features_of(request))
-
-    def _namespace(self, generation: str) -> Namespace:
-        """Return the namespace of a generation; each reset of the engine's cache starts one."""
-        # A background thread may ask for a generation while the scheduler starts the next one.
-        space = self._namespaces.get(generation)
-        if space is None:
-            fields = dict(self._manifest or {})
-            if generation:
-                fields["generation"] = generation
-            space = Namespace(Manifest(fields), self._secret)
-            self._namespaces = {generation: space}
-        return space
 
     def _plan(self) -> StepPlan:
         plan = self._get_connector_metadata()
@@ -592,6 +588,7 @@ def _canonical(fields: dict[str, str]) -> tuple[tuple[str, str], ...]:
     return tuple(sorted(fields.items()))
 
 
+note_no_engine_yet()
 # MultiConnector finds the classes of its children by name. A second import raises ValueError.
 with contextlib.suppress(ValueError):
     KVConnectorFactory.register_connector(

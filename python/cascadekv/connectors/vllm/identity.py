@@ -10,6 +10,7 @@ import hashlib
 from typing import TYPE_CHECKING, Any
 
 from cascadekv.connectors.vllm.engine_settings import settings_of, snapshot_of
+from cascadekv.connectors.vllm.model_weights import FINGERPRINTS
 from cascadekv.connectors.weights import fingerprint_of_model
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def _attention(config: "VllmConfig", cache: "KVCacheConfig") -> str:
 
 
 def _weights(config: "VllmConfig", weights: str) -> str:
-    if weights not in ("sampled", "full"):
+    if weights not in FINGERPRINTS:
         return f"named {weights}"
     model: Any = config.model_config
     load = str(config.load_config.load_format)

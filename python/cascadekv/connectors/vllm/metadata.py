@@ -58,6 +58,8 @@ class WorkerFacts(KVConnectorHandshakeMetadata):
     """Where peers read its pages: address, and ID of the endpoint."""
     refusal: str | None = None
     """Why this worker's KV cannot be stored; if set, the engine stores and loads nothing."""
+    doubt: str | None = None
+    """Why its KV must not be used by other runs of the engine; `None` if it may."""
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import uuid
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core import kv_cache_utils
@@ -12,16 +13,18 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from cascadekv.connectors import vllm_versions as versions
 from cascadekv.connectors.canonical import canonical_text, text_digest
 from cascadekv.connectors.effects import Effect, Numerics, Setting, counted
+from cascadekv.connectors.load_time import changed_since_start
 from cascadekv.connectors.vllm.effects import OFFLOADING_CONFIGURATION
 from cascadekv.connectors.vllm.engine_settings import settings_of
 from cascadekv.connectors.vllm.environment import environment_of
+from cascadekv.connectors.vllm.model_weights import FINGERPRINTS, weights_of
 from cascadekv.connectors.weights import fingerprint_of_model
 from cascadekv.errors import ConfigError
 
 if TYPE_CHECKING:
     from cascadekv.connectors.vllm.offload import Engine
 
-__all__ = ["WEIGHTS", "manifest_of", "untold_settings_warning"]
+__all__ = ["WEIGHTS", "doubt_of", "hash_seed", "manifest_of", "untold_settings_warning"]
 
 WEIGHTS = "cascade.weights"
 """The setting of how weights are identified."""
@@ -76,9 +79,24 @@ def manifest_of(
         "chunk_bytes": str(chunk_bytes),
         "groups": text_digest(json.dumps(groups)),
         "engine_format": f"vllm {vllm.__version__} offload",
-        "hash_seed": text_digest(kv_cache_utils.get_none_hash_seed()),
+        "hash_seed": hash_seed(),
         **({"tensor_parallel": "any"} if is_portable else topology),
     }
+
+
+def hash_seed() -> str:
+    """Return a digest of the seed of vLLM's names of chunks; vLLM sets it after creating tiers."""
+    return text_digest(kv_cache_utils.get_none_hash_seed())
+
+
+def doubt_of(model: str, engine: "Engine | None", weights: str) -> str | None:
+    """Return why chunks must not be used by other runs of the engine; `None` if they may.
+
+    Called after the files of the model were read for the manifest.
+    """
+    if engine is not None:
+        return weights_of(engine[0], weights).doubt
+    return changed_since_start(Path(model)) if weights in FINGERPRINTS else None
 
 
 def _untold(config: OffloadingConfig) -> dict[str, str]:
@@ -120,7 +138,7 @@ def _engine(engine: "Engine | None", weights: str) -> dict[str, str]:
             # The choice depends on these and on the device, and with it the order of bytes.
             "attention": f"{canonical_text(chosen)} on {_device()}",
         }
-    if weights not in ("sampled", "full"):
+    if weights not in FINGERPRINTS:
         return {**environment_of(_EXACT), "settings": "named by cascade.weights"}
     return {"settings": _THIS_PROCESS}
 
@@ -132,7 +150,7 @@ def _device() -> str:
 
 
 def _weights(model: str, weights: str) -> str:
-    if weights not in ("sampled", "full"):
+    if weights not in FINGERPRINTS:
         return f"named {weights}"
     fingerprint = fingerprint_of_model(model, is_full=weights == "full")
     if fingerprint is None:
