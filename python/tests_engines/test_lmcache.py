@@ -161,6 +161,34 @@ def test_weights_are_told_apart(adapt, serve, tmp_path):
     assert look_up(adapt(address), named) == [False] * 2
 
 
+def test_a_server_that_outlives_the_weights_finds_nothing_of_them(adapt, serve, tmp_path):
+    """The server kept the fingerprint of a model's name for its life.
+
+    An engine that was restarted with other weights got the KV of the earlier ones. An engine that
+    still has them may go on to store, so the server cannot know whose objects it gets.
+    """
+    node = serve("--dram", "64MiB")
+    address = {"cascade.node": f"unix:{node.socket}"}
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"first weights")
+    (tmp_path / "next").write_bytes(b"other weights")
+    named, others = keys_of(range(2), model=str(model)), keys_of(range(2))
+    adapter = adapt(address)
+    store(adapter, named)
+    store(adapter, others)
+    assert look_up(adapter, named) == load(adapter, named) == [True] * 2
+    (tmp_path / "next").replace(model / "model.safetensors")
+    assert look_up(adapter, named) == load(adapter, named) == [False] * 2
+    assert not store(adapter, keys_of(range(2, 4), model=str(model))).is_successful()
+    # Other models are not concerned, and the next server reads the new files.
+    assert look_up(adapter, others) == [True] * 2
+    following = adapt(address)
+    assert look_up(following, named) == [False] * 2
+    store(following, named)
+    assert look_up(following, named) == [True] * 2
+
+
 def test_a_lookup_without_a_layout_finds_what_this_server_stored(adapt):
     adapter = adapt()
     keys = keys_of(range(3))

@@ -162,6 +162,7 @@ class CascadeL2Adapter(L2AdapterInterface):
         ]
         try:
             store = self._store()
+            self._keys.check(keys)
             deleted = store.delete([self._keys.block_key(*pair) for pair in pairs])
         except STORE_FAILURES as error:
             self._failures.count("deleting", error)
@@ -216,6 +217,7 @@ class CascadeL2Adapter(L2AdapterInterface):
 
     def _put(self, keys: list[Any], objects: list[Any], deadline: float) -> Any:
         store = self._store()
+        self._keys.check(keys)
         layouts = [_layout_of_object(item) for item in objects]
         blocks = self._block_keys(keys, layouts)
         absent = [at for at, is_present in enumerate(store.contains(blocks)) if not is_present]
@@ -249,6 +251,7 @@ class CascadeL2Adapter(L2AdapterInterface):
     def _look_up(self, keys: list[Any], descs: Mapping[int, Any]) -> Any:
         store = self._store()
         self._unpin(self._locks.remove_expired())
+        self._keys.check(keys)
         found = Bitmap(len(keys))
         pairs = [
             (at, self._keys.block_key(key, layout))
@@ -275,6 +278,7 @@ class CascadeL2Adapter(L2AdapterInterface):
 
     def _get(self, keys: list[Any], objects: list[Any], deadline: float) -> Any:
         store = self._store()
+        self._keys.check(keys)
         layouts = [_layout_of_object(item) for item in objects]
         buffers = [_memory_of(item, layout) for item, layout in zip(objects, layouts, strict=True)]
         results = store.get(self._block_keys(keys, layouts), buffers, timeout=_remaining(deadline))

@@ -9,14 +9,17 @@ import functools
 import importlib.metadata
 import logging
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from cascadekv._native import BlockKey, Manifest, Namespace
 from cascadekv.connectors.canonical import canonical_text
+from cascadekv.connectors.file_changes import FileFacts, facts_of
 from cascadekv.connectors.model_files import is_for_media, model_files_digest
 from cascadekv.connectors.weights import fingerprint_of_model
+from cascadekv.errors import RefusedError
 
 __all__ = ["KeySpace", "Layout", "layout_of"]
 
@@ -48,6 +51,33 @@ def _layout(shapes: tuple[Any, ...], dtypes: tuple[Any, ...]) -> Layout:
     return Layout(" + ".join(parts), size)
 
 
+class _Model:
+    """The weights of a model, as they were when this server first used it."""
+
+    def __init__(self, name: str, weights: str, facts: FileFacts | None) -> None:
+        """`facts` are those of its files when they were read; `None` if a name identifies it."""
+        self.name = name
+        self.weights = weights
+        self._facts = facts
+        self._change: str | None = None
+
+    def check(self) -> None:
+        """Raise `RefusedError` if the files were changed.
+
+        An engine with the old weights may still run beside one with the new weights, and LMCache
+        does not say which one computed an object.
+        """
+        if self._change is None and self._facts is not None and _facts(self.name) != self._facts:
+            self._change = f"the files of {self.name} were changed while this server runs"
+            logger.error(
+                "Cascade: %s; nothing of it is stored or found until the engines and then this "
+                "server are restarted",
+                self._change,
+            )
+        if self._change is not None:
+            raise RefusedError(self._change)
+
+
 class KeySpace:
     """Makes the block keys of one LMCache server.
 
@@ -61,15 +91,22 @@ class KeySpace:
         self._format = f"lmcache {importlib.metadata.version('lmcache')}"
         self._lock = threading.Lock()
         self._namespaces: dict[tuple[str, int, Layout], Namespace] = {}
+        self._models: dict[str, _Model] = {}
+
+    def check(self, keys: Iterable[Any]) -> None:
+        """Raise `RefusedError` if the files of a model were changed while this server runs."""
+        for name in {key.model_name for key in keys}:
+            self._model(name).check()
 
     def namespace(self, key: Any, layout: Layout) -> Namespace:
         """Return the namespace of an object's model, object group and layout."""
         name = (key.model_name, key.object_group_id, layout)
+        model = self._model(key.model_name)
         with self._lock:
             space = self._namespaces.get(name)
         if space is None:
             # Outside the lock: the first use of a model may read files.
-            space = Namespace(Manifest(self._fields(*name)))
+            space = Namespace(Manifest(self._fields(model, *name[1:])))
             with self._lock:
                 space = self._namespaces.setdefault(name, space)
         return space
@@ -85,12 +122,22 @@ class KeySpace:
         with self._lock:
             return [layout for *known, layout in self._namespaces if tuple(known) == name]
 
-    def _fields(self, model: str, group: int, layout: Layout) -> dict[str, str]:
+    def _model(self, name: str) -> "_Model":
+        model = self._models.get(name)
+        if model is None:
+            # Two threads may read the same files; the first result counts.
+            weights = self._weights
+            own = _Model(name, weights, None) if weights else _model_of(name)
+            with self._lock:
+                model = self._models.setdefault(name, own)
+        return model
+
+    def _fields(self, model: "_Model", group: int, layout: Layout) -> dict[str, str]:
         in_layout = "in the layout"
         return {
             "engine_format": self._format,
-            "model": model,
-            "weights": self._weights or _weights_of(model),
+            "model": model.name,
+            "weights": model.weights,
             "object_group": str(group),
             "layout": layout.text,
             "dtype": in_layout,
@@ -114,11 +161,12 @@ def _other_fields(kind: Any) -> tuple[str, ...]:
     return tuple(field.name for field in known if field.name not in _IN_KEYS)
 
 
-def _weights_of(model: str) -> str:
+def _model_of(model: str) -> _Model:
     """Identify weights by content if the model's name is their directory, else by the name."""
-    fingerprint = None
+    fingerprint, facts = None, None
     if Path(model).is_absolute():
         try:
+            facts = facts_of(Path(model))
             fingerprint = _content_of(Path(model))
         except OSError as error:
             logger.warning("Cascade: the weights of %s cannot be read: %s", model, error)
@@ -135,7 +183,17 @@ def _weights_of(model: str) -> str:
             "server another cascade.weights",
             model,
         )
-    return fingerprint or f"named:{model}"
+        # The facts are older than what was read: a change in between is found.
+        return _Model(model, fingerprint, facts)
+    return _Model(model, f"named:{model}", None)
+
+
+def _facts(model: str) -> FileFacts | None:
+    try:
+        return facts_of(Path(model))
+    except OSError:
+        # It was removed, or renamed.
+        return None
 
 
 def _content_of(place: Path) -> str | None:

@@ -24,7 +24,7 @@ from cascadekv.connectors import vllm_versions as versions
 from cascadekv.connectors.failures import FailureLog
 from cascadekv.connectors.hints import finish_hints, given_hints, request_hints
 from cascadekv.connectors.load_or_compute import LoadOrCompute
-from cascadekv.connectors.load_time import note_no_engine_yet
+from cascadekv.connectors.file_changes import note_no_engine_yet
 from cascadekv.connectors.record import TraceRecorder
 from cascadekv.connectors.vllm.adapters import LoadedAdapters, ReportedAdapters
 from cascadekv.connectors.vllm.background import BackgroundThread

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cascadekv.connectors.load_time import changed_since_start
+from cascadekv.connectors.file_changes import changed_since_start
 from cascadekv.connectors.vllm.engine_settings import snapshot_of
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from cascadekv.connectors import vllm_versions as versions
 from cascadekv.connectors.canonical import canonical_text, text_digest
 from cascadekv.connectors.effects import Effect, Numerics, Setting, counted
-from cascadekv.connectors.load_time import changed_since_start
+from cascadekv.connectors.file_changes import changed_since_start
 from cascadekv.connectors.vllm.effects import OFFLOADING_CONFIGURATION
 from cascadekv.connectors.vllm.engine_settings import settings_of
 from cascadekv.connectors.vllm.environment import environment_of

@@ -7,12 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
-from cascadekv.connectors.load_time import changed_since_start, process_start
+from cascadekv.connectors.file_changes import changed_since_start, process_start
 
 READER = """
 import sys
 from pathlib import Path
-from cascadekv.connectors.load_time import changed_since_start
+from cascadekv.connectors.file_changes import changed_since_start
 print("started", flush=True)
 sys.stdin.readline()
 print(changed_since_start(Path(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""Whether files have changed since an engine can have begun to read them.
+"""Whether the files of a model have changed, above all since an engine can have read them.
 
 An engine reads its weights before a connector exists, so a connector cannot look at the files
 first. But a change of a file sets its time of change (`ctime`), which programs cannot choose. A
@@ -12,7 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["changed_since_start", "note_no_engine_yet", "process_start"]
+__all__ = ["FileFacts", "changed_since_start", "facts_of", "note_no_engine_yet", "process_start"]
+
+FileFacts = tuple[tuple[str | int, ...], ...]
+"""For each path its device, inode, size and times: equal if nothing was changed."""
 
 SLACK_S = 0.1
 """Resolution of the times of local files, and of the start of a process."""
@@ -55,6 +58,16 @@ def changed_since_start(place: Path) -> str | None:
     except (OSError, ValueError, IndexError) as error:
         return f"the times of {place} cannot be read: {error}"
     return None
+
+
+def facts_of(place: Path) -> FileFacts:
+    """Return the facts of a model's directory or file. Raises `OSError` if one cannot be read."""
+    facts: list[tuple[str | int, ...]] = []
+    for path in _watched(place):
+        for it in (path.lstat(), path.stat()):
+            times = it.st_mtime_ns, it.st_ctime_ns
+            facts.append((str(path), it.st_dev, it.st_ino, it.st_size, *times))
+    return tuple(facts)
 
 
 def _watched(place: Path) -> Iterator[Path]:
