@@ -154,7 +154,12 @@ class ScheduledEngine:
                 "kv_connector_module_path": "cascadekv.connectors.vllm",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": policy,
-                "kv_connector_extra_config": {"cascade.load_or_compute": False, **store},
+                "kv_connector_extra_config": {
+                    "cascade.load_or_compute": False,
+                    # Nothing is loaded: the files may be younger than this process.
+                    "cascade.weights": "of a scheduled engine",
+                    **store,
+                },
             },
         )
         self.config = arguments.create_engine_config()

@@ -13,7 +13,7 @@ VALID = {
     "lite": [True, False],
     "record": ["traces/trace.jsonl"],
     "shards": [1, 8],
-    "weights": ["sampled", "full", "model of november"],
+    "weights": ["digest", "sampled", "full", "model of november"],
     "load_or_compute": [True, False],
     "lookup_timeout": [0.001, 1, 3600],
     "load_timeout": [0.5, 30],

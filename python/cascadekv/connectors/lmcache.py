@@ -17,6 +17,7 @@ from cascadekv.connectors.failures import STORE_FAILURES, FailureLog
 from cascadekv.connectors.lmcache_keys import KeySpace, Layout, layout_of
 from cascadekv.connectors.lmcache_lanes import Lane, Locks
 from cascadekv.connectors.settings import KEYS, PREFIX, StoreLink, read_settings
+from cascadekv.connectors.weight_digests import WeightDigests, digests_place
 from cascadekv.errors import AwayError, CascadeError, ConfigError
 from cascadekv.messages import advice
 from cascadekv.results import PutStatus
@@ -83,7 +84,8 @@ class CascadeL2Adapter(L2AdapterInterface):
         self._pid = os.getpid()
         self._timeout_s = address.timeout
         self._where = f"unix:{address.node}" if address.node else "embedded"
-        self._keys = KeySpace(weights)
+        self._digests = WeightDigests(digests_place(settings))
+        self._keys = KeySpace(weights, self._digests)
         self._locks = Locks(LOCK_TTL_S)
         self._failures = FailureLog(logger)
         self._tasks = itertools.count()
@@ -191,6 +193,7 @@ class CascadeL2Adapter(L2AdapterInterface):
         """Finish all tasks, then close the store; later tasks fail. Stored objects are kept."""
         for lane in (self._stores, self._lookups, self._loads):
             lane.close()
+        self._digests.close()
         if os.getpid() != self._pid:
             return  # The store is the parent process's.
         try:

@@ -9,6 +9,7 @@ import functools
 import importlib.metadata
 import logging
 import threading
+import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,8 @@ from cascadekv._native import BlockKey, Manifest, Namespace
 from cascadekv.connectors.canonical import canonical_text
 from cascadekv.connectors.file_changes import FileFacts, facts_of
 from cascadekv.connectors.model_files import is_for_media, model_files_digest
-from cascadekv.connectors.weights import fingerprint_of_model
+from cascadekv.connectors.weight_digests import WeightDigests
+from cascadekv.connectors.weights import NotDigestedError
 from cascadekv.errors import RefusedError
 
 __all__ = ["KeySpace", "Layout", "layout_of"]
@@ -85,9 +87,13 @@ class KeySpace:
     requests, so that objects of another model or layout are not found.
     """
 
-    def __init__(self, weights: str | None) -> None:
-        """`weights` identifies the weights of all models; `None` derives it from each name."""
+    def __init__(self, weights: str | None, digests: WeightDigests) -> None:
+        """`weights` identifies the weights of all models; `None` derives it from each name.
+
+        `digests` has what is known of files of weights.
+        """
         self._weights = weights
+        self._digests = digests
         self._format = f"lmcache {importlib.metadata.version('lmcache')}"
         self._lock = threading.Lock()
         self._namespaces: dict[tuple[str, int, Layout], Namespace] = {}
@@ -127,7 +133,7 @@ class KeySpace:
         if model is None:
             # Two threads may read the same files; the first result counts.
             weights = self._weights
-            own = _Model(name, weights, None) if weights else _model_of(name)
+            own = _Model(name, weights, None) if weights else _model_of(name, self._digests)
             with self._lock:
                 model = self._models.setdefault(name, own)
         return model
@@ -161,13 +167,13 @@ def _other_fields(kind: Any) -> tuple[str, ...]:
     return tuple(field.name for field in known if field.name not in _IN_KEYS)
 
 
-def _model_of(model: str) -> _Model:
+def _model_of(model: str, digests: WeightDigests) -> _Model:
     """Identify weights by content if the model's name is their directory, else by the name."""
     fingerprint, facts = None, None
     if Path(model).is_absolute():
         try:
             facts = facts_of(Path(model))
-            fingerprint = _content_of(Path(model))
+            fingerprint = _content_of(Path(model), digests)
         except OSError as error:
             logger.warning("Cascade: the weights of %s cannot be read: %s", model, error)
     if fingerprint is None:
@@ -196,9 +202,18 @@ def _facts(model: str) -> FileFacts | None:
         return None
 
 
-def _content_of(place: Path) -> str | None:
+def _content_of(place: Path, digests: WeightDigests) -> str | None:
     """Return a fingerprint of a model's weights and of the other files that change KV."""
-    fingerprint = fingerprint_of_model(place)
+    try:
+        fingerprint = digests.fingerprint(str(place))
+    except NotDigestedError:
+        digests.start([str(place)])
+        logger.warning(
+            "Cascade: the digest of the weights of %s is not known yet and is computed in the "
+            "background; until this server is restarted after that, no other one finds its objects",
+            place,
+        )
+        fingerprint = f"of this process {uuid.uuid4().hex}"
     if fingerprint is None or not place.is_dir():
         return fingerprint
     # LMCache does not say whether the engine runs the model's own code.

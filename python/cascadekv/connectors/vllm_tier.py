@@ -36,6 +36,7 @@ from cascadekv import BlockKeys, CascadeError, Manifest, Namespace, PagedMemory,
 from cascadekv.connectors.failures import FailureLog
 from cascadekv.connectors.settings import KEYS as STORE_KEYS
 from cascadekv.connectors.settings import StoreLink, read_settings
+from cascadekv.connectors.vllm.model_weights import NOT_DIGESTED
 from cascadekv.connectors.vllm.offload import CascadeOffloadingConnector, engine_of_this_tier
 from cascadekv.connectors.vllm.tier_identity import (
     WEIGHTS,
@@ -44,6 +45,7 @@ from cascadekv.connectors.vllm.tier_identity import (
     manifest_of,
     untold_settings_warning,
 )
+from cascadekv.connectors.weight_digests import WeightDigests, digests_place
 from cascadekv.errors import ConfigError
 from cascadekv.messages import advice
 
@@ -88,11 +90,15 @@ class CascadeTier(SecondaryTierManager):
         weights, self._secret, store = _parse(settings)
         self._chunk_bytes = _chunk_bytes(primary_kv_view)
         config, engine = offloading_spec.config, engine_of_this_tier()
-        self._fields = manifest_of(config, self._chunk_bytes, weights, engine)
+        self._digests = WeightDigests(digests_place(store))
+        self._fields = manifest_of(config, self._chunk_bytes, weights, engine, self._digests)
         if (warning := untold_settings_warning(self._fields)) is not None:
             _LOG.warning("Cascade: %s", warning)
         self._generation = ""
-        if (doubt := doubt_of(config.model.name, engine, weights)) is not None:
+        named, model = self._fields["weights"], config.model.name
+        if named == NOT_DIGESTED:
+            self._digests.start([model])
+        if (doubt := doubt_of(model, engine, weights, named)) is not None:
             _LOG.warning("Cascade: no other engine uses the chunks of this one: %s", doubt)
             self._generation = uuid.uuid4().hex
         address = read_settings(store)
@@ -166,6 +172,7 @@ class CascadeTier(SecondaryTierManager):
     def shutdown(self) -> None:
         """End the threads, release the CPU tier's memory and close the store."""
         self._lookups.shutdown()
+        self._digests.close()
         for pool in (self._savers, self._loaders):
             pool.shutdown(wait=True)
         self._memory = None
@@ -332,9 +339,9 @@ def _parse(settings: Mapping[str, object]) -> tuple[str, bytes | None, dict[str,
     for key in settings:
         if key not in _KNOWN:
             raise ConfigError(f"{key}: no such setting of CascadeTier; {advice(key, _KNOWN)}")
-    weights: Any = settings.get(WEIGHTS, "sampled")
+    weights: Any = settings.get(WEIGHTS, "digest")
     if not isinstance(weights, str) or not weights:
-        raise ConfigError(f"{WEIGHTS}: {weights!r} is not sampled, full, or a name for the weights")
+        raise ConfigError(f"{WEIGHTS}: {weights!r} is not digest, full, sampled, or a name")
     secret = None
     if _TENANT in settings:
         place: Any = settings[_TENANT]

@@ -22,9 +22,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from cascadekv import Hints
 from cascadekv.connectors import vllm_versions as versions
 from cascadekv.connectors.failures import FailureLog
+from cascadekv.connectors.file_changes import note_no_engine_yet
 from cascadekv.connectors.hints import finish_hints, given_hints, request_hints
 from cascadekv.connectors.load_or_compute import LoadOrCompute
-from cascadekv.connectors.file_changes import note_no_engine_yet
 from cascadekv.connectors.record import TraceRecorder
 from cascadekv.connectors.vllm.adapters import LoadedAdapters, ReportedAdapters
 from cascadekv.connectors.vllm.background import BackgroundThread
@@ -39,7 +39,7 @@ from cascadekv.connectors.vllm.events import DeferredStore, EventSource
 from cascadekv.connectors.vllm.groups import groups_of, windows_of
 from cascadekv.connectors.vllm.guarded import guarded
 from cascadekv.connectors.vllm.hbm import open_hbm
-from cascadekv.connectors.vllm.identity import manifest_of
+from cascadekv.connectors.vllm.identity import identity_of
 from cascadekv.connectors.vllm.keys import RequestKeys, features_of, origin_of
 from cascadekv.connectors.vllm.layout import HeldPart, LayoutError, describe
 from cascadekv.connectors.vllm.memory import GpuPages, HostMemory, memory_of
@@ -51,7 +51,6 @@ from cascadekv.connectors.vllm.metadata import (
     WorkerReport,
 )
 from cascadekv.connectors.vllm.metrics import CascadePromMetrics, CascadeStats, GpuCounts
-from cascadekv.connectors.vllm.model_weights import weights_of
 from cascadekv.connectors.vllm.namespaces import Namespaces
 from cascadekv.connectors.vllm.pinned_pages import PinnedPages
 from cascadekv.connectors.vllm.registration import ManifestRegistration
@@ -76,6 +75,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from cascadekv.connectors.vllm.transfer_requests import TransferRequests
+    from cascadekv.connectors.weight_digests import WeightDigests
 
 __all__ = ["CascadeConnector"]
 
@@ -105,6 +105,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         self._transfers: TransferRequests | None = None
         self._pins = PinnedPages()
         self._worker: Worker | None = None
+        self._digests: WeightDigests | None = None
         self._gpu_counts = GpuCounts()
         self._parts: list[HeldPart] = []
         self._node: PrivateNode | None = None
@@ -133,7 +134,8 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.close()
         if self._recorder is not None:
             self._recorder.close()
-        for background in (self._registration, self._background, self._events_background):
+        threads = self._digests, self._registration, self._background, self._events_background
+        for background in threads:
             if background is not None:
                 background.close()
         self._store.close()
@@ -427,13 +429,13 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         memory.set_(storage)
         pages = cache.num_blocks
         attached = [(held, memory_of(memory, held.regions, pages)) for held in self._parts]
-        manifest = manifest_of(self._vllm_config, cache, self.settings.weights, pieces)
-        weights = weights_of(self._vllm_config, self.settings.weights)
+        config = self._vllm_config
+        manifest, doubt, self._digests = identity_of(config, cache, self.settings, pieces)
         self._namespaces.manifest = manifest
         held = self._parts, manifest, cache
         transfers = None
-        if weights.doubt is None:
-            transfers = open_transfers(self._vllm_config, self.settings, held, memory, pieces)
+        if doubt is None:
+            transfers = open_transfers(config, self.settings, held, memory, pieces)
         self._worker = Worker(
             self._store.store,
             self._namespaces.of,
@@ -450,7 +452,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         is_timed = all(isinstance(memory, HostMemory | GpuPages) for _, memory in attached)
         listener = None if transfers is None else (transfers.address, transfers.id)
         parts = [held.part for held in self._parts]
-        return WorkerFacts(manifest, parts, is_timed, listener, doubt=weights.doubt)
+        return WorkerFacts(manifest, parts, is_timed, listener, doubt=doubt)
 
     def _sent(self) -> set[str]:
         return self._worker.take_sent() if self._worker is not None else set()

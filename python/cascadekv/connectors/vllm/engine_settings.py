@@ -281,9 +281,10 @@ def _speculative(config: "VllmConfig") -> str:
     draft = speculative.draft_model_config
     if draft is None:
         return text_digest(canonical_text([speculative.method, speculative.model]))
-    fingerprint = fingerprint_of_model(draft.model)
+    # Draft models are small.
+    fingerprint = fingerprint_of_model(draft.model, is_full=True)
     if fingerprint is None and (place := snapshot_of(draft.model, draft.revision)):
-        fingerprint = fingerprint_of_model(place)
+        fingerprint = fingerprint_of_model(place, is_full=True)
     settings = model_settings(draft.hf_config)
     facts = [
         fingerprint or f"{draft.model}@{draft.revision}",

@@ -9,23 +9,50 @@ backend packs for it, the engine's version, and all settings that are not known 
 import hashlib
 from typing import TYPE_CHECKING, Any
 
-from cascadekv.connectors.vllm.engine_settings import settings_of, snapshot_of
-from cascadekv.connectors.vllm.model_weights import FINGERPRINTS
-from cascadekv.connectors.weights import fingerprint_of_model
+from cascadekv.connectors.vllm.engine_settings import settings_of
+from cascadekv.connectors.vllm.model_weights import (
+    FINGERPRINTS,
+    NOT_DIGESTED,
+    doubt_of_weights,
+    places_of_model,
+)
+from cascadekv.connectors.vllm.settings import ConnectorSettings
+from cascadekv.connectors.weight_digests import WeightDigests, digests_place
+from cascadekv.connectors.weights import NotDigestedError, fingerprint_of_model
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ["manifest_of"]
+__all__ = ["identity_of", "manifest_of"]
+
+
+def identity_of(
+    config: "VllmConfig", cache: "KVCacheConfig", settings: ConnectorSettings, pieces: int
+) -> tuple[dict[str, str], str | None, WeightDigests]:
+    """Return the manifest's fields, and why its KV must not outlive this run; `None` if it may.
+
+    Digests that are not known are computed in the background by what is returned last.
+    """
+    digests = WeightDigests(digests_place(settings.store_options))
+    fields = manifest_of(config, cache, settings.weights, pieces, digests)
+    doubt = doubt_of_weights(config, settings.weights, fields["weights"])
+    if NOT_DIGESTED in fields["weights"] and config.parallel_config.rank == 0:
+        digests.start(places_of_model(config))
+    return fields, doubt, digests
 
 
 def manifest_of(
-    config: "VllmConfig", cache: "KVCacheConfig", weights: str, pieces: int = 1
+    config: "VllmConfig",
+    cache: "KVCacheConfig",
+    weights: str,
+    pieces: int = 1,
+    digests: WeightDigests | None = None,
 ) -> dict[str, str]:
     """Return the fields, equal on every worker of an engine.
 
-    `pieces` is the number of the attention backend's blocks in one block of the engine.
+    `pieces` is the number of the attention backend's blocks in one block of the engine; `digests`
+    has what is known of the files of weights.
     """
     import vllm  # noqa: PLC0415 # only an engine has it
     from vllm.platforms import current_platform  # noqa: PLC0415
@@ -33,7 +60,7 @@ def manifest_of(
     model: Any = config.model_config
     parallel = config.parallel_config
     fields = {
-        "weights": _weights(config, weights),
+        "weights": _weights(config, weights, digests),
         "dtype": f"{model.dtype}; kv {config.cache_config.cache_dtype}",
         "scales": "none" if config.cache_config.cache_dtype == "auto" else "in the weights",
         "block_tokens": str(config.cache_config.block_size),
@@ -66,24 +93,32 @@ def _attention(config: "VllmConfig", cache: "KVCacheConfig") -> str:
     return ", ".join(sorted(names)) or "unknown"
 
 
-def _weights(config: "VllmConfig", weights: str) -> str:
+def _weights(config: "VllmConfig", weights: str, digests: WeightDigests | None) -> str:
     if weights not in FINGERPRINTS:
         return f"named {weights}"
     model: Any = config.model_config
     load = str(config.load_config.load_format)
     if "dummy" in load:
         return f"dummy {model.model} {model.seed}"
-    path = model.model_weights or model.model
-    fingerprint = fingerprint_of_model(path, is_full=weights == "full")
-    if fingerprint is None:
-        place = snapshot_of(model.model, model.revision, config.load_config.download_dir)
-        fingerprint = fingerprint_of_model(place, is_full=weights == "full") if place else None
+    fingerprint = None
+    for place in places_of_model(config):
+        fingerprint = fingerprint or _fingerprint(place, weights, digests)
     if fingerprint is None:
         raise FileNotFoundError(
-            f"the weights of {path} are not on this machine's disks and cannot be fingerprinted; "
-            f"set cascade.weights to a name that changes whenever they change"
+            f"the weights of {model.model_weights or model.model} are not on this machine's disks "
+            f"and cannot be fingerprinted; set cascade.weights to a name that changes whenever "
+            f"they change"
         )
     return f"{fingerprint} {load}"
+
+
+def _fingerprint(place: str, weights: str, digests: WeightDigests | None) -> str | None:
+    if weights == "digest" and digests is not None:
+        try:
+            return digests.fingerprint(place)
+        except NotDigestedError:
+            return NOT_DIGESTED
+    return fingerprint_of_model(place, is_full=weights != "sampled")
 
 
 def _isa(config: "VllmConfig") -> str:

@@ -1,6 +1,5 @@
 """Which weights an engine has loaded, and whether that is certain."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,44 +9,48 @@ from cascadekv.connectors.vllm.engine_settings import snapshot_of
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["FINGERPRINTS", "ModelWeights", "weights_of"]
+__all__ = ["FINGERPRINTS", "NOT_DIGESTED", "doubt_of_weights", "places_of_model"]
 
-FINGERPRINTS = ("sampled", "full")
+FINGERPRINTS = ("digest", "full", "sampled")
 """Settings that identify weights by their files; any other text is their name."""
+NOT_DIGESTED = "not digested yet"
+"""Stands for weights whose digest is not known; then no other run uses the keys."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelWeights:
-    """The weights of an engine."""
+def doubt_of_weights(config: "VllmConfig", setting: str, named: str) -> str | None:
+    """Return why KV must not outlive this run of an engine; `None` if it may.
 
-    setting: str
-    """How they are identified in the manifest."""
-    doubt: str | None = None
-    """Why KV of them must not outlive this run of the engine; `None` if it may."""
-
-
-def weights_of(config: "VllmConfig", setting: str) -> ModelWeights:
-    """Return the weights of an engine. Called after their files were read for the manifest."""
+    `named` is how the manifest names the weights. Called after their files were read for it.
+    """
     if setting not in FINGERPRINTS or "dummy" in str(config.load_config.load_format):
-        return ModelWeights(setting)
+        return None
     for place in _places(config):
-        changed = changed_since_start(place)
+        changed = changed_since_start(Path(place))
         if changed is not None:
-            return ModelWeights(
-                setting, f"it may have read other weights than are there: {changed}"
-            )
-    return ModelWeights(setting)
+            return f"it may have read other files than are there: {changed}"
+    if NOT_DIGESTED in named:
+        return (
+            "the digest of its weights is not known yet and is computed in the background, for "
+            "the next run; cascade.weights: full computes it at start"
+        )
+    return None
 
 
-def _places(config: "VllmConfig") -> list[Path]:
-    """Return the local directories or files of an engine's models."""
-    model: Any = config.model_config
+def places_of_model(config: "VllmConfig") -> list[str]:
+    """Return where the weights of an engine's model may be on this machine."""
+    return _places_of(config, config.model_config)
+
+
+def _places(config: "VllmConfig") -> list[str]:
     speculative: Any = config.speculative_config
     draft = None if speculative is None else speculative.draft_model_config
-    models = [model] if draft is None else [model, draft]
-    download, places = config.load_config.download_dir, dict[str, None]()
-    for each in models:
-        for name in filter(None, (getattr(each, "model_weights", ""), each.model)):
-            is_here = Path(name).exists()
-            places[name if is_here else snapshot_of(name, each.revision, download)] = None
-    return [Path(place) for place in places if place]
+    drafts = [] if draft is None else _places_of(config, draft)
+    return list(dict.fromkeys([*places_of_model(config), *drafts]))
+
+
+def _places_of(config: "VllmConfig", model: Any) -> list[str]:
+    download, places = config.load_config.download_dir, list[str]()
+    for name in filter(None, (getattr(model, "model_weights", ""), model.model)):
+        is_here = Path(name).exists()
+        places.append(name if is_here else snapshot_of(name, model.revision, download))
+    return [place for place in places if place]

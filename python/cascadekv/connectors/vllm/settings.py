@@ -40,7 +40,7 @@ _NAME = "a host name or an IP address"
 _TRACE_PATH = "a directory or a file for traces"
 _SOCKET = "false, or the path of the socket of a node in the memory of a GPU"
 _LAYOUT = f"one of vLLM's KV layouts {', '.join(PAGE_CONTIGUOUS)}"
-_WEIGHTS = "sampled, full, or a name for the weights"
+_WEIGHTS = "digest, full, sampled, or a name for the weights"
 _OWN = {
     "cascade.load": _LOAD,
     "cascade.layerwise": _BOOLEAN,
@@ -143,8 +143,12 @@ class ConnectorSettings:
     """Size limit of a trace file in bytes, and the limit of files, when a trace is recorded."""
     shards: int | None = None
     """Number of shares that the KV heads are split into. Default: one share per worker."""
-    weights: str = "sampled"
-    """How weights are identified: by samples of their files, by all bytes, or by this name."""
+    weights: str = "digest"
+    """How weights are identified: by all bytes of their files, or by this name.
+
+    `digest`: all bytes are read once, of large files in the background. `full`: at every start.
+    `sampled`: only 64 places of each file are read, so that edits are not seen.
+    """
     secret_file: str | None = None
     """File with the tenant's secret, which makes keys unguessable for others."""
     load_or_compute: bool = True

@@ -17,8 +17,9 @@ from cascadekv.connectors.file_changes import changed_since_start
 from cascadekv.connectors.vllm.effects import OFFLOADING_CONFIGURATION
 from cascadekv.connectors.vllm.engine_settings import settings_of
 from cascadekv.connectors.vllm.environment import environment_of
-from cascadekv.connectors.vllm.model_weights import FINGERPRINTS, weights_of
-from cascadekv.connectors.weights import fingerprint_of_model
+from cascadekv.connectors.vllm.model_weights import FINGERPRINTS, NOT_DIGESTED, doubt_of_weights
+from cascadekv.connectors.weight_digests import WeightDigests
+from cascadekv.connectors.weights import NotDigestedError, fingerprint_of_model
 from cascadekv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,13 +45,18 @@ def untold_settings_warning(fields: Mapping[str, str]) -> str | None:
 
 
 def manifest_of(
-    config: OffloadingConfig, chunk_bytes: int, weights: str, engine: "Engine | None" = None
+    config: OffloadingConfig,
+    chunk_bytes: int,
+    weights: str,
+    engine: "Engine | None" = None,
+    digests: WeightDigests | None = None,
 ) -> dict[str, str]:
     """Return the fields of the compatibility manifest of chunks.
 
     vLLM names chunks by token hashes with a seed, which `PYTHONHASHSEED` sets, so the seed is a
     field. The parallel topology is a field unless the engine uses its canonical layout and declares
-    it independent of the topology. `engine` is the configuration that vLLM does not tell a tier.
+    it independent of the topology. `engine` is the configuration that vLLM does not tell a tier;
+    `digests` has what is known of the files of weights.
     """
     import vllm  # noqa: PLC0415 # for its version
 
@@ -72,7 +78,7 @@ def manifest_of(
     return {
         **_untold(config),
         **_engine(engine, weights),
-        "weights": _weights(config.model.name, weights),
+        "weights": _weights(config.model.name, weights, digests),
         "dtype": config.model.dtype,
         "block_tokens": str(config.cache.tokens_per_hash),
         "layout": f"{facts}{config.kv_cache_layout}, {config.cache.blocks_per_chunk} blocks",
@@ -89,14 +95,15 @@ def hash_seed() -> str:
     return text_digest(kv_cache_utils.get_none_hash_seed())
 
 
-def doubt_of(model: str, engine: "Engine | None", weights: str) -> str | None:
+def doubt_of(model: str, engine: "Engine | None", weights: str, named: str) -> str | None:
     """Return why chunks must not be used by other runs of the engine; `None` if they may.
 
-    Called after the files of the model were read for the manifest.
+    `named` is how the manifest names the weights. Called after their files were read for it.
     """
     if engine is not None:
-        return weights_of(engine[0], weights).doubt
-    return changed_since_start(Path(model)) if weights in FINGERPRINTS else None
+        return doubt_of_weights(engine[0], weights, named)
+    changed = changed_since_start(Path(model)) if weights in FINGERPRINTS else None
+    return changed or (named if named == NOT_DIGESTED else None)
 
 
 def _untold(config: OffloadingConfig) -> dict[str, str]:
@@ -149,10 +156,16 @@ def _device() -> str:
     return f"{current_platform.device_type} {current_platform.get_device_capability()}"
 
 
-def _weights(model: str, weights: str) -> str:
+def _weights(model: str, weights: str, digests: WeightDigests | None) -> str:
     if weights not in FINGERPRINTS:
         return f"named {weights}"
-    fingerprint = fingerprint_of_model(model, is_full=weights == "full")
+    try:
+        if weights == "digest" and digests is not None:
+            fingerprint = digests.fingerprint(model)
+        else:
+            fingerprint = fingerprint_of_model(model, is_full=weights != "sampled")
+    except NotDigestedError:
+        return NOT_DIGESTED
     if fingerprint is None:
         raise ConfigError(
             f"{WEIGHTS}: the weights of {model} are not in a local directory of that name and "

@@ -56,7 +56,8 @@ class UnkeyedRequests:
         unkeyed = self._requests.get(request.request_id)
         if unkeyed is None or unkeyed.is_answered:
             return False
-        if completed_plan <= unkeyed.asked_after and last_plan <= unkeyed.asked_after + ANSWER_PLANS:
+        is_late = last_plan > unkeyed.asked_after + ANSWER_PLANS
+        if completed_plan <= unkeyed.asked_after and not is_late:
             return None
         unkeyed.is_answered = True
         return True
