@@ -41,6 +41,13 @@ def edit(model):
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
+def join_background():
+    """Wait for the threads that compute digests."""
+    for thread in threading.enumerate():
+        if thread.name == "cascade-digests":
+            thread.join()
+
+
 @pytest.mark.usefixtures("settled")
 def test_a_changed_byte_changes_the_fingerprint(model, tmp_path):
     """The default read 64 places of a file and did not see a changed row of an embedding."""
@@ -73,36 +80,53 @@ def test_a_file_that_was_just_written_is_digested_and_not_remembered(model, tmp_
 
 
 @pytest.mark.usefixtures("settled")
-def test_large_files_are_digested_in_the_background(model, tmp_path):
+def test_large_files_are_digested_in_the_background(model, tmp_path, monkeypatch):
     place = tmp_path / "digests"
     digests = WeightDigests(place, at_once_bytes=SIZE - 1)
     with pytest.raises(NotDigestedError):
         digests.fingerprint(str(model))
-    busy = time.process_time()
-    began = time.monotonic()
+    pauses = []
+    monkeypatch.setattr(digests._stop, "wait", pauses.append)  # noqa: SLF001 # it pauses nowhere else
     digests.start([str(model)])
-    for thread in threading.enumerate():
-        if thread.name == "cascade-digests":
-            thread.join()
-    share = (time.process_time() - busy) / (time.monotonic() - began)
-    assert share < 0.5, "it pauses"
+    join_background()
+    assert pauses, "it does not pause"
+    assert all(pause > 0 for pause in pauses)
     assert digests.fingerprint(str(model)) == fingerprint_of_model(model, is_full=True)
     digests.close()
 
 
 @pytest.mark.usefixtures("settled")
 def test_a_file_that_changes_while_it_is_read_is_not_remembered(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(weight_digests, "PIECE_BYTES", 1 << 10)
     digests = WeightDigests(tmp_path / "digests", at_once_bytes=0)
+    begun, edited = threading.Event(), threading.Event()
+
+    def wait(_pause):
+        begun.set()
+        assert edited.wait(60)
+
+    monkeypatch.setattr(digests._stop, "wait", wait)  # noqa: SLF001 # it pauses nowhere else
     digests.start([str(model)])
+    assert begun.wait(60)
     time.sleep(0.05)
     edit(model)
-    monkeypatch.setattr(weight_digests, "SHARE", 1.0)
-    for thread in threading.enumerate():
-        if thread.name == "cascade-digests":
-            thread.join()
+    edited.set()
+    join_background()
     with pytest.raises(NotDigestedError):
         digests.fingerprint(str(model))
+
+
+@pytest.mark.usefixtures("settled")
+def test_digests_that_others_can_write_are_not_used(model, tmp_path):
+    place = tmp_path / "digests"
+    WeightDigests(place).fingerprint(str(model))
+    for mode, is_used in ((0o700, True), (0o770, False), (0o702, False), (0o755, True)):
+        place.chmod(mode)
+        digests = WeightDigests(place, at_once_bytes=0)
+        if is_used:
+            assert digests.fingerprint(str(model)) is not None
+        else:
+            with pytest.raises(NotDigestedError):
+                digests.fingerprint(str(model))
 
 
 def test_digests_are_beside_the_store(tmp_path, monkeypatch):

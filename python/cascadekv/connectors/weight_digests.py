@@ -121,15 +121,23 @@ class WeightDigests:
 
     def _known(self, facts: str) -> bytes | None:
         try:
+            self._check_place()
             name, digest = self._record(facts).read_text().splitlines()
         except (OSError, ValueError):
             return None
         is_right = name == facts and _DIGEST.fullmatch(digest) is not None
         return bytes.fromhex(digest) if is_right else None
 
+    def _check_place(self) -> None:
+        """Raise `PermissionError` if another user can put digests there."""
+        found = self._place.stat()
+        if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            raise PermissionError(f"{self._place} belongs to, or can be written by, another user")
+
     def _remember(self, facts: str, digest: str) -> None:
         try:
             self._place.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._check_place()
             record = self._record(facts)
             unfinished = record.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
             unfinished.write_text(f"{facts}\n{digest}\n")
