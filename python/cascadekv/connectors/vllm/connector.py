@@ -485,7 +485,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             has_prefix_cache=bool(self._vllm_config.cache_config.enable_prefix_caching),
         )
         self._transfers = transfers_between(
-            (str(self._kv_transfer_config.engine_id), lambda: self._generation),
+            (str(self._kv_transfer_config.engine_id), lambda: self._namespaces.generation),
             settings,
             facts,
             (groups, self._block_tokens, self._pins, self._adapters),
