@@ -7,7 +7,9 @@ use std::sync::Arc;
 use cascade_runtime::{Deadline, fill_random};
 
 use crate::format::PAGE_BYTES;
-use crate::io::{Buffer, FileHandle, FileIo, OpenMode, PageBuffer, Transfer, TransferKind};
+use crate::io::{
+    Buffer, FileHandle, FileIo, OpenMode, PageBuffer, Transfer, TransferKind, is_not_own,
+};
 use crate::lock::DirectoryLock;
 use crate::{DiskError, FilesConfig};
 
@@ -69,7 +71,7 @@ pub(crate) fn probe(
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 files.open(&target, OpenMode::Create { allocate_bytes: 0 }, direct)
             }
-            Err(error) if error.kind() == io::ErrorKind::IsADirectory => {
+            Err(error) if error.kind() == io::ErrorKind::IsADirectory || is_not_own(&error) => {
                 files.set_aside(&target)?;
                 files.open(&target, OpenMode::Create { allocate_bytes: 0 }, direct)
             }

@@ -8,6 +8,7 @@ use cascade_tier::tier::TierError;
 use thiserror::Error;
 
 use crate::format::FORMAT_VERSION;
+use crate::io::is_not_own;
 
 /// A failure of the file tier. A missing or damaged block is a result, not an error.
 #[derive(Debug, Clone, Error)]
@@ -182,7 +183,7 @@ impl DiskError {
 /// [`DiskError::is_misplaced`] for an error of the kernel.
 pub(crate) fn is_misplaced(error: &io::Error) -> bool {
     use io::ErrorKind::{IsADirectory, NotADirectory, NotFound};
-    // `ELOOP`: symbolic links that never end at a file.
+    // `ELOOP`: symbolic links above the file that never end at a directory.
     let is_loop = error.raw_os_error() == Some(rustix::io::Errno::LOOP.raw_os_error());
-    is_loop || matches!(error.kind(), IsADirectory | NotADirectory | NotFound)
+    is_loop || is_not_own(error) || matches!(error.kind(), IsADirectory | NotADirectory | NotFound)
 }

@@ -33,7 +33,7 @@ impl DirectoryLock {
         io.call("lock", &config.directory, deadline, move |files| {
             make_durable(files, &directory)?;
             let opened = files.directory_identity(&directory)?;
-            let mode = files.directory_mode(&directory)?;
+            let mode = files.check_directory(&directory)?;
             Ok(lock_writer(files, &directory, &writer).map(|held| {
                 Arc::new(Self { directory, writer, opened, mode, held: Mutex::new(held) })
             }))

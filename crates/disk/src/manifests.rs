@@ -130,11 +130,12 @@ pub(crate) fn files(
 ) -> Result<Vec<PathBuf>, DiskError> {
     let directory = directory.join("manifests");
     let listed = directory.clone();
-    let mut paths =
-        io.call("list", &directory, deadline, move |files| match files.list(&listed) {
+    let mut paths = io.call("list", &directory, deadline, move |files| {
+        match files.check_not_link(&listed).and_then(|()| files.list(&listed)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
             other => other,
-        })?;
+        }
+    })?;
     paths.retain(|path| has_extension(path, &["json", "tmp"]));
     paths.sort_unstable();
     Ok(paths)

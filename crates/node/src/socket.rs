@@ -105,7 +105,9 @@ fn lock(path: &Path) -> io::Result<Option<LockedFile>> {
 fn open_lock(path: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.create(true).truncate(false).write(true).mode(0o600);
-    options.custom_flags(OFlags::NOFOLLOW.bits().cast_signed()).open(path)
+    // Without NONBLOCK, opening a named pipe would wait for its other end.
+    let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
+    options.custom_flags(flags.bits().cast_signed()).open(path)
 }
 
 impl Drop for SocketFile {

@@ -247,9 +247,14 @@ impl FileOperations for FaultyFiles {
         self.inner.directory_identity(directory)
     }
 
-    fn directory_mode(&self, directory: &Path) -> io::Result<u32> {
+    fn check_directory(&self, directory: &Path) -> io::Result<u32> {
         self.plan.check_operation()?;
-        self.inner.directory_mode(directory)
+        self.inner.check_directory(directory)
+    }
+
+    fn check_not_link(&self, path: &Path) -> io::Result<()> {
+        self.plan.check_operation()?;
+        self.inner.check_not_link(path)
     }
 
     fn lock_file(&self, path: &Path) -> io::Result<Box<dyn HeldLock>> {
@@ -348,7 +353,8 @@ mod tests {
             files.remove(&path),
             files.make_directory(there),
             files.directory_identity(there).map(drop),
-            files.directory_mode(there).map(drop),
+            files.check_directory(there).map(drop),
+            files.check_not_link(there),
             files.lock_file(&path).map(drop),
             held.is_current().map(drop),
             files.sync_directory(there),

@@ -1,22 +1,25 @@
 //! File operations that are not transfers: creating, listing, replacing, removing.
 
+mod own_file;
 mod system_lock;
 
 use std::fmt;
-use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::fs::{self, DirBuilder, File};
 use std::io::{self, Write as _};
-use std::os::unix::fs::{
-    DirBuilderExt as _, FileExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _,
-};
+use std::os::unix::fs::{DirBuilderExt as _, FileExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::fs::{FallocateFlags, OFlags, SeekFrom, fallocate, seek};
 
 use super::FileHandle;
 use crate::format::PAGE_BYTES;
+pub(crate) use own_file::is_not_own;
 
 /// Bytes overwritten per call.
 const OVERWRITE_BYTES: usize = 1 << 20;
+/// Distinguishes the temporary files of this process.
+static TEMPORARY: AtomicU64 = AtomicU64::new(0);
 /// Maximum number of files that are set aside for one name.
 const SET_ASIDE_MAX: u32 = 100;
 
@@ -107,7 +110,9 @@ pub trait FileOperations: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// `InvalidInput` if the file system does not support `direct`. `IsADirectory` for a directory,
-    /// in every mode. `AlreadyExists` if the file to create exists; a file that was created but
+    /// in every mode. `PermissionDenied`, and [`is_not_own`], for a symbolic link and everything
+    /// else that is not a regular file, and for a file to write that another user owns or that has
+    /// another hard link. `AlreadyExists` if the file to create exists; a file that was created but
     /// whose bytes could not be allocated is removed again.
     fn open(&self, path: &Path, mode: OpenMode, direct: bool) -> io::Result<FileHandle>;
 
@@ -136,13 +141,17 @@ pub trait FileOperations: Send + Sync + fmt::Debug {
     /// too.
     fn next_data(&self, file: &FileHandle, offset: u64) -> io::Result<Option<u64>>;
 
-    /// Replaces a file atomically: writes a temporary file `<path>.tmp`, syncs it, renames it and
-    /// syncs the directory. After a crash or a power failure the path has the old or the new
-    /// content, never a part of it. A directory with the name of the file is set aside.
+    /// Replaces a file atomically: writes a new temporary file `<path>.<unique>.tmp`, syncs it,
+    /// renames it and syncs the directory. After a crash or a power failure the path has the old or
+    /// the new content, never a part of it, whoever else replaces it at the same time. A directory
+    /// with the name of the file is set aside.
     fn replace(&self, path: &Path, bytes: &[u8]) -> io::Result<()>;
 
     /// Overwrites all data of a file with zeroes and syncs it. Returns the number of bytes
     /// overwritten.
+    ///
+    /// # Errors
+    /// As [`Self::open`] for a file to write: nothing of another file is overwritten.
     fn overwrite(&self, path: &Path) -> io::Result<u64>;
 
     /// Renames whatever has this name to `<name>.set-aside-<n>`, so that the name is free and
@@ -153,7 +162,8 @@ pub trait FileOperations: Send + Sync + fmt::Debug {
     /// usable.
     fn remove(&self, path: &Path) -> io::Result<()>;
 
-    /// Creates a directory and its parents, accessible to this user alone. Succeeds if it exists.
+    /// Creates a directory and its parents, accessible to this user alone. Succeeds if it exists,
+    /// or if a symbolic link leads to one.
     ///
     /// # Errors
     /// `AlreadyExists` if something else has its name, `NotADirectory` if something else has a
@@ -166,9 +176,23 @@ pub trait FileOperations: Send + Sync + fmt::Debug {
 
     /// Returns the permission bits of a directory. If other users have any, the tier reports it as
     /// a problem. An implementation without users keeps this default: no other user has any.
-    fn directory_mode(&self, directory: &Path) -> io::Result<u32> {
+    ///
+    /// # Errors
+    /// `PermissionDenied`, and [`is_not_own`], for a directory of another user, and for one in
+    /// which all users may create files.
+    fn check_directory(&self, directory: &Path) -> io::Result<u32> {
         let _ = directory;
         Ok(0o700)
+    }
+
+    /// Checks that a path does not lead to another directory. An implementation without symbolic
+    /// links keeps this default.
+    ///
+    /// # Errors
+    /// `PermissionDenied`, and [`is_not_own`], for a symbolic link; `NotFound` if there is nothing.
+    fn check_not_link(&self, path: &Path) -> io::Result<()> {
+        let _ = path;
+        Ok(())
     }
 
     /// Takes the exclusive lock of a path: no other process, and no other call in this process,
@@ -197,27 +221,13 @@ pub struct SystemFiles;
 
 impl FileOperations for SystemFiles {
     fn open(&self, path: &Path, mode: OpenMode, direct: bool) -> io::Result<FileHandle> {
-        let mut options = OpenOptions::new();
-        options.read(true).mode(0o600);
-        match mode {
-            OpenMode::Read => {}
-            OpenMode::Create { .. } => drop(options.write(true).create_new(true)),
-            OpenMode::Write => drop(options.write(true)),
-        }
-        if direct {
-            options.custom_flags(OFlags::DIRECT.bits().cast_signed());
-        }
-        let file = match options.open(path) {
-            // Opening a directory with `O_DIRECT` fails with the same error.
-            Err(error) if error.kind() == io::ErrorKind::InvalidInput && path.is_dir() => {
-                return Err(io::ErrorKind::IsADirectory.into());
-            }
-            opened => opened?,
+        let mut flags = match mode {
+            OpenMode::Read => OFlags::RDONLY,
+            OpenMode::Create { .. } => OFlags::RDWR | OFlags::CREATE | OFlags::EXCL,
+            OpenMode::Write => OFlags::RDWR,
         };
-        // Opening a directory for reading succeeds.
-        if file.metadata()?.is_dir() {
-            return Err(io::ErrorKind::IsADirectory.into());
-        }
+        flags.set(OFlags::DIRECT, direct);
+        let file = own_file::open(path, flags)?;
         if let OpenMode::Create { allocate_bytes } = mode {
             allocate(path, &file, allocate_bytes)?;
         }
@@ -255,21 +265,20 @@ impl FileOperations for SystemFiles {
     }
 
     fn replace(&self, path: &Path, bytes: &[u8]) -> io::Result<()> {
-        let mut name = path.as_os_str().to_owned();
-        name.push(".tmp");
-        let temporary = PathBuf::from(name);
-        let create = || {
-            let mut options = OpenOptions::new();
-            options.write(true).create(true).truncate(true).mode(0o600).open(&temporary)
-        };
-        let mut file =
-            create().or_else(|error| retry_after_set_aside(*self, &temporary, error, create))?;
+        let (temporary, mut file) = create_temporary(path)?;
         // The order matters: synced before the rename, so that after a crash the file under the
         // name is complete. The directory last, so that the rename lasts.
-        file.write_all(bytes)?;
-        file.sync_all()?;
+        let written = file.write_all(bytes).and_then(|()| file.sync_all());
         let rename = || fs::rename(&temporary, path);
-        rename().or_else(|error| retry_after_set_aside(*self, path, error, rename))?;
+        let renamed = written
+            .and_then(|()| rename())
+            .or_else(|error| retry_after_set_aside(*self, path, error, rename));
+        if renamed.is_err() {
+            // Best effort: the next opening removes what is left.
+            let removed = fs::remove_file(&temporary);
+            drop(removed);
+        }
+        renamed?;
         path.parent().map_or(Ok(()), |directory| self.sync_directory(directory))
     }
 
@@ -290,7 +299,7 @@ impl FileOperations for SystemFiles {
     }
 
     fn overwrite(&self, path: &Path) -> io::Result<u64> {
-        let file = OpenOptions::new().write(true).open(path)?;
+        let file = own_file::open(path, OFlags::WRONLY)?;
         let length = file.metadata()?.len();
         let zeroes = vec![0; OVERWRITE_BYTES];
         let (mut at, mut overwritten) = (0, 0);
@@ -329,8 +338,12 @@ impl FileOperations for SystemFiles {
         Ok(system_lock::identity_of(&fs::metadata(directory)?))
     }
 
-    fn directory_mode(&self, directory: &Path) -> io::Result<u32> {
-        Ok(fs::metadata(directory)?.permissions().mode())
+    fn check_directory(&self, directory: &Path) -> io::Result<u32> {
+        own_file::check_directory(directory)
+    }
+
+    fn check_not_link(&self, path: &Path) -> io::Result<()> {
+        own_file::check_not_link(path)
     }
 
     fn lock_file(&self, path: &Path) -> io::Result<Box<dyn HeldLock>> {
@@ -404,7 +417,24 @@ pub(crate) fn make_tier_directory(files: &dyn FileOperations, path: &Path) -> io
             files.set_aside(path)?;
             files.make_directory(path)
         }
-        made => made,
+        made => made.and_then(|()| files.check_not_link(path)),
+    }
+}
+
+/// Creates a temporary file beside a file that it will replace. Another process that replaces the
+/// same file has another one.
+fn create_temporary(path: &Path) -> io::Result<(PathBuf, File)> {
+    loop {
+        // Relaxed: the number orders nothing else.
+        let number = TEMPORARY.fetch_add(1, Ordering::Relaxed);
+        let mut name = path.as_os_str().to_owned();
+        name.push(format!(".{}-{number}.tmp", std::process::id()));
+        let temporary = PathBuf::from(name);
+        match own_file::open(&temporary, OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL) {
+            // Of a process on another host, or of one that was killed.
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            opened => return Ok((temporary, opened?)),
+        }
     }
 }
 

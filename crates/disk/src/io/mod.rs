@@ -24,7 +24,7 @@ use cascade_runtime::{CallError, CallLimit, Calls, Clock, Deadline};
 use crate::{DiskError, IoEngine};
 pub use file_handle::FileHandle;
 pub use files::{FileIdentity, FileOperations, HeldLock, LockedBy, OpenMode, SystemFiles};
-pub(crate) use files::{make_tier_directory, read_whole};
+pub(crate) use files::{is_not_own, make_tier_directory, read_whole};
 pub use psync::PsyncEngine;
 pub use transfer::{Buffer, PageBuffer, Transfer, TransferKind};
 pub use uring::UringEngine;
@@ -338,5 +338,38 @@ fn io_error(error: CallError) -> io::Error {
         CallError::Panicked => io::Error::other("a file operation panicked"),
         CallError::NoThread(source) => source,
         other => io::Error::other(other),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+    use std::time::Duration;
+
+    use cascade_runtime::SystemClock;
+
+    use super::*;
+    use crate::conformance::deadline;
+
+    #[test]
+    fn a_hung_call_returns_at_its_deadline_and_other_calls_work() {
+        let io = FileIo::system(IoEngine::Psync, false, 1, None, Arc::new(SystemClock)).unwrap();
+        let path = Path::new("there");
+        let (hung, is_released) = channel::<()>();
+        let short = Deadline::after(&SystemClock, Duration::from_millis(50));
+        let late = io.call("list", path, short, move |_| {
+            // Fails when the other end is dropped.
+            assert!(is_released.recv().is_err());
+            Ok(())
+        });
+        assert!(matches!(late, Err(DiskError::Timeout { .. })), "{late:?}");
+        assert_eq!(io.stuck_calls(), 1);
+        assert_eq!(io.call("list", path, deadline(), |_| Ok(7)).unwrap(), 7);
+        drop(hung);
+        let limit = deadline();
+        while io.stuck_calls() > 0 {
+            assert!(!limit.has_passed(&SystemClock), "the call never ended");
+            std::thread::yield_now();
+        }
     }
 }

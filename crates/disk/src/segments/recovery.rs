@@ -302,6 +302,7 @@ impl OpenContext<'_> {
         let listed = directory.clone();
         let paths =
             self.io.call("list", &directory, self.deadline, move |files| files.list(&listed))?;
+        self.remove_temporary(&paths)?;
         let mut numbered: Vec<_> = paths
             .into_iter()
             .filter_map(|path| {
@@ -348,6 +349,20 @@ impl OpenContext<'_> {
             found.push(RecoveredSegment { number, path, file, content, entry_location });
         }
         Ok((found, number_end))
+    }
+
+    /// Removes the temporary files that a crash left of this writer's checkpoint.
+    fn remove_temporary(&self, paths: &[PathBuf]) -> Result<(), DiskError> {
+        let prefix = format!("{}.checkpoint.", self.config.writer);
+        for path in paths {
+            let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+            if !name.starts_with(&prefix) || path.extension().is_none_or(|it| it != "tmp") {
+                continue;
+            }
+            let removed = path.clone();
+            self.io.call("remove", path, self.deadline, move |files| files.remove(&removed))?;
+        }
+        Ok(())
     }
 
     /// Opens and reads one segment. Returns `None` if the file no longer exists or something else

@@ -1,7 +1,8 @@
 //! Erasing a file tier leaves none of its data in the files, and the tier is usable afterwards.
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use std::fs;
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -24,23 +25,24 @@ fn files_below(directory: &Path) -> Vec<PathBuf> {
     entries.flat_map(|path| if path.is_dir() { files_below(&path) } else { vec![path] }).collect()
 }
 
-/// Creates hard links to all files, through which their bytes can be read after a removal.
-fn link_all(from: &Path, to: &Path) -> Vec<PathBuf> {
-    let linked = files_below(from).into_iter().enumerate().map(|(at, path)| {
-        let link = to.join(at.to_string());
-        fs::hard_link(path, &link).unwrap();
-        link
-    });
-    linked.collect()
+/// Opens all files, so that their bytes can be read after a removal.
+fn open_all(directory: &Path) -> Vec<File> {
+    files_below(directory).into_iter().map(|path| File::open(path).unwrap()).collect()
 }
 
-fn holds(path: &Path, bytes: &[u8]) -> bool {
-    fs::read(path).unwrap().windows(bytes.len()).any(|window| window == bytes)
+fn bytes_of(file: &File) -> Vec<u8> {
+    let mut bytes = vec![0; usize::try_from(file.metadata().unwrap().len()).unwrap()];
+    file.read_exact_at(&mut bytes, 0).unwrap();
+    bytes
+}
+
+fn holds(file: &File, bytes: &[u8]) -> bool {
+    bytes_of(file).windows(bytes.len()).any(|window| window == bytes)
 }
 
 #[test]
 fn an_erase_overwrites_all_files_and_the_tier_is_usable() {
-    let (directory, links) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let directory = tempfile::tempdir().unwrap();
     let pool = conformance::pool();
     let clock = Arc::new(SystemClock);
     let config = config(directory.path());
@@ -50,9 +52,9 @@ fn an_erase_overwrites_all_files_and_the_tier_is_usable() {
     let namespace = Namespace::new(Manifest::new().with("a", "b"), &TenantSecret::new("s"));
     files.register(&namespace, deadline()).unwrap();
     files.checkpoint(deadline()).unwrap();
-    let linked = link_all(directory.path(), links.path());
+    let opened = open_all(directory.path());
     let mark = &content(7, LENGTH)[100..132];
-    assert!(linked.iter().any(|path| holds(path, mark)), "the blocks can be found in the files");
+    assert!(opened.iter().any(|file| holds(file, mark)), "the blocks can be found in the files");
 
     let erased = files.erase(deadline()).unwrap();
 
@@ -60,10 +62,10 @@ fn an_erase_overwrites_all_files_and_the_tier_is_usable() {
     assert!(erased.overwritten_bytes >= 60 * LENGTH as u64, "{erased:?}");
     let left = files_below(directory.path());
     assert_eq!(left.len(), 1, "only the lock file remains: {left:?}");
-    for path in &linked {
-        let is_lock = fs::read(path).unwrap().len() < 16;
-        let is_zero = fs::read(path).unwrap().iter().all(|byte| *byte == 0);
-        assert!(is_lock || is_zero, "{} was not overwritten", path.display());
+    for file in &opened {
+        let bytes = bytes_of(file);
+        let is_zero = bytes.iter().all(|byte| *byte == 0);
+        assert!(bytes.len() < 16 || is_zero, "{file:?} was not overwritten, and is not the lock");
     }
     conformance::assert_gone(&files, &pool, &stored);
     let again = append(&files, &pool, &blocks);
@@ -119,25 +121,25 @@ fn an_erase_reports_files_that_it_could_not_erase() {
 fn a_file_whose_erase_hangs_is_kept_reported_and_counted() {
     let mut left = 0;
     for step in 0..8 {
-        let directory = tempfile::tempdir().unwrap();
+        let [first, directory] = [(); 2].map(|()| tempfile::tempdir().unwrap());
         let pool = conformance::pool();
-        let config = config(directory.path());
         let clock = Arc::new(SystemClock);
         let io = FileIo::system(IoEngine::Psync, false, 8, Some(&pool), clock).unwrap();
-        let open_and_fill = |plan: &Arc<FaultPlan>| {
-            let (files, _) = open_with(config.clone(), plan.wrap(&io), deadline()).unwrap();
+        let open_and_fill = |directory: &Path, plan: &Arc<FaultPlan>| {
+            let io = plan.wrap(&io);
+            let (files, _) = open_with(config(directory), io, deadline()).unwrap();
             let stored = append(&files, &pool, &[(1, LENGTH)]);
             let namespace = Namespace::new(Manifest::new().with("a", "b"), &TenantSecret::new("s"));
             files.register(&namespace, deadline()).unwrap();
             (files, stored)
         };
         let counting = FaultPlan::new(Fault::Io, u64::MAX, false);
-        let (files, _) = open_and_fill(&counting);
+        let (files, _) = open_and_fill(first.path(), &counting);
         let calls = counting.calls();
         files.erase(deadline()).unwrap();
         drop(files);
         let plan = FaultPlan::new(Fault::Hang, calls + step, false);
-        let (files, stored) = open_and_fill(&plan);
+        let (files, stored) = open_and_fill(directory.path(), &plan);
         let erased = files.erase(deadline());
         if plan.calls() <= calls + step {
             break;

@@ -8,6 +8,7 @@ mod device_slabs;
 mod erase;
 mod faults;
 mod fixtures;
+mod foreign_files;
 mod full_disk;
 mod hangs;
 mod kill;

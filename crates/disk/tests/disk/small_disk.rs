@@ -17,7 +17,7 @@ impl SmallDisk {
     pub(crate) fn mount(mib: usize) -> Option<Self> {
         let directory = tempfile::tempdir().unwrap();
         let mounted = Command::new("mount")
-            .args(["-t", "tmpfs", "-o", &format!("size={mib}m"), "tmpfs"])
+            .args(["-t", "tmpfs", "-o", &format!("size={mib}m,mode=700"), "tmpfs"])
             .arg(directory.path())
             .output()
             .is_ok_and(|output| output.status.success());

@@ -1,9 +1,9 @@
 //! Checks of the file tier: directory, free space, file system, direct I/O and `io_uring`.
 
-use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
 use cascade_block::ByteSize;
+use cascade_disk::io::{FileOperations as _, SystemFiles};
 use cascade_store::{FilesConfig, IoEngine};
 
 use super::{Check, CheckOutcome, FileSystem, Machine};
@@ -49,10 +49,20 @@ pub(super) const DIRECTORY: Check = Check {
                 }
             }
         }
-        let exposed = directories.iter().find_map(|directory| {
-            let mode = std::fs::metadata(directory).ok()?.permissions().mode() & 0o777;
-            (mode & 0o077 != 0).then_some((directory.display(), mode))
-        });
+        let mut exposed = None;
+        for directory in directories.iter().filter(|directory| directory.exists()) {
+            let at = directory.display();
+            match SystemFiles.check_directory(directory) {
+                Ok(mode) if mode & 0o077 != 0 => exposed = Some((at, mode & 0o777)),
+                Ok(_) => {}
+                Err(error) => {
+                    return CheckOutcome::failed(
+                        format!("{at} cannot be used: {error}"),
+                        format!("sudo chown -R \"$USER\" {at} && chmod 700 {at}; or set files"),
+                    );
+                }
+            }
+        }
         if let Some((at, mode)) = exposed {
             return CheckOutcome::warning(
                 format!("{at} is open to other users (mode {mode:04o})"),

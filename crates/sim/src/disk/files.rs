@@ -132,25 +132,28 @@ impl FileOperations for SimFiles {
     }
 
     fn replace(&self, path: &Path, bytes: &[u8]) -> io::Result<()> {
-        let mut name = path.as_os_str().to_owned();
-        name.push(".tmp");
-        let temporary = PathBuf::from(name);
-        let inode = self.name_step(|device, now| match device.file(&temporary) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                device.create(&temporary, 0, now)
-            }
-            Err(error) if error.kind() == io::ErrorKind::IsADirectory => {
-                device.set_aside(&temporary)?;
-                device.create(&temporary, 0, now)
-            }
-            found => {
-                let inode = found?;
-                device.change(inode, |content| content.truncate(0)).map(|()| inode)
+        let (inode, temporary) = self.name_step(|device, now| {
+            let mut number = 0;
+            loop {
+                let mut name = path.as_os_str().to_owned();
+                name.push(format!(".{number}.tmp"));
+                let temporary = PathBuf::from(name);
+                match device.create(&temporary, 0, now) {
+                    Err(error) if error.kind() == io::ErrorKind::AlreadyExists => number += 1,
+                    created => return Ok((created?, temporary)),
+                }
             }
         })?;
-        self.write(inode, bytes)?;
-        self.sync_inode(inode)?;
-        self.name_step(|device, _| device.rename(&temporary, path))?;
+        let replaced = self
+            .write(inode, bytes)
+            .and_then(|()| self.sync_inode(inode))
+            .and_then(|()| self.name_step(|device, _| device.rename(&temporary, path)));
+        if replaced.is_err() {
+            // Best effort, as on a real file system.
+            let removed = self.remove(&temporary);
+            drop(removed);
+        }
+        replaced?;
         path.parent().map_or(Ok(()), |directory| self.sync_directory(directory))
     }
 

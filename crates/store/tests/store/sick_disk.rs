@@ -60,7 +60,7 @@ impl Disk {
     }
 
     fn tmpfs(size: &str) -> Option<Self> {
-        let options = format!("size={size}");
+        let options = format!("size={size},mode=700");
         Self::mount(|_, place| {
             run("mount", &["-t", "tmpfs", "-o", &options, "tmpfs", place.to_str().unwrap()])
         })

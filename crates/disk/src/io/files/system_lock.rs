@@ -1,15 +1,16 @@
 //! The lock of a file, with the kernel's `flock`. The kernel releases it when the process ends.
 
-use std::fs::{self, File, Metadata, OpenOptions};
+use std::fs::{self, File, Metadata};
 use std::io;
-use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use cascade_memory::LockedFile;
+use rustix::fs::OFlags;
 use rustix::process::{Pid, test_kill_process};
 
-use super::{FileIdentity, FileOperations as _, HeldLock, LockedBy, SystemFiles};
+use super::{FileIdentity, FileOperations as _, HeldLock, LockedBy, SystemFiles, own_file};
 
 /// After a `kill -9` the kernel may release the lock only after the process is gone, because it
 /// first completes `io_uring` operations in flight. An opening waits up to ten seconds for the lock
@@ -71,8 +72,7 @@ pub(super) fn lock(path: &Path) -> io::Result<Box<dyn HeldLock>> {
 /// Opens or creates the file. It is not truncated, because it names the process that holds the
 /// lock.
 fn open(path: &Path) -> io::Result<File> {
-    let mut options = OpenOptions::new();
-    options.read(true).write(true).create(true).truncate(false).mode(0o600).open(path)
+    own_file::open(path, OFlags::RDWR | OFlags::CREATE)
 }
 
 /// Takes the lock. The error names the process that holds it.

@@ -122,6 +122,22 @@ fn a_missing_pool_directory_is_reported() {
     assert!(state == CheckState::Failed && remedy.contains("mount -t tmpfs"), "{remedy}");
 }
 
+#[test]
+fn a_directory_that_all_may_write_is_reported() {
+    let directory = TempDir::new().unwrap();
+    let config = node(directory.path());
+    let state = |mode| {
+        fs::set_permissions(directory.path(), Permissions::from_mode(mode)).unwrap();
+        let report = diagnose(config.clone(), ThisMachine::default());
+        let (state, found, remedy) = result_of(&report, "files_directory");
+        assert!(state == CheckState::Ok || remedy.contains("chmod 700"), "{found}: {remedy}");
+        state
+    };
+    assert_eq!(state(0o1777), CheckState::Failed);
+    assert_eq!(state(0o750), CheckState::Warning);
+    assert_eq!(state(0o700), CheckState::Ok);
+}
+
 /// The existing files of a tier are part of its capacity, so their space counts as available.
 #[test]
 fn the_existing_files_of_a_tier_count_as_room() {
