@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import small_llama
 import torch
 from cascadekv import Namespace
 from cascadekv.connectors import sglang_identity
@@ -216,24 +217,11 @@ def test_every_option_of_sglang_is_decided():
     assert sglang_identity._published() is None  # noqa: SLF001 # no engine runs here
 
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "vocab_size": 1024,
-    "max_position_embeddings": 2048,
-}
-
-
 def test_published_options_are_read_with_their_defaults(tmp_path):
     from sglang.srt import runtime_context  # noqa: PLC0415 # late, as SGLang warns
     from sglang.srt.server_args import ServerArgs  # noqa: PLC0415
 
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "config.json").write_text(json.dumps(small_llama.LLAMA))
     arguments = ServerArgs(model_path=str(tmp_path), dtype="float16", device="cpu")
     before = runtime_context.snapshot_context()
     runtime_context.publish(arguments, role="test")

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import small_llama
 import torch
 import vllm
 from cascadekv.connectors import vllm_versions
@@ -39,19 +40,7 @@ SOURCE = Path(vllm.__file__).parent
 IS_NEWEST = vllm_versions.untested_warning(f"{vllm.__version__}") is None and (
     vllm.__version__.startswith(".".join(map(str, vllm_versions.NEWEST)))
 )
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "vocab_size": 1024,
-    "max_position_embeddings": 4096,
-    "rope_theta": 10000.0,
-    "torch_dtype": "float32",
-}
+LLAMA = small_llama.LLAMA | {"max_position_embeddings": 4096}
 LONG = LLAMA | {
     "architectures": ["Phi3ForCausalLM"],
     "model_type": "phi3",

@@ -4,6 +4,7 @@ import itertools
 import json
 
 import pytest
+import small_llama
 import torch
 from cascadekv import Manifest, Namespace
 from cascadekv.connectors.vllm.identity import manifest_of
@@ -17,19 +18,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "vocab_size": 1024,
-    "max_position_embeddings": 2048,
-    "rope_theta": 10000.0,
-    "torch_dtype": "float32",
-}
+MODEL = small_llama.LLAMA
 COMMON = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
 
 

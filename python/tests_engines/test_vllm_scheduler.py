@@ -325,7 +325,8 @@ def test_several_groups_are_always_loaded_asynchronously(store):
 
 @pytest.mark.parametrize("load", ["sync", "auto", "async"])
 def test_with_a_window_the_last_token_does_not_count_as_loaded(store, load):
-    # The engine computes it again, and keeps the pages of its window only if it is told so.
+    # The engine computes it again. It keeps the pages of its window only if one token less is
+    # reported.
     put_blocks(store, 4)
     for groups in ([CacheGroup(0, 20)], [CacheGroup(0), CacheGroup(1, 20)]):
         scheduler = scheduler_of(store, groups=groups, load=load)

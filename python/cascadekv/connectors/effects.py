@@ -143,6 +143,6 @@ def counted(
             known = shown(setting.value, is_strict=is_strict)
         except NoCanonicalTextError as error:
             raise NoCanonicalTextError(f"the setting {name} belongs to the keys: {error}") from None
-        # What is not known may be a credential.
+        # The value of a setting that no table names may be a credential.
         fields[name] = known if decision else f"digest {text_digest(text)}"
     return fields

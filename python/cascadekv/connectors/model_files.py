@@ -94,7 +94,7 @@ def _counted(place: Path, *, has_media: bool, runs_code: bool) -> Iterator[tuple
             continue
         if _matches(file.name, TOKENIZER) and not has_media:
             continue
-        # Without the engine's permission, nobody runs it.
+        # An engine without `trust_remote_code` does not run it.
         if file.suffix == ".py" and not runs_code:
             continue
         yield file.name, _content(file)
