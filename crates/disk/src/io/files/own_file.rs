@@ -1,5 +1,6 @@
 //! Opens files so that what others put into the tier's directory leads it to no other file.
 
+use std::error::Error;
 use std::fs::{File, Metadata, metadata, remove_file, symlink_metadata};
 use std::io;
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
@@ -19,7 +20,7 @@ fn not_own(reason: impl Into<String>) -> io::Error {
 
 /// Whether a file was refused because it may be that of somebody else.
 pub(crate) fn is_not_own(error: &io::Error) -> bool {
-    error.get_ref().is_some_and(|inner| inner.is::<NotOwn>())
+    error.get_ref().is_some_and(<dyn Error + Send + Sync>::is::<NotOwn>)
 }
 
 /// Opens a file, without following a symbolic link of this name and without waiting for the other
