@@ -50,6 +50,7 @@ __all__ = [
     "digest",
     "has_debug_assertions",
     "replace_trace",
+    "user_token",
     "weights_fingerprint",
 ]
 
@@ -724,6 +725,12 @@ def digest(data: Buffer, algorithm: Literal["blake3", "sha256"] = "blake3") -> b
 
 def checksum(data: Buffer, /) -> int:
     """Return the CRC-32C of some bytes, the checksum of every block outside DRAM."""
+
+def user_token() -> bytes:
+    """Return the token that processes of this user share on this host; makes it if needed.
+
+    Raises `ConfigError` if its file cannot be made, or may be that of another user.
+    """
 
 def weights_fingerprint(*parts: Buffer) -> str:
     """Return a fingerprint of weights: of their files' bytes, or of their headers and index.

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 from cascadekv.connectors import record
@@ -142,6 +143,16 @@ def test_an_unwritable_path_is_refused(tmp_path):
         TraceRecorder(tmp_path / "file", block_tokens=128)
     with pytest.raises(ConfigError, match="max_files 0"):
         TraceRecorder(tmp_path, block_tokens=128, max_files=0)
+
+
+@pytest.mark.parametrize("plant", [Path.symlink_to, Path.hardlink_to])
+def test_a_file_that_another_user_planted_is_not_written(tmp_path, plant):
+    target, place = tmp_path / "target", tmp_path / "trace.jsonl"
+    target.write_text("of another user, without an end of line")
+    plant(place, target)
+    with pytest.raises(ConfigError, match=r"symbolic link|one hard link"):
+        TraceRecorder(place, block_tokens=128)
+    assert target.read_text() == "of another user, without an end of line"
 
 
 def test_replay_reads_what_was_recorded(tmp_path):

@@ -94,7 +94,7 @@ def small_disk(tmp_path):
     place = tmp_path / "small"
     place.mkdir()
     try:
-        command("mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(place))
+        command("mount", "-t", "tmpfs", "-o", "size=8m,mode=700", "tmpfs", str(place))
     except CommandError as error:
         pytest.skip(f"a file system cannot be mounted here: {error}")
     yield place

@@ -109,6 +109,17 @@ def engines(tiny_model: Path) -> Iterator[Engines]:
 
 
 @pytest.fixture
+def transfer_token(tmp_path: Path) -> tuple[bytes, dict[str, str]]:
+    """Return a token of prefill and decode engines, and their setting of it.
+
+    Engines with a proxy between them need one. This user's token is for the port of the listener.
+    """
+    key, path = b"0123456789abcdef", tmp_path / "transfer-token"
+    path.write_bytes(key)
+    return key, {"cascade.transfer_token_file": str(path)}
+
+
+@pytest.fixture
 def start_engine(engines: Engines) -> Callable:
     """Return a function that starts an engine."""
     return engines.start

@@ -10,6 +10,7 @@ import pytest
 from cascadekv.bench.prompts import prompt
 from forked_engines import BLOCK, OPTIONS, engines
 from network import Network
+from sealed_offers import with_own
 from stopping import stop
 
 pytest_plugins = ["forked_engines"]
@@ -167,9 +168,10 @@ def test_pushes_give_the_same_tokens_as_one_engine(start, reference):
 
 
 @pytest.mark.parametrize("kind", ["cut", "frozen"])
-def test_the_network_fails_during_a_push(start, reference, kind):
+def test_the_network_fails_during_a_push(start, reference, kind, transfer_token):
     """The decode computes, the prefill is not held up, and a later push works again."""
-    source, target = start(DIRECT), start({**DIRECT, "cascade.transfer_lease": 8})
+    direct = DIRECT | transfer_token[1]
+    source, target = start(direct), start({**direct, "cascade.transfer_lease": 8})
     router = Router(source)
     with Network(target.call(engine_calls.transfer_address)) as network:
         target.call(engine_calls.reach_through, network.address)
@@ -197,17 +199,18 @@ def test_the_network_fails_during_a_push(start, reference, kind):
 
 @pytest.mark.parametrize("kind", ["cut", "frozen"])
 @pytest.mark.parametrize("stage", ["before", "during"])
-def test_the_network_fails_during_a_pull(start, reference, kind, stage):
+def test_the_network_fails_during_a_pull(start, reference, kind, stage, transfer_token):
     """The decode computes, the pages come back by the lease, and a later pull works again."""
-    source = start(DIRECT)
-    target = start({**DIRECT, "cascade.load_timeout": 3})
+    key, token = transfer_token
+    source = start(DIRECT | token)
+    target = start({**DIRECT, **token, "cascade.load_timeout": 3})
     with Network(source.call(engine_calls.transfer_address)) as network:
 
         def ask(prompt):
             params = prefill(source, prompt)
-            own = params["cascade"]
-            workers = [[network.address, own["workers"][0][1]]]
-            return decode(target, prompt, {**params, "cascade": {**own, "workers": workers}})
+            _, identity = params["cascade"]["workers"][0]
+            through = with_own(params, key=key, workers=[[network.address, identity]])
+            return decode(target, prompt, through)
 
         asked = [prompt(4 * BLOCK + at, "pull", kind, stage, at) for at in range(3)]
         right = reference.answers(asked, TOKENS)

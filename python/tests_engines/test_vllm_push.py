@@ -201,9 +201,10 @@ def test_pages_of_an_aborted_decode_are_not_written_any_more(start, monkeypatch)
     assert transfers(target).pushes == (0, 0)
 
 
-def test_an_aborted_decode_waits_for_a_write_that_has_begun(start, monkeypatch):
+def test_an_aborted_decode_waits_for_a_write_that_has_begun(start, monkeypatch, transfer_token):
     """Half of a frame has arrived: its pages are free when the rest can not come any more."""
-    source, target = start(), start()
+    _, token = transfer_token
+    source, target = start(token), start(token)
     asked = prompt(6 * BLOCK, "begun")
     to_prefill, to_decode = both(source)
     write = DecodeWorker.write

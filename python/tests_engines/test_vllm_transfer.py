@@ -21,6 +21,7 @@ from cascadekv.connectors.vllm.prefill_engine import PrefillEngine
 from cascadekv.connectors.vllm.running_load import RunningLoad
 from cascadekv.connectors.vllm.transfer_geometry import Geometry, GeometryError, PartPages
 from scheduled_engine import BLOCK, LIMIT_S, answer_of
+from sealed_offers import sealed, with_own
 from transfer_engines import (
     TO_PREFILL,
     decode,
@@ -32,7 +33,6 @@ from transfer_engines import (
     reuse_pages,
     step_until,
     step_until_idle,
-    with_own,
 )
 from transfer_pages import Pages, transfers_of
 from vllm_caches import BLOCK_TOKENS, Model, workers_of
@@ -213,7 +213,7 @@ def test_an_offer_that_is_wrong_is_not_used(start):
     source, target = start(), start()
     for number, change in enumerate(WRONG):
         asked = prompt(5 * BLOCK - 3, "wrong", number)
-        params = change(prefill(source, asked))
+        params = sealed(change(prefill(source, asked)))
         decode(target, asked, params)
         assert pulled(target) == 0, params
         end_leases(source)
@@ -223,7 +223,7 @@ def test_an_offer_must_have_the_seal_of_the_token(start, tmp_path):
     secret, others = tmp_path / "secret", tmp_path / "others"
     secret.write_text("0123456789abcdef\n")
     others.write_text("fedcba9876543210\n")
-    own = {"cascade.transfer_token_file": str(secret)}
+    own = {"cascade.transfer_token_file": str(secret), "cascade.transfer_lease": 60}
     source, target = start(own), start(own)
     stranger = start({"cascade.transfer_token_file": str(others)})
     asked = prompt(3 * BLOCK, "sealed")
@@ -234,6 +234,18 @@ def test_an_offer_must_have_the_seal_of_the_token(start, tmp_path):
     assert pulled(target) == 0
     decode(stranger, asked, params)
     assert pulled(stranger) == 0
+    decode(target, asked, params)
+    assert pulled(target) == 3
+    end_leases(source)
+
+
+def test_without_a_token_offers_have_the_seal_of_the_user(start):
+    source, target = start(), start()
+    asked = prompt(3 * BLOCK, "sealed by default")
+    victim = prefill(source, prompt(3 * BLOCK, "victim"))
+    params = prefill(source, asked)
+    decode(target, asked, {**params, "remote_block_ids": victim["remote_block_ids"]})
+    assert pulled(target) == 0
     decode(target, asked, params)
     assert pulled(target) == 3
     end_leases(source)

@@ -19,6 +19,7 @@ from cascadekv.connectors.vllm.running_load import RunningLoad
 from network import Network
 from push_engines import both, finish, run_until, transfers, waiting
 from scheduled_engine import BLOCK, LIMIT_S, content, states
+from sealed_offers import with_own
 from transfer_engines import (
     decode,
     end_leases,
@@ -29,7 +30,6 @@ from transfer_engines import (
     reuse_pages,
     step_until,
     step_until_idle,
-    with_own,
 )
 from transfer_pages import transfers_of
 from vllm_caches import BLOCK_TOKENS, Model, workers_of
@@ -178,22 +178,24 @@ def test_notices_come_after_the_bytes(start, monkeypatch):
 
 
 @pytest.mark.parametrize("stage", ["connect", "pages"])
-def test_a_read_that_neither_ends_nor_fails(start, stage):
+def test_a_read_that_neither_ends_nor_fails(start, stage, transfer_token):
     """A fetch from a prefill engine that stopped answering hung for 30 s (vLLM 49820).
 
     Here the network drops everything before or during the read; `cascade.load_timeout` ends it.
     """
-    source, target = start(), start({"cascade.load_timeout": 2})
+    key, token = transfer_token
+    source, target = start(token), start({**token, "cascade.load_timeout": 2})
     asked = prompt(6 * BLOCK, "hangs", stage)
     params = prefill(source, asked)
     _, identity = params["cascade"]["workers"][0]
     with Network(transfers(source).address) as network:
-        through = with_own(params, workers=[[network.address, identity]])
+        through = with_own(params, key=key, workers=[[network.address, identity]])
         if stage == "connect":
             network.freeze()
         else:
             warm = prompt(3 * BLOCK, "warm")
-            own = with_own(prefill(source, warm), workers=[[network.address, identity]])
+            own = prefill(source, warm)
+            own = with_own(own, key=key, workers=[[network.address, identity]])
             decode(target, warm, own)
             network.freeze()
         loads = pulled(target)
@@ -204,22 +206,22 @@ def test_a_read_that_neither_ends_nor_fails(start, stage):
 
 
 @pytest.mark.parametrize("taken", [2, 4])
-def test_a_dead_peer_is_noticed_by_every_rank(taken):
+def test_a_dead_peer_is_noticed_by_every_rank(taken, transfer_token):
     """Only one rank knew that the peer was dead (vLLM 56828); the others waited 36 to 43 s.
 
     The engine waits for the slowest rank. Here each rank has connections of its own.
     """
-    model = Model()
+    model, token = Model(), transfer_token[0]
     with contextlib.ExitStack() as stack:
         (worker,) = workers_of(model, 1, shards=taken)
-        source = stack.enter_context(contextlib.closing(transfers_of(worker, 1)))
+        source = stack.enter_context(contextlib.closing(transfers_of(worker, 1, token)))
         source.apply(TransferPlan(opened=[Opened("r", 0, 9)], ended=[("r", 100.0)]))
         with Network(source.address) as network:
             offer = Offer(
                 "e", "r", [(network.address, source.id)], [[4]], BLOCK_TOKENS, 0, 9, 30.0, ""
             )
             ranks = [
-                stack.enter_context(contextlib.closing(transfers_of(each, taken)))
+                stack.enter_context(contextlib.closing(transfers_of(each, taken, token)))
                 for each in workers_of(model, taken, shards=taken, is_filled=False)
             ]
             loads = [

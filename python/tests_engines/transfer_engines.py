@@ -122,8 +122,3 @@ def reuse_pages(engine, *parts):
     each = min(pages, 16)
     for at in range(-(-pages // each)):
         engine.ask(prompt(each * BLOCK - 4, "reuse", at, *parts), new=2)
-
-
-def with_own(params, **changed):
-    """Return params whose Cascade part is changed."""
-    return {**params, "cascade": {**params["cascade"], **changed}}

@@ -30,7 +30,7 @@ class Pages:
         return contextlib.closing(transfers)
 
 
-def transfers_of(worker, ranks):
+def transfers_of(worker, ranks, token=None):
     """Let other engines read and write the pages of a worker of `vllm_caches.py`."""
     geometry = Geometry.of(
         worker.held,
@@ -40,4 +40,4 @@ def transfers_of(worker, ranks):
         block_tokens=BLOCK_TOKENS,
         pieces=1,
     )
-    return Transfers(worker.buffer, geometry, listen="127.0.0.1:0", token=None)
+    return Transfers(worker.buffer, geometry, listen="127.0.0.1:0", token=token)

@@ -1,8 +1,9 @@
 //! The output of a command: results to standard output, notices to standard error.
 
 use std::fmt;
+use std::fs::{File, OpenOptions};
 use std::io::{self, IsTerminal, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use crate::Failure;
 
@@ -101,10 +102,8 @@ pub fn write_file(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
         if let Some(parent) = path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
             std::fs::create_dir_all(parent)?;
         }
-        let mut temporary = path.as_os_str().to_owned();
-        temporary.push(".part");
-        let written =
-            std::fs::write(&temporary, bytes).and_then(|()| std::fs::rename(&temporary, path));
+        let (temporary, mut file) = create_beside(path)?;
+        let written = file.write_all(bytes).and_then(|()| std::fs::rename(&temporary, path));
         if written.is_err() {
             // A full disk leaves a part of the file, which would keep the space. The first error is
             // the one to report.
@@ -113,4 +112,45 @@ pub fn write_file(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
         written
     };
     write().map_err(|source| Failure::write(path, source))
+}
+
+/// Creates a file of its own beside a path: a file or a link that is there already, perhaps another
+/// user's, is not written to.
+fn create_beside(path: &Path) -> io::Result<(PathBuf, File)> {
+    let mut number = 0;
+    loop {
+        let mut name = path.as_os_str().to_owned();
+        name.push(format!(".{}-{number}.part", std::process::id()));
+        let created = OpenOptions::new().write(true).create_new(true).open(&name);
+        match created {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists && number < 100 => {
+                number += 1;
+            }
+            created => return Ok((name.into(), created?)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    #[test]
+    fn a_link_that_was_planted_is_replaced_and_its_target_stays() {
+        let directory = tempfile::tempdir().unwrap();
+        let (path, target) = (directory.path().join("report"), directory.path().join("target"));
+        fs::write(&target, "of another user").unwrap();
+        let first = directory.path().join(format!("report.{}-0.part", std::process::id()));
+        for planted in [&path, &first] {
+            symlink(&target, planted).unwrap();
+        }
+        assert!(write_file(&path, b"a report").is_ok());
+        assert_eq!(fs::read_to_string(&path).unwrap(), "a report");
+        assert_eq!(fs::read_to_string(&target).unwrap(), "of another user");
+        // The report, the link in the place of its temporary file, and the target.
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 3);
+    }
 }

@@ -21,15 +21,15 @@ pub enum MemoryError {
     },
     /// The pool does not fit the available memory.
     #[error(
-        "a pool of {} does not fit: the machine has {} of memory available; make the pool smaller \
-         or free memory",
+        "a pool of {} does not fit: {} of memory are available, on this machine or in this \
+         container or service; make the pool smaller, free memory or raise the limit",
         shown(*bytes),
         shown(*available_bytes)
     )]
     NotEnough {
         /// Requested size.
         bytes: usize,
-        /// Available memory, as the kernel reports it.
+        /// Memory that the kernel says this process can have.
         available_bytes: usize,
     },
     /// An operation on a pool's file failed.

@@ -12,6 +12,7 @@ use rustix::fs::{
     memfd_create,
 };
 
+use crate::available::available_here;
 use crate::fault::Watch;
 use crate::locked_file::LockedFile;
 use crate::mapping::{Mapping, READ_WRITE};
@@ -47,7 +48,7 @@ impl HostRegion {
                 return Ok(region);
             }
         }
-        let available = pages::available_bytes().filter(|available| *available < bytes);
+        let available = available_here().filter(|available| *available < bytes);
         if let Some(available_bytes) = available.filter(|_| config.populate) {
             return Err(MemoryError::NotEnough { bytes, available_bytes });
         }

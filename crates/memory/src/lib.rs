@@ -3,6 +3,7 @@
 #![warn(clippy::disallowed_types)]
 
 mod advice;
+mod available;
 mod config;
 mod copy;
 mod device;
@@ -25,6 +26,7 @@ mod sync;
 mod words;
 
 pub use advice::{prefer_huge_pages, prefetch, prefetch_block};
+pub use available::available_bytes;
 pub use config::PoolConfig;
 pub use copy::{copy_in, copy_out};
 pub use device::{

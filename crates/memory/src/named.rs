@@ -19,8 +19,8 @@ use rustix::fs::{
 };
 use rustix::process::geteuid;
 
+use crate::available::available_here;
 use crate::locked_file::LockedFile;
-use crate::pages;
 use crate::{MemoryError, SharedWords};
 
 /// Maximum number of retries when another process removes a file between our open and our lock.
@@ -332,7 +332,7 @@ fn check_room(
     let kind = statfs(directory).map_err(failed)?.f_type;
     let is_memory = kind.cast_unsigned() & 0xffff_ffff == TMPFS;
     // Only files in a tmpfs use memory.
-    let available = pages::available_bytes().filter(|_| is_memory);
+    let available = available_here().filter(|_| is_memory);
     let available = available.map(|available| own.saturating_add(available as u64));
     if let Some(available) = available.filter(|available| *available < bytes as u64) {
         let available_bytes = usize::try_from(available).unwrap_or(usize::MAX);

@@ -107,19 +107,6 @@ pub(crate) fn reserved_huge_bytes() -> usize {
     pages.saturating_mul(HUGE_PAGE)
 }
 
-/// Bytes that can be allocated without running out of memory, if the kernel reports them.
-///
-/// The smaller of the machine's available memory and the limit of the control group that a
-/// container sees as its root.
-pub(crate) fn available_bytes() -> Option<usize> {
-    let text = fs::read_to_string("/proc/meminfo").ok()?;
-    let machine = text.lines().find_map(|line| kib(line.strip_prefix("MemAvailable:")?))?;
-    // No file, or "max" in it, means no limit.
-    let group = fs::read_to_string("/sys/fs/cgroup/memory.max").ok();
-    let group = group.and_then(|text| text.trim().parse::<usize>().ok());
-    Some(group.map_or(machine, |limit| limit.min(machine)))
-}
-
 fn huge_bytes_in(smaps: &str, start: usize, end: usize) -> usize {
     let mut is_ours = false;
     let mut total = 0;

@@ -30,7 +30,15 @@ use crate::waits;
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyTransportEndpoint>()?;
     module.add_class::<PyTransportConnection>()?;
+    module.add_function(wrap_pyfunction!(user_token, module)?)?;
     module.add_class::<PyTransportTicket>()
+}
+
+/// The token that processes of this user share on this host; made if there is none.
+#[pyfunction]
+fn user_token(py: Python<'_>) -> PyResult<Bound<'_, PyBytes>> {
+    let token = py.detach(cascade_transport::user_token);
+    token.map(|token| PyBytes::new(py, &token)).map_err(|error| to_python(&error))
 }
 
 /// The exception for an error of the transport.

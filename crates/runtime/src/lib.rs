@@ -16,6 +16,7 @@ mod random;
 mod release;
 mod rwlock;
 mod time;
+mod user_directory;
 
 pub mod thread;
 
@@ -34,6 +35,7 @@ pub use plant::{Plant, UnknownPlant};
 pub use random::{fill_random, random_u64};
 pub use rwlock::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 pub use time::{now, sleep, thread_cpu_time, unix_ms};
+pub use user_directory::user_directory;
 
 pub use thread::yield_now;
 

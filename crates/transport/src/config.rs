@@ -1,10 +1,12 @@
 //! What an endpoint says of itself, and whom it admits.
 
 use std::fmt;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use crate::limits::Limits;
 use crate::tls::TlsConfig;
+use crate::user_token::default_path;
 
 /// Checks the geometry of a peer; an error is the reason of the refusal.
 pub type GeometryCheck = dyn Fn(&[u8]) -> Result<(), String> + Send + Sync;
@@ -21,6 +23,11 @@ pub struct EndpointConfig {
     /// Both sides must know it, if one has it. At least 16 bytes. It is not sent, and it does not
     /// protect the bytes that are moved from somebody who can read or change the network.
     pub token: Option<Vec<u8>>,
+    /// The file of this user's token, which both sides of a TCP connection over loopback must know
+    /// if neither `token` nor a certificate says who they are: other users of the host can connect
+    /// to such a port too. It is made when it is first needed. Default: `cascade-transfer-token`
+    /// beside the default socket of a node.
+    pub user_token: PathBuf,
     /// Streams of each TCP connection that this endpoint makes, 1 to 16. More than one help where
     /// the network is faster than one processor; each is a peer of the other side's limit.
     pub streams: usize,
@@ -37,6 +44,7 @@ impl Default for EndpointConfig {
             geometry: vec![],
             accepts: Arc::new(|_| Ok(())),
             token: None,
+            user_token: default_path(),
             streams: 1,
             tls: None,
             limits: Limits::default(),
@@ -49,6 +57,7 @@ impl fmt::Debug for EndpointConfig {
         f.debug_struct("EndpointConfig")
             .field("name", &self.name)
             .field("has_token", &self.token.is_some())
+            .field("user_token", &self.user_token)
             .field("streams", &self.streams)
             .field("tls", &self.tls)
             .field("limits", &self.limits)

@@ -27,10 +27,8 @@ use crate::stream::{
 use crate::stream::{Dialled, Network};
 use crate::striped::StripedConnection;
 use crate::tls::Tls;
+use crate::user_token::TOKEN_BYTES_MIN;
 use crate::verbs::{Device, NotOpened, Rdma, RdmaConnection};
-
-/// The shortest token: a shorter one could be guessed.
-const TOKEN_BYTES_MIN: usize = 16;
 
 /// One process's side of all its connections.
 #[derive(Debug, Clone)]
@@ -138,7 +136,8 @@ impl Endpoint {
     ///
     /// # Errors
     /// If the address is taken, or if other hosts can reach it and neither a token nor a client
-    /// certificate is required of them.
+    /// certificate is required of them. On loopback without both, if there is no token of this
+    /// user and none can be made.
     pub fn listen_tcp(&self, address: SocketAddr) -> Result<Listener, TransportError> {
         let refused = |reason: &str| {
             let (address, reason) = (address.to_string(), reason.to_owned());
@@ -148,8 +147,12 @@ impl Endpoint {
         if tls.is_some_and(|tls| tls.identity.is_none()) {
             return refused("TLS needs a certificate and its key to listen");
         }
-        let is_mutual = tls.is_some_and(|tls| tls.client_certificates);
-        if !address.ip().is_loopback() && self.0.config.token.is_none() && !is_mutual {
+        let is_loopback = address.ip().to_canonical().is_loopback();
+        let token = match self.0.token_of_server(is_loopback.then_some(address.port())) {
+            Ok(token) => token,
+            Err(reason) => return refused(&reason),
+        };
+        if token.is_none() && !self.0.asks_for_certificates() {
             return refused(
                 "other hosts can reach this address: configure a token or client certificates, \
                  or listen on 127.0.0.1",
@@ -293,14 +296,17 @@ impl Endpoint {
     }
 
     /// Connects to the Unix socket of a peer on this host. Regions that the peer allocated as
-    /// shared memory are mapped, others are copied through the socket.
+    /// shared memory are mapped, others are copied through the socket. Without a token, the peer
+    /// must be a process of this user or of root.
     pub fn connect_unix(
         &self,
         path: &Path,
         deadline: Deadline,
     ) -> Result<Arc<dyn Connection>, TransportError> {
-        let stream =
-            StreamConnection::open(Socket::connect_unix(path, deadline)?, &self.0, deadline)?;
+        // With a token, the peer shows that it may be trusted, whoever it is.
+        let is_any_user = self.0.config.token.is_some();
+        let socket = Socket::connect_unix(path, is_any_user, deadline)?;
+        let stream = StreamConnection::open(socket, &self.0, deadline)?;
         Ok(Arc::new(ShmConnection::new(stream)))
     }
 

@@ -24,6 +24,7 @@ mod state;
 mod stream;
 mod striped;
 mod tls;
+mod user_token;
 
 pub mod conformance;
 #[cfg(feature = "simulated")]
@@ -45,3 +46,4 @@ pub use peer::{EndpointId, Peer, RecordLayer};
 pub use piece::{Direction, Piece, Place, RegionId, plan};
 pub use region::{Access, Region};
 pub use tls::{TlsConfig, TlsIdentity};
+pub use user_token::user_token;

@@ -10,7 +10,9 @@ use thiserror::Error;
 
 pub use handshake::{Challenge, Hello, OfferedRegion, Welcome};
 
-use crate::limits::{FRAME_BYTES_MAX, FRAME_PIECES_MAX, NOTICE_BYTES_MAX};
+use crate::limits::{
+    CONNECTIONS_MAX, FRAME_BYTES_MAX, FRAME_PIECES_MAX, GEOMETRY_BYTES_MAX, NOTICE_BYTES_MAX,
+};
 use crate::piece::{Place, RegionId};
 
 /// The protocol version of this build.
@@ -25,8 +27,13 @@ pub const ENTRY_BYTES: usize = 16;
 pub const CHECKSUM_BYTES: usize = 4;
 /// Maximum length of a body.
 pub const BODY_BYTES_MAX: usize = FRAME_PIECES_MAX * ENTRY_BYTES + NOTICE_BYTES_MAX;
-/// Maximum length of a body of the handshake: 65,536 regions fit.
+/// Maximum length of a body that names regions: 65,536 fit.
 pub const HANDSHAKE_BYTES_MAX: usize = 2 << 20;
+/// Maximum length of a hello, which comes before its sender has shown that it knows the token. Its
+/// geometry, its name and the numbers of its connections fit; the rest is for later versions.
+const HELLO_BYTES_MAX: usize = GEOMETRY_BYTES_MAX + CONNECTIONS_MAX * 8 + (4 << 10);
+/// Maximum length of a challenge, a proof or the reason for a refusal.
+const SMALL_BYTES_MAX: usize = 4 << 10;
 
 /// The first bytes of each message.
 pub(crate) const MAGIC: [u8; 4] = *b"CSTP";
@@ -104,7 +111,9 @@ impl Kind {
         match self {
             Self::Write | Self::Read | Self::Map => BODY_BYTES_MAX,
             Self::Done | Self::Data | Self::Descriptor => 0,
-            _ => HANDSHAKE_BYTES_MAX,
+            Self::Challenge | Self::Proof | Self::Refusal => SMALL_BYTES_MAX,
+            Self::Hello => HELLO_BYTES_MAX,
+            Self::Welcome | Self::Link | Self::Linked => HANDSHAKE_BYTES_MAX,
         }
     }
 }

@@ -3,6 +3,8 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
+use cascade_runtime::user_directory;
+
 /// The longest path of a Unix socket: `sun_path` without the terminating zero.
 pub const SOCKET_PATH_BYTES_MAX: usize = 107;
 
@@ -10,17 +12,11 @@ pub const SOCKET_PATH_BYTES_MAX: usize = 107;
 const NODE: &str = "CASCADE_NODE";
 /// Variable with the socket of a node.
 const SOCKET: &str = "CASCADE_SOCKET";
-const RUNTIME_DIRECTORY: &str = "XDG_RUNTIME_DIR";
 
 /// The default Unix socket of a user, for nodes and clients. `variable` looks up an environment
 /// variable; an empty one counts as not set.
 pub fn default_socket(variable: impl Fn(&str) -> Option<OsString>, user: u32) -> PathBuf {
-    let runtime = path_in(&variable, RUNTIME_DIRECTORY);
-    match runtime.filter(|directory| directory.is_absolute()) {
-        Some(directory) => directory.join("cascade.sock"),
-        None if user == 0 => PathBuf::from("/run/cascade/cascade.sock"),
-        None => PathBuf::from(format!("/tmp/cascade-{user}/cascade.sock")),
-    }
+    user_directory(variable, user).join("cascade.sock")
 }
 
 /// The socket that a client uses when its caller names none: `CASCADE_NODE`, else
@@ -47,14 +43,11 @@ mod tests {
     }
 
     #[test]
-    fn the_default_socket_is_in_a_directory_of_its_user() {
-        let socket = |user| default_socket(only(&[("HOME", "/root")]), user);
-        assert_eq!(socket(0), PathBuf::from("/run/cascade/cascade.sock"));
-        assert_eq!(socket(1000), PathBuf::from("/tmp/cascade-1000/cascade.sock"));
-        let login = default_socket(only(&[(RUNTIME_DIRECTORY, "/run/user/1000")]), 1000);
-        assert_eq!(login, PathBuf::from("/run/user/1000/cascade.sock"));
-        let relative = default_socket(only(&[(RUNTIME_DIRECTORY, "run")]), 1000);
-        assert_eq!(relative, PathBuf::from("/tmp/cascade-1000/cascade.sock"));
+    fn the_default_socket_is_in_the_directory_of_its_user() {
+        let login = only(&[("XDG_RUNTIME_DIR", "/run/user/1000")]);
+        assert_eq!(default_socket(login, 1000), PathBuf::from("/run/user/1000/cascade.sock"));
+        let home = only(&[("HOME", "/root")]);
+        assert_eq!(default_socket(home, 1000), PathBuf::from("/tmp/cascade-1000/cascade.sock"));
     }
 
     #[test]

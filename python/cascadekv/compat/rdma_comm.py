@@ -124,7 +124,9 @@ class RDMACommunicator:
             everywhere = "0.0.0.0" if token else "127.0.0.1"  # noqa: S104 - peers know the token
             host = _address_of(interface) if interface else everywhere
             if not token:
-                log.info("listening on this host only; set %s to reach other hosts", TOKEN_VARIABLE)
+                log.info(
+                    "listening for this user on this host only; set %s for others", TOKEN_VARIABLE
+                )
             self.address = self._endpoint.listen(f"{host}:{int(port)}")
 
     def connect(self, dst_ip: str, dst_port: str | int) -> bool:

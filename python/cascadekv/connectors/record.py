@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import queue
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -196,7 +197,7 @@ class TraceRecorder:
 
 def open_trace(path: Path) -> io.FileIO:
     """Open a file for appending; truncates a partial last line, left by a killed process."""
-    file = io.FileIO(path, "ab+")
+    file = io.FileIO(path, "ab+", opener=_open_own)
     end = file.seek(0, os.SEEK_END)
     begin = max(end - LINE_BYTES_MAX, 0)
     file.seek(begin)
@@ -204,6 +205,23 @@ def open_trace(path: Path) -> io.FileIO:
     if tail and not tail.endswith(b"\n"):
         file.truncate(begin + tail.rfind(b"\n") + 1)
     return file
+
+
+def _open_own(path: str, flags: int) -> int:
+    """Open a file, unless it may be that of another user, whom the directory lets create files."""
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a symbolic link") from error
+        raise
+    found = os.fstat(descriptor)
+    # Some file systems show one user as the owner of all files.
+    owners = (os.geteuid(), Path(path).parent.stat().st_uid)
+    if stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and found.st_uid in owners:
+        return descriptor
+    os.close(descriptor)
+    raise PermissionError(errno.EPERM, "it is not a file of this user with one hard link")
 
 
 def _trace_path(place: Path) -> Path:

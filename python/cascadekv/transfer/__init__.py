@@ -104,9 +104,9 @@ class Endpoint:
 
         `token`, of at least 16 characters, must be the same in both processes. Without one, and
         without `tls` that requires client certificates, only addresses of this host are listened
-        on. A Unix socket has no TLS. `rdma` makes connections over TCP use RDMA. Large batches to a
-        peer are divided among `streams` TCP streams, at most 16. With `heartbeat=None`, a peer that
-        freezes is noticed by the deadlines of calls only.
+        on, for processes of this user. A Unix socket has no TLS. `rdma` makes connections over TCP
+        use RDMA. Large batches to a peer are divided among `streams` TCP streams, at most 16. With
+        `heartbeat=None`, a peer that freezes is noticed by the deadlines of calls only.
         """
         if len(layers) != shape.layers:
             raise ConfigError(f"layers: {len(layers)} are given, the shape has {shape.layers}")

@@ -16,7 +16,7 @@ const LAYERS: &[(&str, &str)] = &[
     ("tier", "block memory runtime"),
     ("transport", "block memory runtime"),
     ("disk", "block memory runtime tier"),
-    ("wire", "block tier"),
+    ("wire", "block runtime tier"),
     ("store", "block disk memory runtime tier"),
     ("client", "block memory runtime tier wire"),
     ("node", "block device disk memory runtime store tier transport wire"),

@@ -369,7 +369,7 @@ mod tests {
         let limit = deadline();
         while io.stuck_calls() > 0 {
             assert!(!limit.has_passed(&SystemClock), "the call never ended");
-            std::thread::yield_now();
+            cascade_runtime::yield_now();
         }
     }
 }

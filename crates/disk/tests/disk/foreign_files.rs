@@ -1,4 +1,5 @@
 //! Files that others put into the directory of a tier lead it to no other file.
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt as _, symlink};
@@ -17,8 +18,11 @@ use cascade_tier::tier::Tier as _;
 const LENGTH: usize = 40_000;
 const SECRET: &str = "the secret of somebody else";
 
+/// Plants something that leads to a file at a path.
+type Plant = fn(&Path, &Path);
+
 /// What is planted under a name, all of it leading to the file of somebody else.
-const PLANTED: [(&str, fn(&Path, &Path)); 3] = [
+const PLANTED: [(&str, Plant); 3] = [
     ("symbolic link", |target, path| symlink(target, path).unwrap()),
     ("hard links", |target, path| fs::hard_link(target, path).unwrap()),
     ("named pipe", |_, path| {
@@ -157,6 +161,7 @@ fn a_directory_that_all_may_write_is_refused() {
 }
 
 #[test]
+#[expect(clippy::print_stderr, reason = "says what was left out")]
 fn a_directory_and_files_of_another_user_are_refused() {
     if !rustix::process::geteuid().is_root() {
         eprintln!("skipped: only root can give files to another user");

@@ -1,7 +1,7 @@
 //! Checks of memory: its size, the limit on locked memory, huge pages, and the pool's directory.
 
 use cascade_block::{ByteSize, with_causes};
-use cascade_memory::PageSource;
+use cascade_memory::{PageSource, available_bytes};
 
 use super::{Check, CheckOutcome, FileSystem, Machine};
 use crate::NodeConfig;
@@ -17,7 +17,7 @@ pub(super) const MEMORY: Check = Check {
     why: "a node allocates all pools at start, so that memory cannot run out later",
     run: |config, machine| {
         let needed = dram_bytes(config);
-        let Some(available) = available_bytes(machine) else {
+        let Some(available) = available_bytes(&|path| machine.read(path)) else {
             return CheckOutcome::warning(
                 "available memory is unknown: cannot read /proc/meminfo",
                 "mount /proc in this container",
@@ -26,7 +26,10 @@ pub(super) const MEMORY: Check = Check {
         let (needed_text, text) = (ByteSize(needed).rounded(), ByteSize(available).rounded());
         let found = format!("{needed_text} configured, {text} available");
         if needed > available {
-            let remedy = format!("lower dram (--dram) below {text}, or free memory");
+            let remedy = format!(
+                "lower dram (--dram) below {text}, free memory, or raise the limit of the \
+                 container or service (systemd: MemoryMax=)"
+            );
             return CheckOutcome::failed(found, remedy);
         }
         CheckOutcome::ok(found)
@@ -133,19 +136,6 @@ pub(super) const SHARED_MEMORY: Check = Check {
 fn dram_bytes(config: &NodeConfig) -> u64 {
     let tenants = config.tenants.iter().map(|tenant| tenant.store.dram_bytes);
     tenants.fold(config.store.dram_bytes, u64::saturating_add)
-}
-
-/// Available memory of the host, or of the container's control group if that is less.
-fn available_bytes(machine: &dyn Machine) -> Option<u64> {
-    let text = machine.read("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let kib = line.trim().strip_suffix(" kB")?.parse::<u64>().ok()?;
-    let number = |path: &str| machine.read(path).ok()?.trim().parse::<u64>().ok();
-    // A missing file or the word "max" means no limit.
-    let limit = number("/sys/fs/cgroup/memory.max");
-    let used = number("/sys/fs/cgroup/memory.current").unwrap_or(0);
-    let group = limit.map_or(u64::MAX, |limit| limit.saturating_sub(used));
-    Some(kib.saturating_mul(1024).min(group))
 }
 
 /// A resource limit of this process, soft and hard. `u64::MAX` means unlimited.

@@ -1,8 +1,9 @@
 //! Accepts connections, each with a thread of its own.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
-use std::net::{SocketAddr, TcpListener};
+use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -41,6 +42,8 @@ struct Serving {
     is_admitted: Arc<AtomicBool>,
     /// Its handshake was ended to make room for another one.
     is_cut: bool,
+    /// Where it comes from.
+    origin: Origin,
     thread: JoinHandle<()>,
 }
 
@@ -55,6 +58,30 @@ impl Serving {
             socket.shutdown();
         }
     }
+}
+
+/// Where a connection comes from: the first half of an IPv6 address, whose other half its host
+/// chooses, all of an IPv4 address, or nothing for a Unix socket.
+type Origin = Option<[u8; 8]>;
+
+fn origin(socket: &Socket) -> Origin {
+    let mut bytes = [0; 8];
+    match socket.host()? {
+        IpAddr::V4(address) => bytes[..4].copy_from_slice(&address.octets()),
+        IpAddr::V6(address) => bytes.copy_from_slice(&address.octets()[..8]),
+    }
+    Some(bytes)
+}
+
+/// The oldest handshake among those of the origin that has most of them.
+fn first_of_most(serving: &mut [Serving]) -> Option<&mut Serving> {
+    let is_waiting = |it: &Serving| !it.is_admitted() && !it.is_cut;
+    let mut counts = BTreeMap::<Origin, usize>::new();
+    for it in serving.iter().filter(|it| is_waiting(it)) {
+        *counts.entry(it.origin).or_default() += 1;
+    }
+    let (most, _) = counts.into_iter().max_by_key(|(_, count)| *count)?;
+    serving.iter_mut().find(|it| is_waiting(it) && it.origin == most)
 }
 
 #[derive(Debug)]
@@ -84,13 +111,14 @@ pub(crate) fn listen_tcp(
         set_within_host(&listener);
     }
     let listening = listener.try_clone().map_err(refused)?.into();
-    let tls = state.tls.clone();
+    let (tls, port) = (state.tls.clone(), address.port());
     let accept = move || {
-        let (stream, address) = listener.accept()?;
-        let peer = address.to_string();
-        Ok(KernelSocket::of_tcp(stream, address.ip()).map(|socket| match &tls {
-            Some(tls) => Socket::over(TlsStream::of_server(socket, Arc::clone(tls)), &peer),
-            None => Socket::over(socket, &peer),
+        let (stream, peer) = listener.accept()?;
+        Ok(KernelSocket::of_tcp(stream, peer.ip()).map(|socket| match &tls {
+            Some(tls) => {
+                Socket::over_tcp(TlsStream::of_server(socket, Arc::clone(tls)), peer, port)
+            }
+            None => Socket::over_tcp(socket, peer, port),
         }))
     };
     let end = end_of(listening);
@@ -198,8 +226,8 @@ impl Shared {
     }
 
     /// Serves a connection in a thread. Beyond the limit of peers, or without a thread, it is
-    /// closed. Beyond the limit of handshakes, the oldest one is ended, so that connections that
-    /// send nothing do not keep peers out.
+    /// closed. Beyond the limit of handshakes, the oldest one of the host that has most of them is
+    /// ended, so that connections that send nothing do not keep peers out.
     fn start_serving(self: &Arc<Self>, socket: Socket) {
         let mut serving = self.serving.lock().unwrap_or_else(PoisonError::into_inner);
         serving.retain(|it| !it.thread.is_finished());
@@ -209,13 +237,13 @@ impl Shared {
         if peers >= self.state.config.limits.peers_max || strangers >= 2 * HANDSHAKES_MAX {
             return;
         }
-        let mut waiting = serving.iter_mut().filter(|it| !it.is_admitted() && !it.is_cut);
         if strangers >= HANDSHAKES_MAX
-            && let Some(first) = waiting.next()
+            && let Some(first) = first_of_most(&mut serving)
         {
             first.is_cut = true;
             first.shutdown();
         }
+        let origin = origin(&socket);
         let of_thread = Arc::new(socket);
         let socket = Arc::downgrade(&of_thread);
         let is_admitted = Arc::new(AtomicBool::new(false));
@@ -231,7 +259,7 @@ impl Shared {
             of_thread.shutdown();
         });
         if let Ok(thread) = thread {
-            serving.push(Serving { socket, is_admitted, is_cut: false, thread });
+            serving.push(Serving { socket, is_admitted, is_cut: false, origin, thread });
         }
     }
 }

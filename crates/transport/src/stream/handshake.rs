@@ -19,6 +19,10 @@ use crate::wire::{
 
 /// How the first record of TLS starts: a handshake message, version 3.
 const TLS_CLIENT_HELLO: [u8; 2] = [22, 3];
+/// What a server says of a proof with another token.
+const WRONG_TOKEN: &str = "the token is wrong";
+/// Characters of a reason for a refusal that are sent and shown.
+const REASON_CHARS_MAX: usize = 500;
 
 /// Sends one message of the handshake.
 fn send(
@@ -31,8 +35,13 @@ fn send(
     socket.send(&mut [Span::of_bytes(&header), Span::of_bytes(body)], patience)
 }
 
-/// Receives one message of the handshake and its body.
-fn receive(socket: &Socket, patience: &mut Patience) -> Result<(Kind, Vec<u8>), TransportError> {
+/// Receives one message of the handshake and its body. Nothing is allocated for other kinds than
+/// `kinds`, whose bodies may be longer.
+fn receive(
+    socket: &Socket,
+    kinds: &[Kind],
+    patience: &mut Patience,
+) -> Result<(Kind, Vec<u8>), TransportError> {
     let mut bytes = [0; HEADER_BYTES];
     socket.receive(&mut [Span::of_buffer(&mut bytes)], patience)?;
     let invalid = |error| TransportError::Handshake {
@@ -43,6 +52,10 @@ fn receive(socket: &Socket, patience: &mut Patience) -> Result<(Kind, Vec<u8>), 
         return Err(refusal(socket, "the client uses TLS, and this endpoint does not"));
     }
     let header = Header::parse(&bytes).map_err(invalid)?;
+    if !kinds.contains(&header.kind) {
+        let reason = format!("it sent {:?} instead of {:?}", header.kind, kinds[0]);
+        return Err(refusal(socket, reason));
+    }
     let mut body = vec![0; header.body_bytes as usize];
     socket.receive(&mut [Span::of_buffer(&mut body)], patience)?;
     if cascade_block::checksum(&body) != header.body_checksum {
@@ -55,18 +68,29 @@ fn refusal(socket: &Socket, reason: impl Into<String>) -> TransportError {
     TransportError::Handshake { peer: socket.peer().to_owned(), reason: reason.into() }
 }
 
-/// A message of this kind, or the peer's reason for its refusal.
-fn expect(socket: &Socket, kind: Kind, patience: &mut Patience) -> Result<Vec<u8>, TransportError> {
-    let (received, body) = receive(socket, patience)?;
-    match received {
-        _ if received == kind => Ok(body),
-        Kind::Refusal => {
-            let reason = String::from_utf8_lossy(&body);
-            let plain: String = reason.chars().filter(|it| !it.is_control()).take(500).collect();
-            Err(refusal(socket, plain))
-        }
-        _ => Err(refusal(socket, format!("it sent {received:?} instead of {kind:?}"))),
+/// A message of this kind of a client.
+fn of_client(
+    socket: &Socket,
+    kind: Kind,
+    patience: &mut Patience,
+) -> Result<Vec<u8>, TransportError> {
+    receive(socket, &[kind], patience).map(|(_, body)| body)
+}
+
+/// A message of this kind of a server, or its reason for a refusal.
+fn of_server(
+    socket: &Socket,
+    kind: Kind,
+    patience: &mut Patience,
+) -> Result<Vec<u8>, TransportError> {
+    let (received, body) = receive(socket, &[kind, Kind::Refusal], patience)?;
+    if received == kind {
+        return Ok(body);
     }
+    let reason = String::from_utf8_lossy(&body);
+    let plain: String =
+        reason.chars().filter(|it| !it.is_control()).take(REASON_CHARS_MAX).collect();
+    Err(refusal(socket, plain))
 }
 
 fn patience(limits: &Limits, deadline: Deadline) -> Patience {
@@ -112,25 +136,27 @@ fn introduce(
     };
     let hello = hello.to_bytes();
     send(socket, Kind::Hello, &hello, patience)?;
-    let body = expect(socket, Kind::Challenge, patience)?;
+    let body = of_server(socket, Kind::Challenge, patience)?;
     let invalid = |error| refusal(socket, format!("{error}"));
     let challenge = Challenge::parse(&body).map_err(invalid)?;
     if !(VERSION_MIN..=VERSION).contains(&challenge.version) {
         let reason = format!("it chose version {}, which is not supported", challenge.version);
         return Err(refusal(socket, reason));
     }
-    let token = state.config.token.as_deref();
-    let proof = match (token, challenge.needs_token) {
-        (Some(token), true) => prove(token, Side::Client, &hello, &body),
-        (None, true) => return Err(refusal(socket, "it needs a token, and none is configured")),
-        // An endpoint with a token talks to no endpoint without: it could be anybody.
-        (Some(_), false) => return Err(refusal(socket, "it has no token, and this side has one")),
-        (None, false) => [0; 32],
-    };
-    send(socket, Kind::Proof, &proof, patience)?;
-    let welcome = Welcome::parse(&expect(socket, Kind::Welcome, patience)?).map_err(invalid)?;
+    let token = state.token_of_client(socket.loopback_port(), challenge.needs_token);
+    let token = token.map_err(|reason| refusal(socket, reason))?;
+    let proof = token.as_ref().map(|token| prove(token, Side::Client, &hello, &body));
+    send(socket, Kind::Proof, &proof.unwrap_or_default(), patience)?;
+    let welcome = of_server(socket, Kind::Welcome, patience).map_err(|error| match error {
+        TransportError::Handshake { peer, reason } if reason == WRONG_TOKEN => {
+            let reason = format!("{reason}: this side used {}", state.origin_of_token());
+            TransportError::Handshake { peer, reason }
+        }
+        other => other,
+    })?;
+    let welcome = Welcome::parse(&welcome).map_err(invalid)?;
     if let Some(token) = token
-        && !is_proven(token, Side::Server, &hello, &body, &welcome.proof)
+        && !is_proven(&token, Side::Server, &hello, &body, &welcome.proof)
     {
         return Err(refusal(socket, "it does not know the token"));
     }
@@ -160,7 +186,8 @@ pub(super) fn as_server<'a>(
     match admit(socket, (state, is_admitted), (&mut *patience, deadline)) {
         Err(TransportError::Handshake { peer, reason }) => {
             // The peer may be gone; the refusal is what matters here.
-            drop(send(socket, Kind::Refusal, reason.as_bytes(), patience));
+            let told: String = reason.chars().take(REASON_CHARS_MAX).collect();
+            drop(send(socket, Kind::Refusal, told.as_bytes(), patience));
             socket.drain(deadline);
             Err(TransportError::Handshake { peer, reason })
         }
@@ -174,7 +201,7 @@ fn admit<'a>(
     (patience, deadline): (&mut Patience, Deadline),
 ) -> Result<(EndpointId, ServedConnection<'a>), TransportError> {
     let invalid = |error| refusal(socket, format!("{error}"));
-    let hello_body = expect(socket, Kind::Hello, patience)?;
+    let hello_body = of_client(socket, Kind::Hello, patience)?;
     let hello = Hello::parse(&hello_body).map_err(invalid)?;
     let version = hello.version_max.min(VERSION);
     if version < hello.version_min.max(VERSION_MIN) {
@@ -184,7 +211,8 @@ fn admit<'a>(
         );
         return Err(refusal(socket, reason));
     }
-    let token = state.config.token.as_deref();
+    let token = state.token_of_server(socket.loopback_port());
+    let token = token.map_err(|reason| refusal(socket, reason))?;
     let challenge = Challenge {
         version,
         capabilities: 0,
@@ -194,13 +222,13 @@ fn admit<'a>(
     };
     let challenge = challenge.to_bytes();
     send(socket, Kind::Challenge, &challenge, patience)?;
-    let proof = expect(socket, Kind::Proof, patience)?;
+    let proof = of_client(socket, Kind::Proof, patience)?;
     let mut answer = [0; 32];
     if let Some(token) = token {
-        if !is_proven(token, Side::Client, &hello_body, &challenge, &proof) {
-            return Err(refusal(socket, "the token is wrong"));
+        if !is_proven(&token, Side::Client, &hello_body, &challenge, &proof) {
+            return Err(refusal(socket, WRONG_TOKEN));
         }
-        answer = prove(token, Side::Server, &hello_body, &challenge);
+        answer = prove(&token, Side::Server, &hello_body, &challenge);
     }
     let check = &state.config.accepts;
     check(&hello.geometry).map_err(|reason| refusal(socket, reason))?;

@@ -88,6 +88,11 @@ impl KernelSocket {
         Self::of_unix(socket)
     }
 
+    /// The user of the process that made a Unix socket.
+    pub(super) fn user_of_peer(&self) -> io::Result<u32> {
+        Ok(sockopt::socket_peercred(&self.descriptor)?.uid.as_raw())
+    }
+
     /// Takes a connection, and lets it send small messages at once, and find out that a host is
     /// gone although nothing is sent.
     pub(super) fn of_tcp(stream: TcpStream, peer: IpAddr) -> io::Result<Self> {

@@ -1,7 +1,7 @@
 //! A connection's byte stream, with deadlines: sends and receives all bytes of spans.
 
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use cascade_runtime::{Deadline, SystemClock, now};
+use rustix::process::geteuid;
 
 use super::byte_stream::{ByteStream, Refused, TICK};
 use super::kernel::KernelSocket;
@@ -103,6 +104,9 @@ impl Pause<'_> {
 pub(crate) struct Socket {
     stream: Box<dyn ByteStream>,
     peer: String,
+    /// The address of the peer's host, and the port of the one of both that listens, if this is a
+    /// TCP connection.
+    tcp: Option<(IpAddr, u16)>,
     /// Bytes that were received and sent.
     received: AtomicU64,
     sent: AtomicU64,
@@ -119,22 +123,51 @@ impl Socket {
         let connected = KernelSocket::connect_tcp(address, deadline);
         let socket = connected.map_err(|error| refused(&peer, error))?;
         Ok(match tls {
-            Some(tls) => Self::over(TlsStream::of_client(socket, tls), &peer),
-            None => Self::over(socket, &peer),
+            Some(tls) => Self::over_tcp(TlsStream::of_client(socket, tls), address, address.port()),
+            None => Self::over_tcp(socket, address, address.port()),
         })
     }
 
-    /// Connects to a Unix socket.
-    pub(crate) fn connect_unix(path: &Path, deadline: Deadline) -> Result<Self, TransportError> {
+    /// Connects to a Unix socket of this user, of root, or of any user.
+    pub(crate) fn connect_unix(
+        path: &Path,
+        is_any_user: bool,
+        deadline: Deadline,
+    ) -> Result<Self, TransportError> {
         let peer = path.display().to_string();
-        let connected = KernelSocket::connect_unix(path, deadline);
+        let connected = KernelSocket::connect_unix(path, deadline).and_then(|socket| {
+            let user = socket.user_of_peer()?;
+            if is_any_user || [0, geteuid().as_raw()].contains(&user) {
+                return Ok(socket);
+            }
+            let reason = format!("a process of user {user} listens there; configure a token");
+            Err(io::Error::new(io::ErrorKind::PermissionDenied, reason))
+        });
         connected.map_err(|error| refused(&peer, error)).map(|socket| Self::over(socket, &peer))
     }
 
     /// Takes a connected stream.
     pub(super) fn over(stream: impl ByteStream + 'static, peer: &str) -> Self {
         let (received, sent) = (AtomicU64::new(0), AtomicU64::new(0));
-        Self { stream: Box::new(stream), peer: peer.to_owned(), received, sent }
+        let (stream, peer) = (Box::new(stream), peer.to_owned());
+        Self { stream, peer, tcp: None, received, sent }
+    }
+
+    /// Takes a connected stream over TCP, to a port of this or of the other side.
+    pub(super) fn over_tcp(stream: impl ByteStream + 'static, peer: SocketAddr, port: u16) -> Self {
+        let tcp = Some((peer.ip().to_canonical(), port));
+        Self { tcp, ..Self::over(stream, &peer.to_string()) }
+    }
+
+    /// The address of the peer's host, if this is a TCP connection.
+    pub(super) fn host(&self) -> Option<IpAddr> {
+        self.tcp.map(|(host, _)| host)
+    }
+
+    /// The port of a TCP connection over loopback: all users of the host can connect to it, or
+    /// listen at it.
+    pub(super) fn loopback_port(&self) -> Option<u16> {
+        self.tcp.filter(|(host, _)| host.is_loopback()).map(|(_, port)| port)
     }
 
     /// Bytes that were received so far.

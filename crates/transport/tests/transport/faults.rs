@@ -14,12 +14,14 @@ use cascade_transport::{
     Piece, Place, Refusal, Region, RegionId, TransportError,
 };
 
+use crate::proofs::{TOKEN, proof};
 use crate::proxy::Proxy;
 
 const BYTES: usize = 4 << 20;
 
 fn endpoint(access: Access, limits: Limits, streams: usize) -> (Endpoint, RegionId) {
-    let config = EndpointConfig { limits, streams, ..Default::default() };
+    let token = Some(TOKEN.to_vec());
+    let config = EndpointConfig { token, limits, streams, ..Default::default() };
     let endpoint = Endpoint::new(config).expect("valid");
     let region = endpoint
         .register(Region::shared(BYTES, access).expect("memory"))
@@ -307,7 +309,8 @@ impl Stranger {
         (header, body)
     }
 
-    fn hello(&mut self, version_min: u16, version_max: u16) {
+    /// Says hello and returns its body.
+    fn hello(&mut self, version_min: u16, version_max: u16) -> Vec<u8> {
         // Each stranger is another endpoint.
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let stranger = u128::from(NEXT.fetch_add(1, Ordering::Relaxed));
@@ -322,7 +325,9 @@ impl Stranger {
             number: 1,
             live: vec![],
         };
-        self.send(Kind::Hello, &hello.to_bytes());
+        let hello = hello.to_bytes();
+        self.send(Kind::Hello, &hello);
+        hello
     }
 
     /// Whether the peer closes the connection.
@@ -374,7 +379,7 @@ fn a_later_version_gets_the_common_one_and_an_incompatible_one_a_reason() {
 
 #[test]
 fn frames_before_the_proof_are_refused() {
-    let (_server, _listener, address) = server(Some(b"0123456789abcdef".to_vec()));
+    let (_server, _listener, address) = server(Some(TOKEN.to_vec()));
     let mut stranger = Stranger::connect(address);
     stranger.hello(1, 1);
     assert_eq!(stranger.receive().0.kind, Kind::Challenge);
@@ -393,7 +398,7 @@ fn frames_before_the_proof_are_refused() {
 #[test]
 fn a_silent_connection_ends_with_the_time_of_the_handshake() {
     // Long enough for the client's handshake on a busy machine.
-    let (_server, listener, address) = server_with(None, Duration::from_secs(3));
+    let (_server, listener, address) = server_with(Some(TOKEN.to_vec()), Duration::from_secs(3));
     let mut silent: Vec<_> = (0..4).map(|_| Stranger::connect(address)).collect();
     let (client, _) = endpoint(Access::LOCAL, Limits::default(), 1);
     let _connection = client.connect_tcp(address, soon()).expect("they take no place of a peer");
@@ -403,11 +408,11 @@ fn a_silent_connection_ends_with_the_time_of_the_handshake() {
 
 #[test]
 fn a_frame_whose_pieces_are_not_its_payload_ends_the_connection() {
-    let (server, _listener, address) = server(None);
+    let (server, _listener, address) = server(Some(TOKEN.to_vec()));
     let mut stranger = Stranger::connect(address);
-    stranger.hello(1, 1);
-    stranger.receive();
-    stranger.send(Kind::Proof, &[0; 32]);
+    let hello = stranger.hello(1, 1);
+    let (_, challenge) = stranger.receive();
+    stranger.send(Kind::Proof, &proof("client", &hello, &challenge));
     assert_eq!(stranger.receive().0.kind, Kind::Welcome);
     let mut entry = vec![];
     entry.extend(0_u32.to_le_bytes());

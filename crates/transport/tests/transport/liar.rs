@@ -10,10 +10,12 @@ use cascade_runtime::thread::{self, JoinHandle};
 use cascade_transport::wire::{Challenge, HEADER_BYTES, Header, Kind, OfferedRegion, Welcome};
 use cascade_transport::{Access, Endpoint, EndpointConfig, Region, RegionId};
 
+use crate::proofs::{TOKEN, proof};
+
 pub(crate) const BYTES: usize = 4096;
 
-/// One connection of such a server.
-pub(crate) struct Liar(pub(crate) TcpStream);
+/// One connection of such a server, and its proof of the token.
+pub(crate) struct Liar(pub(crate) TcpStream, [u8; 32]);
 
 impl Liar {
     /// Runs `lie` with the first connection to the address.
@@ -23,7 +25,7 @@ impl Liar {
         let thread = thread::spawn(move || {
             let (stream, _) = listener.accept().expect("a client connects");
             stream.set_read_timeout(Some(Duration::from_secs(20))).expect("it works on loopback");
-            lie(Self(stream));
+            lie(Self(stream, [0; 32]));
         });
         (address, thread)
     }
@@ -34,28 +36,39 @@ impl Liar {
     }
 
     pub(crate) fn receive(&mut self) -> Header {
+        self.receive_body().0
+    }
+
+    fn receive_body(&mut self) -> (Header, Vec<u8>) {
         let mut bytes = [0; HEADER_BYTES];
         self.0.read_exact(&mut bytes).expect("a client");
         let header = Header::parse(&bytes).expect("a client's header");
         let mut body = vec![0; header.body_bytes as usize];
         self.0.read_exact(&mut body).expect("a client");
-        header
+        (header, body)
     }
 
     pub(crate) fn challenge(&mut self, needs_token: bool) {
-        assert_eq!(self.receive().kind, Kind::Hello);
+        let (header, hello) = self.receive_body();
+        assert_eq!(header.kind, Kind::Hello);
         let (id, nonce) = ([7; 16], [8; 32]);
         let challenge = Challenge { version: 1, capabilities: 0, id, nonce, needs_token };
-        self.send(Kind::Challenge, &challenge.to_bytes());
+        let challenge = challenge.to_bytes();
+        self.send(Kind::Challenge, &challenge);
+        self.1 = proof("server", &hello, &challenge);
     }
 
     pub(crate) fn welcome(&mut self) {
+        self.welcome_with(self.1);
+    }
+
+    pub(crate) fn welcome_with(&mut self, proof: [u8; 32]) {
         assert_eq!(self.receive().kind, Kind::Proof);
         let bytes = BYTES as u64;
         let offered =
             OfferedRegion { id: RegionId(0), access: Access::BOTH, is_mappable: false, bytes };
         let name = "liar".to_owned();
-        let welcome = Welcome { proof: [0; 32], name, geometry: vec![], regions: vec![offered] };
+        let welcome = Welcome { proof, name, geometry: vec![], regions: vec![offered] };
         self.send(Kind::Welcome, &welcome.to_bytes());
     }
 
@@ -67,11 +80,12 @@ impl Liar {
     }
 }
 
-pub(crate) fn client(token: Option<&[u8]>) -> (Endpoint, RegionId) {
-    client_with(EndpointConfig { token: token.map(<[u8]>::to_vec), ..Default::default() })
+pub(crate) fn client() -> (Endpoint, RegionId) {
+    client_with(EndpointConfig::default())
 }
 
 pub(crate) fn client_with(config: EndpointConfig) -> (Endpoint, RegionId) {
+    let config = EndpointConfig { token: Some(TOKEN.to_vec()), ..config };
     let client = Endpoint::new(config).expect("valid");
     let region = client
         .register(Region::shared(BYTES, Access::LOCAL).expect("memory"))

@@ -8,12 +8,10 @@ use cascade_transport::{Batch, Direction, Piece, Place, RegionId, TransportError
 
 use crate::liar::{Liar, client};
 
-const TOKEN: &[u8] = b"0123456789abcdef";
-
 /// Runs a batch whose frame is answered by `answer`; returns the client's error.
 fn run(direction: Direction, answer: fn(Header) -> Header) -> TransportError {
     let (address, liar) = Liar::start(move |mut liar| {
-        liar.challenge(false);
+        liar.challenge(true);
         liar.welcome();
         let asked = liar.receive();
         let mut payload = vec![0; usize::try_from(asked.payload_bytes).expect("small")];
@@ -24,7 +22,7 @@ fn run(direction: Direction, answer: fn(Header) -> Header) -> TransportError {
         liar.0.write_all(&answer(asked).to_bytes()).expect("a client");
         liar.wait_for_end();
     });
-    let (client, region) = client(None);
+    let (client, region) = client();
     let connection = client.connect_tcp(address, soon()).expect("the handshake is right");
     let pieces = [Piece {
         local: Place { region, offset: 0 },
@@ -80,11 +78,11 @@ fn a_server_that_does_not_know_the_token_is_refused() {
         let (address, liar) = Liar::start(move |mut liar| {
             liar.challenge(needs_token);
             if needs_token {
-                liar.welcome();
+                liar.welcome_with([0; 32]);
             }
             liar.wait_for_end();
         });
-        let (client, _) = client(Some(TOKEN));
+        let (client, _) = client();
         let error = client.connect_tcp(address, soon()).expect_err("it does not know the token");
         let expected = if needs_token { "does not know the token" } else { "it has no token" };
         assert!(error.to_string().contains(expected), "{error}");

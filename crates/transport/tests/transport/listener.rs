@@ -2,7 +2,7 @@
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
 use std::io::Read as _;
-use std::net::TcpStream;
+use std::net::{SocketAddr, TcpStream};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::Duration;
 
@@ -70,6 +70,31 @@ fn strangers_keep_nobody_out() {
     assert_eq!((&strangers[0]).read(&mut [0]).unwrap(), 0);
     assert!(client.connect_tcp(address, soon()).is_err(), "there are as many peers as may be");
     drop(peers);
+}
+
+/// A host with many connections that send nothing does not end the handshakes of other hosts.
+#[test]
+fn a_host_ends_only_handshakes_of_its_own() {
+    let limits = Limits { handshake_timeout: Duration::from_secs(60), ..Limits::default() };
+    let listener = endpoint(limits).listen_tcp("127.0.0.1:0".parse().unwrap()).unwrap();
+    let address = listener.tcp_address().unwrap();
+    let first = connect_from("127.0.0.2", address);
+    let many: Vec<_> = (0..80).map(|_| connect_from("127.0.0.3", address)).collect();
+    assert_eq!((&many[0]).read(&mut [0]).unwrap(), 0, "the oldest one was ended");
+    first.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
+    let waited = (&first).read(&mut [0]).unwrap_err();
+    assert_eq!(waited.kind(), std::io::ErrorKind::WouldBlock, "it is still open");
+}
+
+/// Connects from an address of loopback.
+fn connect_from(host: &str, to: SocketAddr) -> TcpStream {
+    use rustix::net::{AddressFamily, SocketType, bind, connect, socket};
+
+    let from: SocketAddr = format!("{host}:0").parse().unwrap();
+    let stream = socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
+    bind(&stream, &from).unwrap();
+    connect(&stream, &to).unwrap();
+    stream.into()
 }
 
 /// What happened: a connection that was reset before it was accepted counted as a failure of the

@@ -42,7 +42,7 @@ impl Pair {
     fn with_heartbeat(heartbeat: Option<Heartbeat>) -> Self {
         let (allowed, allows) = mpsc::channel::<usize>();
         let (address, server) = Liar::start(move |mut liar| {
-            liar.challenge(false);
+            liar.challenge(true);
             liar.welcome();
             let mut rest = vec![];
             for count in allows {
@@ -230,7 +230,7 @@ fn a_post_begins_no_answer_after_its_deadline() {
     let sent = Arc::new(AtomicU64::new(0));
     let of_server = Arc::clone(&sent);
     let (address, liar) = Liar::start(move |mut liar| {
-        liar.challenge(false);
+        liar.challenge(true);
         liar.welcome();
         let asked: Vec<Header> = (0..ANSWERS).map(|_| liar.receive()).collect();
         // The next frame is not taken. Each answer begins when the one before it has ended.
@@ -246,7 +246,7 @@ fn a_post_begins_no_answer_after_its_deadline() {
             of_server.fetch_add(1, Ordering::Relaxed);
         }
     });
-    let (client, region) = client(None);
+    let (client, region) = client();
     let connection = client.connect_tcp(address, soon()).expect("the handshake is right");
     let question = Batch { direction: Direction::Read, pieces: &[], notice: None };
     let post = |batch: &Batch<'_>, deadline| connection.post(batch, deadline);

@@ -18,6 +18,8 @@ use cascade_transport::{
     Access, Batch, Connection, Direction, Endpoint, EndpointConfig, Heartbeat, Limits, Piece,
     Place, Region, RegionId,
 };
+
+use crate::proofs::TOKEN;
 use rustix::io::Errno;
 
 const BYTES: usize = 4 << 20;
@@ -25,7 +27,8 @@ const BYTES: usize = 4 << 20;
 fn endpoint(access: Access) -> (Endpoint, RegionId) {
     let stall_timeout = Duration::from_secs(60);
     let limits = Limits { stall_timeout, ..Default::default() };
-    let endpoint = Endpoint::new(EndpointConfig { limits, ..Default::default() }).unwrap();
+    let config = EndpointConfig { token: Some(TOKEN.to_vec()), limits, ..Default::default() };
+    let endpoint = Endpoint::new(config).unwrap();
     let region = endpoint.register(Region::shared(BYTES, access).unwrap()).unwrap();
     (endpoint, region)
 }
@@ -156,7 +159,8 @@ fn an_ended_connection_leaves_no_thread_however_seldom_its_heartbeats_are() {
     let interval = Duration::from_secs(24 * 3600);
     let heartbeat = Some(Heartbeat { interval, limit: Duration::from_secs(1) });
     let limits = Limits { heartbeat, ..Default::default() };
-    let client = Endpoint::new(EndpointConfig { limits, ..Default::default() }).unwrap();
+    let config = EndpointConfig { token: Some(TOKEN.to_vec()), limits, ..Default::default() };
+    let client = Endpoint::new(config).unwrap();
     let connect = || client.connect_tcp(listener.tcp_address().unwrap(), soon()).unwrap();
     let wait_until = |is_done: fn(usize) -> bool| {
         let end = soon();

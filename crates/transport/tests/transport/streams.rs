@@ -14,6 +14,8 @@ use cascade_transport::{
     Refusal, Region, RegionId, TransportError,
 };
 
+use crate::proofs::TOKEN;
+
 const BYTES: usize = 16 << 20;
 
 struct Pair {
@@ -26,7 +28,8 @@ struct Pair {
 }
 
 fn endpoint(access: Access) -> (Endpoint, RegionId) {
-    let config = EndpointConfig { streams: 4, ..Default::default() };
+    let token = Some(TOKEN.to_vec());
+    let config = EndpointConfig { token, streams: 4, ..Default::default() };
     let endpoint = Endpoint::new(config).unwrap();
     let region = endpoint.register(Region::shared(BYTES, access).unwrap()).unwrap();
     (endpoint, region)

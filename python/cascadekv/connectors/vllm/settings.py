@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cascadekv._native import user_token
 from cascadekv.connectors.settings import KEYS as STORE_KEYS
 from cascadekv.connectors.settings import StoreAddress, read_settings
 from cascadekv.connectors.ucm import UcmSettings, read_ucm, trace_limits
@@ -172,6 +173,13 @@ class ConnectorSettings:
         """Read the secret that prefill and decode engines share; `None` without one."""
         path = self.transfer_token_file
         return None if path is None else Path(path).read_bytes().strip()
+
+    def seal_key(self) -> Callable[[], bytes | None]:
+        """Return what gives the secret with which offers are sealed; `None` with TLS alone."""
+        token = self.read_transfer_token()
+        if token is None and self.transfer_tls_authority is None:
+            return user_token
+        return lambda: token
 
     def transfer_tls(self) -> Tls | None:
         """Return TLS between engines; `None` without it. Raises `ConfigError`."""

@@ -31,6 +31,7 @@ from cascadekv.connectors.vllm.offers import (
 )
 from cascadekv.connectors.vllm.pinned_pages import PinnedPages
 from cascadekv.connectors.windows import first_needed_block, next_computed_token
+from cascadekv.errors import CascadeError
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -80,13 +81,14 @@ class TransferRequests:
         pins: PinnedPages,
         *,
         block_tokens: int,
-        token: bytes | None,
+        seal_key: Callable[[], bytes | None],
         lease_s: float,
         digest_of: Callable[["Request"], str | None],
         adapter_of: Callable[["Request"], AdapterUse | None] = lambda _: None,
     ) -> None:
         """`workers` has the address and endpoint of each worker; `digest_of` digests a prompt.
 
+        `seal_key` returns the secret with which offers are sealed, if they are.
         `adapter_of` returns the adapter that the digest covers.
         """
         self._engine = engine
@@ -94,8 +96,9 @@ class TransferRequests:
         self._groups = list(groups)
         self._pins = pins
         self._block_tokens = block_tokens
-        self._token = token
-        self._lease_s = lease_s
+        self._seal_key = seal_key
+        # An integer would be sealed as one, and read as another number by the decode engine.
+        self._lease_s = float(lease_s)
         self._digest_of = digest_of
         self._adapter_of = adapter_of
         self._free = list(reversed(range(LEASES_MAX)))
@@ -191,7 +194,12 @@ class TransferRequests:
             "FINISHED_STOPPED",
             "FINISHED_LENGTH_CAPPED",
         )
-        digest = given.digest if is_whole else None
+        digest, key = given.digest if is_whole else None, None
+        try:
+            key = self._seal_key()
+        except CascadeError as error:
+            self._failures.count("sealing an offer", error)
+            digest = None
         blocks = None if digest is None else self._keep(request, given, pages)
         if digest is None or blocks is None:
             self._plan.dropped.append(request.request_id)
@@ -208,7 +216,7 @@ class TransferRequests:
             self._lease_s,
             digest,
         )
-        params = offer.params(self._token)
+        params = offer.params(key)
         # Last: the workers report the end of a lease only for a request whose pages are kept.
         given.is_ended = True
         self._plan.ended.append((request.request_id, self._lease_s))
@@ -292,8 +300,8 @@ class TransferRequests:
                 if digest is not None:
                     plan = PushPlan(source, digest, tokens, self.workers, self._lease_s)
                 return None if plan is None else _Taken(plan, 0.0)
-            offer = Offer.parse(params, self._token, tokens=tokens)
-        except OfferError as error:
+            offer = Offer.parse(params, self._seal_key(), tokens=tokens)
+        except (OfferError, CascadeError) as error:
             self._failures.count("reading the offer of a prefill engine", error)
             return None
         digest = self._digest_of(request)

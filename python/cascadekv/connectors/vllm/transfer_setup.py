@@ -103,7 +103,7 @@ def transfers_between(
         groups,
         pins,
         block_tokens=block_tokens,
-        token=settings.read_transfer_token(),
+        seal_key=settings.seal_key(),
         lease_s=settings.transfer_lease,
         digest_of=functools.partial(_digest_of, adapters, failures, generation),
         adapter_of=lambda request: adapters.use(request.lora_request, 0),

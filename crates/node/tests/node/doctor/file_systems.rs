@@ -126,8 +126,10 @@ fn a_missing_pool_directory_is_reported() {
 fn a_directory_that_all_may_write_is_reported() {
     let directory = TempDir::new().unwrap();
     let config = node(directory.path());
+    let files = directory.path().join("files");
+    fs::create_dir(&files).unwrap();
     let state = |mode| {
-        fs::set_permissions(directory.path(), Permissions::from_mode(mode)).unwrap();
+        fs::set_permissions(&files, Permissions::from_mode(mode)).unwrap();
         let report = diagnose(config.clone(), ThisMachine::default());
         let (state, found, remedy) = result_of(&report, "files_directory");
         assert!(state == CheckState::Ok || remedy.contains("chmod 700"), "{found}: {remedy}");

@@ -6,12 +6,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use cascade_transport::wire::{HEADER_BYTES, Header, Hello, Kind};
+use cascade_transport::{Endpoint, EndpointConfig, Listener};
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
 
 use super::authority::Authority;
-use super::{TlsConfig, listen};
+use super::{TlsConfig, config};
+use crate::proofs::{TOKEN, proof};
 
 type Stream = StreamOwned<ClientConnection, TcpStream>;
 
@@ -49,10 +51,20 @@ fn hello(stream: &mut Stream) {
         number: 1,
         live: vec![],
     };
-    send(stream, Kind::Hello, &hello.to_bytes());
-    assert_eq!(receive(stream).kind, Kind::Challenge);
-    send(stream, Kind::Proof, &[0; 32]);
+    let hello = hello.to_bytes();
+    send(stream, Kind::Hello, &hello);
+    let (header, challenge) = receive_body(stream);
+    assert_eq!(header.kind, Kind::Challenge);
+    send(stream, Kind::Proof, &proof("client", &hello, &challenge));
     assert_eq!(receive(stream).kind, Kind::Welcome);
+}
+
+fn listen_with(tls: TlsConfig) -> (Listener, SocketAddr) {
+    let config = EndpointConfig { token: Some(TOKEN.to_vec()), ..config(Some(tls)) };
+    let server = Endpoint::new(config).unwrap();
+    let listener = server.listen_tcp("127.0.0.1:0".parse().unwrap()).unwrap();
+    let address = listener.tcp_address().unwrap();
+    (listener, address)
 }
 
 fn send(stream: &mut Stream, kind: Kind, body: &[u8]) {
@@ -61,17 +73,22 @@ fn send(stream: &mut Stream, kind: Kind, body: &[u8]) {
 }
 
 fn receive(stream: &mut Stream) -> Header {
+    receive_body(stream).0
+}
+
+fn receive_body(stream: &mut Stream) -> (Header, Vec<u8>) {
     let mut header = [0; HEADER_BYTES];
     stream.read_exact(&mut header).unwrap();
     let header = Header::parse(&header).unwrap();
-    stream.read_exact(&mut vec![0; header.body_bytes as usize]).unwrap();
-    header
+    let mut body = vec![0; header.body_bytes as usize];
+    stream.read_exact(&mut body).unwrap();
+    (header, body)
 }
 
 #[test]
 fn records_keys_and_the_end_are_those_of_tls() {
     let authority = Authority::new();
-    let (_listener, address) = listen(Some(server(&authority)));
+    let (_listener, address) = listen_with(server(&authority));
     let mut stream = connect(&authority, address, b"cascade-transport");
     hello(&mut stream);
     for _ in 0..5 {
@@ -91,7 +108,7 @@ fn records_keys_and_the_end_are_those_of_tls() {
 fn a_key_that_the_server_replaces_is_followed() {
     let authority = Authority::new();
     let config = TlsConfig { key_records_max: 70, ..server(&authority) };
-    let (_listener, address) = listen(Some(config));
+    let (_listener, address) = listen_with(config);
     let mut stream = connect(&authority, address, b"cascade-transport");
     hello(&mut stream);
     for _ in 0..50 {
@@ -103,7 +120,7 @@ fn a_key_that_the_server_replaces_is_followed() {
 #[test]
 fn a_client_of_another_protocol_is_refused() {
     let authority = Authority::new();
-    let (_listener, address) = listen(Some(server(&authority)));
+    let (_listener, address) = listen_with(server(&authority));
     let mut stream = connect(&authority, address, b"http/1.1");
     let error = stream
         .write_all(b"GET / HTTP/1.1\r\n\r\n")
