@@ -66,7 +66,8 @@ fn groups(read: &Read<'_>) -> Vec<(String, &'static Files)> {
         // A container may see the path on its host, and only its own group at the mount.
         let below = Path::new(path).strip_prefix(root).unwrap_or(Path::new(""));
         for group in below.ancestors() {
-            found.push((Path::new(point).join(group).display().to_string(), files));
+            let separator = if group.as_os_str().is_empty() { "" } else { "/" };
+            found.push((format!("{point}{separator}{}", group.display()), files));
         }
     }
     found
