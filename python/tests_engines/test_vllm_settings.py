@@ -6,6 +6,8 @@ from cascadekv.errors import ConfigError
 
 STORE = {"cascade.dram": "16MiB"}
 VALID = {
+    "transfer_listen": ["127.0.0.1:0", "10.1.2.3:7400", "[::1]:65535", "[fe80::7]:0"],
+    "transfer_advertise": ["prefill-0.example", "10.1.2.3", "fd00::7"],
     "load": ["auto", "sync", "async"],
     "layerwise": [True, False],
     "hit_ratio": [0, 0.25, 1, 1.0],
@@ -39,6 +41,21 @@ INVALID = {
     "save_timeout": [0, -1, 3601, "1", True],
     "lookahead": [-1, 3601, "1", True],
     "hbm": [True, "", 7],
+    "transfer_listen": [
+        "localhost:7400",
+        "::1:7400",
+        "127.0.0.1:99999",
+        "127.0.0.1",
+        "127.0.0.1:",
+        ":7400",
+        "[127.0.0.1]:7400",
+        "[::1:7400",
+        "host.example:7400",
+        "0.0.0.0:7400",
+        "[::]:0",
+        7400,
+    ],
+    "transfer_advertise": ["", 7],
     "kv_layout": ["", "HND", "BHLNC", True],
     "transfer_rdma": ["", "always", True],
     "secret_file": ["", "/no/such/secret", 7],
@@ -69,6 +86,15 @@ def test_valid_values_are_accepted(name, value):
 def test_invalid_values_are_refused_by_their_key(name, value):
     with pytest.raises(ConfigError, match=rf"^cascade\.{name}: "):
         read_connector_settings(STORE | {f"cascade.{name}": value})
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:7400", "[::]:7400"])
+def test_all_interfaces_need_a_name_that_others_can_use(listen):
+    given = STORE | {"cascade.transfer_listen": listen}
+    with pytest.raises(ConfigError, match=r"cascade\.transfer_advertise"):
+        read_connector_settings(given)
+    name = {"cascade.transfer_advertise": "prefill-0"}
+    assert read_connector_settings(given | name).transfer_listen == listen
 
 
 @pytest.mark.parametrize("given", SUGGESTIONS)

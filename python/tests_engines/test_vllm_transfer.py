@@ -175,10 +175,12 @@ def test_another_engine_at_the_address_is_not_read(start):
     assert target.facts.loads_failed == 4
 
 
-def test_an_offer_for_another_prompt_is_given_back(start):
+@pytest.mark.parametrize("more", [0, 1, -1])
+def test_an_offer_for_another_prompt_is_given_back(start, more):
+    """Pages for a prompt of another length stayed taken for the whole lease."""
     source, target = start(), start()
     params = prefill(source, prompt(4 * BLOCK, "one"))
-    decode(target, prompt(4 * BLOCK, "two"), params)
+    decode(target, prompt(4 * BLOCK + more, "two"), params)
     assert pulled(target) == 0
     step_until_idle(source)
 

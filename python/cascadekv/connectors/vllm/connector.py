@@ -57,7 +57,12 @@ from cascadekv.connectors.vllm.registration import ManifestRegistration
 from cascadekv.connectors.vllm.scheduler import Scheduler
 from cascadekv.connectors.vllm.settings import read_connector_settings
 from cascadekv.connectors.vllm.store import EngineStore, PrivateNode, private_socket
-from cascadekv.connectors.vllm.transfer_setup import offered, open_transfers, transfers_between
+from cascadekv.connectors.vllm.transfer_setup import (
+    NoTransfersError,
+    offered,
+    open_transfers,
+    transfers_between,
+)
 from cascadekv.connectors.vllm.worker import Worker
 
 if TYPE_CHECKING:
@@ -148,6 +153,9 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         """Attach the engine's KV memory."""
         try:
             self._facts = self._attach(kv_caches)
+        except NoTransfersError:
+            # Half of a service without transfers is worse than one that does not start.
+            raise
         except (LayoutError, OSError, ValueError) as reason:
             _LOG.warning("Cascade: this engine's KV is not stored: %s", reason)
             self._facts = WorkerFacts({}, [], refusal=str(reason))

@@ -22,6 +22,7 @@ __all__ = [
     "Offer",
     "OfferError",
     "Opened",
+    "OtherLengthError",
     "PullPlan",
     "PushSource",
     "TransferPlan",
@@ -39,6 +40,7 @@ _NAME_MAX = 256
 """Most characters of the name of a transfer."""
 _GROUPS_MAX = 64
 _WORKERS_MAX = 1024
+_TOKENS_MAX = 1 << 24
 """Most groups and workers of an offer: a request's parameters come from anyone."""
 
 
@@ -51,6 +53,15 @@ OTHER_PROMPT = (
 
 class OfferError(ValueError):
     """`kv_transfer_params` cannot be used, with the reason."""
+
+
+class OtherLengthError(OfferError):
+    """An offer is of a prompt with another number of tokens. Its pages are not needed."""
+
+    def __init__(self, offer: "Offer", tokens: int) -> None:
+        """`tokens` are those of the request."""
+        super().__init__(f"an offer of {offer.tokens} tokens for a prompt of {tokens}")
+        self.offer = offer
 
 
 @dataclass(frozen=True)
@@ -114,7 +125,8 @@ class Offer:
         if own.get("version") != VERSION:
             raise OfferError(f"version {own.get('version')!r} of an offer, this is {VERSION}")
         try:
-            _check_sizes(params["remote_block_ids"], own["workers"], tokens)
+            offered = min(int(params["remote_num_tokens"]), _TOKENS_MAX)
+            _check_sizes(params["remote_block_ids"], own["workers"], max(tokens, offered))
             offer = cls(
                 str(params["remote_engine_id"]),
                 str(params["remote_request_id"]),
@@ -128,13 +140,13 @@ class Offer:
             )
         except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             raise OfferError(f"an offer cannot be read: {error!r}") from error
-        if offer.tokens != tokens:
-            raise OfferError(f"an offer of {offer.tokens} tokens for a prompt of {tokens}")
         if token is not None:
             seal = own.get("seal")
             expected = offer._seal(token)
             if not isinstance(seal, str) or not hmac.compare_digest(seal, expected):
                 raise OfferError("an offer is not sealed with this engine's transfer token")
+        if offer.tokens != tokens:
+            raise OtherLengthError(offer, tokens)
         return offer
 
     def _seal(self, token: bytes) -> str:

@@ -1,7 +1,6 @@
 """Parses `kv_connector_extra_config`: the store's keys and the connector's own keys."""
 
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from cascadekv.connectors.settings import KEYS as STORE_KEYS
 from cascadekv.connectors.settings import StoreAddress, read_settings
 from cascadekv.connectors.ucm import UcmSettings, read_ucm, trace_limits
 from cascadekv.connectors.vllm.layout import PAGE_CONTIGUOUS
+from cascadekv.connectors.vllm.listen_address import ListenAddress
 from cascadekv.errors import ConfigError
 from cascadekv.messages import advice
 from cascadekv.transfer import Tls
@@ -23,12 +23,11 @@ SECONDS_MIN, SECONDS_MAX = 0.001, 3600.0
 LOADS = ("auto", "sync", "async")
 TRANSFERS = ("off", "direct", "node")
 RDMA_USES = ("off", "prefer", "require")
-_LISTEN_FORM = re.compile(r".+:\d{1,5}")
 _LOAD = "auto, sync or async"
 _BOOLEAN = "true or false"
 _TRANSFER = "off, direct or node"
 _RDMA = "off, prefer or require"
-_LISTEN = "HOST:PORT, where port 0 takes a free one"
+_LISTEN = "ADDRESS:PORT with an IP address ([...] for IPv6), where port 0 takes a free one"
 _LEASE = "a number of seconds from 4 to 3600"
 _SHARE = "a share from 0 to 1"
 _TOKENS = "a number of tokens"
@@ -49,6 +48,7 @@ _OWN = {
     "cascade.kv_layout": _LAYOUT,
     "cascade.transfer": _TRANSFER,
     "cascade.transfer_listen": _LISTEN,
+    "cascade.transfer_advertise": _NAME,
     "cascade.transfer_token_file": _FILE,
     "cascade.transfer_tls_certificate": _FILE,
     "cascade.transfer_tls_key": _FILE,
@@ -118,6 +118,8 @@ class ConnectorSettings:
     """
     transfer_listen: str = "127.0.0.1:0"
     """Where the first worker lets peers read its pages; others use the following ports."""
+    transfer_advertise: str | None = None
+    """Name or IP address under which other engines reach this host. Default: that of the above."""
     transfer_token_file: str | None = None
     """File with the secret of both engines, of 16 characters or more; for peers on other hosts."""
     transfer_tls_certificate: str | None = None
@@ -232,6 +234,12 @@ def read_connector_settings(extra: Mapping[str, object]) -> ConnectorSettings:
     store = {key: value for key, value in options.items() if key in STORE_KEYS}
     own = {key.removeprefix("cascade."): v for key, v in options.items() if key in _OWN}
     checked: dict[str, Any] = {name: _check(name, value) for name, value in own.items()}
+    listen = ListenAddress.parse(checked.get("transfer_listen", ConnectorSettings.transfer_listen))
+    if listen.is_everywhere and "transfer_advertise" not in checked:
+        raise ConfigError(
+            f"cascade.transfer_listen: other engines cannot connect to {listen.host}; set the "
+            "address of one interface, or cascade.transfer_advertise to the name of this host"
+        )
     if "record" in checked:
         checked["record_limits"] = trace_limits(os.environ)
     return ConnectorSettings(
@@ -277,12 +285,20 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and bool(value)
 
 
+def _is_listen(value: object) -> bool:
+    try:
+        ListenAddress.parse(str(value))
+    except ValueError:
+        return False
+    return isinstance(value, str)
+
+
 _CHECKS: Mapping[str, Callable[[object], bool]] = {
     _LOAD: lambda value: value in LOADS,
     _BOOLEAN: lambda value: isinstance(value, bool),
     _TRANSFER: lambda value: value in TRANSFERS,
     _RDMA: lambda value: value in RDMA_USES,
-    _LISTEN: lambda value: _is_text(value) and _LISTEN_FORM.fullmatch(str(value)) is not None,
+    _LISTEN: _is_listen,
     _LEASE: lambda value: _is_number(value, 4, SECONDS_MAX),
     _SHARE: lambda value: _is_number(value, 0, 1),
     _TOKENS: lambda value: _is_count(value, 0),

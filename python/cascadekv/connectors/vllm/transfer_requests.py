@@ -23,6 +23,7 @@ from cascadekv.connectors.vllm.offers import (
     Offer,
     OfferError,
     Opened,
+    OtherLengthError,
     PushSource,
     TransferPlan,
     transfer_name,
@@ -301,6 +302,10 @@ class TransferRequests:
                     plan = PushPlan(source, digest, tokens, self.workers, self._lease_s)
                 return None if plan is None else _Taken(plan, 0.0)
             offer = Offer.parse(params, self._seal_key(), tokens=tokens)
+        except OtherLengthError as error:
+            self._failures.count("reading the offer of a prefill engine", error)
+            self._plan.released.append(error.offer)
+            return None
         except (OfferError, CascadeError) as error:
             self._failures.count("reading the offer of a prefill engine", error)
             return None

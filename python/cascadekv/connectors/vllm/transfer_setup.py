@@ -11,6 +11,7 @@ from cascadekv.connectors.vllm.adapters import ReportedAdapters
 from cascadekv.connectors.vllm.groups import CacheGroup, windows_of
 from cascadekv.connectors.vllm.keys import UnkeyableRequest, features_of, origin_of
 from cascadekv.connectors.vllm.layout import HeldPart, group_specs
+from cascadekv.connectors.vllm.listen_address import ListenAddress
 from cascadekv.connectors.vllm.metadata import WorkerFacts
 from cascadekv.connectors.vllm.offers import params_without_pages, prompt_digest, wants_decode
 from cascadekv.connectors.vllm.pinned_pages import PinnedPages
@@ -27,9 +28,13 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-__all__ = ["offered", "open_transfers", "transfers_between"]
+__all__ = ["NoTransfersError", "offered", "open_transfers", "transfers_between"]
 
 _LOG = logging.getLogger("vllm.cascade")
+
+
+class NoTransfersError(ConfigError):
+    """`cascade.transfer: direct` cannot work, with the reason: the engine must not start."""
 
 
 def open_transfers(
@@ -55,9 +60,10 @@ def open_transfers(
     parallel, (parts, manifest, cache) = config.parallel_config, held
     # In the order of the parts' regions.
     layers = [list(specs) for specs in group_specs(cache)]
-    host, _, port = settings.transfer_listen.rpartition(":")
-    listen = f"{host}:{int(port) + parallel.rank}" if int(port) else f"{host}:0"
+    # Replicas of a data-parallel engine are engines of their own at other ports.
+    worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
     try:
+        listen = ListenAddress.parse(settings.transfer_listen).of_worker(worker)
         geometry = Geometry.of(
             parts,
             manifest,
@@ -72,13 +78,16 @@ def open_transfers(
             memory,
             geometry,
             listen=listen,
+            advertise=settings.transfer_advertise,
             token=settings.read_transfer_token(),
             tls=settings.transfer_tls(),
             rdma=None if use == "off" else Rdma(use="require" if use == "require" else "prefer"),
             layers=[layers[each.part.group] for each in parts],
         )
     except (CascadeError, GeometryError, OSError, ValueError) as error:
-        raise ConfigError(f"cascade.transfer: direct, at {listen}: {error}") from error
+        raise NoTransfersError(
+            f"cascade.transfer: direct, worker {worker} of {settings.transfer_listen}: {error}"
+        ) from error
 
 
 def transfers_between(

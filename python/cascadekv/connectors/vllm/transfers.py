@@ -61,6 +61,7 @@ class Transfers:
         geometry: Geometry,
         *,
         listen: str,
+        advertise: str | None = None,
         token: bytes | None,
         tls: Tls | None = None,
         rdma: Rdma | None = None,
@@ -68,7 +69,8 @@ class Transfers:
     ) -> None:
         """Register the pages in host memory and listen. Raises `CascadeError` or `OSError`.
 
-        Engines of other hosts need the token or the certificates. `layers` are the names of the
+        Engines of other hosts need the token or the certificates. They are told of the host
+        `advertise`, if it is not that of `listen`. `layers` are the names of the
         layers of each part; without them, blocks are written to decode engines at the end of each
         step.
         """
@@ -93,6 +95,9 @@ class Transfers:
         self._endpoint.register(self._leases.memory, access="read")
         self._endpoint.register(self._scratch.memory, access="local")
         self.address = self._endpoint.listen(listen)
+        if advertise is not None:
+            host = f"[{advertise}]" if ":" in advertise else advertise
+            self.address = f"{host}:{self.address.rpartition(':')[2]}"
         self.id = self._endpoint.id.hex()
         self._engines: dict[tuple[tuple[str, str], ...], PrefillEngine] = {}
         self._pushes = Pushes(
