@@ -13,7 +13,7 @@ import cascadekv
 import engine_calls
 import pytest
 from cascadekv.bench.prompts import prompt, with_prefix
-from cascadekv.connectors.vllm.store import private_socket
+from cascadekv.connectors.vllm.private_node import private_socket
 from forked_engines import BLOCK
 
 pytest_plugins = ["forked_engines"]

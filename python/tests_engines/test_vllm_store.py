@@ -1,14 +1,18 @@
 """An engine's private node: connected to once it has started, without blocking anything."""
 
+import os
+import signal
 import subprocess
 import threading
 
 import cascadekv
 import pytest
 from cascadekv.connectors.settings import StoreAddress
+from cascadekv.connectors.vllm import private_node
 from cascadekv.connectors.vllm import store as module
+from cascadekv.connectors.vllm.private_node import PrivateNode
 from cascadekv.connectors.vllm.registration import ManifestRegistration
-from cascadekv.connectors.vllm.store import EngineStore, PrivateNode
+from cascadekv.connectors.vllm.store import EngineStore
 
 
 @pytest.fixture
@@ -73,10 +77,35 @@ class HangingProcess:
 
 
 def test_a_private_node_that_cannot_be_killed_does_not_keep_an_engine_from_ending(tmp_path, caplog):
-    node = PrivateNode.__new__(PrivateNode)
-    node._process, node._directory = HangingProcess(), tmp_path / "private"  # noqa: SLF001
+    node = PrivateNode(tmp_path / "private" / "node.sock", {"cascade.dram": "16MiB"})
+    process, node._process = node._process, HangingProcess()  # noqa: SLF001
     node.close()
     assert "has not ended" in caplog.text
+    process.kill()
+
+
+def test_a_private_node_that_ends_is_started_again(tmp_path, eventually, monkeypatch, caplog):
+    """It was never started again, and nothing said so."""
+    monkeypatch.setattr(private_node, "RESTART_MIN_S", 0.05)
+    socket = tmp_path / "private" / "node.sock"
+    node = PrivateNode(socket, {"cascade.dram": "16MiB"})
+    try:
+        first = node._process.pid  # noqa: SLF001
+        os.kill(first, signal.SIGKILL)
+        eventually(lambda: node.restarts == 1)
+        assert f"process {first}) has ended: signal 9" in caplog.text
+        assert "runs again" in caplog.text
+        with cascadekv.connect(str(socket)) as store:
+            assert store.stats() is not None
+        # What it needs is gone: it is tried again and again, at longer and longer intervals.
+        node._command[0] = "/nonexistent"  # noqa: SLF001
+        os.kill(node._process.pid, signal.SIGKILL)  # noqa: SLF001
+        eventually(lambda: caplog.text.count("the next try is in") >= 2)
+    finally:
+        node.close()
+    node._thread.join(30)  # noqa: SLF001
+    assert not node._thread.is_alive()  # noqa: SLF001
+    assert not socket.parent.exists()
 
 
 class RecordingStore:

@@ -53,10 +53,11 @@ from cascadekv.connectors.vllm.metadata import (
 from cascadekv.connectors.vllm.metrics import CascadePromMetrics, CascadeStats, GpuCounts
 from cascadekv.connectors.vllm.namespaces import Namespaces
 from cascadekv.connectors.vllm.pinned_pages import PinnedPages
+from cascadekv.connectors.vllm.private_node import PrivateNode, private_socket
 from cascadekv.connectors.vllm.registration import ManifestRegistration
 from cascadekv.connectors.vllm.scheduler import Scheduler
 from cascadekv.connectors.vllm.settings import read_connector_settings
-from cascadekv.connectors.vllm.store import EngineStore, PrivateNode, private_socket
+from cascadekv.connectors.vllm.store import EngineStore
 from cascadekv.connectors.vllm.transfer_setup import (
     NoTransfersError,
     offered,
@@ -403,7 +404,9 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             wait = self.settings.lookup_timeout
         else:
             wait = max(self.settings.load_timeout, self.settings.save_timeout)
-        engine = str(self._kv_transfer_config.engine_id)
+        # Several connectors of one engine, below a `MultiConnector`, may have different stores.
+        options = sorted(self.settings.store_options.items())
+        engine = f"{self._kv_transfer_config.engine_id} {options}"
         is_embedded = address.node is None and is_one_process(config)
         key = f"{engine} {'one process' if is_one_process(config) else self.role.name}"
         if is_embedded:

@@ -5,44 +5,21 @@ processes uses a private node: its first worker starts and ends the node, and th
 find its socket by the engine's id.
 """
 
-import atexit
-import ctypes
-import hashlib
 import logging
-import os
-import shutil
-import signal
-import subprocess
-import tempfile
 import threading
 import time
-from collections.abc import Mapping
-from pathlib import Path
 
 from cascadekv import Store
-from cascadekv._program import program
 from cascadekv.connectors.settings import RETRY_S, StoreAddress, StoreLink
 from cascadekv.errors import CascadeError
 
-__all__ = ["EngineStore", "private_socket"]
+__all__ = ["EngineStore"]
 
 _LOG = logging.getLogger("vllm.cascade")
-SOCKET_PATH_BYTES_MAX = 107
-"""Longest path of a Unix socket: 108 bytes of `sockaddr_un` with the final NUL."""
-START_S = 60.0
-"""Time-out for the start of a private node; a new pool of many GiB takes seconds."""
-KILL_S = 5.0
-"""How long to wait for the end of a killed private node."""
 POLL_INTERVAL_S = 0.25
 """Interval of attempts to connect to a private node that has not started."""
 MISSING_WARNING_S = 30.0
 """Delay before the warning about a private node that has not started."""
-_FLAGS = {
-    "cascade.pipeline": "--pipeline",
-    "cascade.dram": "--dram",
-    "cascade.files": "--files",
-    "cascade.files_capacity": "--files-capacity",
-}
 _SHARED: dict[str, tuple[StoreLink, int]] = {}
 _LOCK = threading.Lock()
 
@@ -100,78 +77,3 @@ class EngineStore:
             link.close()
         except CascadeError as error:
             _LOG.warning("Cascade: closing the store failed: %s", error)
-
-
-def private_socket(engine: str) -> Path:
-    """Return the socket of an engine's private node, in a directory of this user's alone."""
-    root = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
-    # Hashed to keep the socket's path short. All of the id counts: ranks differ at its end.
-    name = hashlib.sha256(engine.encode()).hexdigest()[:16]
-    socket = root / f"cascade-{os.getuid()}-{name}" / "node.sock"
-    if len(os.fsencode(socket)) > SOCKET_PATH_BYTES_MAX:
-        # Scratch directories of batch systems can exceed the length of a socket path.
-        socket = Path("/tmp") / socket.parent.name / socket.name  # noqa: S108 # created 0700
-    return socket
-
-
-class PrivateNode:
-    """A node that serves one engine, as a child process of its first worker."""
-
-    def __init__(self, socket: Path, options: Mapping[str, object]) -> None:
-        """Start the node and wait until it is ready. Raises `OSError` if it does not start."""
-        self._directory = socket.parent
-        self._directory.mkdir(mode=0o700, exist_ok=True)
-        command = [str(program()), "serve", "--socket", str(socket)]
-        for key, flag in _FLAGS.items():
-            if key in options:
-                command += [flag, str(options[key])]
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith("CASCADE_")}
-        # The pool is not kept for a restart: the next engine has another id. One client may use all
-        # of it: the clients are the processes of one engine.
-        settings = inherited | {
-            "CASCADE_KEEP_POOL": "never",
-            "CASCADE_CLIENT_SHARE": "100%",
-        }
-        self._process = subprocess.Popen(  # noqa: S603 # our own command
-            command,
-            env=settings,
-            stdout=subprocess.PIPE,
-            text=True,
-            preexec_fn=_die_with_parent,  # noqa: PLW1509 # one system call, takes no locks
-        )
-        watchdog = threading.Timer(START_S, self._process.kill)
-        watchdog.start()
-        line = self._process.stdout.readline() if self._process.stdout else ""
-        watchdog.cancel()
-        if "ready" not in line:
-            self.close()
-            raise OSError(f"the engine's private node did not start: {' '.join(command)}")
-        atexit.register(self.close)
-
-    def close(self) -> None:
-        """End the node, by force after a time-out, and remove its directory."""
-        if self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(START_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._reap()
-        shutil.rmtree(self._directory, ignore_errors=True)
-
-    def _reap(self) -> None:
-        """Wait for the killed node. The kernel keeps it while a call to a failed disk hangs."""
-        try:
-            self._process.wait(KILL_S)
-        except subprocess.TimeoutExpired:
-            _LOG.warning(
-                "Cascade: the engine's private node (process %d) has not ended %.0f s after it was "
-                "killed; check the disk of cascade.files",
-                self._process.pid,
-                KILL_S,
-            )
-
-
-def _die_with_parent() -> None:
-    set_parent_death_signal = 1
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
