@@ -59,6 +59,10 @@ fn show_flushed(flushed: &[FlushResult], screen: &mut Screen) -> Result<(), Fail
         let name = &tenant.tenant;
         let pending = ByteSize(tenant.pending_bytes).rounded();
         match &tenant.error {
+            None if tenant.unkept_blocks > 0 => screen.line(format!(
+                "tenant {name}: {} blocks are only in memory: no tier below DRAM is configured",
+                grouped(tenant.unkept_blocks),
+            ))?,
             None => screen.line(format!("tenant {name}: all blocks are written"))?,
             Some(error) => {
                 let text = format!("tenant {name}: NOT written: {error}; {pending} pending");
@@ -190,10 +194,15 @@ pub(super) fn drain(args: &DrainArgs, screen: &mut Screen) -> Result<i32, Failur
     } else {
         show_flushed(&drained.tenants, screen)?;
         let clients = format!("{} clients connected", grouped(drained.clients as u64));
+        let unkept: u64 = drained.tenants.iter().map(|tenant| tenant.unkept_blocks).sum();
         screen.line(match (drained.is_written, drained.is_ending, has_ended) {
             (false, ..) => format!(
                 "the node is draining ({clients}), but some blocks are not written, so it keeps \
                  running; try again, or see cascade status"
+            ),
+            (true, false, _) if unkept > 0 => format!(
+                "the node is drained ({clients}): {} blocks are lost when it is stopped",
+                grouped(unkept)
             ),
             (true, false, _) => {
                 format!("the node is drained ({clients}): it can be stopped without data loss")

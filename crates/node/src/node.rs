@@ -60,7 +60,8 @@ struct Inner {
     current: Mutex<NodeConfig>,
     controls: OnceLock<ProcessControls>,
     gpu_node: Option<Arc<GpuNode>>,
-    tenants: Tenants,
+    /// Set once the stores are open.
+    tenants: OnceLock<Tenants>,
     sessions: ClientSessions,
     epoch: u64,
     state: AtomicU8,
@@ -73,21 +74,26 @@ struct Inner {
 }
 
 impl Node {
-    /// Opens the stores. Serves no socket yet.
+    /// A node with open stores. Serves no socket yet.
     pub fn open(config: NodeConfig) -> Result<Self, NodeError> {
-        let tenants = Tenants::open(&config)?;
+        let node = Self::new(config)?;
+        node.open_stores()?;
+        Ok(node)
+    }
+
+    /// A node without its stores, which [`Node::open_stores`] opens.
+    pub(crate) fn new(config: NodeConfig) -> Result<Self, NodeError> {
         let epoch = random_bytes().map_err(|source| NodeError::Server {
             operation: "get random bytes for the epoch",
             source,
         })?;
-        tenants.all().iter().for_each(|tenant| log_recovery(tenant));
         Ok(Self(Arc::new(Inner {
             live: RwLock::new(LiveSettings::of(&config)),
             current: Mutex::new(config.clone()),
             controls: OnceLock::new(),
             gpu_node: config.gpu_node.clone().map(|gpu| Arc::new(GpuNode::new(gpu))),
             config,
-            tenants,
+            tenants: OnceLock::new(),
             sessions: ClientSessions::default(),
             epoch: u64::from_le_bytes(epoch),
             state: AtomicU8::new(NodeState::Starting as u8),
@@ -100,14 +106,35 @@ impl Node {
         })))
     }
 
+    /// Opens the stores: allocates all memory, and recovers blocks of earlier runs.
+    pub(crate) fn open_stores(&self) -> Result<(), NodeError> {
+        let tenants = Tenants::open(&self.0.config)?;
+        tenants.all().iter().for_each(|tenant| log_recovery(tenant));
+        self.0.tenants.get_or_init(|| tenants);
+        Ok(())
+    }
+
+    /// Whether the stores are open.
+    pub(crate) fn has_stores(&self) -> bool {
+        self.0.tenants.get().is_some()
+    }
+
+    /// How far the start is, in words: of a large pool the allocation takes minutes.
+    pub(crate) fn progress_of_start(&self) -> String {
+        let of_pools = self.0.config.dram_bytes();
+        let has = ProcessStats::now().memory_bytes.min(of_pools);
+        let (has, of_pools) = (ByteSize(has).rounded(), ByteSize(of_pools).rounded());
+        format!("starting: this process has {has} of {of_pools} of memory")
+    }
+
     /// Stops the node when the memory of its GPU is needed, if it has one.
     pub(crate) fn watch_gpu(&self, stop: &Arc<Notify>) -> std::io::Result<()> {
-        self.0.tenants.gpu().map_or(Ok(()), |gpu| gpu.clone().watch(Arc::clone(stop)))
+        self.tenants().gpu().map_or(Ok(()), |gpu| gpu.clone().watch(Arc::clone(stop)))
     }
 
     /// Whether the GPU that holds the blocks still works, if there is one.
     pub(crate) fn check_gpu(&self) -> Result<(), NodeError> {
-        self.0.tenants.gpu().map_or(Ok(()), |gpu| gpu.check().map_err(NodeError::Gpu))
+        self.tenants().gpu().map_or(Ok(()), |gpu| gpu.check().map_err(NodeError::Gpu))
     }
 
     /// The node in the memory of a GPU that belongs to this one.
@@ -189,13 +216,16 @@ impl Node {
     }
 
     /// The tenants.
+    ///
+    /// # Panics
+    /// If the stores are not open yet. A node that this crate returns has open stores.
     pub fn tenants(&self) -> &Tenants {
-        &self.0.tenants
+        self.0.tenants.get().expect("nothing that needs a store is served before they are open")
     }
 
     /// The default tenant's store.
     pub fn store(&self) -> &Store {
-        self.0.tenants.all()[0].store()
+        self.tenants().all()[0].store()
     }
 
     /// A random identifier of this run of the node.
@@ -260,7 +290,7 @@ impl Node {
     pub fn close(&self) -> Result<(), NodeError> {
         let mut first = Ok(());
         // Not ended by an error: every store has pending blocks of its own.
-        for tenant in self.0.tenants.all() {
+        for tenant in self.tenants().all() {
             let closed = tenant.store().close();
             let tenant = tenant.name().to_owned();
             first = first.and(closed.map_err(|source| NodeError::Store { tenant, source }));
@@ -272,7 +302,7 @@ impl Node {
     pub fn status(&self) -> Status {
         let inner = &self.0;
         let process = ProcessStats::now();
-        let tenants = inner.tenants.all().iter().map(|tenant| {
+        let tenants = self.tenants().all().iter().map(|tenant| {
             let store = tenant.store();
             let hot = store.hot_prefixes(HOT_PREFIXES);
             TenantStatus::of(tenant.name(), &store.stats(), SystemClock.unix_ms())
@@ -297,7 +327,7 @@ impl Node {
                 open_files: process.open_files,
                 open_files_max: process.open_files_max,
                 started_unix_s: process.started_unix_s,
-                gpu: inner.tenants.gpu().map(NodeGpu::status),
+                gpu: self.tenants().gpu().map(NodeGpu::status),
                 gpu_node: inner.gpu_node.as_ref().map(|gpu| gpu.status()),
             },
             tenants,

@@ -38,6 +38,9 @@ const PORT_STOP_TIMEOUT: Duration = Duration::from_secs(2);
 /// pending blocks for that.
 const SAME_STOP_REQUEST: Duration = Duration::from_secs(1);
 
+/// Interval of the log lines about a start that takes long.
+const PROGRESS_INTERVAL: Duration = Duration::from_secs(5);
+
 /// Poll interval of the log lines about tiers.
 const TIERS_INTERVAL: Duration = Duration::from_secs(5);
 
@@ -72,12 +75,18 @@ pub fn run(
     let group = config.admin_group.as_ref().map(|group| group.gid);
     // Its lock comes before the stores: a second node at the same socket fails here.
     let (listener, file) = SocketFile::listen(&config.socket, config.socket_mode, group)?;
-    let node = Node::open(config)?;
+    let node = Node::new(config)?;
     node.set_controls(ProcessControls::new(reload, log, &signals.stop));
     if let Some(spans) = &spans {
         node.set_spans(spans.clone());
     }
+    // The port comes before the stores, which can take minutes: it says how far they are.
     let port = serve_http(&node)?;
+    let opening = node.clone();
+    if !open_stores(&runtime, &mut signals, &node, move || opening.open_stores())? {
+        tracing::info!("stopped during the start");
+        return Ok(());
+    }
     let server = Server::start(node.clone(), listener)?;
     node.set_state(NodeState::Serving);
     node.watch_gpu(&signals.stop).map_err(failed("start the thread that watches the GPU"))?;
@@ -107,6 +116,56 @@ pub fn run(
         spans.close(PORT_STOP_TIMEOUT);
     }
     closed.and(node.check_gpu())
+}
+
+/// Opens the stores by `open`, in a thread of its own, and logs how far it is. Returns false if the
+/// process is told to stop meanwhile; the thread then ends with the process.
+fn open_stores(
+    runtime: &tokio::runtime::Runtime,
+    signals: &mut ProcessSignals,
+    node: &Node,
+    open: impl FnOnce() -> Result<(), NodeError> + Send + 'static,
+) -> Result<bool, NodeError> {
+    tracing::info!(
+        memory = %ByteSize(node.config().dram_bytes()).rounded(),
+        "allocating the memory of all pools, and opening the tiers"
+    );
+    let (sender, mut opened) = tokio::sync::oneshot::channel();
+    // Without a receiver, the process ends.
+    let open = move || drop(sender.send(open()));
+    let thread = std::thread::Builder::new().name("cascade-open".to_owned()).spawn(open);
+    let operation = "start the thread that opens the stores";
+    drop(thread.map_err(|source| NodeError::Server { operation, source })?);
+    let mut has_reload = false;
+    loop {
+        let event = runtime.block_on(async {
+            tokio::select! {
+                opened = &mut opened => OpeningEvent::Opened(opened),
+                event = signals.next() => OpeningEvent::Signal(event),
+                () = tokio::time::sleep(PROGRESS_INTERVAL) => OpeningEvent::Waited,
+            }
+        });
+        match event {
+            // Only a panic drops the sender before it has sent the result.
+            OpeningEvent::Opened(opened) => {
+                opened.unwrap_or_else(|_| Err(unfinished("a store panicked")))?;
+                if has_reload {
+                    reload_config(node);
+                }
+                return Ok(true);
+            }
+            OpeningEvent::Signal(ProcessEvent::Stop) => return Ok(false),
+            OpeningEvent::Signal(ProcessEvent::Reload) => has_reload = true,
+            OpeningEvent::Waited => tracing::info!("{}", node.progress_of_start()),
+        }
+    }
+}
+
+/// What happens while the stores are opened.
+enum OpeningEvent {
+    Opened(Result<Result<(), NodeError>, tokio::sync::oneshot::error::RecvError>),
+    Signal(ProcessEvent),
+    Waited,
 }
 
 /// Reloads the configuration when it is told to, and logs problems of tiers.
@@ -307,9 +366,51 @@ impl ProcessSignals {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Read as _;
+    use std::net::TcpStream;
+
     use tokio::time::{Instant, sleep};
 
     use super::*;
+
+    /// The reason of `/readyz`, or the code of another page.
+    fn get(port: &HttpHandle, path: &str) -> String {
+        let mut stream = TcpStream::connect(port.address()).unwrap();
+        let request = format!("GET {path} HTTP/1.1\r\nHost: {}\r\nConnection: close\r\n\r\n", port.address());
+        stream.write_all(request.as_bytes()).unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        answer
+    }
+
+    #[test]
+    fn a_node_that_starts_answers_and_can_be_stopped() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut config = NodeConfig::new(directory.path().join("socket"));
+        config.listen = Some("127.0.0.1:0".parse().unwrap());
+        let node = Node::new(config).unwrap();
+        let port = serve_http(&node).unwrap().unwrap();
+        assert!(get(&port, "/healthz").starts_with("HTTP/1.1 200"));
+        for path in ["/readyz", "/", "/status.json", "/metrics"] {
+            let answer = get(&port, path);
+            assert!(answer.starts_with("HTTP/1.1 503"), "{path}: {answer}");
+            assert!(answer.contains("starting: this process has"), "{path}: {answer}");
+        }
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let mut signals = runtime.block_on(async { ProcessSignals::new() }).unwrap();
+        let (end, is_ended) = std::sync::mpsc::channel::<()>();
+        signals.stop.notify_one();
+        // Ends with the other end of the channel: not before the stop.
+        let endless = move || is_ended.recv().map_err(|_| unfinished("it ends"));
+        assert!(!open_stores(&runtime, &mut signals, &node, endless).unwrap());
+        drop(end);
+        let fails = || Err(unfinished("no memory"));
+        assert!(open_stores(&runtime, &mut signals, &node, fails).is_err());
+        let opening = node.clone();
+        let open = move || opening.open_stores();
+        assert!(open_stores(&runtime, &mut signals, &node, open).unwrap());
+        assert!(get(&port, "/status.json").starts_with("HTTP/1.1 200"));
+    }
 
     #[test]
     fn repetitions_of_a_stop_request_are_ignored_for_a_second() {

@@ -213,7 +213,7 @@ pub struct WarmStats {
     pub recovered_bytes: u64,
     /// Records that were damaged, contradicted each other or described memory outside the pool.
     pub rejected_records: u64,
-    /// Time to open the pool and recover its blocks.
+    /// Time to recover the blocks, without the allocation of the pool.
     pub recover_ms: u64,
     /// How often a store has opened these files, including this time.
     pub runs: u64,

@@ -284,6 +284,20 @@ fn a_drained_node_refuses_puts_and_can_be_stopped() {
     assert_eq!(node.child.wait().unwrap().code(), Some(0), "{}", node.log());
 }
 
+/// What happened: a node without a file tier said that it could be stopped without data loss.
+#[test]
+fn blocks_that_no_tier_keeps_are_named_before_a_stop() {
+    let node = ServedNode::start("");
+    fs::write(node.path("block"), b"some bytes").unwrap();
+    node.output(&["put", KEY, &node.path("block").display().to_string()]);
+    let message = node.output(&["flush"]);
+    assert!(message.contains("1 blocks are only in memory"), "{message}");
+    assert_eq!(node.json(&["drain"])["tenants"][0]["unkept_blocks"], 1);
+    let message = node.output(&["drain"]);
+    assert!(message.contains("1 blocks are lost when it is stopped"), "{message}");
+    assert!(!message.contains("without data loss"), "{message}");
+}
+
 #[test]
 fn settings_are_printed_and_changed_without_a_restart() {
     let node = ServedNode::start("connections_max = 100\n");

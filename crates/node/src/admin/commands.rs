@@ -12,7 +12,7 @@ use super::responses::{
     SettingChange,
 };
 use super::{find_tenant, require_administrator};
-use crate::config::{self, SettingInfo};
+use crate::config::{self, KeepPool, SettingInfo};
 use crate::gpu_node::GpuNodeStatus;
 use crate::status::NodeState;
 use crate::tenants::{DEFAULT_TENANT, Tenant};
@@ -122,7 +122,7 @@ pub(super) fn flush(
     match &request.tenant {
         // An administrator that names no tenant flushes all of them.
         None if caller.name() == DEFAULT_TENANT => Ok(flush_all(node, time)),
-        name => Ok(vec![flush_one(named_or_own(node, caller, name.as_deref())?, time)]),
+        name => Ok(vec![flush_one(node, named_or_own(node, caller, name.as_deref())?, time)]),
     }
 }
 
@@ -130,17 +130,20 @@ pub(super) fn flush(
 fn flush_all(node: &Node, time: Duration) -> Vec<FlushResult> {
     let deadline = Deadline::after(&SystemClock, time);
     let tenants = node.tenants().all().iter();
-    tenants.map(|tenant| flush_one(tenant, deadline.remaining(&SystemClock))).collect()
+    tenants.map(|tenant| flush_one(node, tenant, deadline.remaining(&SystemClock))).collect()
 }
 
-fn flush_one(tenant: &Tenant, time: Duration) -> FlushResult {
+fn flush_one(node: &Node, tenant: &Tenant, time: Duration) -> FlushResult {
     let store = tenant.store();
     let mut mark = store.flush_mark();
     let flushed = store.flush_since(&mut mark, with_timeout(time));
+    let stats = store.stats();
+    let is_kept = !stats.stages.is_empty() || node.config().keep_pool == KeepPool::Always;
     FlushResult {
         tenant: tenant.name().to_owned(),
         error: flushed.err().map(|error| with_causes(&error)),
-        pending_bytes: store.stats().pending_bytes,
+        pending_bytes: stats.pending_bytes,
+        unkept_blocks: if is_kept { 0 } else { stats.keys },
     }
 }
 

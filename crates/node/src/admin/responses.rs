@@ -39,6 +39,8 @@ pub struct FlushResult {
     pub error: Option<String>,
     /// Bytes that are not yet written.
     pub pending_bytes: u64,
+    /// Blocks that no tier keeps when the node stops: the tenant has none below DRAM.
+    pub unkept_blocks: u64,
 }
 
 /// Response to `delete`.

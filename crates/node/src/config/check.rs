@@ -19,6 +19,12 @@ const TENANT_NAME_BYTES_MAX: usize = 64;
 const SECRET_BYTES_MAX: u64 = 1 << 20;
 
 impl NodeConfig {
+    /// The size of all tenants' pools.
+    pub(crate) fn dram_bytes(&self) -> u64 {
+        let tenants = self.tenants.iter().map(|tenant| tenant.store.dram_bytes);
+        tenants.fold(self.store.dram_bytes, u64::saturating_add)
+    }
+
     /// Refuses contradictory or unsafe settings.
     ///
     /// # Errors

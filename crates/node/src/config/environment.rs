@@ -5,9 +5,11 @@ use std::ffi::OsString;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use strsim::osa_distance;
+
 use super::default_capacity::AvailableSpace;
 use super::error::ConfigError;
-use super::keys::{KEYS, edit_distance, nearest_name};
+use super::keys::{KEYS, nearest_name};
 use super::settings::{SettingSource, Settings};
 
 const CONFIG: &str = "CASCADE_CONFIG";
@@ -112,8 +114,8 @@ fn check_unknown(tail: &str, place: SettingSource) -> Result<(), ConfigError> {
         return Ok(());
     }
     let names: Vec<String> = KEYS.iter().map(|key| key.path.to_uppercase()).collect();
-    // One typing error, and one more for each six letters.
-    let is_close = |found: &&str| edit_distance(tail, found) <= 1 + found.len() / 6;
+    // One typing error, such as two letters that changed places, and one more for each six letters.
+    let is_close = |found: &&str| osa_distance(tail, found) <= 1 + found.len() / 6;
     match nearest_name(tail, names.iter().map(String::as_str)).filter(is_close) {
         Some(found) => {
             let nearest = Some(format!("CASCADE_{found}"));
@@ -145,6 +147,7 @@ mod tests {
         for (name, hint) in [
             ("CASCADE_FILES_CAPACTIY", "did you mean \"CASCADE_FILES_CAPACITY\""),
             ("CASCADE_DRAMM", "CASCADE_DRAM"),
+            ("CASCADE_DRMA", "CASCADE_DRAM"),
         ] {
             let tail = name.strip_prefix("CASCADE_").unwrap();
             let message = check_unknown(tail, SettingSource::Default).unwrap_err().to_string();

@@ -5,6 +5,8 @@
 //! `CASCADE_FILES_CAPACITY` in the environment, and `files_capacity` in Python, for settings of
 //! embedded stores.
 
+use strsim::osa_distance;
+
 use super::key::{ADVANCED, SettingKey};
 use super::value::ValueKind;
 
@@ -389,26 +391,10 @@ pub(super) fn nearest_name<'a>(
     let ranked = known.into_iter().map(|name| {
         // The right name in the wrong section is nearer than any misspelling.
         let is_same_name = unknown.contains('.') && last(name) == last(unknown);
-        (if is_same_name { 0 } else { edit_distance(unknown, name) }, name)
+        (if is_same_name { 0 } else { osa_distance(unknown, name) }, name)
     });
     let best = ranked.min_by_key(|(distance, _)| *distance)?;
     (best.0 <= unknown.chars().count().div_ceil(3)).then_some(best.1)
-}
-
-/// The Levenshtein distance: letters to insert, remove or replace to turn one text into the other.
-pub(super) fn edit_distance(source: &str, target: &str) -> usize {
-    let target: Vec<char> = target.chars().collect();
-    let mut row: Vec<usize> = (0..=target.len()).collect();
-    for (at, letter) in source.chars().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = at + 1;
-        for column in 0..target.len() {
-            let change = diagonal + usize::from(letter != target[column]);
-            diagonal = row[column + 1];
-            row[column + 1] = change.min(diagonal + 1).min(row[column] + 1);
-        }
-    }
-    row[target.len()]
 }
 
 #[cfg(test)]
@@ -456,6 +442,5 @@ mod tests {
         assert_eq!(nearest_name("files_capactiy", paths()), Some("files_capacity"));
         assert_eq!(nearest_name("node.pipeline", paths()), Some("pipeline"));
         assert_eq!(nearest_name("zzzzzzzzzz", paths()), None);
-        assert_eq!(edit_distance("kitten", "sitting"), 3);
     }
 }

@@ -16,7 +16,7 @@ pub(super) const MEMORY: Check = Check {
     id: "memory",
     why: "a node allocates all pools at start, so that memory cannot run out later",
     run: |config, machine| {
-        let needed = dram_bytes(config);
+        let needed = config.dram_bytes();
         let Some(available) = available_bytes(&|path| machine.read(path)) else {
             return CheckOutcome::warning(
                 "available memory is unknown: cannot read /proc/meminfo",
@@ -41,7 +41,7 @@ pub(super) const MEMLOCK: Check = Check {
     why: "only locked memory can be registered with io_uring and RDMA, which avoids copies and \
           pinning of pages for each transfer",
     run: |config, machine| {
-        let needed = dram_bytes(config);
+        let needed = config.dram_bytes();
         let Some((soft, _)) = limit(machine, "Max locked memory") else {
             return CheckOutcome::warning("the limit is unknown: cannot read /proc/self/limits", {
                 "mount /proc in this container"
@@ -96,7 +96,7 @@ pub(super) const SHARED_MEMORY: Check = Check {
         let Some(directory) = &config.pool_directory else {
             return CheckOutcome::absent("keep_pool is never: the pool has no file");
         };
-        let (needed, at) = (dram_bytes(config), directory.display());
+        let (needed, at) = (config.dram_bytes(), directory.display());
         let space = match machine.space(directory) {
             Ok(space) => space,
             Err(error) => {
@@ -131,12 +131,6 @@ pub(super) const SHARED_MEMORY: Check = Check {
         CheckOutcome::ok(found)
     },
 };
-
-/// The size of all tenants' pools.
-fn dram_bytes(config: &NodeConfig) -> u64 {
-    let tenants = config.tenants.iter().map(|tenant| tenant.store.dram_bytes);
-    tenants.fold(config.store.dram_bytes, u64::saturating_add)
-}
 
 /// A resource limit of this process, soft and hard. `u64::MAX` means unlimited.
 pub(super) fn limit(machine: &dyn Machine, name: &str) -> Option<(u64, u64)> {

@@ -51,9 +51,18 @@ pub(super) const SOCKET: Check = Check {
     run: |config, machine| {
         let (path, at) = (&config.socket, config.socket.display());
         match machine.socket(path) {
-            Ok(SocketPathState::Free) => CheckOutcome::ok(format!("{at} is free")),
-            Ok(SocketPathState::Stale) => {
-                CheckOutcome::ok(format!("{at} is stale; the node removes it at start"))
+            Ok(state) => {
+                let directory = crate::socket_place::directory_of(path);
+                if let Err(error) = machine.may_write(directory) {
+                    return CheckOutcome::failed(
+                        format!("cannot create a socket in {} ({error})", directory.display()),
+                        "sudo chown \"$USER\" the directory; or set socket (--socket)",
+                    );
+                }
+                CheckOutcome::ok(match state {
+                    SocketPathState::Free => format!("{at} is free"),
+                    SocketPathState::Stale => format!("{at} is stale; the node removes it at start"),
+                })
             }
             Err(SocketPlaceError::Directory { directory, source })
                 if source.kind() == io::ErrorKind::NotFound =>

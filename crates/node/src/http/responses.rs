@@ -173,10 +173,10 @@ impl ResponseQueue {
     }
 }
 
-fn unready_reason(node: &Node) -> Option<&'static str> {
+fn unready_reason(node: &Node) -> Option<String> {
     match node.state() {
-        NodeState::Starting => return Some("starting"),
-        NodeState::Draining => return Some("draining"),
+        NodeState::Starting => return Some(node.progress_of_start()),
+        NodeState::Draining => return Some("draining".to_owned()),
         NodeState::Serving => {}
     }
     let tenant = TenantStatus::of("", &node.store().stats(), SystemClock.unix_ms());
@@ -184,5 +184,5 @@ fn unready_reason(node: &Node) -> Option<&'static str> {
     let mut tiers = tenant.tiers.iter().filter(|tier| tier.capacity_bytes > 0).peekable();
     let none_serves = tiers.peek().is_some()
         && tiers.all(|tier| tier.health.as_ref().is_some_and(|health| is_open(health.state)));
-    none_serves.then_some("no tier serves")
+    none_serves.then(|| "no tier serves".to_owned())
 }

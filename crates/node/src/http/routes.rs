@@ -77,6 +77,10 @@ async fn guard(
     mut request: Request,
     next: Next,
 ) -> Response {
+    if !node.has_stores() {
+        let reason = json!({"error": node.progress_of_start()});
+        return (StatusCode::SERVICE_UNAVAILABLE, Json(reason)).into_response();
+    }
     let access = access.current();
     let caller = request.extensions().get().copied();
     let caller = caller.unwrap_or(Caller::Tcp { has_certificate: false });

@@ -55,11 +55,11 @@ pub(crate) fn open_pool(
         ledger::remove(path).map_err(refused)?;
         return Pool::new(&settings).map(bare).map_err(refused);
     }
-    let started = clock.monotonic();
     // First remove pools of starts that were killed: their memory may be needed for this pool.
     let removed = path.parent().map_or_else(Vec::new, |at| ledger::remove_unused(at, path));
-    let mut opened = ledger::open(path, &settings, &pipeline.lower).map_err(refused)?;
+    let mut opened = ledger::open(path, &settings, &pipeline.lower, clock).map_err(refused)?;
     opened.notes.extend(removed);
+    let started = clock.monotonic();
     let (intact, damaged) = compare_checksums(opened.recovered);
     opened.recovered = intact;
     opened.stats.rejected_records += damaged.len() as u64;
@@ -67,7 +67,7 @@ pub(crate) fn open_pool(
     for one in &damaged {
         opened.ledger.discard(one);
     }
-    opened.stats.recover_ms = millis(clock.monotonic().saturating_sub(started));
+    opened.stats.recover_ms += millis(clock.monotonic().saturating_sub(started));
     Ok(OpenedPool {
         pool: opened.pool,
         ledger: Some(opened.ledger),

@@ -23,6 +23,7 @@ pub(crate) struct FakeMachine {
     pub(crate) lists: BTreeMap<String, Vec<String>>,
     pub(crate) pool: DiskSpace,
     pub(crate) files: DiskSpace,
+    pub(crate) is_read_only: bool,
     pub(crate) direct_refusal: Option<io::ErrorKind>,
     pub(crate) huge_bytes: usize,
     pub(crate) ring: Result<bool, io::ErrorKind>,
@@ -63,6 +64,7 @@ impl FakeMachine {
             pool: space(FileSystem::TMPFS),
             files: space(FileSystem(0xef53)),
             direct_refusal: None,
+            is_read_only: false,
             huge_bytes: 4 << 20,
             ring: Ok(true),
             unix_seconds: 1_800_000_000,
@@ -100,7 +102,7 @@ impl Machine for FakeMachine {
     }
 
     fn may_write(&self, _: &Path) -> io::Result<()> {
-        Ok(())
+        if self.is_read_only { Err(io::ErrorKind::PermissionDenied.into()) } else { Ok(()) }
     }
 
     fn socket(&self, path: &Path) -> Result<SocketPathState, SocketPlaceError> {

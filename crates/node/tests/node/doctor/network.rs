@@ -40,6 +40,9 @@ fn served_sockets_stale_sockets_and_unsafe_directories_are_distinguished() {
     let report = diagnose(node(directory.path()), FakeMachine::healthy());
     assert_reported(&report, "socket", CheckState::Failed, "another process listens", "ss -xlp");
     drop(listener);
+    let machine = FakeMachine { is_read_only: true, ..FakeMachine::healthy() };
+    let report = diagnose(node(directory.path()), machine);
+    assert_reported(&report, "socket", CheckState::Failed, "cannot create a socket", "chown");
     let report = diagnose(node(directory.path()), FakeMachine::healthy());
     let socket = report.checks.iter().find(|check| check.id == "socket").unwrap();
     assert!(socket.state == CheckState::Ok && socket.found.contains("stale"), "{socket:?}");

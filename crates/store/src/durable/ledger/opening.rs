@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering;
 
 use cascade_block::{ByteSize, checksum};
 use cascade_memory::{MemoryError, Pool, PoolConfig, PoolFiles};
+use cascade_runtime::Clock;
 
 use super::record::{BLOCK_WORDS, HELD_WORDS};
 use super::{
@@ -25,6 +26,7 @@ pub(crate) fn open(
     path: &Path,
     config: &PoolConfig,
     stages: &[String],
+    clock: &dyn Clock,
 ) -> Result<WarmPool, MemoryError> {
     let pool_bytes = config.capacity_bytes.next_multiple_of(PAGE);
     let block_count = (pool_bytes / POOL_BYTES_PER_RECORD).max(RECORDS_MIN);
@@ -57,7 +59,11 @@ pub(crate) fn open(
     let count = |count: usize| u32::try_from(count).map_err(|_| MemoryError::Empty);
     let table =
         LedgerTable { files, block_count: count(block_count)?, held_count: count(held_count)? };
+    // All memory is allocated by now, which can take far longer.
+    let started = clock.monotonic();
     let mut opened = WarmPool::new(table, pool, is_used, stages);
+    let took = clock.monotonic().saturating_sub(started);
+    opened.stats.recover_ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
     opened.stats.runs = runs;
     opened.notes = notes;
     Ok(opened)

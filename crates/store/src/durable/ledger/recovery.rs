@@ -312,6 +312,7 @@ fn end(piece: Piece) -> u64 {
 mod tests {
     use cascade_block::{Digest, NamespaceId};
     use cascade_memory::{HugePages, PoolConfig};
+    use cascade_runtime::SystemClock;
 
     use super::super::{HeldKind, WarmPool, open};
     use super::*;
@@ -353,7 +354,7 @@ mod tests {
         let path = directory.path().join("pool");
         let capacity_bytes = 1 << 20;
         let config = PoolConfig { capacity_bytes, huge_pages: HugePages::Never, populate: false };
-        let first = open(&path, &config, &[]).expect("a small pool");
+        let first = open(&path, &config, &[], &SystemClock).expect("a small pool");
         let table = &first.ledger.table;
         for (place, record) in blocks.iter().enumerate() {
             record.write(table.block(u32::try_from(place).expect("a few")));
@@ -363,7 +364,7 @@ mod tests {
         }
         table.note_used();
         drop(first);
-        let second = open(&path, &config, &[]).expect("the same pool");
+        let second = open(&path, &config, &[], &SystemClock).expect("the same pool");
         let name = |one: &Recovered| one.record.facts.key.as_bytes()[0];
         let mut names: Vec<u8> = second.recovered.iter().map(name).collect();
         names.sort_unstable();
