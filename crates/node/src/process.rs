@@ -310,11 +310,21 @@ fn log_notify_error(sent: io::Result<()>) {
     }
 }
 
+/// The pipeline, with the tiers that this node does not have.
+fn shown_pipeline(config: &NodeConfig) -> String {
+    let shown = config.store.pipeline.split('|').map(|name| {
+        let is_absent = name.trim().eq_ignore_ascii_case("hbm") && config.gpu.is_none();
+        let absent = if is_absent { " (absent: no GPU is set)" } else { "" };
+        format!("{}{absent}", name.trim())
+    });
+    shown.collect::<Vec<_>>().join("|")
+}
+
 fn ready_line(node: &Node) -> String {
     let config = node.config();
     let version = env!("CARGO_PKG_VERSION");
     let hbm = if config.gpu_node.is_some() { "Hbm|" } else { "" };
-    let pipeline = &config.store.pipeline;
+    let pipeline = shown_pipeline(config);
     let socket = config.socket.display();
     let scheme = if config.security.certificate.is_some() { "https" } else { "http" };
     let port = node.address().map(|address| format!(", {scheme}://{address}/"));
@@ -410,6 +420,15 @@ mod tests {
         let open = move || opening.open_stores();
         assert!(open_stores(&runtime, &mut signals, &node, open).unwrap());
         assert!(get(&port, "/status.json").starts_with("HTTP/1.1 200"));
+    }
+
+    #[test]
+    fn the_ready_line_names_a_tier_that_is_absent() {
+        let mut config = NodeConfig::new("/socket".into());
+        "Hbm|Dram | Files".clone_into(&mut config.store.pipeline);
+        assert_eq!(shown_pipeline(&config), "Hbm (absent: no GPU is set)|Dram|Files");
+        config.gpu = Some("GPU-1".to_owned());
+        assert_eq!(shown_pipeline(&config), "Hbm|Dram|Files");
     }
 
     #[test]

@@ -7,8 +7,8 @@ use cascade_tier::{PipelineError, TierName};
 use crate::core::catalog::LOWER_STAGES_MAX;
 use crate::stages::StageRegistry;
 
-/// Names of tiers that this build does not have; a pipeline may name them, and they are left out.
-const UNAVAILABLE: [&str; 2] = ["hbm", "peers"];
+/// Name of a tier that is not built yet.
+const PEERS: &str = "peers";
 
 /// Names of the tier of the store's own memory.
 const DRAM: TierName = "dram";
@@ -92,7 +92,11 @@ impl Pipeline {
                     pipeline.keeps_in_memory = true;
                 }
                 "empty" => pipeline.notes.push("stage Empty stores no blocks".to_owned()),
-                missing if UNAVAILABLE.contains(&missing) => {
+                PEERS => {
+                    let name = raw.trim();
+                    return Err(bad(format!("tier {name} is not ready yet; leave {name} out")));
+                }
+                HBM => {
                     let note = format!("tier {} is not available here: left out", raw.trim());
                     pipeline.notes.push(note);
                 }
@@ -169,11 +173,13 @@ mod tests {
     }
 
     #[test]
-    fn an_unavailable_tier_is_left_out_with_a_note() {
-        let pipeline = parse("Hbm|Dram|Peers|Files").unwrap();
+    fn a_tier_without_its_device_is_left_out_with_a_note_and_one_that_is_not_built_is_refused() {
+        let pipeline = parse("Hbm|Dram|Files").unwrap();
         assert_eq!(pipeline.lower, ["files"]);
-        assert_eq!(pipeline.notes.len(), 2);
+        assert_eq!(pipeline.notes.len(), 1);
         assert!(pipeline.notes[0].contains("Hbm"), "{:?}", pipeline.notes);
+        let error = parse("Hbm|Dram|Peers|Files").unwrap_err().to_string();
+        assert!(error.contains("leave Peers out"), "{error}");
     }
 
     #[test]

@@ -35,7 +35,7 @@ const PIPELINES: [(&str, Retention); 11] = [
     ("Dram|Map", Retention::Bytes),
     ("Dram|Files|Map", Retention::Bytes),
     ("Dram|Empty", Retention::Bytes),
-    ("Hbm|Dram|Peers|Files", Retention::Bytes),
+    ("Hbm|Dram|Files", Retention::Bytes),
     ("Dram|Fake", Retention::Bytes),
     ("Fake", Retention::Names),
     ("Empty", Retention::Nothing),
@@ -120,7 +120,7 @@ fn every_pipeline_conforms_with_write_through() {
 #[test]
 fn absent_tiers_are_named_in_the_notes() {
     let directory = tempfile::tempdir().unwrap();
-    let store = open("Hbm|Dram|Peers|Files", directory.path(), WritePolicy::Back);
+    let store = open("Hbm|Dram|Files", directory.path(), WritePolicy::Back);
     let notes = store.stats().notes.join("; ");
     assert!(notes.contains("Hbm") && notes.contains("Peers"), "{notes}");
 }
