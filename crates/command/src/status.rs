@@ -305,7 +305,13 @@ impl StatusPage<'_> {
         }
     }
 
+    /// How tiers are encrypted, and the notes about them.
     fn notes(&mut self, status: &Status) {
+        for tier in status.tenants.iter().flat_map(|tenant| &tenant.tiers) {
+            if let Some(encryption) = &tier.encryption {
+                self.line("encrypted", &format!("tier {}: {encryption}", tier.name));
+            }
+        }
         let of_tenants = status.tenants.iter().flat_map(|tenant| {
             let of_tiers = tenant.tiers.iter().flat_map(|tier| &tier.notes);
             tenant.notes.iter().chain(of_tiers)

@@ -354,6 +354,9 @@ fn log_recovery(tenant: &Tenant) {
         );
     }
     for ((tier, stage), blocks) in stats.stages.iter().zip(&stats.stage_blocks) {
+        if let Some(encryption) = &stage.encryption {
+            tracing::info!(tenant, tier, encryption, "blocks are encrypted");
+        }
         // A tier without recovered blocks is the usual case of a first start, and not worth a line.
         if *blocks > 0 {
             let bytes = ByteSize(stage.used_bytes).rounded();

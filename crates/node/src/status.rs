@@ -222,6 +222,8 @@ pub struct TierStatus {
     pub damaged_structures: u64,
     /// Health of the tier, if it has a circuit breaker.
     pub health: Option<HealthStatus>,
+    /// How its blocks are encrypted, and the key of new ones; none if they are not.
+    pub encryption: Option<String>,
     /// Notes for the operator, such as a fallback in use.
     pub notes: Vec<String>,
 }

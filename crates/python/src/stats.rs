@@ -144,6 +144,7 @@ fn stages_dict<'py>(py: Python<'py>, stats: &StoreStats) -> PyResult<Bound<'py, 
                 files,
                 damaged_blocks,
                 damaged_structures,
+                encryption,
                 notes,
             }
         );

@@ -192,6 +192,9 @@ pub struct TierStats {
     pub damaged_blocks: u64,
     /// Damaged headers, footers and other structures of files found.
     pub damaged_structures: u64,
+    /// How its blocks are encrypted, and the key of new ones; none if they are not.
+    #[serde(default)]
+    pub encryption: Option<String>,
     /// Notes for operators, such as a fallback in use.
     pub notes: Vec<String>,
 }

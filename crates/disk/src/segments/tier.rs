@@ -165,6 +165,7 @@ impl Tier for SegmentFiles {
             files: stats.files,
             damaged_blocks: stats.records_damaged,
             damaged_structures: damaged_at_opening + stats.structures_damaged,
+            encryption: None,
             notes: notes(self, &stats),
         }
     }

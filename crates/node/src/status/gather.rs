@@ -181,6 +181,7 @@ fn tiers(stats: &StoreStats, now_unix_ms: u64) -> Vec<TierStatus> {
         files: Some(stage.files),
         damaged_blocks: stage.damaged_blocks,
         damaged_structures: stage.damaged_structures,
+        encryption: stage.encryption.clone(),
         notes: stage.notes.clone(),
         ..TierStatus::default()
     }));

@@ -228,6 +228,8 @@ impl TenantStatus {
             damaged_blocks,
             damaged_structures,
             health,
+            // That of one tenant.
+            encryption: _,
             notes: _,
         } = tier;
         let known = self.tiers.iter().position(|one| one.name == *name);
@@ -303,6 +305,7 @@ mod tests {
                 reads: HealthState::Healthy,
                 writes,
             }),
+            encryption: None,
             notes: vec![],
         };
         let of = |tier| TenantStatus { tiers: vec![tier], ..TenantStatus::default() };

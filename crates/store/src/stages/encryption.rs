@@ -110,7 +110,7 @@ impl EncryptedStage {
         let bytes = usize::try_from(context.config.dram_bytes / BOUNCE_SHARE).unwrap_or(usize::MAX);
         let bounce = bounce_pool(bytes.clamp(BOUNCE_BYTES_MIN, BOUNCE_BYTES_MAX))
             .map_err(|error| StoreError::Memory(Arc::new(error)))?;
-        let mut notes = vec![format!("AES-256-GCM, writes with key {}", keys.writing_id())];
+        let mut notes = vec![];
         let unknown_keys: Vec<_> =
             marks.iter().filter(|id| !is_known(&keys, id)).cloned().collect();
         if !unknown_keys.is_empty() {
@@ -578,6 +578,8 @@ impl Tier for EncryptedStage {
         let mut stats = self.inner.stats();
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         stats.damaged_blocks += load(&self.counters.damaged);
+        stats.encryption =
+            Some(format!("AES-256-GCM, writes with key {}", self.keys.writing_id()));
         stats.notes.extend(self.notes.iter().cloned());
         let (other_key, other_name) =
             (load(&self.counters.other_key), load(&self.counters.other_name));

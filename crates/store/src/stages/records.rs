@@ -542,6 +542,7 @@ impl Tier for RecordStage {
             files: index.len() as u64,
             damaged_blocks: self.damaged.load(Ordering::Relaxed),
             damaged_structures: 0,
+            encryption: None,
             notes: self.notes.clone(),
         }
     }

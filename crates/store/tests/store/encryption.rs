@@ -105,6 +105,9 @@ fn reads_with_a_wrong_key_are_misses_with_one_note() {
         "one note instead of a hundred damaged blocks"
     );
     assert!(notes(&store).contains("does not hold"), "{}", notes(&store));
+    let encryption = store.stats().stages[0].1.encryption.clone().unwrap();
+    assert!(encryption.starts_with("AES-256-GCM, writes with key "), "{encryption}");
+    assert!(!notes(&store).contains("AES"), "working encryption is no problem");
     drop(store);
     // Nothing was deleted under the wrong key.
     let store = Store::open(right).unwrap();
