@@ -4,9 +4,11 @@ import os
 import signal
 import subprocess
 import threading
+from pathlib import Path
 
 import cascadekv
 import pytest
+from cascadekv.connectors import settings
 from cascadekv.connectors.settings import StoreAddress
 from cascadekv.connectors.vllm import private_node
 from cascadekv.connectors.vllm import store as module
@@ -82,6 +84,20 @@ def test_a_private_node_that_cannot_be_killed_does_not_keep_an_engine_from_endin
     node.close()
     assert "has not ended" in caplog.text
     process.kill()
+
+
+def test_a_private_node_has_every_setting_of_an_embedded_store(tmp_path):
+    """`cascade.direct_io` and `cascade.io_engine` were dropped."""
+    assert set(private_node._FLAGS) == {f"cascade.{name}" for name in settings._EMBEDDED}  # noqa: SLF001
+    files = {"cascade.files": str(tmp_path / "files"), "cascade.files_capacity": "64MiB"}
+    own = {"cascade.dram": "16MiB", "cascade.direct_io": False, "cascade.io_engine": "psync"}
+    node = PrivateNode(tmp_path / "private" / "node.sock", files | own)
+    try:
+        command = Path(f"/proc/{node._process.pid}/cmdline").read_text().split("\0")  # noqa: SLF001
+        assert command[command.index("--direct-io") + 1] == "false"
+        assert command[command.index("--io-engine") + 1] == "psync"
+    finally:
+        node.close()
 
 
 def test_a_private_node_that_ends_is_started_again(tmp_path, eventually, monkeypatch, caplog):

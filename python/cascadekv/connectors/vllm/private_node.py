@@ -34,7 +34,10 @@ _FLAGS = {
     "cascade.dram": "--dram",
     "cascade.files": "--files",
     "cascade.files_capacity": "--files-capacity",
+    "cascade.direct_io": "--direct-io",
+    "cascade.io_engine": "--io-engine",
 }
+"""The flag of each key of an embedded store."""
 
 
 def private_socket(engine: str) -> Path:
@@ -59,7 +62,11 @@ class PrivateNode:
         self._command = [str(program()), "serve", "--socket", str(socket)]
         for key, flag in _FLAGS.items():
             if key in options:
-                self._command += [flag, str(options[key])]
+                value = options[key]
+                self._command += [
+                    flag,
+                    str(value).lower() if isinstance(value, bool) else str(value),
+                ]
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._process: subprocess.Popen[str] | None = None
