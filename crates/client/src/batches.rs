@@ -1,8 +1,10 @@
 //! Puts and reads: batches of calls, and copies between the caller's memory and the pool.
 
 mod copies;
+mod rounds;
 mod seals;
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -20,6 +22,7 @@ use cascade_wire::{
 use crate::client::{ClientInner, node_timeout_ms};
 use crate::session::Link;
 use copies::Copies;
+use rounds::{defer, next_round};
 use seals::{CopiedBlocks, settle};
 
 /// How often a put retries blocks that others put and delete concurrently.
@@ -39,6 +42,10 @@ pub(crate) struct Batch {
 impl Batch {
     pub(crate) fn node_timeout_ms(&self) -> u32 {
         node_timeout_ms(self.deadline.remaining(&SystemClock).min(self.time))
+    }
+
+    fn is_late(&self) -> bool {
+        self.deadline.has_passed(&SystemClock)
     }
 
     fn timeout_error(&self, operation: &'static str) -> StoreError {
@@ -82,12 +89,16 @@ impl ClientInner {
         for _ in 0..PASSES_MAX {
             let mut compare = Vec::new();
             let mut is_compared = vec![false; batch.len()];
-            let mut open: Vec<usize> =
+            let mut open: VecDeque<usize> =
                 (0..batch.len()).filter(|at| outcomes[*at].is_none()).collect();
-            while !open.is_empty() {
-                // Deferred blocks stay open and come first in the next round.
-                let round = &open[..open.len().min(BLOCKS_MAX)];
-                match self.put_round(&on, batch, round, &mut outcomes) {
+            while let Some(round) = next_round(&mut open) {
+                if on.is_late() {
+                    for at in round.into_iter().chain(open) {
+                        outcomes[at] = Some(PutOutcome::Failed(on.timeout_error("prepare a put")));
+                    }
+                    break;
+                }
+                match self.put_round(&on, batch, &round, &mut outcomes) {
                     Ok(to_compare) => {
                         for at in &to_compare {
                             is_compared[*at] = true;
@@ -95,12 +106,12 @@ impl ClientInner {
                         compare.extend(to_compare);
                     }
                     Err(error) => {
-                        for at in round {
+                        for at in &round {
                             outcomes[*at].get_or_insert_with(|| PutOutcome::Failed(error.clone()));
                         }
                     }
                 }
-                open.retain(|at| outcomes[*at].is_none() && !is_compared[*at]);
+                defer(&mut open, &round, |at| outcomes[at].is_none() && !is_compared[at]);
             }
             if compare.is_empty() {
                 break;
@@ -252,12 +263,17 @@ impl ClientInner {
                 *one = settled(PutOutcome::Declined(DeclineReason::TooLarge));
             }
         }
-        let mut open: Vec<usize> = (0..batch.len()).filter(|at| all[*at].is_none()).collect();
-        while !open.is_empty() {
+        let mut open: VecDeque<usize> = (0..batch.len()).filter(|at| all[*at].is_none()).collect();
+        while let Some(round) = next_round(&mut open) {
+            if on.is_late() {
+                for at in round.into_iter().chain(open) {
+                    all[at] = settled(PutOutcome::Failed(on.timeout_error("prepare a put")));
+                }
+                break;
+            }
             // One answer grants a bounded number of slabs; deferred blocks start the next round.
             // The node decides at least the first block of each round, and rounds fail at the
             // deadline, so the loop ends.
-            let round = &open[..open.len().min(BLOCKS_MAX)];
             let blocks =
                 round.iter().map(|at| prepare_request(&batch[*at], lengths[*at])).collect();
             let mut present = 0;
@@ -275,14 +291,14 @@ impl ClientInner {
                     }
                 }
                 Err(error) => {
-                    for at in round {
+                    for at in &round {
                         all[*at] = settled(PutOutcome::Failed(error.clone()));
                     }
                 }
             }
             // The node cannot count these: for it the key was only to be compared.
             on.report_settled(present, 0, 0);
-            open.retain(|at| all[*at].is_none());
+            defer(&mut open, &round, |at| all[at].is_none());
         }
         all.into_iter().map(|one| one.expect("every block was decided")).collect()
     }
