@@ -162,6 +162,11 @@ def test_failures_are_counted_and_logged_at_a_limited_rate(caplog):
     assert len(caplog.records) == 2
     assert "reason 0" in caplog.text
     caplog.clear()
+    log.succeed("loading")
+    assert not caplog.records
+    log.succeed("writing")
+    log.succeed("writing")
+    assert caplog.text.count("writing works again (1 failures in total)") == 1
     often = FailureLog(logging.getLogger("cascade-test"), interval_s=0)
     often.count("reading", "one")
     often.count("reading", "two")

@@ -24,6 +24,8 @@ class FailureLog:
         self._lock = threading.Lock()
         self._counts: dict[str, int] = {}
         self._logged: dict[str, tuple[float, int]] = {}
+        self._failing: set[str] = set()
+        """Kinds that failed and were logged, and have not succeeded since."""
 
     def count(self, kind: str, error: BaseException | str) -> None:
         """Count a failure of this kind, and log it unless the kind was logged recently."""
@@ -34,6 +36,7 @@ class FailureLog:
             is_due = now - logged_at >= self._interval_s
             if is_due:
                 self._logged[kind] = (now, total)
+                self._failing.add(kind)
         if is_due:
             self._logger.warning(
                 "Cascade: %s failed (%d times since the last such message, %d in total); requests "
@@ -43,6 +46,17 @@ class FailureLog:
                 total,
                 error,
             )
+
+    def succeed(self, kind: str) -> None:
+        """Log that what failed works again, once for each line about its failure."""
+        if kind not in self._failing:
+            return
+        with self._lock:
+            if kind not in self._failing:
+                return
+            self._failing.remove(kind)
+            total = self._counts[kind]
+        self._logger.warning("Cascade: %s works again (%d failures in total)", kind, total)
 
     def counts(self) -> dict[str, int]:
         """Return the number of failures of each kind."""

@@ -25,6 +25,15 @@ def is_stored(result: PutResult) -> bool:
     return result.ok or result.status is PutStatus.CONFLICT
 
 
+def log_results(results: Sequence[PutResult], failures: FailureLog) -> None:
+    """Log why blocks could not be saved, such as a node that is away, and when they can again."""
+    error = next((result.error for result in results if result.error is not None), None)
+    if error is not None:
+        failures.count("saving blocks", error)
+    elif results:
+        failures.succeed("saving blocks")
+
+
 class PutList(Protocol):
     """The puts of a save in one place."""
 
@@ -80,6 +89,7 @@ class GpuSave:
                 self.fail(first, last)
                 continue
             copied += len(prepared.needed) * memory.block_bytes
+            log_results(results, self._failures)
             for at, result in enumerate(results, first):
                 self._stored[at] = self._stored[at] and is_stored(result)
             memory.log_registration()

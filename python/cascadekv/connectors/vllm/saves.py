@@ -7,7 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from cascadekv import Namespace, PreparedPut, Store, part_of_trace
 from cascadekv.connectors.failures import STORE_FAILURES, FailureLog
 from cascadekv.connectors.vllm.batches import SaveRun, runs_of
-from cascadekv.connectors.vllm.gpu_saves import GpuSave, SaveQueue, StepSaves, is_stored
+from cascadekv.connectors.vllm.gpu_saves import (
+    GpuSave,
+    SaveQueue,
+    StepSaves,
+    is_stored,
+    log_results,
+)
 from cascadekv.connectors.vllm.hbm import HbmTier
 from cascadekv.connectors.vllm.layout import HeldPart
 from cascadekv.connectors.vllm.memory import GpuPages, Memory
@@ -116,6 +122,7 @@ class Saver:
         except STORE_FAILURES as error:
             self._failures.count("saving blocks", error)
             return none_stored, 0
+        log_results(results, self._failures)
         return [is_stored(result) for result in results], needed * memory.block_bytes
 
     def _start_save(
