@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import threading
 from pathlib import Path
@@ -12,7 +13,7 @@ from cascadekv.connectors import settings
 from cascadekv.connectors.settings import StoreAddress
 from cascadekv.connectors.vllm import private_node
 from cascadekv.connectors.vllm import store as module
-from cascadekv.connectors.vllm.private_node import PrivateNode
+from cascadekv.connectors.vllm.private_node import PrivateNode, private_socket
 from cascadekv.connectors.vllm.registration import ManifestRegistration
 from cascadekv.connectors.vllm.store import EngineStore
 
@@ -98,6 +99,25 @@ def test_a_private_node_has_every_setting_of_an_embedded_store(tmp_path):
         assert command[command.index("--io-engine") + 1] == "psync"
     finally:
         node.close()
+
+
+def test_directories_of_killed_engines_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    left, new, served = (private_socket(name) for name in ("left", "new", "served"))
+    for path in (left, new, served):
+        path.parent.mkdir()
+    for path in (left, served):
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path))
+    served.unlink()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(served))
+        listener.listen()
+        for path in (left, served):
+            os.utime(path.parent, (0, 0))
+        node = PrivateNode(private_socket("own"), {"cascade.dram": "16MiB"})
+        node.close()
+    assert sorted(tmp_path.iterdir()) == sorted([new.parent, served.parent])
 
 
 def test_a_private_node_that_ends_is_started_again(tmp_path, eventually, monkeypatch, caplog):

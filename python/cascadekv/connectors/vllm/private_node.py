@@ -7,6 +7,8 @@ import logging
 import os
 import shutil
 import signal
+import socket
+import stat
 import subprocess
 import tempfile
 import threading
@@ -29,6 +31,9 @@ RESTART_MIN_S, RESTART_MAX_S = 1.0, 60.0
 """Pause before a node that has ended is started again; doubled after each failure."""
 STEADY_S = 60.0
 """A node that ran for this time has started well: the next pause is the shortest one."""
+LEFT_S = 600.0
+"""Least age of a directory without a node that is removed."""
+_ID_DIGITS = 16
 _FLAGS = {
     "cascade.pipeline": "--pipeline",
     "cascade.dram": "--dram",
@@ -44,22 +49,23 @@ def private_socket(engine: str) -> Path:
     """Return the socket of an engine's private node, in a directory of this user's alone."""
     root = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
     # Hashed to keep the socket's path short. All of the id counts: ranks differ at its end.
-    name = hashlib.sha256(engine.encode()).hexdigest()[:16]
-    socket = root / f"cascade-{os.getuid()}-{name}" / "node.sock"
-    if len(os.fsencode(socket)) > SOCKET_PATH_BYTES_MAX:
+    name = hashlib.sha256(engine.encode()).hexdigest()[:_ID_DIGITS]
+    path = root / f"cascade-{os.getuid()}-{name}" / "node.sock"
+    if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
         # Scratch directories of batch systems can exceed the length of a socket path.
-        socket = Path("/tmp") / socket.parent.name / socket.name  # noqa: S108 # created 0700
-    return socket
+        path = Path("/tmp") / path.parent.name / path.name  # noqa: S108 # created 0700
+    return path
 
 
 class PrivateNode:
     """A node that serves one engine, as a child process. One that ends is started again."""
 
-    def __init__(self, socket: Path, options: Mapping[str, object]) -> None:
+    def __init__(self, path: Path, options: Mapping[str, object]) -> None:
         """Start the node and wait until it is ready. Raises `OSError` if it does not start."""
-        self._directory = socket.parent
+        self._directory = path.parent
+        _remove_left(self._directory)
         self._directory.mkdir(mode=0o700, exist_ok=True)
-        self._command = [str(program()), "serve", "--socket", str(socket)]
+        self._command = [str(program()), "serve", "--socket", str(path)]
         for key, flag in _FLAGS.items():
             if key in options:
                 value = options[key]
@@ -163,6 +169,33 @@ class PrivateNode:
             command = " ".join(self._command)
             raise OSError(f"the engine's private node did not start: {command}")
         return process
+
+
+def _remove_left(own: Path) -> None:
+    """Remove the directories of nodes whose engines were killed."""
+    for place in own.parent.glob(f"cascade-{os.getuid()}-{'[0-9a-f]' * _ID_DIGITS}"):
+        try:
+            found = place.lstat()
+            is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+            # One that has just been made has no socket yet.
+            is_old = time.time() - found.st_mtime > LEFT_S
+            if place != own and is_ours and is_old and not _is_served(place / "node.sock"):
+                shutil.rmtree(place)
+        except OSError as error:
+            _LOG.debug("Cascade: %s is left: %s", place, error)
+
+
+def _is_served(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(1)
+        try:
+            client.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:
+            # A node that is busy, or cannot be asked.
+            return True
+    return True
 
 
 def _end(process: subprocess.Popen[str]) -> None:
