@@ -13,6 +13,7 @@ mod memory;
 mod network;
 mod pools;
 mod rdma;
+mod running;
 mod space;
 
 use std::sync::{Arc, mpsc};
@@ -27,6 +28,7 @@ use crate::NodeConfig;
 use crate::config::ConfigError;
 pub use gpu_answer::{GpuAnswer, GpuDevice, GpuReport};
 pub use machine::{Machine, ProbeFile, ThisMachine};
+pub use running::RunningNode;
 pub use space::{DiskSpace, FileSystem};
 
 /// The usual time limit for all checks together. A check that takes longer (a dead mount) has

@@ -2,6 +2,7 @@
 
 use std::fs::{self, DirBuilder};
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt as _, FileTypeExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 
@@ -121,9 +122,15 @@ pub fn examine(path: &Path, user: u32) -> Result<SocketPathState, SocketPlaceErr
 
 /// Connects without waiting: the socket is non-blocking.
 fn try_connect(path: &Path) -> rustix::io::Result<()> {
+    connected(path).map(drop)
+}
+
+/// A connection to a socket, without waiting for the process that serves it.
+pub(crate) fn connected(path: &Path) -> rustix::io::Result<OwnedFd> {
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-    connect(&socket, &SocketAddrUnix::new(path)?)
+    connect(&socket, &SocketAddrUnix::new(path)?)?;
+    Ok(socket)
 }
 
 /// The directory of a path.

@@ -18,6 +18,7 @@ use cascade_transport::verbs::Verbs;
 use rustix::fs::{Access, OFlags, access, statfs};
 
 use super::gpu_answer::GpuAnswer;
+use super::running::{self, RunningNode};
 use super::{DiskSpace, FileSystem, driver_process};
 use crate::socket_place::{self, SocketPathState, SocketPlaceError};
 
@@ -57,6 +58,9 @@ pub trait Machine: Send + Sync + fmt::Debug {
 
     /// What is at the path of a socket.
     fn socket(&self, path: &Path) -> Result<SocketPathState, SocketPlaceError>;
+
+    /// The node that serves a socket, if one does.
+    fn running_node(&self, socket: &Path) -> Option<RunningNode>;
 
     /// Listens on an address, and closes the port again.
     fn try_listen(&self, address: SocketAddr) -> io::Result<()>;
@@ -139,6 +143,10 @@ impl Machine for ThisMachine {
 
     fn socket(&self, path: &Path) -> Result<SocketPathState, SocketPlaceError> {
         socket_place::examine(path, rustix::process::geteuid().as_raw())
+    }
+
+    fn running_node(&self, socket: &Path) -> Option<RunningNode> {
+        running::at(socket)
     }
 
     fn try_listen(&self, address: SocketAddr) -> io::Result<()> {

@@ -23,8 +23,11 @@ pub(super) const MEMORY: Check = Check {
                 "mount /proc in this container",
             );
         };
+        let running = machine.running_node(&config.socket).map_or(0, |node| node.memory_bytes);
+        let available = available.saturating_add(running);
         let (needed_text, text) = (ByteSize(needed).rounded(), ByteSize(available).rounded());
-        let found = format!("{needed_text} configured, {text} available");
+        let of_running = if running > 0 { ", once the node that runs has ended" } else { "" };
+        let found = format!("{needed_text} configured, {text} available{of_running}");
         if needed > available {
             let remedy = format!(
                 "lower dram (--dram) below {text}, free memory, or raise the limit of the \

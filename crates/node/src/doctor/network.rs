@@ -85,6 +85,11 @@ pub(super) const SOCKET: Check = Check {
                     }
                 }
             }
+            Err(SocketPlaceError::Taken { .. })
+                if let Some(node) = machine.running_node(path) =>
+            {
+                CheckOutcome::ok(format!("the node that runs, process {}, serves {at}", node.pid))
+            }
             Err(error) => {
                 let remedy = match &error {
                     SocketPlaceError::Unsafe { directory, .. } => {
@@ -116,6 +121,13 @@ pub(super) const PORT: Check = Check {
             return CheckOutcome::ok(format!("{address} is free"));
         };
         let port = address.port();
+        if error.kind() == io::ErrorKind::AddrInUse
+            && let Some(node) = machine.running_node(&config.socket)
+            && node.ports.contains(&port)
+        {
+            let pid = node.pid;
+            return CheckOutcome::ok(format!("the node that runs, process {pid}, has {address}"));
+        }
         let remedy = match error.kind() {
             io::ErrorKind::AddrInUse => {
                 format!("ss -ltnp 'sport = :{port}' shows the process; stop it, or set listen")

@@ -24,6 +24,7 @@ pub(crate) struct FakeMachine {
     pub(crate) pool: DiskSpace,
     pub(crate) files: DiskSpace,
     pub(crate) is_read_only: bool,
+    pub(crate) running: Option<RunningNode>,
     pub(crate) direct_refusal: Option<io::ErrorKind>,
     pub(crate) huge_bytes: usize,
     pub(crate) ring: Result<bool, io::ErrorKind>,
@@ -65,6 +66,7 @@ impl FakeMachine {
             files: space(FileSystem(0xef53)),
             direct_refusal: None,
             is_read_only: false,
+            running: None,
             huge_bytes: 4 << 20,
             ring: Ok(true),
             unix_seconds: 1_800_000_000,
@@ -107,6 +109,10 @@ impl Machine for FakeMachine {
 
     fn socket(&self, path: &Path) -> Result<SocketPathState, SocketPlaceError> {
         ThisMachine::default().socket(path)
+    }
+
+    fn running_node(&self, _: &Path) -> Option<RunningNode> {
+        self.running.clone()
     }
 
     fn try_listen(&self, address: SocketAddr) -> io::Result<()> {

@@ -1,11 +1,12 @@
 //! Sockets and ports that are in use, unsafe, or of another host.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::net::UnixListener;
 
-use cascade_node::doctor::CheckState;
+use cascade_node::doctor::{CheckState, RunningNode};
 use tempfile::TempDir;
 
 use super::fake_machine::FakeMachine;
@@ -19,6 +20,16 @@ fn a_port_in_use_is_reported() {
     config.listen = Some(listener.local_addr().unwrap());
     let report = diagnose(config, FakeMachine::healthy());
     assert_reported(&report, "port", CheckState::Failed, "in use", "ss -ltnp");
+
+    // The node that is to be upgraded has it.
+    let ports = BTreeSet::from([listener.local_addr().unwrap().port()]);
+    let running = RunningNode { pid: 7, memory_bytes: 1 << 30, ports };
+    let machine = FakeMachine { running: Some(running), ..FakeMachine::healthy() };
+    let mut config = node(directory.path());
+    config.listen = Some(listener.local_addr().unwrap());
+    let report = diagnose(config, machine);
+    let port = report.checks.iter().find(|check| check.id == "port").unwrap();
+    assert!(port.state == CheckState::Ok && port.found.contains("process 7"), "{port:?}");
 }
 
 #[test]
@@ -39,6 +50,11 @@ fn served_sockets_stale_sockets_and_unsafe_directories_are_distinguished() {
     let listener = UnixListener::bind(&path).unwrap();
     let report = diagnose(node(directory.path()), FakeMachine::healthy());
     assert_reported(&report, "socket", CheckState::Failed, "another process listens", "ss -xlp");
+    let running = RunningNode { pid: 7, memory_bytes: 1 << 30, ports: BTreeSet::new() };
+    let machine = FakeMachine { running: Some(running), ..FakeMachine::healthy() };
+    let report = diagnose(node(directory.path()), machine);
+    let socket = report.checks.iter().find(|check| check.id == "socket").unwrap();
+    assert!(socket.state == CheckState::Ok && socket.found.contains("process 7"), "{socket:?}");
     drop(listener);
     let machine = FakeMachine { is_read_only: true, ..FakeMachine::healthy() };
     let report = diagnose(node(directory.path()), machine);
