@@ -9,7 +9,8 @@ use std::time::Duration;
 
 use cascade_memory::{MemoryError, PageReport, PageSource};
 use cascade_node::doctor::{
-    DiskSpace, FileSystem, GpuAnswer, GpuDevice, GpuReport, Machine, ProbeFile, ThisMachine,
+    DiskSpace, FileSystem, GpuAnswer, GpuDevice, GpuReport, Machine, ProbeFile, RunningNode,
+    ThisMachine,
 };
 use cascade_node::socket_place::{SocketPathState, SocketPlaceError};
 use cascade_store::LeftoverPool;
