@@ -386,7 +386,8 @@ mod tests {
     /// The reason of `/readyz`, or the code of another page.
     fn get(port: &HttpHandle, path: &str) -> String {
         let mut stream = TcpStream::connect(port.address()).unwrap();
-        let request = format!("GET {path} HTTP/1.1\r\nHost: {}\r\nConnection: close\r\n\r\n", port.address());
+        let request =
+            format!("GET {path} HTTP/1.1\r\nHost: {}\r\nConnection: close\r\n\r\n", port.address());
         stream.write_all(request.as_bytes()).unwrap();
         let mut answer = String::new();
         stream.read_to_string(&mut answer).unwrap();
@@ -424,7 +425,7 @@ mod tests {
 
     #[test]
     fn the_ready_line_names_a_tier_that_is_absent() {
-        let mut config = NodeConfig::new("/socket".into());
+        let mut config = NodeConfig::new("/socket");
         "Hbm|Dram | Files".clone_into(&mut config.store.pipeline);
         assert_eq!(shown_pipeline(&config), "Hbm (absent: no GPU is set)|Dram|Files");
         config.gpu = Some("GPU-1".to_owned());

@@ -4,7 +4,6 @@ use cascade_block::{ByteSize, with_causes};
 use cascade_memory::{PageSource, available_bytes};
 
 use super::{Check, CheckOutcome, FileSystem, Machine};
-use crate::NodeConfig;
 
 /// Names of pool files and of their ledgers begin with this.
 const POOL_PREFIX: &str = "cascade";

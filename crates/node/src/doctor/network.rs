@@ -61,7 +61,9 @@ pub(super) const SOCKET: Check = Check {
                 }
                 CheckOutcome::ok(match state {
                     SocketPathState::Free => format!("{at} is free"),
-                    SocketPathState::Stale => format!("{at} is stale; the node removes it at start"),
+                    SocketPathState::Stale => {
+                        format!("{at} is stale; the node removes it at start")
+                    }
                 })
             }
             Err(SocketPlaceError::Directory { directory, source })
@@ -85,9 +87,7 @@ pub(super) const SOCKET: Check = Check {
                     }
                 }
             }
-            Err(SocketPlaceError::Taken { .. })
-                if let Some(node) = machine.running_node(path) =>
-            {
+            Err(SocketPlaceError::Taken { .. }) if let Some(node) = machine.running_node(path) => {
                 CheckOutcome::ok(format!("the node that runs, process {}, serves {at}", node.pid))
             }
             Err(error) => {

@@ -38,7 +38,10 @@ pub(super) fn at(socket: &Path) -> Option<RunningNode> {
     let kib = memory.and_then(|text| text.trim().strip_suffix(" kB")?.parse::<u64>().ok());
     let tables = ["net/tcp", "net/tcp6"].map(|name| read(name).unwrap_or_default());
     let sockets = sockets_of(pid);
-    let ports = tables.iter().flat_map(|table| listening(table)).filter(|(_, inode)| sockets.contains(inode));
+    let ports = tables
+        .iter()
+        .flat_map(|table| listening(table))
+        .filter(|(_, inode)| sockets.contains(inode));
     Some(RunningNode {
         pid,
         memory_bytes: kib.unwrap_or(0).saturating_mul(1024),
@@ -50,7 +53,8 @@ pub(super) fn at(socket: &Path) -> Option<RunningNode> {
 fn sockets_of(pid: u32) -> BTreeSet<u64> {
     let entries = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
     let links = entries.filter_map(|entry| fs::read_link(entry.path()).ok());
-    let inode = |link: &Path| link.to_str()?.strip_prefix("socket:[")?.strip_suffix(']')?.parse().ok();
+    let inode =
+        |link: &Path| link.to_str()?.strip_prefix("socket:[")?.strip_suffix(']')?.parse().ok();
     links.filter_map(|link| inode(&link)).collect()
 }
 

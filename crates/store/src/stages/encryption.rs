@@ -578,8 +578,7 @@ impl Tier for EncryptedStage {
         let mut stats = self.inner.stats();
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         stats.damaged_blocks += load(&self.counters.damaged);
-        stats.encryption =
-            Some(format!("AES-256-GCM, writes with key {}", self.keys.writing_id()));
+        stats.encryption = Some(format!("AES-256-GCM, writes with key {}", self.keys.writing_id()));
         stats.notes.extend(self.notes.iter().cloned());
         let (other_key, other_name) =
             (load(&self.counters.other_key), load(&self.counters.other_name));

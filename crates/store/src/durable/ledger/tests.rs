@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use cascade_block::BlockKey;
 use cascade_memory::{HugePages, PoolConfig};
+use cascade_runtime::SystemClock;
 
 use super::opening::{header_sum, is_complete};
 use super::*;
@@ -57,7 +58,7 @@ fn names(stages: &[&str]) -> Vec<String> {
 }
 
 fn reopen(path: &Path, stages: &[&str]) -> WarmPool {
-    open(path, &config(1), &names(stages)).expect("a small pool")
+    open(path, &config(1), &names(stages), &SystemClock).expect("a small pool")
 }
 
 /// A directory, and the path of a pool in it.
