@@ -32,13 +32,40 @@ fn member<'py>(
 #[derive(Debug)]
 pub(crate) struct PyPutResult(PutOutcome);
 
-impl From<PutOutcome> for PyPutResult {
-    fn from(outcome: PutOutcome) -> Self {
-        Self(outcome)
+fn says_the_same(one: &PutOutcome, other: &PutOutcome) -> bool {
+    use PutOutcome::{Conflict, Declined, Deduplicated, Failed, Present, Stored};
+    use StoreError::Timeout;
+
+    match (one, other) {
+        (Stored, Stored)
+        | (Deduplicated, Deduplicated)
+        | (Present, Present)
+        | (Conflict, Conflict) => true,
+        (Declined(one), Declined(other)) => one == other,
+        (
+            Failed(Timeout { operation: one, timeout_ms: its_time }),
+            Failed(Timeout { operation: other, timeout_ms }),
+        ) => (one, its_time) == (other, timeout_ms),
+        _ => false,
     }
 }
 
 impl PyPutResult {
+    /// The results of a call. Neighbours that say the same share an object, which cannot change: a
+    /// call may have a million blocks, and objects of their own would take most of its time.
+    pub(crate) fn all(py: Python<'_>, outcomes: Vec<PutOutcome>) -> PyResult<Vec<Py<Self>>> {
+        let mut results: Vec<Py<Self>> = Vec::with_capacity(outcomes.len());
+        for outcome in outcomes {
+            let before = results.last().filter(|before| says_the_same(&before.get().0, &outcome));
+            let result = match before {
+                Some(before) => before.clone_ref(py),
+                None => Py::new(py, Self(outcome))?,
+            };
+            results.push(result);
+        }
+        Ok(results)
+    }
+
     fn status_name(&self) -> &'static str {
         match self.0 {
             PutOutcome::Stored => "stored",

@@ -148,7 +148,7 @@ impl PyStore {
         #[pyo3(from_py_with = of::ttl)] ttl: Option<u64>,
         #[pyo3(from_py_with = namespace_id)] namespace: Option<NamespaceId>,
         #[pyo3(from_py_with = of::timeout)] timeout: Option<Duration>,
-    ) -> PyResult<Vec<PyPutResult>> {
+    ) -> PyResult<Vec<Py<PyPutResult>>> {
         let parents = parents(&keys, parent, chain)?;
         let namespace = namespace.unwrap_or_default();
         let keywords = PutKeywords { parents, namespace, is_prefix, last_is_partial, ttl_ms: ttl };
@@ -164,7 +164,7 @@ impl PyStore {
                 .collect();
             store.put(&puts, options)
         });
-        Ok(outcomes.into_iter().map(PyPutResult::from).collect())
+        PyPutResult::all(py, outcomes)
     }
 
     /// Reserves memory of the pool for a block of `size` bytes, to write it in place and then put
@@ -202,7 +202,7 @@ impl PyStore {
         #[pyo3(from_py_with = of::ttl)] ttl: Option<u64>,
         #[pyo3(from_py_with = namespace_id)] namespace: Option<NamespaceId>,
         #[pyo3(from_py_with = of::timeout)] timeout: Option<Duration>,
-    ) -> PyResult<Vec<PyPutResult>> {
+    ) -> PyResult<Vec<Py<PyPutResult>>> {
         if reservations.len() != keys.len() {
             let (keys, got) = (keys.len(), reservations.len());
             let message = format!("reservations: {keys} keys but {got} reservations");
@@ -236,7 +236,7 @@ impl PyStore {
             });
         }
         let outcomes = py.detach(|| store.put_slabs(puts, options));
-        Ok(outcomes.into_iter().map(PyPutResult::from).collect())
+        PyPutResult::all(py, outcomes)
     }
 
     /// Reserves memory for those blocks of `size` bytes that the store needs. Returns a

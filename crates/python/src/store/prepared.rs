@@ -318,7 +318,7 @@ impl PyPreparedPut {
         &self,
         py: Python<'_>,
         #[pyo3(from_py_with = of::timeout)] timeout: Option<Duration>,
-    ) -> PyResult<Vec<PyPutResult>> {
+    ) -> PyResult<Vec<Py<PyPutResult>>> {
         let store = self.store.get().store()?;
         let unsealed = self.unsealed()?;
         let outcomes = py.detach(|| {
@@ -358,7 +358,7 @@ impl PyPreparedPut {
             };
             Ok(settled.into_iter().map(outcome).collect::<Vec<_>>())
         })?;
-        Ok(outcomes.into_iter().map(PyPutResult::from).collect())
+        PyPutResult::all(py, outcomes)
     }
 
     /// Releases the memory that was not sealed. Further calls do nothing.
