@@ -1,9 +1,11 @@
 """An engine's private node: connected to once it has started, without blocking anything."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
 from pathlib import Path
 
@@ -101,8 +103,10 @@ def test_a_private_node_has_every_setting_of_an_embedded_store(tmp_path):
         node.close()
 
 
-def test_directories_of_killed_engines_are_removed(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def test_directories_of_killed_engines_are_removed(monkeypatch):
+    # The paths of sockets are short.
+    place = Path(tempfile.mkdtemp(prefix="c", dir="/tmp"))  # made with mode 0700
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
     left, new, served = (private_socket(name) for name in ("left", "new", "served"))
     for path in (left, new, served):
         path.parent.mkdir()
@@ -117,7 +121,8 @@ def test_directories_of_killed_engines_are_removed(tmp_path, monkeypatch):
             os.utime(path.parent, (0, 0))
         node = PrivateNode(private_socket("own"), {"cascade.dram": "16MiB"})
         node.close()
-    assert sorted(tmp_path.iterdir()) == sorted([new.parent, served.parent])
+    assert sorted(place.iterdir()) == sorted([new.parent, served.parent])
+    shutil.rmtree(place)
 
 
 def test_a_private_node_that_ends_is_started_again(tmp_path, eventually, monkeypatch, caplog):

@@ -28,7 +28,7 @@ mod tests {
         let round = next_round(&mut open).unwrap();
         assert_eq!(round.len(), BLOCKS_MAX);
         defer(&mut open, &round, |at| at % 1000 == 7);
-        let expected = [7, 1007, BLOCKS_MAX, BLOCKS_MAX + 1, BLOCKS_MAX + 2, BLOCKS_MAX + 3];
+        let expected = [7, 1007, 2007, BLOCKS_MAX, BLOCKS_MAX + 1, BLOCKS_MAX + 2];
         assert_eq!(next_round(&mut open).unwrap()[..6], expected);
         assert_eq!(next_round(&mut open), None);
     }

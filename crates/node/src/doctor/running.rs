@@ -1,4 +1,4 @@
-//! The node that serves a socket now: an operator checks a new configuration beside it, and stops it
+//! The node that serves a socket now. Operators check a new configuration beside it, and stop it
 //! before the new one starts.
 
 use std::collections::BTreeSet;

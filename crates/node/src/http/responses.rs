@@ -175,6 +175,7 @@ impl ResponseQueue {
 
 fn unready_reason(node: &Node) -> Option<String> {
     match node.state() {
+        NodeState::Starting if node.has_stores() => return Some("starting".to_owned()),
         NodeState::Starting => return Some(node.progress_of_start()),
         NodeState::Draining => return Some("draining".to_owned()),
         NodeState::Serving => {}

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::net::SocketAddr;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Mutex, mpsc};
 use std::time::Duration;
 
@@ -24,7 +24,7 @@ pub(crate) struct FakeMachine {
     pub(crate) lists: BTreeMap<String, Vec<String>>,
     pub(crate) pool: DiskSpace,
     pub(crate) files: DiskSpace,
-    pub(crate) is_read_only: bool,
+    pub(crate) read_only: Option<PathBuf>,
     pub(crate) running: Option<RunningNode>,
     pub(crate) direct_refusal: Option<io::ErrorKind>,
     pub(crate) huge_bytes: usize,
@@ -66,7 +66,7 @@ impl FakeMachine {
             pool: space(FileSystem::TMPFS),
             files: space(FileSystem(0xef53)),
             direct_refusal: None,
-            is_read_only: false,
+            read_only: None,
             running: None,
             huge_bytes: 4 << 20,
             ring: Ok(true),
@@ -104,8 +104,9 @@ impl Machine for FakeMachine {
         Ok(ProbeFile { direct_refusal: self.direct_refusal.map(Into::into) })
     }
 
-    fn may_write(&self, _: &Path) -> io::Result<()> {
-        if self.is_read_only { Err(io::ErrorKind::PermissionDenied.into()) } else { Ok(()) }
+    fn may_write(&self, directory: &Path) -> io::Result<()> {
+        let is_read_only = self.read_only.as_deref() == Some(directory);
+        if is_read_only { Err(io::ErrorKind::PermissionDenied.into()) } else { Ok(()) }
     }
 
     fn socket(&self, path: &Path) -> Result<SocketPathState, SocketPlaceError> {

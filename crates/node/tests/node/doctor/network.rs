@@ -56,7 +56,8 @@ fn served_sockets_stale_sockets_and_unsafe_directories_are_distinguished() {
     let socket = report.checks.iter().find(|check| check.id == "socket").unwrap();
     assert!(socket.state == CheckState::Ok && socket.found.contains("process 7"), "{socket:?}");
     drop(listener);
-    let machine = FakeMachine { is_read_only: true, ..FakeMachine::healthy() };
+    let read_only = Some(directory.path().to_owned());
+    let machine = FakeMachine { read_only, ..FakeMachine::healthy() };
     let report = diagnose(node(directory.path()), machine);
     assert_reported(&report, "socket", CheckState::Failed, "cannot create a socket", "chown");
     let report = diagnose(node(directory.path()), FakeMachine::healthy());
