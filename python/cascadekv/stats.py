@@ -32,6 +32,7 @@ class StageStats(TypedDict):
     files: int
     damaged_blocks: int
     damaged_structures: int
+    encryption: str | None
     notes: list[str]
 
 
