@@ -20,8 +20,7 @@ def group() -> Iterator[Path]:
     if found is None:
         pytest.skip("no control group can be made here")
     directory, limit = found
-    with contextlib.suppress(FileExistsError):
-        directory.mkdir()
+    directory.mkdir()
     (directory / limit).write_text(str(LIMIT))
     yield directory
     directory.rmdir()

@@ -87,6 +87,7 @@ def test_a_private_node_that_cannot_be_killed_does_not_keep_an_engine_from_endin
     node.close()
     assert "has not ended" in caplog.text
     process.kill()
+    node._process = process  # noqa: SLF001
 
 
 def test_a_private_node_has_every_setting_of_an_embedded_store(tmp_path):

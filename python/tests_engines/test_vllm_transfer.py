@@ -221,6 +221,15 @@ def test_an_offer_that_is_wrong_is_not_used(start):
         end_leases(source)
 
 
+def refuse_changed_pages(source, target, asked):
+    """Change an offer to the pages of another request, which is refused; returns the right one."""
+    victim = prefill(source, prompt(3 * BLOCK, "victim"))
+    params = prefill(source, asked)
+    decode(target, asked, {**params, "remote_block_ids": victim["remote_block_ids"]})
+    assert pulled(target) == 0
+    return params
+
+
 def test_an_offer_must_have_the_seal_of_the_token(start, tmp_path):
     secret, others = tmp_path / "secret", tmp_path / "others"
     secret.write_text("0123456789abcdef\n")
@@ -229,11 +238,7 @@ def test_an_offer_must_have_the_seal_of_the_token(start, tmp_path):
     source, target = start(own), start(own)
     stranger = start({"cascade.transfer_token_file": str(others)})
     asked = prompt(3 * BLOCK, "sealed")
-    victim = prefill(source, prompt(3 * BLOCK, "victim"))
-    params = prefill(source, asked)
-    # The pages of another request, which the seal does not cover.
-    decode(target, asked, {**params, "remote_block_ids": victim["remote_block_ids"]})
-    assert pulled(target) == 0
+    params = refuse_changed_pages(source, target, asked)
     decode(stranger, asked, params)
     assert pulled(stranger) == 0
     decode(target, asked, params)
@@ -244,11 +249,7 @@ def test_an_offer_must_have_the_seal_of_the_token(start, tmp_path):
 def test_without_a_token_offers_have_the_seal_of_the_user(start):
     source, target = start(), start()
     asked = prompt(3 * BLOCK, "sealed by default")
-    victim = prefill(source, prompt(3 * BLOCK, "victim"))
-    params = prefill(source, asked)
-    decode(target, asked, {**params, "remote_block_ids": victim["remote_block_ids"]})
-    assert pulled(target) == 0
-    decode(target, asked, params)
+    decode(target, asked, refuse_changed_pages(source, target, asked))
     assert pulled(target) == 3
     end_leases(source)
 

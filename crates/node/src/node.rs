@@ -123,8 +123,9 @@ impl Node {
     pub(crate) fn progress_of_start(&self) -> String {
         let of_pools = self.0.config.dram_bytes();
         let has = ProcessStats::now().memory_bytes.min(of_pools);
-        let (has, of_pools) = (ByteSize(has).rounded(), ByteSize(of_pools).rounded());
-        format!("starting: this process has {has} of {of_pools} of memory")
+        // A share: everyone who reaches the port may ask whether the node is ready.
+        let percent = has.saturating_mul(100) / of_pools.max(1);
+        format!("starting: {percent} % of the memory is allocated")
     }
 
     /// Stops the node when the memory of its GPU is needed, if it has one.

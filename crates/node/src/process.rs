@@ -119,7 +119,7 @@ pub fn run(
 }
 
 /// Opens the stores by `open`, in a thread of its own, and logs how far it is. Returns false if the
-/// process is told to stop meanwhile; the thread then ends with the process.
+/// process is told to stop before that has ended. The thread then ends with the process.
 fn open_stores(
     runtime: &tokio::runtime::Runtime,
     signals: &mut ProcessSignals,
@@ -405,7 +405,10 @@ mod tests {
         for path in ["/readyz", "/", "/status.json", "/metrics"] {
             let answer = get(&port, path);
             assert!(answer.starts_with("HTTP/1.1 503"), "{path}: {answer}");
-            assert!(answer.contains("starting: this process has"), "{path}: {answer}");
+            assert!(
+                answer.contains("starting: ") && answer.contains(" % of the memory"),
+                "{path}: {answer}"
+            );
         }
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let mut signals = runtime.block_on(async { ProcessSignals::new() }).unwrap();

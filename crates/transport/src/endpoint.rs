@@ -303,7 +303,7 @@ impl Endpoint {
         path: &Path,
         deadline: Deadline,
     ) -> Result<Arc<dyn Connection>, TransportError> {
-        // With a token, the peer shows that it may be trusted, whoever it is.
+        // A peer that proves that it knows the token may run as any user.
         let is_any_user = self.0.config.token.is_some();
         let socket = Socket::connect_unix(path, is_any_user, deadline)?;
         let stream = StreamConnection::open(socket, &self.0, deadline)?;

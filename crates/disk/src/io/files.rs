@@ -143,8 +143,8 @@ pub trait FileOperations: Send + Sync + fmt::Debug {
 
     /// Replaces a file atomically: writes a new temporary file `<path>.<unique>.tmp`, syncs it,
     /// renames it and syncs the directory. After a crash or a power failure the path has the old or
-    /// the new content, never a part of it, whoever else replaces it at the same time. A directory
-    /// with the name of the file is set aside.
+    /// the new content, never a part of it, also if other processes replace it at the same time. A
+    /// directory with the name of the file is set aside.
     fn replace(&self, path: &Path, bytes: &[u8]) -> io::Result<()>;
 
     /// Overwrites all data of a file with zeroes and syncs it. Returns the number of bytes

@@ -58,12 +58,7 @@ from cascadekv.connectors.vllm.registration import ManifestRegistration
 from cascadekv.connectors.vllm.scheduler import Scheduler
 from cascadekv.connectors.vllm.settings import read_connector_settings
 from cascadekv.connectors.vllm.store import EngineStore
-from cascadekv.connectors.vllm.transfer_setup import (
-    NoTransfersError,
-    offered,
-    open_transfers,
-    transfers_between,
-)
+from cascadekv.connectors.vllm.transfer_setup import offered, open_transfers, transfers_between
 from cascadekv.connectors.vllm.worker import Worker
 
 if TYPE_CHECKING:
@@ -154,9 +149,6 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         """Attach the engine's KV memory."""
         try:
             self._facts = self._attach(kv_caches)
-        except NoTransfersError:
-            # Half of a service without transfers is worse than one that does not start.
-            raise
         except (LayoutError, OSError, ValueError) as reason:
             _LOG.warning("Cascade: this engine's KV is not stored: %s", reason)
             self._facts = WorkerFacts({}, [], refusal=str(reason))
@@ -404,12 +396,11 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             wait = self.settings.lookup_timeout
         else:
             wait = max(self.settings.load_timeout, self.settings.save_timeout)
-        # Several connectors of one engine, below a `MultiConnector`, may have different stores.
+        # Connectors of one engine, below a `MultiConnector`, may have different stores.
         options = sorted(self.settings.store_options.items())
         engine = f"{self._kv_transfer_config.engine_id} {options}"
-        is_embedded = address.node is None and is_one_process(config)
         key = f"{engine} {'one process' if is_one_process(config) else self.role.name}"
-        if is_embedded:
+        if address.node is None and is_one_process(config):
             return EngineStore(address, key=key, name=name)
         if self.role is KVConnectorRole.SCHEDULER:
             self._background = BackgroundThread("lookup")

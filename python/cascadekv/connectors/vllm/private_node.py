@@ -34,6 +34,7 @@ STEADY_S = 60.0
 LEFT_S = 600.0
 """Least age of a directory without a node that is removed."""
 _ID_DIGITS = 16
+_NOT_STARTED = (OSError, subprocess.SubprocessError)
 _FLAGS = {
     "cascade.pipeline": "--pipeline",
     "cascade.dram": "--dram",
@@ -77,7 +78,7 @@ class PrivateNode:
         self._closed = threading.Event()
         self._process: subprocess.Popen[str] | None = None
         self._is_started = threading.Event()
-        self._error: OSError | None = None
+        self._error: Exception | None = None
         self.restarts = 0
         """How often the node was started again."""
         # The kernel ends the node when the thread that started it ends. This one does not.
@@ -87,7 +88,7 @@ class PrivateNode:
             self._error = OSError("the engine's private node neither starts nor ends")
         if self._error is not None:
             self.close()
-            raise self._error
+            raise OSError(str(self._error)) from self._error
         atexit.register(self.close)
 
     def close(self) -> None:
@@ -103,7 +104,7 @@ class PrivateNode:
         """Start the node, and start it again whenever it has ended."""
         try:
             process = self._start()
-        except OSError as error:
+        except _NOT_STARTED as error:
             self._error = error
             return
         finally:
@@ -131,7 +132,7 @@ class PrivateNode:
             pause = min(2 * pause, RESTART_MAX_S)
             try:
                 process = self._start()
-            except OSError as error:
+            except _NOT_STARTED as error:
                 _LOG.warning("Cascade: %s; the next try is in %.0f s", error, pause)
                 continue
             self.restarts += 1

@@ -19,7 +19,6 @@ from cascadekv.connectors.vllm.settings import ConnectorSettings
 from cascadekv.connectors.vllm.transfer_geometry import Geometry, GeometryError
 from cascadekv.connectors.vllm.transfer_requests import TransferRequests
 from cascadekv.connectors.vllm.transfers import Transfers
-from cascadekv.errors import ConfigError
 from cascadekv.transfer import Rdma
 
 if TYPE_CHECKING:
@@ -33,8 +32,11 @@ __all__ = ["NoTransfersError", "offered", "open_transfers", "transfers_between"]
 _LOG = logging.getLogger("vllm.cascade")
 
 
-class NoTransfersError(ConfigError):
-    """`cascade.transfer: direct` cannot work, with the reason: the engine must not start."""
+class NoTransfersError(CascadeError):
+    """`cascade.transfer: direct` cannot work, with the reason.
+
+    The engine must not start: half of a service without transfers is worse.
+    """
 
 
 def open_transfers(
