@@ -4,7 +4,10 @@ import json
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.stress  # half a minute
 def test_each_row_says_what_was_moved_and_that_it_was_verified():
     flags = ["--unoptimised", "--short", "--only", "/1KiB/1-thread", "--json", "-"]
     done = subprocess.run(  # noqa: S603 # our own program

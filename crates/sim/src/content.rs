@@ -30,8 +30,8 @@ impl Content {
     /// Fills the buffer with the bytes, as far as it reaches.
     pub(crate) fn fill(self, buffer: &mut [u8]) {
         let (words, rest) = buffer.as_chunks_mut();
-        for (bytes, at) in words.iter_mut().zip(0..) {
-            *bytes = self.word(at).to_le_bytes();
+        for (at, bytes) in words.iter_mut().enumerate() {
+            *bytes = self.word(at as u64).to_le_bytes();
         }
         let last = self.word(words.len() as u64).to_le_bytes();
         rest.copy_from_slice(&last[..rest.len()]);
@@ -48,9 +48,11 @@ impl Content {
     /// missing or too much.
     pub(crate) fn first_difference(self, bytes: &[u8]) -> Option<usize> {
         let (words, rest) = bytes.as_chunks();
-        let is_wrong = |(word, at): (&[u8; 8], u64)| u64::from_le_bytes(*word) != self.word(at);
         // Whole words first: a world spends most of its time here and in `fill`.
-        let at = words.iter().zip(0..).position(is_wrong).unwrap_or(words.len());
+        let mut at = 0;
+        while at < words.len() && u64::from_le_bytes(words[at]) == self.word(at as u64) {
+            at += 1;
+        }
         let found = words.get(at).map_or(rest, |word| word.as_slice());
         let right = self.word(at as u64).to_le_bytes();
         let differs = found.iter().zip(right).position(|(byte, right)| *byte != right);

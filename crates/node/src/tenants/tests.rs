@@ -64,9 +64,13 @@ fn bytes_of(tenant: &str, key: &BlockKey) -> Vec<u8> {
     let seed = key.as_bytes().iter().chain(tenant.as_bytes()).fold(7_u64, |sum, byte| {
         sum.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(u64::from(*byte) + 1)
     });
-    let next = |sum: &u64| Some(sum.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1));
-    let words = std::iter::successors(Some(seed | 1), next).take(BLOCK / 8);
-    words.flat_map(|word| (word ^ (word >> 31)).to_le_bytes()).collect()
+    let mut bytes = vec![0; BLOCK];
+    let mut word = seed | 1;
+    for into in bytes.as_chunks_mut().0 {
+        *into = (word ^ (word >> 31)).to_le_bytes();
+        word = word.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+    }
+    bytes
 }
 
 fn fill(tenant: &Tenant, range: std::ops::Range<u64>) {

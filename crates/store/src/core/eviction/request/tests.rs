@@ -3,6 +3,8 @@
 
 use std::collections::{HashMap, HashSet};
 
+use foldhash::fast::FixedState;
+
 use super::*;
 use crate::PolicyKind;
 use crate::core::eviction::{
@@ -33,7 +35,7 @@ enum Of {
 
 struct Trace {
     eviction: Eviction,
-    slots: HashMap<u64, Slot>,
+    slots: HashMap<u64, Slot, FixedState>,
     random: u64,
     victims: Vec<u64>,
     /// Blocks that a part may visit; `None` for whole requests.
@@ -50,7 +52,7 @@ impl Trace {
         let limits = EvictionLimits { capacity_bytes, protected_percent: 5, admit_partial: false };
         Self {
             eviction: Eviction::new(policy(kind), limits),
-            slots: HashMap::new(),
+            slots: HashMap::default(),
             random: seed.wrapping_mul(2).wrapping_add(1),
             victims: Vec::new(),
             visits,
