@@ -13,6 +13,7 @@ mod hbm;
 mod inspect;
 mod interrupt;
 mod key_flags;
+mod keys;
 mod maintenance;
 mod ping;
 mod reference;
