@@ -38,6 +38,24 @@ fn the_effective_configuration_is_printed_with_its_sources() {
     }
 }
 
+/// It scraped port 9470, which no example opens.
+#[test]
+fn the_scrape_configuration_has_the_port_of_the_examples() {
+    let read = |file: &str| {
+        std::fs::read_to_string(format!("{}/../../{file}", env!("CARGO_MANIFEST_DIR"))).unwrap()
+    };
+    let scrape = read("packaging/prometheus/scrape.yml");
+    let target = scrape.split("targets: [\"").nth(1).unwrap().split('"').next().unwrap();
+    let help = stdout(&run(&["serve", "--help"]));
+    for (text, name) in [
+        (read("docs/serving.md"), "docs/serving.md"),
+        (read("README.md"), "README.md"),
+        (help, "cascade serve --help"),
+    ] {
+        assert!(text.contains(&format!("--listen {target}")), "{name} has no --listen {target}");
+    }
+}
+
 #[test]
 fn an_invalid_configuration_is_refused_with_a_hint() {
     let directory = tempfile::TempDir::new().unwrap();
