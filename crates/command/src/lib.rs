@@ -153,7 +153,7 @@ pub fn main(args: impl Iterator<Item = OsString>, commit: Option<&'static str>) 
         Ok(code) => code,
         Err(failure) => {
             let code = failure.exit_code();
-            let printed = screen.notice(failure.explain());
+            let printed = screen.failure(&failure);
             if printed.is_ok() { code } else { EXIT_FAILED }
         }
     }
