@@ -104,7 +104,7 @@ fn sums(at: usize, tenant: &TenantStatus, many: bool) -> Markup {
             }
             (part("hit_rate.requested_blocks", hit_rate.requested_blocks, "blocks requested"))
             (part("hit_rate.matched_blocks", hit_rate.matched_blocks, "matched"))
-            (part("gets.blocks", gets.blocks, "read"))
+            (part("gets.hits", gets.hits, "read"))
             (part("gets.misses", gets.misses, "read misses"))
             (part("gets.failures", gets.failures, "read failures"))
             (part("puts.blocks", puts.blocks, "put"))
