@@ -263,6 +263,7 @@ fn the_report_loads_nothing_from_the_network() {
     let html = fs::read_to_string(page).unwrap();
     assert!(html.matches("<svg").count() >= 4, "a plot is missing");
     assert!(html.contains("<text"), "labels must be text elements");
+    assert!(html.contains("<div class=\"scroll\"><table>"), "a phone cuts the table");
     let without_namespace = html.replace("http://www.w3.org/2000/svg", "");
     for reference in ["http://", "https://", "src=", "@import", "url("] {
         assert!(!without_namespace.contains(reference), "the page loads something: {reference}");

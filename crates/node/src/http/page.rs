@@ -291,6 +291,20 @@ mod tests {
         assert!(!plot::hits(&series).into_string().contains("no samples"));
     }
 
+    /// At the width of a phone, columns were cut without a sign that there are more.
+    #[test]
+    fn every_table_is_in_a_part_that_scrolls() {
+        let page = page(&full_status(), &Series::default(), "0").into_string();
+        let parts: Vec<&str> = page.split("<table").collect();
+        assert!(parts.len() > 3);
+        for before in &parts[..parts.len() - 1] {
+            let (_, opened) = before.rsplit_once("<div class=\"scroll\" tabindex=\"0\"").unwrap();
+            assert!(!opened.contains("</div>"), "{opened}");
+        }
+        let style = include_str!("page/page.css");
+        assert!(style.contains("overflow-x: auto") && style.contains("background-attachment"));
+    }
+
     #[test]
     fn html_in_the_name_of_a_client_is_escaped() {
         let page = page(&full_status(), &Series::default(), "0").into_string();

@@ -23,7 +23,12 @@ fn cell(path: &str, value: u64, text: &str) -> Markup {
 }
 
 fn section(title: &str, body: &Markup) -> Markup {
-    html! { section { h2 { (title) } div.scroll { (body) } } }
+    html! {
+        section {
+            h2 { (title) }
+            div.scroll tabindex="0" role="region" aria-label=(title) { (body) }
+        }
+    }
 }
 
 fn tiers(status: &Status) -> Markup {
