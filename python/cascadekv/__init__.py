@@ -1,7 +1,11 @@
 """Cascade: a tiered, shared KV cache for LLM inference.
 
 >>> import cascadekv
->>> space = cascadekv.Namespace(cascadekv.Manifest({"weights": "sha256:9f86", "dtype": "bf16"}))
+>>> manifest = cascadekv.Manifest({
+...     "weights": "sha256:9f86", "dtype": "bf16", "block_tokens": "512", "layers": "32",
+...     "kv_heads": "8", "head_dim": "128", "layout": "opaque", "tensor_parallel": "0/1",
+... })
+>>> space = cascadekv.Namespace(manifest)
 >>> keys = cascadekv.chain_keys(space, tokens=range(1024), block_tokens=512)
 >>> with cascadekv.Store(dram="16MiB") as store:
 ...     results = store.put(keys, [b"first block", b"second block"])

@@ -1,5 +1,6 @@
 """The examples of the guide, the docstrings and the quickstart run unchanged."""
 
+import ast
 import doctest
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 from cascadekv import aio
 
 GUIDE = Path(__file__).parents[2] / "docs" / "python.md"
+README = Path(__file__).parents[2] / "README.md"
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
 
 
@@ -30,6 +32,13 @@ def test_a_modules_example_runs(module):
     failed, attempted = doctest.testmod(module)
     assert attempted > 0
     assert failed == 0
+
+
+@pytest.mark.parametrize("text", [README.read_text(), cascadekv.__doc__], ids=["README", "module"])
+def test_the_manifest_of_an_example_has_all_required_fields(text):
+    # That of the README lacked five, so that a copy could share KV of other layouts.
+    fields = text.split("cascadekv.Manifest(")[1].split(")\n")[0].replace("...", "")
+    assert cascadekv.Manifest(ast.literal_eval(fields.strip())).missing() == []
 
 
 def test_the_quickstart_runs():

@@ -54,6 +54,9 @@ const MODELS: &[Geometry] = &[
     latent("deepseek-v3", 61, 576),
 ];
 
+/// Ends of names that do not change the geometry.
+const TUNINGS: &[&str] = &["-instruct", "-chat", "-base"];
+
 const fn heads(name: &'static str, layers: u32, kv_heads: u32, head_dim: u32) -> Geometry {
     Geometry { name, layers, shape: KvShape::Heads { kv_heads, head_dim }, element_bytes: 2 }
 }
@@ -74,9 +77,14 @@ impl Geometry {
         names.join(", ")
     }
 
-    /// The model of this name, case-insensitive.
+    /// The model of this name. Case, hyphens, an organisation before it and what says how it was
+    /// trained do not matter: `meta-llama/Llama-3.1-70B-Instruct` is `llama3.1-70b`.
     pub fn by_name(name: &str) -> Result<Self, UnknownModel> {
-        let found = MODELS.iter().find(|model| model.name.eq_ignore_ascii_case(name));
+        let lower = name.to_ascii_lowercase();
+        let model = lower.rsplit('/').next().unwrap_or(&lower);
+        let tuning = TUNINGS.iter().find_map(|tuning| model.strip_suffix(tuning));
+        let squeezed = tuning.unwrap_or(model).replace('-', "");
+        let found = MODELS.iter().find(|model| model.name.replace('-', "") == squeezed);
         found.copied().ok_or_else(|| UnknownModel { name: name.chars().take(80).collect() })
     }
 
@@ -128,6 +136,22 @@ mod tests {
     fn a_context_of_8192_tokens_of_llama_8b_takes_one_gib() {
         let model = Geometry::by_name("Llama3.1-8B").expect("in the table");
         assert_eq!(model.block_bytes(8192), 1 << 30);
+    }
+
+    /// `llama3.1-70b-instruct`, a name of `MLPerf`'s benchmark, was refused.
+    #[test]
+    fn a_tuned_model_has_the_geometry_of_its_base() {
+        for name in [
+            "llama3.1-70b-instruct",
+            "LLAMA3.1-70B-CHAT",
+            "llama-3.1-70b",
+            "meta-llama/Llama-3.1-70B-Instruct",
+        ] {
+            let model = Geometry::by_name(name).expect(name);
+            assert_eq!((model.name, model.bytes_per_token()), ("llama3.1-70b", 327_680));
+        }
+        assert!(Geometry::by_name("llama3.1-70b-instruct-awq").is_err());
+        assert!(Geometry::by_name("").is_err());
     }
 
     #[test]

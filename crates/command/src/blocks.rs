@@ -14,7 +14,7 @@ use clap::Args;
 use serde_json::json;
 
 use crate::connection::ConnectionArgs;
-use crate::{EXIT_FAILED, EXIT_OK, Failure, Screen, write_file, write_json};
+use crate::{EXIT_FAILED, EXIT_OK, Failure, Screen, keys, write_file, write_json};
 
 /// Limit of the size of a file that is put. The node's limit is the size of its pool.
 const BLOCK_BYTES_MAX: u64 = 1 << 30;
@@ -29,7 +29,7 @@ Examples:
       Also write its bytes to a file.
 
 This counts as a read, so the block may be promoted to DRAM. The exit code is 1 if the node does not
-have the block.")]
+have the block, and 2 if KEY is not the digits of a key, as with every command.")]
 pub(super) struct GetArgs {
     /// Key of the block: 64 hexadecimal digits, or at least the first 8.
     #[arg(value_name = "KEY")]
@@ -108,6 +108,7 @@ fn full_key(text: &str, connection: &ConnectionArgs) -> Result<BlockKey, Failure
     if let Ok(key) = text.parse() {
         return Ok(key);
     }
+    keys::check(&[text.to_owned()])?;
     let found: FoundKeys = connection.connect()?.request("find", &json!({ "digits": text }))?;
     match found.keys.as_slice() {
         [key] => key.parse().map_err(|error| Failure::other("read the node's answer", error)),
@@ -234,6 +235,7 @@ pub(super) struct DeleteArgs {
 }
 
 pub(super) fn delete(args: &DeleteArgs, screen: &mut Screen) -> Result<i32, Failure> {
+    keys::check(&args.keys)?;
     let request = json!({ "tenant": args.tenant, "keys": args.keys });
     let deleted: DeleteResult = args.connection.connect()?.request("delete", &request)?;
     if args.json {

@@ -7,7 +7,7 @@ use cascade_node::explain::{BlockReport, ChainReport, ExplainRequest};
 use clap::Args;
 
 use crate::connection::ConnectionArgs;
-use crate::{EXIT_OK, Failure, Screen, write_json};
+use crate::{EXIT_OK, Failure, Screen, keys, write_json};
 
 /// Limit of the blocks that are listed. A longer chain shows those around its first missing block.
 const BLOCKS_SHOWN_MAX: usize = 24;
@@ -44,7 +44,7 @@ pub(super) struct ExplainArgs {
 }
 
 pub(super) fn run(args: &ExplainArgs, screen: &mut Screen) -> Result<i32, Failure> {
-    let request = ExplainRequest { keys: keys(args)?, manifest: manifest(args)? };
+    let request = ExplainRequest { keys: keys_of(args)?, manifest: manifest(args)? };
     let request = serde_json::to_value(&request)
         .map_err(|error| Failure::other("write the request as JSON", error))?;
     let explanation: ChainReport = args.connection.connect()?.request("explain", &request)?;
@@ -56,7 +56,7 @@ pub(super) fn run(args: &ExplainArgs, screen: &mut Screen) -> Result<i32, Failur
     Ok(EXIT_OK)
 }
 
-fn keys(args: &ExplainArgs) -> Result<Vec<String>, Failure> {
+fn keys_of(args: &ExplainArgs) -> Result<Vec<String>, Failure> {
     let keys: Vec<String> = match &args.request {
         None => args.keys.clone(),
         Some(path) => {
@@ -74,15 +74,7 @@ fn keys(args: &ExplainArgs) -> Result<Vec<String>, Failure> {
             lines.map(str::to_owned).collect()
         }
     };
-    let is_key = |key: &&String| {
-        key.bytes().all(|digit| digit.is_ascii_hexdigit()) && (8..=64).contains(&key.len())
-    };
-    if let Some(invalid) = keys.iter().find(|key| !is_key(key)) {
-        return Err(Failure::usage(
-            format!("{:?} is not a key", invalid.chars().take(80).collect::<String>()),
-            "give the 64 hexadecimal digits of a block's key, or at least the first 8",
-        ));
-    }
+    keys::check(&keys)?;
     if keys.is_empty() {
         return Err(Failure::usage(
             "no key is given",

@@ -10,9 +10,11 @@ mod doctor;
 mod explain;
 mod failure;
 mod hbm;
+mod help;
 mod inspect;
 mod interrupt;
 mod key_flags;
+mod keys;
 mod maintenance;
 mod ping;
 mod reference;
@@ -27,7 +29,7 @@ mod top;
 
 use std::ffi::OsString;
 
-use clap::{CommandFactory, Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use clap_complete::Shell;
 
 pub use crate::replay::args::ReplayArgs;
@@ -49,7 +51,6 @@ pub const EXIT_INTERRUPTED: i32 = 130;
 /// Keeps the KV cache of LLM inference engines in DRAM and files, and measures what it saves.
 #[derive(Debug, Parser)]
 #[command(name = "cascade", version = built::version(), propagate_version = true)]
-#[command(max_term_width = 100)]
 #[command(arg_required_else_help = true, subcommand_required = true)]
 #[command(after_help = "\
 Examples:
@@ -139,7 +140,9 @@ Examples:
 /// `commit` is what the program was built from, if that is known.
 pub fn main(args: impl Iterator<Item = OsString>, commit: Option<&'static str>) -> i32 {
     commit.into_iter().for_each(built::set_commit);
-    let command = match Command::try_parse_from(args) {
+    let parsed = definition().try_get_matches_from(args);
+    let parsed = parsed.and_then(|matches| Command::from_arg_matches(&matches));
+    let command = match parsed {
         Ok(command) => command,
         Err(usage) => {
             let is_printed = usage.print().is_ok();
@@ -152,7 +155,7 @@ pub fn main(args: impl Iterator<Item = OsString>, commit: Option<&'static str>) 
         Ok(code) => code,
         Err(failure) => {
             let code = failure.exit_code();
-            let printed = screen.notice(failure.explain());
+            let printed = screen.failure(&failure);
             if printed.is_ok() { code } else { EXIT_FAILED }
         }
     }
@@ -160,7 +163,7 @@ pub fn main(args: impl Iterator<Item = OsString>, commit: Option<&'static str>) 
 
 /// The command line as a clap definition, for the reference page and for completions.
 pub fn definition() -> clap::Command {
-    Command::command()
+    help::fit(Command::command())
 }
 
 fn run(verb: Verb, screen: &mut Screen) -> Result<i32, Failure> {

@@ -37,7 +37,8 @@ pub(super) fn ping(args: &PingArgs, screen: &mut Screen) -> Result<i32, Failure>
     for _ in 0..args.count.get() {
         let began = SystemClock.monotonic();
         connection.ping()?;
-        let took_us = SystemClock.monotonic().saturating_sub(began).as_secs_f64() * 1e6;
+        // Of whole nanoseconds, so that a time has at most three decimals.
+        let took_us = SystemClock.monotonic().saturating_sub(began).as_nanos() as f64 / 1e3;
         if !args.json {
             screen.line(format!("{socket} answers in {}", duration(took_us)))?;
         }

@@ -11,6 +11,7 @@ use std::thread;
 use std::time::Duration;
 
 use cascade_replay::environment::Environment;
+use cascade_replay::kernel_io::KernelIo;
 use cascade_replay::result::{ReplayResult, ratio};
 use cascade_replay::run::{Progress, RunOptions, RunOutcome};
 use cascade_replay::workload::Workload;
@@ -37,6 +38,9 @@ pub(super) fn run(args: &ReplayArgs, screen: &mut Screen) -> Result<i32, Failure
         screen.notice("note: this build is not optimised; its times mean nothing")?;
     }
     let plan = Plan::new(args)?;
+    if let Some(note) = &plan.time_note {
+        screen.notice(format!("note: {note}"))?;
+    }
     let result = if args.metadata_only {
         plan.without_payload(environment)
     } else {
@@ -76,6 +80,7 @@ fn write_results(
 
 /// Opens the store, replays, and waits until all pending blocks are written.
 fn measure(args: &ReplayArgs, plan: &Plan<'_>, screen: &mut Screen) -> Result<Measured, Failure> {
+    let io_before = args.files.as_ref().and_then(|_| KernelIo::now());
     let failed = |doing| move |source| Failure::Store { doing, source };
     let store = Store::open(args.store_config()).map_err(failed("opening"))?;
     let mut started_with_blocks = store.stats().keys;
@@ -102,7 +107,8 @@ fn measure(args: &ReplayArgs, plan: &Plan<'_>, screen: &mut Screen) -> Result<Me
     let flush = clock.monotonic().saturating_sub(began);
     let stats = store.stats();
     store.close().map_err(failed("closing"))?;
-    let mut measured = Measured { outcome, flush, started_with_blocks, stats };
+    let kernel_io = io_before.and_then(|before| Some(KernelIo::now()?.since(before)));
+    let mut measured = Measured { outcome, flush, started_with_blocks, stats, kernel_io };
     if let Err(error) = flushed {
         measured.outcome.counts.count_failure(&error);
     }

@@ -5,6 +5,8 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 
+use cascade_node::telemetry::json_line;
+
 use crate::Failure;
 
 /// The standard streams of the process. All output of a command goes through it. A closed pipe
@@ -16,6 +18,8 @@ pub struct Screen {
     pub is_interactive: bool,
     /// Whether results may be coloured.
     pub is_coloured: bool,
+    /// Whether a failure is printed as a line of JSON, as a node with a log in JSON does.
+    pub has_json_notices: bool,
 }
 
 impl fmt::Debug for Screen {
@@ -34,6 +38,7 @@ impl Screen {
             notices: Box::new(io::stderr()),
             is_interactive: io::stderr().is_terminal(),
             is_coloured: console::colors_enabled(),
+            has_json_notices: false,
         }
     }
 
@@ -53,6 +58,15 @@ impl Screen {
     pub fn notice(&mut self, text: impl fmt::Display) -> Result<(), Failure> {
         let written = writeln!(self.notices, "{text}");
         written.or_else(ignore_closed_pipe).map_err(|source| Failure::write("-", source))
+    }
+
+    /// Writes the failure of a command.
+    pub fn failure(&mut self, failure: &Failure) -> Result<(), Failure> {
+        let text = failure.explain();
+        if self.has_json_notices {
+            return self.notice(json_line("ERROR", &text));
+        }
+        self.notice(text)
     }
 
     /// Text in bold, if results are coloured.

@@ -24,10 +24,10 @@ Examples:
   cascade doctor --config /etc/cascade/cascade.toml
       Check whether this machine is ready for that configuration.
 
-The node prints a line with `ready` when it serves. SIGTERM stops it: calls in flight finish and
-pending blocks are written to the file tier. SIGHUP reloads the configuration. Every key of the file
-can also be set in the environment: files_capacity is CASCADE_FILES_CAPACITY. docs/configuration.md
-describes all keys.")]
+The node prints a line with `ready` when it serves, as JSON if log_format is json. SIGTERM stops it:
+calls in flight finish and pending blocks are written to the file tier. SIGHUP reloads the
+configuration. Every key of the file can also be set in the environment: files_capacity is
+CASCADE_FILES_CAPACITY. docs/configuration.md describes all keys.")]
 pub(super) struct ServeArgs {
     #[command(flatten)]
     settings: Settings,
@@ -58,6 +58,7 @@ pub(super) fn run(args: ServeArgs, screen: &mut Screen) -> Result<i32, Failure> 
     }
     let stop_with_input = args.stop_with_input;
     let reload = move || args.settings.load();
+    screen.has_json_notices = config.log.json;
     process::run(config, stop_with_input, reload).map_err(Failure::Node)?;
     Ok(EXIT_OK)
 }

@@ -333,7 +333,7 @@ fn dash() -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use cascade_node::status::{HealthStatus, HitRate, TierStatus};
+    use cascade_node::status::{HealthStatus, HitRate, ShadowStatus, TierStatus};
 
     fn plain() -> Screen {
         let mut screen = Screen::of_process();
@@ -384,6 +384,26 @@ mod tests {
             assert!(text.contains(part), "{part:?} is not in:\n{text}");
         }
         assert!(text.lines().all(|line| line.trim_end() == line), "no spaces at ends:\n{text}");
+    }
+
+    /// The page had a table with other words than the command prints.
+    #[test]
+    fn the_guide_to_sizing_shows_the_table_that_is_printed() {
+        let mut status = busy();
+        let shadow = |percent: u32, predicted_hit_rate| ShadowStatus {
+            tier: "dram".to_owned(),
+            capacity_percent: percent,
+            capacity_bytes: (64 << 30) / 100 * u64::from(percent),
+            predicted_hit_rate,
+        };
+        status.tenants[0].shadows = vec![shadow(100, 0.412), shadow(150, 0.529), shadow(200, 0.55)];
+        let text = render(&status, &plain());
+        let begin = text.find("  simulated").unwrap();
+        let table: Vec<_> = text[begin..].lines().take(4).collect();
+        let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/sizing.md");
+        let page = std::fs::read_to_string(page).unwrap();
+        let table = format!("```\n{}\n```", table.join("\n"));
+        assert!(page.contains(&table), "docs/sizing.md lacks:\n{table}");
     }
 
     #[test]

@@ -52,10 +52,10 @@ struct TopScreen {
     previous: Option<Status>,
     /// Index of the selected tenant.
     tenant: usize,
-    /// Hit rates in per mille, latest last.
-    hit_rates: VecDeque<u64>,
+    /// Hit rates in per mille, latest last; `None` without a request.
+    hit_rates: VecDeque<Option<u64>>,
     /// Bytes read and put per second, latest last.
-    throughputs: VecDeque<u64>,
+    throughputs: VecDeque<Option<u64>>,
     error: Option<String>,
 }
 
@@ -141,13 +141,13 @@ impl TopScreen {
         self.error = None;
         let matched = self.increase(|tenant| tenant.hit_rate.matched_blocks);
         let requested = self.increase(|tenant| tenant.hit_rate.requested_blocks);
-        let hit_rate = matched / requested.max(1.0);
+        let hit_rate = (requested > 0.0).then(|| whole(matched / requested * 1000.0));
         let bytes = self.increase(|tenant| tenant.gets.bytes + tenant.puts.bytes);
-        let throughput = bytes / self.seconds();
+        let throughput = Some(whole(bytes / self.seconds()));
         for (history, latest) in
-            [(&mut self.hit_rates, hit_rate * 1000.0), (&mut self.throughputs, throughput)]
+            [(&mut self.hit_rates, hit_rate), (&mut self.throughputs, throughput)]
         {
-            history.push_back(whole(latest));
+            history.push_back(latest);
             if history.len() > HISTORY_MAX {
                 history.pop_front();
             }
@@ -218,16 +218,20 @@ fn draw_head(view: &TopScreen, frame: &mut Frame<'_>, area: Rect) {
 fn draw_plots(view: &TopScreen, frame: &mut Frame<'_>, area: Rect) {
     let halves = Layout::horizontal([Constraint::Percentage(50), Constraint::Percentage(50)]);
     let [left, right] = halves.areas(area);
-    let latest = |history: &VecDeque<u64>| history.back().copied().unwrap_or(0);
-    let (hits, throughput) = (latest(&view.hit_rates), latest(&view.throughputs));
-    let hit_title = format!(" hit rate {}.{} % ", hits / 10, hits % 10);
-    let throughput_title = format!(" reads and puts {}/s ", ByteSize(throughput).rounded());
+    let latest = |history: &VecDeque<Option<u64>>| history.back().copied().flatten();
+    let hit_title = match latest(&view.hit_rates) {
+        Some(hits) => format!(" hit rate {}.{} % ", hits / 10, hits % 10),
+        None => " hit rate - (no requests) ".to_owned(),
+    };
+    let throughput = latest(&view.throughputs).map(|bytes| ByteSize(bytes).rounded());
+    let throughput = throughput.map_or_else(|| "-".to_owned(), |bytes| format!("{bytes}/s"));
+    let throughput_title = format!(" reads and puts {throughput} ");
     for (area, title, history, max, colour) in [
         (left, hit_title, &view.hit_rates, Some(1000), Color::Green),
         (right, throughput_title, &view.throughputs, None, Color::Cyan),
     ] {
         let width = usize::from(area.width.saturating_sub(2));
-        let shown: Vec<u64> = history.iter().rev().take(width).rev().copied().collect();
+        let shown: Vec<Option<u64>> = history.iter().rev().take(width).rev().copied().collect();
         let mut plot = Sparkline::default()
             .data(shown)
             .style(Style::default().fg(colour))
@@ -368,7 +372,18 @@ mod tests {
         assert!(page.contains("hit rate 0.0 %"), "{page}");
         assert!(page.contains("512.0 MiB of 1.0 GiB"), "{page}");
         assert!(page.contains("4321") && page.contains("vllm"), "{page}");
-        assert_eq!(view.hit_rates, [500, 0]);
+        assert_eq!(view.hit_rates, [Some(500), Some(0)]);
+    }
+
+    /// A second without a request was shown as a hit rate of 0 %.
+    #[test]
+    fn a_time_without_requests_has_no_hit_rate() {
+        let mut view = TopScreen::default();
+        view.update(status(10.0, 100));
+        view.update(status(11.0, 100));
+        assert_eq!(view.hit_rates, [Some(500), None]);
+        let page = page(&view);
+        assert!(page.contains("hit rate - (no requests)"), "{page}");
     }
 
     #[test]
@@ -378,6 +393,6 @@ mod tests {
         let mut next = status(1.0, 10);
         next.node.pid = 8;
         view.update(next);
-        assert_eq!(view.hit_rates, [500, 500]);
+        assert_eq!(view.hit_rates, [Some(500), Some(500)]);
     }
 }

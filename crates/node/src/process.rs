@@ -70,6 +70,9 @@ pub fn run(
     }
     let spans = config.trace_endpoint.as_deref().map(Spans::open).transpose()?;
     let log = telemetry::start(&config.log, spans.as_ref())?;
+    if config.log.json {
+        telemetry::log_panics();
+    }
     log_derived_files_capacity(&config);
     log_failed_checks(&config);
     let group = config.admin_group.as_ref().map(|group| group.gid);
@@ -92,9 +95,7 @@ pub fn run(
     node.watch_gpu(&signals.stop).map_err(failed("start the thread that watches the GPU"))?;
     let gpu_node = start_gpu_node(&runtime, &node);
     let line = ready_line(&node);
-    let mut output = io::stdout();
-    let printed = writeln!(output, "{line}").and_then(|()| output.flush());
-    printed.map_err(failed("print the ready line to standard output"))?;
+    print_ready(&node, &line).map_err(failed("print the ready line to standard output"))?;
     log_notify_error(service_manager.ready(&line));
     serve_until_stopped(&runtime, &mut signals, &node, &service_manager, &line);
     tracing::info!("shutting down: no new requests are accepted, pending blocks are written");
@@ -318,6 +319,17 @@ fn shown_pipeline(config: &NodeConfig) -> String {
         format!("{}{absent}", name.trim())
     });
     shown.collect::<Vec<_>>().join("|")
+}
+
+/// Prints the line with `ready`: as JSON if the log is JSON, because both may go to one file.
+fn print_ready(node: &Node, line: &str) -> io::Result<()> {
+    let mut output = io::stdout();
+    if node.config().log.json {
+        writeln!(output, "{}", telemetry::json_line("INFO", line))?;
+    } else {
+        writeln!(output, "{line}")?;
+    }
+    output.flush()
 }
 
 fn ready_line(node: &Node) -> String {

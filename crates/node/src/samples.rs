@@ -14,6 +14,9 @@ use crate::status::Status;
 const SPAN_MS: u64 = 600_000;
 /// A sample is ignored if it is closer than this to the one before.
 const INTERVAL_MS: u64 = 900;
+/// Nothing is known of the time between samples that are further apart: it is a gap in the plots.
+/// Scrapers ask at least once a minute.
+const GAP_MS: u64 = 75_000;
 /// The shortest period of a plot.
 const PLOT_MS_MIN: u64 = 60_000;
 /// Time slices of a plot.
@@ -57,6 +60,10 @@ pub(crate) struct Series {
     pub(crate) tiers: Vec<String>,
     /// The slices, old to new.
     pub(crate) slices: Vec<TimeSlice>,
+    /// Blocks requested in the period, also between samples that are far apart.
+    pub(crate) requested: f64,
+    /// Of these, blocks matched.
+    pub(crate) matched: f64,
 }
 
 /// The counts in one time slice.
@@ -100,7 +107,8 @@ impl Samples {
 
     /// The history up to the last sample.
     ///
-    /// Counts between two samples are spread evenly over the time between them.
+    /// Counts between two samples are spread evenly over the time between them, unless that is too
+    /// long to say when they happened.
     pub(crate) fn series(&self) -> Series {
         let samples = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let (Some(first), Some(last)) = (samples.front(), samples.back()) else {
@@ -112,8 +120,17 @@ impl Samples {
         let mut slices: Vec<TimeSlice> = (0..SLICE_COUNT).map(|_| slice()).collect();
         let begin_ms = last.at_ms as f64 - span_ms as f64;
         let slice_ms = span_ms as f64 / SLICE_COUNT as f64;
+        let (mut requested, mut matched) = (0.0, 0.0);
         for (old, new) in samples.iter().zip(samples.iter().skip(1)) {
             let (from, to) = (old.at_ms as f64 - begin_ms, new.at_ms as f64 - begin_ms);
+            let share = ((to - from.max(0.0)) / (to - from)).max(0.0);
+            requested += new.requested.saturating_sub(old.requested) as f64 * share;
+            for tier in &tiers {
+                matched += new.matched(tier).saturating_sub(old.matched(tier)) as f64 * share;
+            }
+            if new.at_ms - old.at_ms > GAP_MS {
+                continue;
+            }
             for (at, slice) in slices.iter_mut().enumerate() {
                 // The overlap of the slice with the time between the samples.
                 let low = (at as f64 * slice_ms).max(from);
@@ -123,7 +140,7 @@ impl Samples {
                 }
             }
         }
-        Series { span_s: span_ms as f64 / 1e3, tiers, slices }
+        Series { span_s: span_ms as f64 / 1e3, tiers, slices, requested, matched }
     }
 }
 
@@ -210,6 +227,21 @@ mod tests {
         let busy = series.slices[SLICE_COUNT - 15].rate(Flow::Read).unwrap();
         assert!((busy - 100.0).abs() < 1e-6, "1000 bytes in 10 s: {busy}");
         assert_eq!(series.slices[0].rate(Flow::Read), None, "not sampled");
+    }
+
+    /// A page that was opened after nine minutes drew their mean as a level line.
+    #[test]
+    fn a_long_time_without_samples_is_a_gap() {
+        let samples = Samples::default();
+        samples.record(&status(1000, 0, 0, 0));
+        samples.record(&status(1540, 900, 450, 1 << 30));
+        samples.record(&status(1550, 910, 455, 1 << 30));
+        let series = samples.series();
+        let gap = &series.slices[SLICE_COUNT / 2];
+        assert_eq!((gap.sampled_s.to_bits(), gap.rate(Flow::Read)), (0f64.to_bits(), None));
+        assert_eq!(total(&series), (10.0, 5.0), "in slices");
+        let totals = (series.requested.round(), series.matched.round());
+        assert_eq!(totals, (910.0, 455.0), "in the period");
     }
 
     #[test]

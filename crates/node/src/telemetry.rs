@@ -19,6 +19,8 @@ use thiserror::Error;
 use tracing::Subscriber;
 use tracing_subscriber::filter::{ParseError, Targets};
 use tracing_subscriber::fmt::MakeWriter;
+use tracing_subscriber::fmt::format::Writer;
+use tracing_subscriber::fmt::time::{FormatTime as _, SystemTime};
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::{Layer, Registry, reload};
@@ -162,6 +164,29 @@ pub fn start(log: &LogConfig, spans: Option<&Spans>) -> Result<LogFilter, Teleme
     let (subscriber, filter) = subscriber_with_filter(log, spans, colour, io::stderr)?;
     tracing::subscriber::set_global_default(subscriber).map_err(TelemetryError::AlreadyStarted)?;
     Ok(filter)
+}
+
+/// A line of the log as JSON, for what is printed beside it.
+pub fn json_line(level: &str, message: &str) -> String {
+    let mut timestamp = String::new();
+    // A clock that cannot be formatted leaves the time empty, as in the log.
+    if SystemTime.format_time(&mut Writer::new(&mut timestamp)).is_err() {
+        timestamp.clear();
+    }
+    serde_json::json!({
+        "timestamp": timestamp, "level": level, "message": message,
+        "target": "cascade_node",
+    })
+    .to_string()
+}
+
+/// Makes panics lines of the log as well, for a log that programs read.
+pub(crate) fn log_panics() {
+    std::panic::set_hook(Box::new(|panic| {
+        let thread = std::thread::current();
+        let thread = thread.name().unwrap_or("without a name");
+        tracing::error!(thread, "{panic}");
+    }));
 }
 
 /// The log filter, which can change while the process runs.

@@ -49,12 +49,12 @@ impl Latencies {
 
     /// The latency at a quantile from 0 to 1, in microseconds.
     pub fn us_at(&self, quantile: f64) -> f64 {
-        Duration::from_nanos(self.0.value_at_quantile(quantile)).as_secs_f64() * 1e6
+        self.0.value_at_quantile(quantile) as f64 / 1e3
     }
 
     /// The summary of all recorded latencies.
     pub fn summary(&self) -> LatencySummary {
-        let us = |ns: u64| Duration::from_nanos(ns).as_secs_f64() * 1e6;
+        let us = |ns: u64| ns as f64 / 1e3;
         let steps = self.0.iter_log(1000, std::f64::consts::SQRT_2);
         LatencySummary {
             count: self.0.len(),
@@ -79,6 +79,15 @@ impl Default for Latencies {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// 15,321 ns were 15.321000000000002 us.
+    #[test]
+    fn microseconds_have_three_decimals() {
+        let mut latencies = Latencies::default();
+        latencies.record(Duration::from_nanos(15_321));
+        let max = latencies.summary().us_max.to_string();
+        assert!(max.split('.').nth(1).is_none_or(|decimals| decimals.len() <= 3), "{max}");
+    }
 
     #[test]
     fn a_merged_histogram_contains_both() {

@@ -5,6 +5,7 @@ pub mod ceilings;
 pub mod counts;
 pub mod environment;
 pub mod figures;
+pub mod kernel_io;
 pub mod latency;
 pub mod pace;
 pub mod payload;

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use serde::Serialize;
 
 use crate::environment::Environment;
+use crate::kernel_io::KernelIo;
 use crate::latency::LatencySummary;
 use crate::study::ReuseDistances;
 
@@ -54,8 +55,11 @@ pub struct ReplayResult {
     pub failures: BTreeMap<String, u64>,
     /// Hit rates of other caches.
     pub ceilings: Ceilings,
-    /// Bytes written to each tier below DRAM.
+    /// Payload bytes written to each tier below DRAM, with those of the warm-up.
     pub bytes_written_down: BTreeMap<String, u64>,
+    /// What the kernel read from and wrote to disks, from the opening of the store to the last
+    /// flush. None without a file tier, and where the kernel does not tell.
+    pub kernel_io: Option<KernelIo>,
     /// Hits over the time of the trace.
     pub timeline: Vec<TimeSlice>,
     /// Reuse distances of the blocks.
@@ -85,6 +89,9 @@ pub struct TraceFacts {
     pub block_tokens: u32,
     /// Recorded time until the last request.
     pub seconds: f64,
+    /// Why the times may be of another unit than was assumed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub time_note: Option<String>,
 }
 
 /// The payload of a block.

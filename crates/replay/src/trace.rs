@@ -1,18 +1,23 @@
 //! Request traces: the requested blocks with their times, parsed from published formats.
 //!
-//! Two formats are recognised by their content. **Mooncake JSONL** has one request per line
+//! Formats are recognised by their content. **Mooncake JSONL** has one request per line
 //! (`timestamp` in milliseconds, `input_length`, `output_length`, `hash_ids`). Connectors record
-//! the same with keys in hexadecimal, milliseconds since 1970 and `block_tokens`. **Agent
-//! sessions** have one JSON object per file, with nested sub-agents (`trace/agents.rs`). Damage is
-//! an error that names file, line and field; no request is skipped.
+//! the same with keys in hexadecimal, milliseconds since 1970 and `block_tokens`. **CSV** has the
+//! same fields as columns. **Agent sessions** have one JSON object per file, with nested sub-agents
+//! (`trace/agents.rs`). A file may be compressed with gzip or zstd. Damage is an error that names
+//! file, line and field; no request is skipped.
 
 mod agents;
+mod compression;
+mod content;
+mod csv;
 mod field;
+mod input;
 mod mooncake;
+mod times;
 
 use std::collections::HashMap;
-use std::fs::File;
-use std::io::{self, Read as _};
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -20,8 +25,13 @@ use cascade_store::eviction::StopReason;
 use serde_json::Value;
 use thiserror::Error;
 
-/// Limit of the size of one trace file.
+use input::Lines;
+pub use times::TimeUnit;
+
+/// Limit of the size of one trace file, decompressed.
 pub const FILE_BYTES_MAX: u64 = 1 << 30;
+/// Limit of what is held of a file at a time: a line, or a session.
+pub const HELD_BYTES_MAX: u64 = 256 << 20;
 /// Limit of the number of files of one trace.
 pub const FILES_MAX: usize = 4096;
 /// Limit of the number of blocks of one request.
@@ -106,6 +116,26 @@ pub enum TraceError {
         /// The limit.
         limit: u64,
     },
+    /// A file of another kind or format.
+    #[error("{file} is {found}; {advice}")]
+    Unsupported {
+        /// The file.
+        file: String,
+        /// What it is.
+        found: String,
+        /// What to do.
+        advice: String,
+    },
+    /// A row of a CSV file is damaged.
+    #[error("{file}:{line}: not a row of CSV ({reason})")]
+    Row {
+        /// The file.
+        file: String,
+        /// The line, from 1.
+        line: usize,
+        /// The damage.
+        reason: String,
+    },
     /// A line is not JSON.
     #[error("{file}:{line}: not JSON ({reason}); expected one JSON object")]
     Syntax {
@@ -146,28 +176,32 @@ pub enum TraceError {
 }
 
 impl Trace {
-    /// Reads a file, or all `.json` and `.jsonl` files directly in a directory, by name.
+    /// Reads a file, or all `.json` and `.jsonl` files directly in a directory, by name, also those
+    /// with `.gz` or `.zst` behind it.
     ///
     /// # Errors
     /// A file is unreadable, too large, damaged, or without a request.
     pub fn read(path: &Path) -> Result<Self, TraceError> {
-        let mut files = vec![path.to_path_buf()];
-        if path.is_dir() {
-            files = trace_files(path)?;
-        }
-        Self::read_files(&file_name(path), &files)
+        Self::read_files(&file_name(path), &[path.to_path_buf()], TimeUnit::default())
     }
 
-    /// Reads several files as one trace.
+    /// Reads several files or directories as one trace, with timestamps in a unit.
     ///
     /// # Errors
     /// As [`Trace::read`].
-    pub fn read_files(name: &str, files: &[PathBuf]) -> Result<Self, TraceError> {
+    pub fn read_files(name: &str, paths: &[PathBuf], unit: TimeUnit) -> Result<Self, TraceError> {
+        let mut files = Vec::new();
+        for path in paths {
+            if path.is_dir() {
+                files.extend(trace_files(path)?);
+            } else {
+                files.push(path.clone());
+            }
+        }
         limit(name, "the number of files", files.len(), FILES_MAX)?;
-        let mut parser = Parser::default();
-        for path in files {
-            let bytes = read_bounded(path)?;
-            parser.source(TraceSource { name: &path.display().to_string(), bytes: &bytes })?;
+        let mut parser = Parser { time_unit: unit, ..Parser::default() };
+        for path in &files {
+            parser.source(&path.display().to_string(), input::open(path)?)?;
         }
         parser.finish(name)
     }
@@ -196,7 +230,7 @@ pub fn parse(name: &str, sources: &[TraceSource<'_>]) -> Result<Trace, TraceErro
     limit(name, "the number of files", sources.len(), FILES_MAX)?;
     let mut parser = Parser::default();
     for source in sources {
-        parser.source(*source)?;
+        parser.source(source.name, Box::new(source.bytes))?;
     }
     parser.finish(name)
 }
@@ -206,13 +240,15 @@ pub fn parse(name: &str, sources: &[TraceSource<'_>]) -> Result<Trace, TraceErro
 enum BlockName {
     /// A number that is unique within one source.
     Local { source: u32, id: u64 },
-    /// A key of at most 32 bytes, right-aligned, with one meaning in all sources.
-    Global([u8; 32]),
+    /// A key in hexadecimal, right-aligned, with one meaning in all sources. `0a` is another key
+    /// than `00a`.
+    Global { digits: u8, key: [u8; 32] },
 }
 
 /// The requests parsed so far.
 #[derive(Debug, Default)]
 struct Parser {
+    time_unit: TimeUnit,
     block_tokens: Option<u32>,
     numbers: HashMap<BlockName, u64>,
     requests: Vec<TraceRequest>,
@@ -223,16 +259,44 @@ struct Parser {
 }
 
 impl Parser {
-    fn source(&mut self, source: TraceSource<'_>) -> Result<(), TraceError> {
-        limit(source.name, "its size in bytes", source.bytes.len(), FILE_BYTES_MAX)?;
-        match first_object(source.bytes) {
-            Some(session) if session.get("requests").is_some() => {
-                agents::parse(self, source, &session)?;
-            }
-            _ => mooncake::parse(self, source)?,
+    fn source<'a>(&mut self, name: &'a str, bytes: Box<dyn Read + 'a>) -> Result<(), TraceError> {
+        let before = self.requests.len();
+        let mut lines = Lines::new(name, bytes)?;
+        if let Some(first) = lines.next_line()? {
+            self.requests_of(&mut lines, first)?;
+        }
+        if self.requests.len() == before {
+            return Err(TraceError::Empty { file: name.to_owned() });
         }
         self.sources += 1;
         Ok(())
+    }
+
+    /// Parses a line and all after it in the format of the line.
+    fn requests_of(&mut self, lines: &mut Lines<'_>, first: Vec<u8>) -> Result<(), TraceError> {
+        if let Some(columns) = csv::header(&first) {
+            return csv::parse(self, lines, &columns);
+        }
+        match first_value(&first) {
+            Some(Ok(session)) if session.get("requests").is_some() => {}
+            // An object that goes on in the next line.
+            Some(Err(error)) if error.is_eof() => {}
+            _ => return mooncake::parse(self, lines, Some(first)),
+        }
+        // Errors state lines of the file.
+        let mut text = vec![b'\n'; lines.line - 1];
+        text.extend_from_slice(&first);
+        lines.read_rest(&mut text)?;
+        match first_value(&text) {
+            Some(Ok(session)) if session.get("requests").is_some() => {
+                agents::parse(self, TraceSource { name: lines.file, bytes: &text }, &session)
+            }
+            _ => {
+                let mut lines = Lines::of_text(lines.file, &text);
+                let first = lines.next_line()?;
+                mooncake::parse(self, &mut lines, first)
+            }
+        }
     }
 
     fn number(&mut self, name: BlockName) -> u64 {
@@ -272,8 +336,8 @@ impl Parser {
     }
 }
 
-fn first_object(bytes: &[u8]) -> Option<Value> {
-    serde_json::Deserializer::from_slice(bytes).into_iter::<Value>().next()?.ok()
+fn first_value(bytes: &[u8]) -> Option<serde_json::Result<Value>> {
+    serde_json::Deserializer::from_slice(bytes).into_iter::<Value>().next()
 }
 
 fn limit<F, L>(file: &str, what: &'static str, found: F, limit: L) -> Result<(), TraceError>
@@ -294,26 +358,22 @@ fn file_name(path: &Path) -> String {
     stem.to_string_lossy().into_owned()
 }
 
+fn is_trace_name(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let name = name.strip_suffix(".gz").or(name.strip_suffix(".zst")).unwrap_or(&name);
+    let end = Path::new(name).extension();
+    end.is_some_and(|end| end == "json" || end == "jsonl")
+}
+
 fn trace_files(directory: &Path) -> Result<Vec<PathBuf>, TraceError> {
     let read = |source| TraceError::Read { path: directory.to_owned(), source };
     let mut files = Vec::new();
     for entry in std::fs::read_dir(directory).map_err(read)? {
         let path = entry.map_err(read)?.path();
-        let is_trace = path.extension().is_some_and(|end| end == "json" || end == "jsonl");
-        if is_trace && path.is_file() {
+        if is_trace_name(&path) && path.is_file() {
             files.push(path);
         }
     }
     files.sort();
     Ok(files)
-}
-
-/// Reads a file up to the size limit. The limit also holds for a file that grows meanwhile.
-fn read_bounded(path: &Path) -> Result<Vec<u8>, TraceError> {
-    let read = |source| TraceError::Read { path: path.to_owned(), source };
-    let file = File::open(path).map_err(read)?;
-    let mut bytes = Vec::new();
-    file.take(FILE_BYTES_MAX + 1).read_to_end(&mut bytes).map_err(read)?;
-    limit(&path.display().to_string(), "its size in bytes", bytes.len(), FILE_BYTES_MAX)?;
-    Ok(bytes)
 }

@@ -31,7 +31,9 @@ pub use cascade_tier::{
 };
 pub use config::{EncryptionConfig, KeepPool, StoreConfig, WritePolicy};
 pub use drive::scrub::ScrubReport;
-pub use durable::ledger::{HeldId, HeldKind, HeldPiece, LeftoverPool, Process, leftover_pools};
+pub use durable::ledger::{
+    HeldId, HeldKind, HeldPiece, LeftoverPool, Process, ledger_bytes, leftover_pools,
+};
 pub use hold_recorder::{Hold, HoldRecorder};
 pub use insight::explain::{
     BlockExplanation, BlockState, Explanation, NamespaceDifference, PresentBlock,

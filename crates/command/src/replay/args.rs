@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use cascade_block::{DigestAlgorithm, DigestMode};
+use cascade_replay::trace::TimeUnit;
 use cascade_store::{FilesConfig, IoEngine, PolicyKind, StoreConfig, WritePolicy};
 use clap::{Args, ValueEnum};
 
@@ -27,7 +28,8 @@ engine can use nothing else. Every byte that the store returns is compared with 
 one is wrong, the exit code is 1.")]
 #[expect(clippy::struct_excessive_bools, reason = "each is a switch of the command line")]
 pub struct ReplayArgs {
-    /// Trace files: Mooncake JSONL, or recorded agent sessions (JSON).
+    /// Trace files or directories: Mooncake JSONL, CSV with the same columns, or recorded agent
+    /// sessions (JSON); also compressed with gzip or zstd.
     #[arg(required = true, value_name = "TRACE")]
     pub traces: Vec<PathBuf>,
 
@@ -95,6 +97,10 @@ pub struct ReplayArgs {
     #[arg(long, value_name = "N|P%", default_value = "0", value_parser = WarmUp::parse)]
     #[arg(help_heading = "Workload")]
     pub warm_up: WarmUp,
+    /// Unit of the timestamps of JSONL and CSV [default: ms, with a note if they look like
+    /// another].
+    #[arg(long, value_enum, value_name = "UNIT", help_heading = "Workload")]
+    pub time_unit: Option<TimeUnitChoice>,
     /// Replay only the first N requests of the trace.
     #[arg(long, value_name = "N", help_heading = "Workload")]
     pub limit: Option<Count>,
@@ -118,6 +124,14 @@ pub enum PolicyChoice {
     Arc,
     Waterfall,
     PrefixCost,
+}
+
+/// `--time-unit`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum TimeUnitChoice {
+    S,
+    Ms,
+    Us,
 }
 
 /// `--write`.
@@ -146,6 +160,17 @@ pub enum EngineChoice {
     Uring,
     /// preadv and pwritev.
     Psync,
+}
+
+impl TimeUnitChoice {
+    /// The unit of the trace.
+    pub fn unit(self) -> TimeUnit {
+        match self {
+            Self::S => TimeUnit::Seconds,
+            Self::Ms => TimeUnit::Milliseconds,
+            Self::Us => TimeUnit::Microseconds,
+        }
+    }
 }
 
 impl PolicyChoice {

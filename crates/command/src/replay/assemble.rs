@@ -7,6 +7,7 @@ use cascade_block::Geometry;
 use cascade_replay::ceilings::{DramStudy, unbounded_cache_hits};
 use cascade_replay::counts::{ReplayCounts, RequestRecord};
 use cascade_replay::environment::Environment;
+use cascade_replay::kernel_io::KernelIo;
 use cascade_replay::result::{
     LatencyFacts, PayloadFacts, ReplayResult, RunFacts, StoreSeconds, TimeSlice, TraceFacts, ratio,
 };
@@ -16,6 +17,7 @@ use cascade_replay::trace::{Trace, TraceError};
 use cascade_replay::workload::Workload;
 use cascade_store::StoreStats;
 
+use crate::replay::args::TimeUnitChoice;
 use crate::{Count, Failure, ReplayArgs};
 
 /// The model whose block size is reported when the payload is scaled down.
@@ -28,6 +30,8 @@ const TIME_SLICES: u32 = 60;
 pub(super) struct Plan<'a> {
     args: &'a ReplayArgs,
     trace: Trace,
+    /// Why its times may be of another unit.
+    pub(super) time_note: Option<String>,
     payload: PayloadFacts,
     block_bytes: usize,
     /// Number of warm-up requests.
@@ -45,6 +49,8 @@ pub(super) struct Measured {
     pub(super) started_with_blocks: u64,
     /// The store's statistics.
     pub(super) stats: StoreStats,
+    /// What the kernel counted, if there is a file tier.
+    pub(super) kernel_io: Option<KernelIo>,
 }
 
 impl<'a> Plan<'a> {
@@ -54,6 +60,7 @@ impl<'a> Plan<'a> {
         if let Some(limit) = args.limit {
             trace.requests.truncate(usize::try_from(limit.get()).unwrap_or(usize::MAX));
         }
+        let time_note = if args.time_unit.is_none() { trace.time_note() } else { None };
         let payload = payload_facts(args, trace.block_tokens)?;
         if !args.metadata_only && args.dram < payload.block_bytes {
             return Err(Failure::usage(
@@ -66,7 +73,7 @@ impl<'a> Plan<'a> {
         }
         let block_bytes = usize::try_from(payload.block_bytes).unwrap_or(usize::MAX);
         let warm_up = args.warm_up.of(trace.requests.len());
-        Ok(Self { args, trace, payload, block_bytes, warm_up })
+        Ok(Self { args, trace, time_note, payload, block_bytes, warm_up })
     }
 
     /// The requests with keys for a store.
@@ -108,6 +115,7 @@ impl<'a> Plan<'a> {
             result.bytes_written_down.insert("files".to_owned(), counters.demoted_bytes);
         }
         result.store = store_counters(&measured.stats);
+        result.kernel_io = measured.kernel_io;
         result
     }
 
@@ -184,6 +192,7 @@ impl<'a> Plan<'a> {
             failures: counts.failures.clone(),
             ceilings,
             bytes_written_down: BTreeMap::new(),
+            kernel_io: None,
             timeline: timeline(&counts.requests, &unbounded),
             reuse: reuse_distances(&self.trace),
             dram_sweep,
@@ -202,24 +211,24 @@ impl<'a> Plan<'a> {
             unique_blocks: unique_blocks(trace),
             block_tokens: trace.block_tokens,
             seconds: trace.requests.last().map_or(0.0, |request| request.at.as_secs_f64()),
+            time_note: self.time_note.clone(),
         }
     }
 }
 
 fn read_trace(args: &ReplayArgs) -> Result<Trace, Failure> {
-    let read = match args.traces.as_slice() {
-        [one] => Trace::read(one),
-        many => {
-            let first = many[0].file_stem().unwrap_or(many[0].as_os_str()).to_string_lossy();
-            Trace::read_files(&format!("{first} and {} more", many.len() - 1), many)
-        }
+    let first = args.traces[0].file_stem().unwrap_or(args.traces[0].as_os_str()).to_string_lossy();
+    let name = match args.traces.len() {
+        1 => first.into_owned(),
+        many => format!("{first} and {} more", many - 1),
     };
-    read.map_err(|error| Failure::Read {
+    let unit = args.time_unit.map(TimeUnitChoice::unit).unwrap_or_default();
+    Trace::read_files(&name, &args.traces, unit).map_err(|error| Failure::Read {
         path: match &error {
             TraceError::Read { path, .. } => path.clone(),
             _ => args.traces[0].clone(),
         },
-        advice: "give a trace in Mooncake's JSONL format or recorded agent sessions".to_owned(),
+        advice: "docs/traces.md describes the formats".to_owned(),
         source: Box::new(error),
     })
 }

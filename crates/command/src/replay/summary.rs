@@ -105,13 +105,19 @@ fn show_bytes(result: &ReplayResult, screen: &mut Screen) -> Result<(), Failure>
     }
     screen.line("")?;
     let rows = [
-        ("bytes read".to_owned(), result.bytes_read),
-        ("bytes put".to_owned(), result.bytes_written),
+        ("payload read".to_owned(), result.bytes_read),
+        ("payload put".to_owned(), result.bytes_written),
     ];
     let written = result.bytes_written_down.iter();
-    let written = written.map(|(tier, bytes)| (format!("bytes written to {tier}"), *bytes));
-    for (name, bytes) in rows.into_iter().chain(written) {
-        screen.line(format!("  {name:<30}{:>12}", ByteSize(bytes).rounded()))?;
+    let written = written.map(|(tier, bytes)| (format!("payload written to {tier}"), *bytes));
+    let kernel = result.kernel_io.iter().flat_map(|kernel| {
+        [
+            ("read from disks, by the kernel".to_owned(), kernel.read_bytes),
+            ("written to disks, by the kernel".to_owned(), kernel.written_bytes),
+        ]
+    });
+    for (name, bytes) in rows.into_iter().chain(written).chain(kernel) {
+        screen.line(format!("  {name:<31}{:>11}", ByteSize(bytes).rounded()))?;
     }
     let time = result.store_seconds;
     let inside = time.lookup + time.read + time.put + time.flush;

@@ -118,6 +118,54 @@ fn the_file_tier_serves_evicted_blocks_and_survives_a_restart() {
     assert_eq!(count(&fresh, "blocks_hit"), count(&first, "blocks_hit"));
 }
 
+/// The kernel had written 14 % and read 50 % more than the summary said.
+#[test]
+fn the_summary_has_payload_and_what_the_kernel_counted() {
+    let replay = Replay::new();
+    let files = replay.files();
+    let options = ["--dram", "8MiB", "--files", &files, "--files-capacity", "1GiB"];
+    let (_, result) = replay.run(&options);
+    let kernel = &result["kernel_io"];
+    if Path::new("/proc/self/io").exists() {
+        assert!(kernel["read_bytes"].is_u64() && kernel["written_bytes"].is_u64(), "{kernel}");
+    }
+    let trace = conversation_trace(replay.directory.path());
+    let output = cascade().arg("replay").arg(trace).args(options).output().unwrap();
+    let summary = String::from_utf8(output.stdout).unwrap();
+    for row in ["payload read", "payload put", "payload written to files"] {
+        assert!(summary.contains(row), "{summary}");
+    }
+    assert_eq!(summary.contains("written to disks, by the kernel"), kernel.is_object());
+    let (_, memory_only) = replay.run(&["--dram", "64MiB"]);
+    assert!(memory_only["kernel_io"].is_null());
+}
+
+#[test]
+fn times_that_look_like_another_unit_are_noted_unless_the_unit_is_given() {
+    let replay = Replay::new();
+    let trace = replay.path("seconds.jsonl");
+    let line = |second: u64| {
+        format!(
+            "{{\"timestamp\": {second}, \"input_length\": 512, \"output_length\": 1, \
+                 \"hash_ids\": [{second}]}}\n"
+        )
+    };
+    fs::write(&trace, (0..10).map(line).collect::<String>()).unwrap();
+    let run = |options: &[&str]| {
+        let mut command = cascade();
+        command.arg("replay").arg(&trace).args(["--metadata-only", "--json", "-"]).args(options);
+        let output = command.output().unwrap();
+        (stderr(&output), serde_json::from_slice::<Value>(&output.stdout).unwrap())
+    };
+    let (notices, result) = run(&[]);
+    assert!(notices.contains("note: timestamps were read as milliseconds"), "{notices}");
+    assert!(result["trace"]["time_note"].as_str().unwrap().contains("--time-unit s"));
+    let (notices, result) = run(&["--time-unit", "s"]);
+    assert!(!notices.contains("milliseconds"), "{notices}");
+    assert_eq!(result["trace"]["seconds"], 9.0);
+    assert!(result["trace"]["time_note"].is_null());
+}
+
 #[test]
 fn damaged_files_are_misses_not_wrong_bytes() {
     let replay = Replay::new();
@@ -215,6 +263,7 @@ fn the_report_loads_nothing_from_the_network() {
     let html = fs::read_to_string(page).unwrap();
     assert!(html.matches("<svg").count() >= 4, "a plot is missing");
     assert!(html.contains("<text"), "labels must be text elements");
+    assert!(html.contains("<div class=\"scroll\"><table>"), "a phone cuts the table");
     let without_namespace = html.replace("http://www.w3.org/2000/svg", "");
     for reference in ["http://", "https://", "src=", "@import", "url("] {
         assert!(!without_namespace.contains(reference), "the page loads something: {reference}");

@@ -38,6 +38,59 @@ fn the_effective_configuration_is_printed_with_its_sources() {
     }
 }
 
+/// It scraped port 9470, which no example opens.
+#[test]
+fn the_scrape_configuration_has_the_port_of_the_examples() {
+    let read = |file: &str| {
+        std::fs::read_to_string(format!("{}/../../{file}", env!("CARGO_MANIFEST_DIR"))).unwrap()
+    };
+    let scrape = read("packaging/prometheus/scrape.yml");
+    let target = scrape.split("targets: [\"").nth(1).unwrap().split('"').next().unwrap();
+    let help = stdout(&run(&["serve", "--help"]));
+    for (text, name) in [
+        (read("docs/serving.md"), "docs/serving.md"),
+        (read("README.md"), "README.md"),
+        (help, "cascade serve --help"),
+    ] {
+        assert!(text.contains(&format!("--listen {target}")), "{name} has no --listen {target}");
+    }
+}
+
+/// The line with `ready` was text, and a program that read the log failed at it.
+#[test]
+fn every_line_of_a_node_with_a_log_in_json_is_json() {
+    let directory = tempfile::TempDir::new().unwrap();
+    let socket = directory.path().join("socket");
+    let serve = || {
+        let mut command = cascade();
+        command.args(["serve", "--dram", "4MiB", "--keep-pool", "never", "--socket"]);
+        command.arg(&socket).env("CASCADE_LOG_FORMAT", "json");
+        command.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped());
+        command
+    };
+    let mut node = serve().spawn().unwrap();
+    let mut ready = String::new();
+    let mut output = std::io::BufReader::new(node.stdout.take().unwrap());
+    std::io::BufRead::read_line(&mut output, &mut ready).unwrap();
+    let ready: Value = serde_json::from_str(&ready).unwrap();
+    assert!(ready["message"].as_str().unwrap().contains(" ready: socket "), "{ready}");
+    assert!(ready["timestamp"].as_str().unwrap().ends_with('Z'), "{ready}");
+    // The socket is taken, so this one fails.
+    let second = serve().output().unwrap();
+    assert_eq!(second.status.code(), Some(1));
+    let process = rustix::process::Pid::from_child(&node);
+    rustix::process::kill_process(process, rustix::process::Signal::TERM).unwrap();
+    let first = node.wait_with_output().unwrap();
+    assert!(first.status.success());
+    let printed = [first.stderr, second.stdout, second.stderr.clone()].concat();
+    for line in String::from_utf8(printed).unwrap().lines() {
+        let line: Value = serde_json::from_str(line).unwrap_or_else(|_| panic!("{line:?}"));
+        assert!(line["level"].is_string() && line["message"].is_string(), "{line}");
+    }
+    let failure = String::from_utf8(second.stderr).unwrap();
+    assert!(failure.contains("the node stopped"), "{failure}");
+}
+
 #[test]
 fn an_invalid_configuration_is_refused_with_a_hint() {
     let directory = tempfile::TempDir::new().unwrap();

@@ -67,6 +67,25 @@ fn an_error_names_a_file_that_cannot_be_written() {
     assert!(stderr(&output).contains("/proc/no/out.json"), "{}", stderr(&output));
 }
 
+/// `get zzzz` exited with 1, and `put abc` with 2.
+#[test]
+fn what_is_no_key_is_a_usage_error_of_every_command() {
+    let zeros = "0".repeat(65);
+    for wrong in ["zzzz", "abc", "0123456g", &zeros] {
+        for command in [
+            &["get", wrong][..],
+            &["get", wrong, "--json"],
+            &["put", wrong, "/dev/null"],
+            &["delete", wrong],
+            &["delete", "0123456789abcdef", wrong],
+            &["explain", wrong],
+        ] {
+            refused(command);
+        }
+    }
+    assert!(refused(&["get", "zzzz"]).contains("\"zzzz\" is not a key"));
+}
+
 #[test]
 fn completion_scripts_contain_the_options() {
     for shell in ["bash", "zsh", "fish"] {

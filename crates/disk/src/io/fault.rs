@@ -78,6 +78,7 @@ impl FaultPlan {
             read_workers: Arc::clone(&io.read_workers),
             background: Arc::clone(&io.background),
             clock: Arc::clone(&io.clock),
+            ring_refusal: io.ring_refusal,
         }
     }
 }

@@ -11,6 +11,7 @@ mod fixed;
 mod io_vec;
 mod psync;
 mod read_window;
+mod ring_refusal;
 mod transfer;
 mod uring;
 
@@ -26,6 +27,7 @@ pub use file_handle::FileHandle;
 pub use files::{FileIdentity, FileOperations, HeldLock, LockedBy, OpenMode, SystemFiles};
 pub(crate) use files::{is_not_own, make_tier_directory, read_whole};
 pub use psync::PsyncEngine;
+pub use ring_refusal::RingRefusal;
 pub use transfer::{Buffer, PageBuffer, Transfer, TransferKind};
 pub use uring::UringEngine;
 
@@ -180,6 +182,8 @@ pub struct FileIo {
     pub background: Arc<Calls>,
     /// The clock for deadlines.
     pub clock: Arc<dyn Clock>,
+    /// Why the engine is not `io_uring`, if that was tried.
+    pub ring_refusal: Option<RingRefusal>,
 }
 
 impl FileIo {
@@ -193,7 +197,7 @@ impl FileIo {
         let threads = || Arc::new(Calls::new(THREAD_NAME, THREADS_MAX, Arc::clone(&clock)));
         let (workers, read_workers) = (threads(), threads());
         let background = background(&clock);
-        Self { engine, files, workers, read_workers, background, clock }
+        Self { engine, files, workers, read_workers, background, clock, ring_refusal: None }
     }
 
     /// Access to the file systems of this machine with an I/O engine of this kind.
@@ -217,20 +221,29 @@ impl FileIo {
             PsyncEngine::new(workers, read_workers, queue_depth, Arc::clone(&clock))
         };
         let uring = || UringEngine::new(queue_depth, pool, Arc::clone(&clock));
+        let mut ring_refusal = None;
         let engine: Arc<dyn TransferEngine> = match kind {
             IoEngine::Psync => Arc::new(psync()),
             IoEngine::Auto if !direct => Arc::new(psync()),
             IoEngine::Auto => match uring() {
                 Ok(engine) => Arc::new(engine),
-                Err(_not_allowed) => Arc::new(psync()),
+                Err(error) => {
+                    ring_refusal = Some(RingRefusal::of(&error));
+                    Arc::new(psync())
+                }
             },
             IoEngine::Uring => Arc::new(uring().map_err(|source| DiskError::Config {
                 setting: "engine",
-                reason: format!("the kernel does not allow io_uring ({source}); use auto or psync"),
+                reason: format!(
+                    "{} ({source}); use auto or psync, or: {}",
+                    RingRefusal::of(&source),
+                    RingRefusal::of(&source).remedy()
+                ),
             })?),
         };
         let background = background(&clock);
-        Ok(Self { engine, files: Arc::new(SystemFiles), workers, read_workers, background, clock })
+        let files = Arc::new(SystemFiles);
+        Ok(Self { engine, files, workers, read_workers, background, clock, ring_refusal })
     }
 
     /// Calls past their deadline that the kernel has not completed.

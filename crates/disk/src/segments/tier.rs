@@ -11,7 +11,7 @@ use cascade_tier::tier::{LoadQueue, Tier, TierStats, load_list};
 
 use super::{DiskStats, SegmentFiles};
 use crate::{
-    Address, BlockFacts, DiskError, EraseOutcome, IoEngine, Load, LoadOutcome, MakeRoomOutcome,
+    Address, BlockFacts, DiskError, EraseOutcome, Load, LoadOutcome, MakeRoomOutcome,
     StoredManifest, TierError, device_probe, manifests,
 };
 
@@ -180,8 +180,8 @@ fn written(files: &SegmentFiles, facts: &BlockFacts) -> BlockFacts {
 fn notes(files: &SegmentFiles, stats: &DiskStats) -> Vec<String> {
     let recovery = files.recovery.lock().unwrap_or_else(PoisonError::into_inner);
     let mut notes = Vec::new();
-    if files.config.engine != IoEngine::Psync && stats.engine != "io_uring" {
-        notes.push(format!("the kernel forbids io_uring: the engine is {}", stats.engine));
+    if let Some(refusal) = files.io.ring_refusal {
+        notes.push(format!("{refusal}: the engine is {}; {}", stats.engine, refusal.remedy()));
     }
     if files.config.direct && !stats.is_direct {
         notes.push("the file system has no O_DIRECT: the page cache is used".to_owned());

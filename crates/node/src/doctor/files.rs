@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use cascade_block::ByteSize;
-use cascade_disk::io::{FileOperations as _, SystemFiles};
+use cascade_disk::io::{FileOperations as _, RingRefusal, SystemFiles};
 use cascade_store::{FilesConfig, IoEngine};
 
 use super::{Check, CheckOutcome, FileSystem, Machine};
@@ -164,8 +164,6 @@ pub(super) const IO_URING: Check = Check {
     why: "one system call submits a whole batch of reads; without it a few threads do them",
     run: |config, machine| {
         let Some(files) = &config.store.files else { return CheckOutcome::absent(NO_FILES) };
-        let allow = "sudo sysctl kernel.io_uring_disabled=0; Docker: use a seccomp profile that \
-                     allows io_uring_setup, io_uring_enter and io_uring_register";
         match (files.engine, machine.try_ring()) {
             (IoEngine::Psync, _) => CheckOutcome::absent("io_engine is psync"),
             (_, Ok(true)) => CheckOutcome::ok("allowed, with registered memory"),
@@ -173,14 +171,17 @@ pub(super) const IO_URING: Check = Check {
                 "allowed, but memory cannot be registered",
                 "see huge_pages and memlock; rings can share registered buffers from Linux 6.12 on",
             ),
-            (IoEngine::Uring, Err(error)) => CheckOutcome::failed(
-                format!("the kernel refuses io_uring ({error}), and io_engine is uring"),
-                format!("{allow}; or set io_engine = auto"),
-            ),
-            (IoEngine::Auto, Err(error)) => CheckOutcome::warning(
-                format!("the kernel refuses io_uring ({error}); psync is used"),
-                allow,
-            ),
+            (engine, Err(error)) => {
+                let refusal = RingRefusal::of(&error);
+                if engine == IoEngine::Uring {
+                    return CheckOutcome::failed(
+                        format!("{refusal} ({error}), and io_engine is uring"),
+                        format!("{}; or set io_engine = auto", refusal.remedy()),
+                    );
+                }
+                let found = format!("{refusal} ({error}); psync is used");
+                CheckOutcome::warning(found, refusal.remedy())
+            }
         }
     },
 };

@@ -2,6 +2,7 @@
 
 use cascade_block::{ByteSize, with_causes};
 use cascade_memory::{PageSource, available_bytes};
+use cascade_store::ledger_bytes;
 
 use super::{Check, CheckOutcome, FileSystem, Machine};
 
@@ -98,7 +99,9 @@ pub(super) const SHARED_MEMORY: Check = Check {
         let Some(directory) = &config.pool_directory else {
             return CheckOutcome::absent("keep_pool is never: the pool has no file");
         };
-        let (needed, at) = (config.dram_bytes(), directory.display());
+        // The pool of the default tenant has a ledger beside it.
+        let ledger = ledger_bytes(config.store.dram_bytes);
+        let (needed, at) = (config.dram_bytes().saturating_add(ledger), directory.display());
         let space = match machine.space(directory) {
             Ok(space) => space,
             Err(error) => {
@@ -118,7 +121,7 @@ pub(super) const SHARED_MEMORY: Check = Check {
             let short = needed - space.free_bytes.saturating_add(own_bytes);
             let size = format!("{}M", space.total_bytes.saturating_add(short).div_ceil(1 << 20));
             return CheckOutcome::failed(
-                format!("{found}; {} configured", ByteSize(needed).rounded()),
+                format!("{found}; {} needed, with the ledger", ByteSize(needed).rounded()),
                 format!("sudo mount -o remount,size={size} {at}; Docker: --shm-size={size}"),
             );
         }

@@ -156,10 +156,8 @@ fn tile(value: &str, label: &str) -> Markup {
 }
 
 fn tiles(status: &Status, series: &Series) -> Markup {
-    let requested: f64 = series.slices.iter().map(|slice| slice.requested).sum();
-    let matched: f64 = series.slices.iter().flat_map(|slice| &slice.matched).sum();
     let since_start = HitRate::sum(status.tenants.iter().map(|tenant| &tenant.hit_rate)).ratio;
-    let recent = (requested >= 1.0).then(|| matched / requested);
+    let recent = (series.requested >= 1.0).then(|| series.matched / series.requested);
     let (hit_rate, label) = match (recent, since_start) {
         (Some(recent), _) => (percent(recent), format!("hit rate, last {}", time(series.span_s))),
         (None, Some(rate)) => (percent(rate), "hit rate since start".to_owned()),
@@ -261,6 +259,50 @@ mod tests {
         ] {
             assert!(page.contains(part), "{part:?} is missing");
         }
+    }
+
+    /// Misses were counted as read.
+    #[test]
+    fn misses_are_not_blocks_read() {
+        let mut status = Status::default();
+        let mut tenant = TenantStatus::default();
+        (tenant.gets.blocks, tenant.gets.hits, tenant.gets.misses) = (2000, 1500, 500);
+        status.tenants = vec![tenant];
+        let page = page(&status, &Series::default(), "0").into_string();
+        assert!(page.contains(">1,500</b> read<"), "{page}");
+        assert!(page.contains(">500</b> read misses<"), "{page}");
+        assert!(!page.contains("2,000"), "{page}");
+    }
+
+    #[test]
+    fn time_without_samples_is_marked() {
+        let mut series = Series { span_s: 600.0, ..Series::default() };
+        series.slices = vec![crate::samples::TimeSlice::default(); 60];
+        for slice in &mut series.slices[40..] {
+            slice.sampled_s = 10.0;
+            slice.requested = 1.0;
+        }
+        for plot in [plot::hits(&series), plot::rates(&series)] {
+            let plot = plot.into_string();
+            assert_eq!(plot.matches("class=\"gap\"").count(), 1, "{plot}");
+            assert!(plot.contains("no samples"), "{plot}");
+        }
+        series.slices.iter_mut().for_each(|slice| slice.sampled_s = 10.0);
+        assert!(!plot::hits(&series).into_string().contains("no samples"));
+    }
+
+    /// At the width of a phone, columns were cut without a sign that there are more.
+    #[test]
+    fn every_table_is_in_a_part_that_scrolls() {
+        let page = page(&full_status(), &Series::default(), "0").into_string();
+        let parts: Vec<&str> = page.split("<table").collect();
+        assert!(parts.len() > 3);
+        for before in &parts[..parts.len() - 1] {
+            let (_, opened) = before.rsplit_once("<div class=\"scroll\" tabindex=\"0\"").unwrap();
+            assert!(!opened.contains("</div>"), "{opened}");
+        }
+        let style = include_str!("page/page.css");
+        assert!(style.contains("overflow-x: auto") && style.contains("background-attachment"));
     }
 
     #[test]

@@ -50,8 +50,9 @@ pub(super) fn hits(series: &Series) -> Markup {
         svg.plot viewBox={ "0 0 " (WIDTH) " " (HEIGHT) } role="img" data-plot="hits"
             aria-label="Hit rate by tier, over time" {
             (axes(series, &ticks))
+            (gaps(series))
             @for (class, path) in &areas { path class={ "area " (class) } d=(path) {} }
-            @if is_empty { (empty_label("no requests in this period")) }
+            @if is_empty { (empty_label(series, "no requests in this period")) }
         }
     }
 }
@@ -86,10 +87,11 @@ pub(super) fn rates(series: &Series) -> Markup {
         svg.plot viewBox={ "0 0 " (WIDTH) " " (HEIGHT) } role="img" data-plot="rates"
             aria-label="Bytes per second read, put, demoted and promoted, over time" {
             (axes(series, &ticks))
+            (gaps(series))
             @for (flow, _) in LINES {
                 path class={ "line " (flow_class(*flow)) } d=(line(series, *flow, top)) {}
             }
-            @if maximum <= 0.0 { (empty_label("no data flow in this period")) }
+            @if maximum <= 0.0 { (empty_label(series, "no data flow in this period")) }
         }
     }
 }
@@ -131,8 +133,30 @@ fn axes(series: &Series, ticks: &[(f64, String)]) -> Markup {
     }
 }
 
+/// The time slices without samples, as grey areas.
+fn gaps(series: &Series) -> Markup {
+    let slices = series.slices.iter().map(|slice| slice.sampled_s > 0.0).enumerate();
+    let runs: Vec<_> = slices
+        .collect::<Vec<_>>()
+        .chunk_by(|one, next| one.1 == next.1)
+        .filter(|run| !run[0].1)
+        .map(|run| (run[0].0, run.len()))
+        .collect();
+    html! {
+        @for (from, length) in runs {
+            @let (left, right) = (x(from), x(from + length));
+            rect.gap x=(format!("{left:.1}")) y=(TOP) width=(format!("{:.1}", right - left))
+                height=(HEIGHT - TOP - BOTTOM) {
+                title { "no samples: neither a page nor a scraper asked the node" }
+            }
+        }
+    }
+}
+
 /// The label of a plot without data.
-fn empty_label(reason: &str) -> Markup {
+fn empty_label(series: &Series, reason: &str) -> Markup {
+    let has_samples = series.slices.iter().any(|slice| slice.sampled_s > 0.0);
+    let reason = if has_samples { reason } else { "no samples yet" };
     html! {
         text.quiet x=((LEFT + WIDTH - RIGHT) / 2.0) y=((TOP + HEIGHT - BOTTOM) / 2.0)
             text-anchor="middle" { (reason) }

@@ -21,6 +21,7 @@ use super::buffered_bytes::BufferedBytes;
 use super::call_summary::CallSummary;
 use super::dispatch::Dispatch;
 use super::peer::Peer;
+use super::refusals::{NO_DESCRIPTORS, is_exhausted};
 use super::session::ClientSession;
 use super::{Shared, descriptors, lock};
 use crate::status::NodeState;
@@ -488,7 +489,11 @@ impl Connection {
             .and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
         // The ledger of a pool that outlives the node names the process of each hold. Without a
         // visible process, the next run could not check whether the hold is still in use.
-        let holder = u32::try_from(self.peer.process).ok().and_then(|pid| Process::of(pid).ok());
+        let holder = match u32::try_from(self.peer.process).ok().map(Process::of) {
+            Some(Ok(holder)) => Some(holder),
+            Some(Err(error)) if is_exhausted(&error) => return Err(NO_DESCRIPTORS.to_owned()),
+            Some(Err(_)) | None => None,
+        };
         if holder.is_none() && !is_administrator && tenant.store().config().pool_file.is_some() {
             return Err("the node cannot see the client's process, which its persistent pool \
                         requires; share the process namespace, or set keep_pool to \"never\""

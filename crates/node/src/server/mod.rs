@@ -352,7 +352,7 @@ impl Shared {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
                 Err(error) => {
                     // Most likely descriptors are exhausted. The other threads continue to serve.
-                    tracing::warn!(%error, "cannot accept a connection; retrying");
+                    self.refusals.log_failed_accept(&error);
                     std::thread::park_timeout(ACCEPT_PAUSE);
                     return;
                 }

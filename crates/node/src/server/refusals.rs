@@ -1,10 +1,12 @@
 //! Rate limits of refused hellos, of log lines about refusals, and of accepted connections.
 
 use std::collections::HashMap;
+use std::io;
 use std::sync::Mutex;
 use std::time::Duration;
 
 use cascade_runtime::{Clock, SystemClock};
+use rustix::io::Errno;
 
 use super::lock;
 
@@ -19,6 +21,20 @@ const USERS_MAX: usize = 1024;
 /// of connections would use a whole CPU core.
 const ACCEPTED_MAX: u32 = 1024;
 const ACCEPT_WINDOW: Duration = Duration::from_millis(100);
+
+/// Least time between two log lines about connections that cannot be accepted: each attempt fails
+/// again after some milliseconds.
+const FAILED_ACCEPT_WINDOW: Duration = Duration::from_secs(10);
+
+/// What to do when all descriptors are in use.
+pub(super) const NO_DESCRIPTORS: &str = "all file descriptors of the node are in use; raise its \
+                                         limit of open files (ulimit -n, systemd: LimitNOFILE=)";
+
+/// Whether an error means that all descriptors of the process or of the system are in use.
+pub(super) fn is_exhausted(error: &io::Error) -> bool {
+    let errno = error.raw_os_error().map(Errno::from_raw_os_error);
+    matches!(errno, Some(Errno::MFILE | Errno::NFILE))
+}
 
 /// A count in a fixed window, which starts with the first event after the previous window.
 #[derive(Debug, Default, Clone, Copy)]
@@ -43,6 +59,7 @@ pub(super) struct Refusals {
     of_user: Mutex<HashMap<u32, WindowCount>>,
     logged: Mutex<WindowCount>,
     accepted: Mutex<WindowCount>,
+    failed_accepts: Mutex<WindowCount>,
 }
 
 impl Refusals {
@@ -79,6 +96,18 @@ impl Refusals {
         }
     }
 
+    /// Logs that no connection can be accepted, and why, at most once in a while.
+    pub(super) fn log_failed_accept(&self, error: &io::Error) {
+        if self.is_failed_accept_due(SystemClock.monotonic()) {
+            let advice = if is_exhausted(error) { NO_DESCRIPTORS } else { "it is tried again" };
+            tracing::warn!(%error, advice, "cannot accept connections");
+        }
+    }
+
+    fn is_failed_accept_due(&self, now: Duration) -> bool {
+        lock(&self.failed_accepts).add(now, FAILED_ACCEPT_WINDOW) == 1
+    }
+
     /// Counts an accepted connection. Returns how long to wait before the next one, if the limit of
     /// the window is exceeded.
     pub(super) fn pause_after_accept(&self) -> Option<Duration> {
@@ -107,6 +136,18 @@ mod tests {
             refusals.record(10_000 + user);
         }
         assert!(lock(&refusals.of_user).len() <= USERS_MAX);
+    }
+
+    /// 100 lines a second said only "Too many open files".
+    #[test]
+    fn exhausted_descriptors_are_named_and_logged_once_in_a_while() {
+        assert!(is_exhausted(&Errno::MFILE.into()) && is_exhausted(&Errno::NFILE.into()));
+        assert!(!is_exhausted(&Errno::NOENT.into()));
+        let refusals = Refusals::default();
+        let start = Duration::from_secs(1000);
+        let attempts = (0..1000).map(|at| start + Duration::from_millis(10 * at));
+        assert_eq!(attempts.filter(|now| refusals.is_failed_accept_due(*now)).count(), 1);
+        assert!(refusals.is_failed_accept_due(start + FAILED_ACCEPT_WINDOW));
     }
 
     #[test]

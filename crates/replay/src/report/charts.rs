@@ -6,7 +6,7 @@ use crate::figures::{compact_count, duration};
 use crate::report::PlotError;
 use crate::report::palette::Hue;
 use crate::report::plot::{Axis, HALF, WIDE, failed, svg};
-use crate::result::{ReplayResult, SweepPoint, ratio};
+use crate::result::{ReplayResult, SweepPoint, TimeSlice, ratio};
 
 /// Height of the labels below a plot.
 const LABELS_HEIGHT: u32 = 42;
@@ -41,22 +41,32 @@ pub(super) fn hits_over_time(result: &ReplayResult) -> Result<String, PlotError>
         // The highest sum is drawn first; each lower one covers its part.
         for count in (1..=tiers.len()).rev() {
             let hue = Hue::of_tier(&tiers[count - 1]).marker();
-            let steps = result.timeline.iter().flat_map(|slice| {
-                let hits = tiers[..count].iter().filter_map(|tier| slice.hits.get(tier));
-                let share = ratio(hits.sum::<u64>() as f64, slice.blocks as f64);
+            for run in requested_runs(&result.timeline) {
+                let steps = run.iter().flat_map(|slice| {
+                    let hits = tiers[..count].iter().filter_map(|tier| slice.hits.get(tier));
+                    let share = ratio(hits.sum::<u64>() as f64, slice.blocks as f64);
+                    [(slice.from_seconds / 60.0, share), (slice.to_seconds / 60.0, share)]
+                });
+                let area = AreaSeries::new(steps, 0.0, hue);
+                chart.draw_series(area).map_err(|error| fail(&error))?;
+            }
+        }
+        for run in requested_runs(&result.timeline) {
+            let unbounded = run.iter().flat_map(|slice| {
+                let share = ratio(slice.unbounded as f64, slice.blocks as f64);
                 [(slice.from_seconds / 60.0, share), (slice.to_seconds / 60.0, share)]
             });
-            let area = AreaSeries::new(steps, 0.0, hue);
-            chart.draw_series(area).map_err(|error| fail(&error))?;
+            let line = LineSeries::new(unbounded, Hue::Best.marker().stroke_width(2));
+            chart.draw_series(line).map_err(|error| fail(&error))?;
         }
-        let unbounded = result.timeline.iter().flat_map(|slice| {
-            let share = ratio(slice.unbounded as f64, slice.blocks as f64);
-            [(slice.from_seconds / 60.0, share), (slice.to_seconds / 60.0, share)]
-        });
-        let line = LineSeries::new(unbounded, Hue::Best.marker().stroke_width(2));
-        chart.draw_series(line).map_err(|error| fail(&error))?;
         Ok(())
     })
+}
+
+/// The time slices with requests, in runs: a hit rate without a request is a gap, not zero.
+fn requested_runs(timeline: &[TimeSlice]) -> impl Iterator<Item = &[TimeSlice]> {
+    let runs = timeline.chunk_by(|one, next| (one.blocks > 0) == (next.blocks > 0));
+    runs.filter(|run| run[0].blocks > 0)
 }
 
 /// A call, its colour and its latencies.
@@ -234,4 +244,27 @@ pub(super) fn dram_sizes(result: &ReplayResult) -> Result<String, PlotError> {
 )]
 fn power_of_two(exponent: f64) -> u64 {
     exponent.exp2().round() as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+
+    /// A pause of a trace was drawn as a hit rate of 0 %.
+    #[test]
+    fn time_without_requests_is_a_gap() {
+        let slice = |at: u32, blocks| TimeSlice {
+            from_seconds: f64::from(at),
+            to_seconds: f64::from(at + 1),
+            blocks,
+            hits: BTreeMap::new(),
+            unbounded: 0,
+        };
+        let blocks = [0, 4, 4, 0, 0, 2];
+        let timeline: Vec<_> = (0..).zip(blocks).map(|(at, blocks)| slice(at, blocks)).collect();
+        let runs: Vec<_> = requested_runs(&timeline).map(<[_]>::len).collect();
+        assert_eq!(runs, [2, 1]);
+    }
 }

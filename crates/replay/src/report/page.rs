@@ -206,7 +206,9 @@ fn environment(result: &ReplayResult) -> Markup {
     html! {
         details {
             summary { "Environment of the measurement" }
-            table { @for (name, value) in rows { tr { th { (name) } td { (value) } } } }
+            div.scroll {
+                table { @for (name, value) in rows { tr { th { (name) } td { (value) } } } }
+            }
             p {
                 "This page contains all figures as JSON, in the element "
                 code { "cascade-replay" } "."

@@ -44,9 +44,6 @@ pub(super) fn parse(
     let begin = parser.requests.len();
     let file = source.name;
     requests(parser, SessionScope { block_tokens, is_global }, object, Duration::ZERO, 0)?;
-    if parser.requests.len() == begin {
-        return Err(TraceError::Empty { file: file.to_owned() });
-    }
     let name = object.text("id", file)?;
     parser.relative_times.push((begin..parser.requests.len(), session_start(name)));
     Ok(())

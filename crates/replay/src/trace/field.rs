@@ -86,7 +86,7 @@ impl<'a> TraceObject<'a> {
         let mut blocks = Vec::with_capacity(list.len());
         for (index, value) in list.iter().enumerate() {
             let name = block_name(value, source).ok_or_else(|| {
-                let expected = "an integer that is not negative, or 2 to 64 hex digits";
+                let expected = "an integer that is not negative, or 1 to 64 hex digits";
                 self.error(&format!("hash_ids[{index}]"), expected, shown(value))
             })?;
             blocks.push(parser.number(name));
@@ -122,13 +122,14 @@ fn block_name(value: &Value, source: u32) -> Option<BlockName> {
     if let Some(id) = value.as_u64() {
         return Some(BlockName::Local { source, id });
     }
-    let digits = value.as_str().filter(|text| (2..=64).contains(&text.len()))?.as_bytes();
+    let text = value.as_str().filter(|text| (1..=64).contains(&text.len()))?;
+    let digits = u8::try_from(text.len()).ok()?;
     let mut key = [0; 32];
-    for (at, digit) in digits.iter().rev().enumerate() {
-        let nibble = u8::try_from(char::from(*digit).to_digit(16)?).ok()?;
+    for (at, digit) in text.bytes().rev().enumerate() {
+        let nibble = u8::try_from(char::from(digit).to_digit(16)?).ok()?;
         key[31 - at / 2] |= nibble << (4 * (at % 2));
     }
-    Some(BlockName::Global(key))
+    Some(BlockName::Global { digits, key })
 }
 
 /// The first characters of a value, for an error.

@@ -3,33 +3,34 @@
 use serde_json::Value;
 
 use super::field::{TraceObject, shown};
-use super::{BLOCK_TOKENS_MAX, Parser, TraceError, TraceRequest, TraceSource};
+use super::input::Lines;
+use super::{BLOCK_TOKENS_MAX, Parser, TraceError, TraceRequest};
 
 /// Tokens of a block, unless a line has `block_tokens`.
 pub(super) const BLOCK_TOKENS: u32 = 512;
 
-pub(super) fn parse(parser: &mut Parser, source: TraceSource<'_>) -> Result<(), TraceError> {
-    let before = parser.requests.len();
-    for (index, line) in source.bytes.split(|byte| *byte == b'\n').enumerate() {
-        if line.trim_ascii().is_empty() {
-            continue;
-        }
-        let (file, line_number) = (source.name, index + 1);
-        let value: Value = serde_json::from_slice(line).map_err(|error| TraceError::Syntax {
+/// Parses a line and those after it.
+pub(super) fn parse(
+    parser: &mut Parser,
+    lines: &mut Lines<'_>,
+    first: Option<Vec<u8>>,
+) -> Result<(), TraceError> {
+    let mut next = first;
+    while let Some(line) = next {
+        let (file, number) = (lines.file, lines.line);
+        let value: Value = serde_json::from_slice(&line).map_err(|error| TraceError::Syntax {
             file: file.to_owned(),
-            line: line_number,
+            line: number,
             reason: error.to_string(),
         })?;
-        let request = request(parser, file, line_number, &value)?;
+        let request = request(parser, file, number, &value)?;
         parser.requests.push(request);
-    }
-    if parser.requests.len() == before {
-        return Err(TraceError::Empty { file: source.name.to_owned() });
+        next = lines.next_line()?;
     }
     Ok(())
 }
 
-fn request(
+pub(super) fn request(
     parser: &mut Parser,
     file: &str,
     line: usize,
@@ -44,7 +45,7 @@ fn request(
         block_tokens = object.integer("block_tokens", 1, BLOCK_TOKENS_MAX)?;
     }
     parser.check_block_tokens(file, block_tokens)?;
-    let at = object.time("timestamp", 1000.0)?;
+    let at = object.time("timestamp", parser.time_unit.per_second())?;
     let input_tokens = object.integer("input_length", 0, u32::MAX)?;
     let output_tokens = object.integer("output_length", 0, u32::MAX)?;
     let blocks = object.blocks(parser, false)?;

@@ -1,4 +1,5 @@
 //! Traces are read, and studies of policies count what a store would.
 
+mod files;
 mod study;
 mod trace;

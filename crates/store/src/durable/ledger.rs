@@ -34,6 +34,7 @@ pub(crate) use holders::Holders;
 pub use holders::{HeldId, HeldKind, HeldPiece};
 pub(crate) use leftover::remove_unused;
 pub use leftover::{LeftoverPool, leftover_pools};
+pub use opening::ledger_bytes;
 pub(crate) use opening::{open, remove};
 pub use process::Process;
 use record::{BLOCK_WORDS, BlockRecord, HELD_WORDS, Piece};

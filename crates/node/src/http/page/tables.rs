@@ -23,7 +23,12 @@ fn cell(path: &str, value: u64, text: &str) -> Markup {
 }
 
 fn section(title: &str, body: &Markup) -> Markup {
-    html! { section { h2 { (title) } div.scroll { (body) } } }
+    html! {
+        section {
+            h2 { (title) }
+            div.scroll tabindex="0" role="region" aria-label=(title) { (body) }
+        }
+    }
 }
 
 fn tiers(status: &Status) -> Markup {
@@ -104,7 +109,7 @@ fn sums(at: usize, tenant: &TenantStatus, many: bool) -> Markup {
             }
             (part("hit_rate.requested_blocks", hit_rate.requested_blocks, "blocks requested"))
             (part("hit_rate.matched_blocks", hit_rate.matched_blocks, "matched"))
-            (part("gets.blocks", gets.blocks, "read"))
+            (part("gets.hits", gets.hits, "read"))
             (part("gets.misses", gets.misses, "read misses"))
             (part("gets.failures", gets.failures, "read failures"))
             (part("puts.blocks", puts.blocks, "put"))

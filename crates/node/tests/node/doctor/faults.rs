@@ -59,7 +59,7 @@ const FAULTS: &[Fault] = &[
         "shared_memory",
         CheckState::Failed,
         "64.0 MiB free",
-        "remount,size=40896M",
+        "remount,size=41073M",
     ),
     (
         |machine| machine.pool.file_system = FileSystem(0xef53),
@@ -109,6 +109,13 @@ const FAULTS: &[Fault] = &[
         CheckState::Warning,
         "psync is used",
         "kernel.io_uring_disabled=0",
+    ),
+    (
+        |machine| machine.ring = Err(io::ErrorKind::OutOfMemory),
+        "io_uring",
+        CheckState::Warning,
+        "the limit of locked memory is too low for io_uring",
+        "LimitMEMLOCK=infinity",
     ),
     (|machine| machine.ring = Ok(false), "io_uring", CheckState::Warning, "registered", "memlock"),
     (

@@ -89,10 +89,45 @@ fn a_file_system_that_is_too_small_is_reported() {
     assert!(found.contains("8.0 MiB free") && remedy.contains("8MiB"), "{found}: {remedy}");
     let (state, found, remedy) = result_of(&report, "shared_memory");
     assert_eq!(state, CheckState::Failed);
-    assert!(found.contains("8.0 MiB free") && remedy.contains("size=8192M"), "{found}: {remedy}");
+    assert!(found.contains("8.0 MiB free") && remedy.contains("size=8369M"), "{found}: {remedy}");
     assert_eq!(result_of(&report, "file_system").0, CheckState::Warning);
     assert_eq!(result_of(&report, "files_directory").0, CheckState::Ok);
     assert_eq!(fs::read_dir(tiny.path()).unwrap().count(), 0, "probes are removed");
+}
+
+/// The size in the remedy was that of the pool alone, and the node then started without a pool that
+/// outlives it.
+#[test]
+fn the_remedy_for_a_small_file_system_suffices() {
+    let Some(tiny) = TinyFileSystem::mount("mode=0700") else {
+        eprintln!("skipped: this user may not mount a tmpfs");
+        return;
+    };
+    let run = TempDir::new().unwrap();
+    let mut config = node(run.path());
+    config.pool_directory = Some(tiny.path());
+    config.store.dram_bytes = 16 << 20;
+    let report = diagnose(config.clone(), ThisMachine::default());
+    let (state, found, remedy) = result_of(&report, "shared_memory");
+    assert_eq!(state, CheckState::Failed);
+    let command = remedy.split(';').next().unwrap().replace("sudo ", "");
+    let mut words = command.split_whitespace();
+    let applied = Command::new(words.next().unwrap()).args(words).status().unwrap();
+    assert!(applied.success(), "{found}: {remedy}");
+    assert_eq!(
+        result_of(&diagnose(config, ThisMachine::default()), "shared_memory").0,
+        CheckState::Ok
+    );
+    let pool = tiny.path().join("cascade.pool");
+    let store = cascade_store::Store::open(cascade_store::StoreConfig {
+        dram_bytes: 16 << 20,
+        pool_file: Some(pool.clone()),
+        ..cascade_store::StoreConfig::default()
+    });
+    let store = store.unwrap();
+    let ledger = fs::metadata(format!("{}.ledger", pool.display())).unwrap().len();
+    assert_eq!(ledger, cascade_store::ledger_bytes(16 << 20));
+    store.close().unwrap();
 }
 
 #[test]

@@ -146,8 +146,8 @@ fn start_prometheus(directory: &Path, node: SocketAddr, token: &Path) -> (KillOn
     assert!(scrape.contains(authorization), "{scrape}");
     let enabled = format!("    authorization:\n      credentials_file: {}\n", token.display());
     let scrape = scrape.replace(authorization, &enabled);
-    assert!(scrape.contains("127.0.0.1:9470") && scrape.contains("scrape_interval: 15s"));
-    let scrape = scrape.replace("127.0.0.1:9470", &node.to_string());
+    assert!(scrape.contains("127.0.0.1:9000") && scrape.contains("scrape_interval: 15s"));
+    let scrape = scrape.replace("127.0.0.1:9000", &node.to_string());
     let often = "scrape_interval: 1s\n  evaluation_interval: 1s";
     fs::write(directory.join("scrape.yml"), scrape.replace("scrape_interval: 15s", often)).unwrap();
     let alerts = packaging("prometheus/alerts.yml");

@@ -20,6 +20,25 @@ pub(crate) fn remove(path: &Path) -> Result<(), MemoryError> {
     PoolFiles::discard(path)
 }
 
+/// Bytes of the ledger of a pool, which lies beside it.
+pub fn ledger_bytes(pool_bytes: u64) -> u64 {
+    let bytes = usize::try_from(pool_bytes).unwrap_or(usize::MAX - PAGE).next_multiple_of(PAGE);
+    table_bytes(block_count(bytes), held_count(bytes)) as u64
+}
+
+fn block_count(pool_bytes: usize) -> usize {
+    (pool_bytes / POOL_BYTES_PER_RECORD).max(RECORDS_MIN)
+}
+
+fn held_count(pool_bytes: usize) -> usize {
+    (pool_bytes / POOL_BYTES_PER_HELD).clamp(HELD_MIN, HELD_MAX)
+}
+
+fn table_bytes(block_count: usize, held_count: usize) -> usize {
+    let words = HEADER_WORDS + block_count * BLOCK_WORDS + held_count * HELD_WORDS;
+    (words * size_of::<u64>()).next_multiple_of(PAGE)
+}
+
 /// Opens or makes the files, and recovers the blocks that the ledger describes. `stages` are the
 /// names of the stages below DRAM.
 pub(crate) fn open(
@@ -29,10 +48,8 @@ pub(crate) fn open(
     clock: &dyn Clock,
 ) -> Result<WarmPool, MemoryError> {
     let pool_bytes = config.capacity_bytes.next_multiple_of(PAGE);
-    let block_count = (pool_bytes / POOL_BYTES_PER_RECORD).max(RECORDS_MIN);
-    let held_count = (pool_bytes / POOL_BYTES_PER_HELD).clamp(HELD_MIN, HELD_MAX);
-    let table_words = HEADER_WORDS + block_count * BLOCK_WORDS + held_count * HELD_WORDS;
-    let table_bytes = (table_words * size_of::<u64>()).next_multiple_of(PAGE);
+    let (block_count, held_count) = (block_count(pool_bytes), held_count(pool_bytes));
+    let table_bytes = table_bytes(block_count, held_count);
     // Read before the files are opened, which replaces a pool of another size.
     let bytes_before = path.metadata().ok().map(|file| file.len());
     let mut files = PoolFiles::open(path, pool_bytes, table_bytes)?;

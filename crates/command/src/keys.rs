@@ -1,0 +1,23 @@
+//! Keys of blocks on the command line: 64 hexadecimal digits, or at least the first 8.
+
+use crate::Failure;
+
+/// The least number of digits that name a block.
+const DIGITS_MIN: usize = 8;
+/// The digits of a whole key.
+const DIGITS_MAX: usize = 64;
+
+/// Refuses texts that are not the digits of a key, before a node is asked.
+pub(super) fn check(keys: &[String]) -> Result<(), Failure> {
+    let is_key = |key: &&String| {
+        key.bytes().all(|digit| digit.is_ascii_hexdigit())
+            && (DIGITS_MIN..=DIGITS_MAX).contains(&key.len())
+    };
+    match keys.iter().find(|key| !is_key(key)) {
+        None => Ok(()),
+        Some(invalid) => Err(Failure::usage(
+            format!("{:?} is not a key", invalid.chars().take(80).collect::<String>()),
+            "give the 64 hexadecimal digits of a block's key, or at least the first 8",
+        )),
+    }
+}
