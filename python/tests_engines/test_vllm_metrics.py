@@ -15,6 +15,7 @@ from cascadekv.connectors.vllm.metrics import (
     CascadeStats,
     GpuCounts,
 )
+from cascadekv.connectors.vllm.worker_counts import WorkerCounts
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram, generate_latest
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm_compat import payload_of
@@ -247,6 +248,22 @@ def test_the_label_of_a_device_is_its_uuid_and_says_fake(facts, label):
     counts = counts_of(gpu)
     gpu.values["submissions"] = 1
     assert counts.take().data["labels"]["gpu_submissions"] == {label: 1}
+
+
+def test_restarts_of_a_private_node_and_leases_are_counted_once(metrics):
+    node = SimpleNamespace(restarts=0)
+    leases = [(2, {"read": 1}), (0, {})]
+    transfers = SimpleNamespace(take_lease_counts=lambda: leases.pop(0))
+    first, second = WorkerCounts(0), WorkerCounts(1)
+    first.attach([], transfers, node)
+    second.attach([], transfers, None)
+    node.restarts = 3
+    metrics.observe(sent(first.take()), 1)
+    assert first.take() is None
+    assert second.take() is None
+    assert value("node_restarts_total", 1) == 3
+    assert value("offered_leases_total", 1) == 2
+    assert value("ended_leases_total", 1, end="read") == 1
 
 
 def test_a_gpu_is_asked_once_an_interval():

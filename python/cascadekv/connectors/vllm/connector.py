@@ -50,7 +50,7 @@ from cascadekv.connectors.vllm.metadata import (
     WorkerFacts,
     WorkerReport,
 )
-from cascadekv.connectors.vllm.metrics import CascadePromMetrics, CascadeStats, GpuCounts
+from cascadekv.connectors.vllm.metrics import CascadePromMetrics, CascadeStats
 from cascadekv.connectors.vllm.namespaces import Namespaces
 from cascadekv.connectors.vllm.pinned_pages import PinnedPages
 from cascadekv.connectors.vllm.private_node import PrivateNode, private_socket
@@ -60,6 +60,7 @@ from cascadekv.connectors.vllm.settings import read_connector_settings
 from cascadekv.connectors.vllm.store import EngineStore
 from cascadekv.connectors.vllm.transfer_setup import offered, open_transfers, transfers_between
 from cascadekv.connectors.vllm.worker import Worker
+from cascadekv.connectors.vllm.worker_counts import WorkerCounts
 
 if TYPE_CHECKING:
     import torch
@@ -107,7 +108,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         self._pins = PinnedPages()
         self._worker: Worker | None = None
         self._digests: WeightDigests | None = None
-        self._gpu_counts = GpuCounts()
+        self._counts = WorkerCounts(vllm_config.parallel_config.rank)
         self._parts: list[HeldPart] = []
         self._node: PrivateNode | None = None
         self._facts: WorkerFacts | None = None
@@ -269,9 +270,9 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: "Request", num_external_tokens: int
     ) -> "dict[CacheHitSource, int]":
         """Return how many of the loaded tokens come from each tier."""
-        if self._scheduler is None:
-            return versions.hit_sources({}, num_external_tokens)
-        by_tier = self._scheduler.tokens_by_tier(request, num_external_tokens)
+        by_tier: dict[str, int] = {}
+        if self._scheduler is not None:
+            by_tier = self._scheduler.tokens_by_tier(request, num_external_tokens)
         return versions.hit_sources(by_tier, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
@@ -349,9 +350,9 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(lambda: None)
     def get_kv_connector_stats(self) -> CascadeStats | None:
-        """Return statistics: of requests in the scheduler, of its GPU in a worker."""
+        """Return statistics: of requests in the scheduler, of what it counts in a worker."""
         if self._scheduler is None:
-            return self._gpu_counts.take()
+            return self._counts.take()
         if self._recorder is not None:
             dropped = self._recorder.dropped
             self._scheduler.stats.count("trace_drops", dropped - self._counted_trace_drops)
@@ -449,12 +450,11 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             adapters=LoadedAdapters(self._vllm_config, self._vllm_config.parallel_config.rank),
         )
         self._worker.attach(attached, list(cache.kv_cache_groups[0].layer_names))
-        self._gpu_counts.attach(memory for _, memory in attached)
+        self._counts.attach((memory for _, memory in attached), transfers, self._node)
         # Launches of other devices return before the work is done: times on the host are wrong.
         is_timed = all(isinstance(memory, HostMemory | GpuPages) for _, memory in attached)
         listener = None if transfers is None else (transfers.address, transfers.id)
-        parts = [held.part for held in self._parts]
-        return WorkerFacts(manifest, parts, is_timed, listener, doubt=doubt)
+        return WorkerFacts(manifest, [it.part for it in self._parts], is_timed, listener, doubt=doubt)
 
     def _sent(self) -> set[str]:
         return self._worker.take_sent() if self._worker is not None else set()

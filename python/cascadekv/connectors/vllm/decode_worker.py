@@ -207,7 +207,7 @@ class DecodeWorker:
     def _tell(self, notice: bytes) -> None:
         deadline = time.monotonic() + MESSAGE_S
         try:
-            connection = self._worker.connect(deadline)
+            connection = self._worker.connect(deadline, for_message=True)
             ticket = connection.native.read([], ([], []), notice=notice, timeout=left(deadline))
             try:
                 ticket.wait(timeout=left(deadline))

@@ -38,6 +38,8 @@ COUNTERS = {
     "declined_blocks": "Found blocks that were computed: faster, or too many loads in flight",
     "would_hit_blocks": "Blocks that were found in lite mode, which loads nothing",
     "trace_drops": "Finished requests that are missing from the trace",
+    "offered_leases": "Finished prefills whose pages were kept for a decode engine, by a lease",
+    "node_restarts": "Restarts of the engine's private node",
 }
 """Counters without further labels: name and meaning."""
 
@@ -51,6 +53,7 @@ LABELLED = {
     "save_seconds": ("tier", "Time of saves, by tier"),
     "save_cpu_seconds": ("tier", "CPU time of saves, by tier"),
     "hints": ("hint", "Hints of requests, by parameter"),
+    "ended_leases": ("end", "Leases that ended: read, given_back, expired or reset"),
     "gpu_loaded_copies": ("device", "Copies to the GPU"),
     "gpu_loaded_bytes": ("device", "Bytes copied to the GPU"),
     "gpu_saved_copies": ("device", "Copies from the GPU"),
@@ -190,6 +193,12 @@ class CascadeStats(KVConnectorStats):
     def hint(self, name: str) -> None:
         """Record a hint of a request, by its parameter without `cascade.`."""
         self._label("hints", name, 1)
+
+    def leases(self, offered: int, ended: Mapping[str, int]) -> None:
+        """Record leases of pages, and how others ended."""
+        self.count("offered_leases", offered)
+        for end, amount in ended.items():
+            self._label("ended_leases", end, amount)
 
     def gpu(self, device: str, counts: Mapping[str, float]) -> None:
         """Record what a GPU copied, by the names in `LABELLED`."""

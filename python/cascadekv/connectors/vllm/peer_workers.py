@@ -41,6 +41,8 @@ class PeerConnection:
 
     native: TransportConnection
     geometry: Geometry
+    misfit: str = ""
+    """Why no pages can be moved: it gets messages only."""
 
 
 class PeerWorker:
@@ -66,8 +68,11 @@ class PeerWorker:
         self._avoid_until = 0.0
         self._reason: Exception | None = None
 
-    def connect(self, deadline: float) -> PeerConnection:
-        """Return the connection, made anew if it was lost; raises at once after a failure."""
+    def connect(self, deadline: float, *, for_message: bool = False) -> PeerConnection:
+        """Return the connection, made anew if it was lost; raises at once after a failure.
+
+        A worker whose pages do not fit gets messages: it frees what it keeps for this engine.
+        """
         if not self._lock.acquire(timeout=left(deadline)):
             raise DeadlineError(f"{self._address}: another thread still connects to it")
         try:
@@ -80,6 +85,8 @@ class PeerWorker:
                 except FAILURES as error:
                     self.avoid(error)
                     raise
+            if current.misfit and not for_message:
+                raise GeometryError(current.misfit)
             return current
         finally:
             self._lock.release()
@@ -98,18 +105,21 @@ class PeerWorker:
         if native.no_rdma is not None:
             _LOG.warning("Cascade: %s: pages move by TCP: %s", self._address, native.no_rdma)
         try:
-            return PeerConnection(native, self._checked(native))
+            return self._checked(native)
         except BaseException:
             native.close()
             raise
 
-    def _checked(self, native: TransportConnection) -> Geometry:
-        """Return the geometry of the peer; raises if it is not the worker of the offer."""
+    def _checked(self, native: TransportConnection) -> PeerConnection:
+        """Return what the peer said of its pages; raises if it is not the worker of the offer."""
         if self._endpoint and native.peer_id.hex() != self._endpoint:
             raise RefusedError(f"{self._address} is another engine than was named")
         geometry = Geometry.parse(native.geometry)
-        self._geometry.check(geometry)
-        return geometry
+        try:
+            self._geometry.check(geometry)
+        except GeometryError as error:
+            return PeerConnection(native, geometry, str(error))
+        return PeerConnection(native, geometry)
 
     def disconnect(self) -> None:
         """Close the connection, also while another thread uses it or connects."""

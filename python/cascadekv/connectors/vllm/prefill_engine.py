@@ -215,7 +215,7 @@ class PrefillEngine:
             for worker in self._workers:
                 deadline = time.monotonic() + MESSAGE_S
                 try:
-                    connection = worker.connect(deadline)
+                    connection = worker.connect(deadline, for_message=True)
                     self._read_lease(connection, 0, message, deadline)
                 except DeadlineError as error:
                     worker.avoid(error)

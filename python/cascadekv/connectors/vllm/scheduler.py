@@ -17,7 +17,6 @@ from cascadekv import CascadeError, Hints, Store, part_of_trace
 from cascadekv.connectors import vllm_versions as versions
 from cascadekv.connectors.failures import FailureLog
 from cascadekv.connectors.vllm.adapters import ReportedAdapters
-from cascadekv.connectors.vllm.announcements import PushPlan
 from cascadekv.connectors.vllm.background import BackgroundThread
 from cascadekv.connectors.vllm.groups import (
     CacheGroup,
@@ -37,7 +36,7 @@ from cascadekv.connectors.vllm.metadata import (
     WorkerReport,
 )
 from cascadekv.connectors.vllm.metrics import CascadeStats
-from cascadekv.connectors.vllm.offers import PullPlan
+from cascadekv.connectors.vllm.offers import PullPlan, PushPlan
 from cascadekv.connectors.vllm.settings import SchedulerSettings
 from cascadekv.connectors.vllm.store_calls import StoreCalls
 from cascadekv.connectors.vllm.tracked import LookupResult, PendingLookup, TrackedRequest
