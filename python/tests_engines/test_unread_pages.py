@@ -7,7 +7,16 @@ The leases of these tests last for an hour.
 import pytest
 from push_engines import both, finish, run_until, waiting
 from scheduled_engine import BLOCK
-from transfer_engines import decode, end_leases, leases_of, prefill, prompt, pulled, step_until, step_until_idle
+from transfer_engines import (
+    decode,
+    end_leases,
+    leases_of,
+    prefill,
+    prompt,
+    pulled,
+    step_until,
+    step_until_idle,
+)
 
 pytest_plugins = ["transfer_engines"]
 

@@ -132,14 +132,10 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """Close the store; the first worker also ends the engine's private node."""
-        if self._worker is not None:
-            self._worker.close()
-        if self._recorder is not None:
-            self._recorder.close()
         threads = self._digests, self._registration, self._background, self._events_background
-        for background in threads:
-            if background is not None:
-                background.close()
+        for each in (self._worker, self._recorder, *threads):
+            if each is not None:
+                each.close()
         self._store.close()
         if self._node is not None:
             self._node.close()
@@ -454,7 +450,9 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         # Launches of other devices return before the work is done: times on the host are wrong.
         is_timed = all(isinstance(memory, HostMemory | GpuPages) for _, memory in attached)
         listener = None if transfers is None else (transfers.address, transfers.id)
-        return WorkerFacts(manifest, [it.part for it in self._parts], is_timed, listener, doubt=doubt)
+        return WorkerFacts(
+            manifest, [it.part for it in self._parts], is_timed, listener, doubt=doubt
+        )
 
     def _sent(self) -> set[str]:
         return self._worker.take_sent() if self._worker is not None else set()

@@ -4,7 +4,10 @@ import ipaddress
 import logging
 import threading
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 from cascadekv import CascadeError
 from cascadekv._native import TransportConnection, TransportEndpoint, TransportTicket
@@ -17,6 +20,7 @@ __all__ = [
     "SCRATCH",
     "TABLE",
     "PeerConnection",
+    "PeerThreads",
     "PeerWorker",
     "cancel",
     "left",
@@ -31,8 +35,13 @@ CONNECT_S = 2.0
 """Most time to connect to a worker."""
 AVOID_S = 5.0
 """How long a worker that did not answer is not tried again."""
+LOST_S = 10.0
+"""Threads for another engine end if it is not connected and was not used for this time."""
 CANCEL_S = 1.0
 """Time-out of a cancellation."""
+
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -121,11 +130,65 @@ class PeerWorker:
             return PeerConnection(native, geometry, str(error))
         return PeerConnection(native, geometry)
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a connection, as far as is known."""
+        current = self._connection
+        return current is not None and current.native.is_open
+
     def disconnect(self) -> None:
         """Close the connection, also while another thread uses it or connects."""
         current = self._connection
         if current is not None:
             current.native.close()
+
+
+class PeerThreads:
+    """Threads that talk to some workers of another engine, so that no other engine is delayed.
+
+    Not locked: `use` and `is_lost` are called under the lock of the table that has the threads.
+    """
+
+    def __init__(self, workers: Sequence[PeerWorker], count: int, name: str) -> None:
+        """Start up to `count` threads when they are needed."""
+        self._workers = workers
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix=name)
+        self._used = time.monotonic()
+
+    def use(self) -> None:
+        """Note that the threads are about to be used."""
+        self._used = time.monotonic()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether no worker is connected, and the threads were not used for some time."""
+        is_connected = any(worker.is_connected for worker in self._workers)
+        return not is_connected and time.monotonic() - self._used > LOST_S
+
+    def submit(self, call: Callable[[], Result]) -> "Future[Result]":
+        """Run a call in a thread. Raises `RuntimeError` after they were closed."""
+        return self._pool.submit(call)
+
+    def close_later(self) -> None:
+        """End the threads and close the connections after the calls that were submitted."""
+        self._pool.submit(self.disconnect)
+        self._pool.shutdown(wait=False)
+
+    def close(self) -> None:
+        """Wait for calls in flight, which end by their deadlines, and close the connections."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self.disconnect()
+
+    def abort(self) -> None:
+        """Close the connections, which ends calls in flight, and wait for these."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self.disconnect()
+        self._pool.shutdown(wait=True)
+
+    def disconnect(self) -> None:
+        """Close the connections: calls that use them fail. The next one connects again."""
+        for worker in self._workers:
+            worker.disconnect()
 
 
 def left(deadline: float) -> float:

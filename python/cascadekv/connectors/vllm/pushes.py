@@ -206,7 +206,7 @@ class Pushes:
         """End all pushes and connections."""
         self.close_all("the engine ends")
         for worker in list(self._workers.values()):
-            worker.close()
+            worker.threads.abort()
 
     # The receiver's thread.
 
@@ -241,9 +241,15 @@ class Pushes:
                     self._on_done(prompt.opened, push.announced, GIVEN_BACK)
 
     def check(self) -> None:
-        """Forget announcements that their decode engines do not wait for any more."""
+        """Forget what decode engines do not wait for any more, and end threads of lost ones."""
         with self._lock:
             self._drop_expired()
+            pushes = [*self._waiting.values()]
+            pushes += [push for it in self._prompts.values() for push in it.pushes.values()]
+            used = {id(push.worker) for push in pushes}
+            for key, worker in list(self._workers.items()):
+                if worker.threads.is_lost and id(worker) not in used:
+                    self._workers.pop(key).threads.close_later()
 
     # Under the lock.
 
@@ -264,8 +270,9 @@ class Pushes:
             worker = DecodeWorker(*key, self._own, self._geometry, is_any_host=self._is_any_host)
             self._workers[key] = worker
             if len(self._workers) > WORKERS_MAX:
-                self._workers.popitem(last=False)[1].close_later()
+                self._workers.popitem(last=False)[1].threads.close_later()
         self._workers.move_to_end(key)
+        worker.threads.use()
         return worker
 
     def _add(self, prompt: _Prompt, push: _Push) -> None:
@@ -311,7 +318,7 @@ class Pushes:
                 continue
             # A write to a closed connection fails at once.
             for push in busy:
-                push.worker.disconnect()
+                push.worker.threads.disconnect()
             self._changed.wait(STOP_S)
 
     def _pump_all(self, prompt: _Prompt) -> None:

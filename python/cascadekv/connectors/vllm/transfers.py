@@ -183,8 +183,10 @@ class Transfers:
         """End reads, pushes, messages and connections."""
         self._is_closed = True
         self._pushes.close()
-        for engine in self._engines.values():
-            engine.close()
+        with self._lock:
+            engines = list(self._engines.values())
+        for engine in engines:
+            engine.threads.close()
         self._endpoint.close()
         self._receiver.join()
         self._arrivals.close()
@@ -231,9 +233,16 @@ class Transfers:
                 if len(self._engines) >= ENGINES_MAX:
                     oldest = self._engines.pop(next(iter(self._engines)))
             self._engines[key] = engine
+            engine.threads.use()
         if oldest is not None:
-            oldest.close_later()
+            oldest.threads.close_later()
         return engine
+
+    def _end_lost_threads(self) -> None:
+        with self._lock:
+            for key, engine in list(self._engines.items()):
+                if engine.threads.is_lost:
+                    self._engines.pop(key).threads.close_later()
 
     def _note_push_end(self, opened: Opened, announced: Announcement, end: str) -> None:
         self._leases.finish_rank(opened.request, announced.rank, announced.workers, end)
@@ -264,6 +273,7 @@ class Transfers:
                     self._apply_message(notice[1])
                 self._arrivals.check()
                 self._pushes.check()
+                self._end_lost_threads()
             except Exception as error:  # noqa: BLE001 # a bug here must not end all messages
                 _LOG.exception("Cascade: a message of another engine was not applied")
                 self._failures.count("receiving messages of other engines", error)
