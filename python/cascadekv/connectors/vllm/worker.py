@@ -417,8 +417,9 @@ class Worker:
         """Wait for running loads and saves, and release the engine's memory."""
         self._loaders.shutdown(wait=True, cancel_futures=True)
         self._gpu_saves.close()
-        if self._promotions is not None:
-            self._promotions.close()
+        for each in (self._promotions, self._adapters):
+            if each is not None:
+                each.close()
         if self._transfers is not None:
             self._transfers.close()
         self._async_loads, self._parts = {}, {}
