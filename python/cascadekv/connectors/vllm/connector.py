@@ -348,12 +348,14 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> CascadeStats | None:
         """Return statistics: of requests in the scheduler, of what it counts in a worker."""
         if self._scheduler is None:
-            return self._counts.take()
+            counts = self._counts.take()
+            return counts and counts.named(self.settings.name)
         if self._recorder is not None:
             dropped = self._recorder.dropped
             self._scheduler.stats.count("trace_drops", dropped - self._counted_trace_drops)
             self._counted_trace_drops = dropped
-        return self._scheduler.take_stats()
+        stats = self._scheduler.take_stats()
+        return stats and stats.named(self.settings.name)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> CascadeStats | None:

@@ -1,7 +1,7 @@
 """The connector's metrics in vLLM's log line and Prometheus endpoint."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -94,7 +94,10 @@ HISTOGRAMS = {
 }
 """Histograms: name, meaning and buckets."""
 
-_SUMS, _LABELS, _BUCKETS = "sums", "labels", "buckets"
+NAME_KEY = "cascade.name"
+_NAME_LABEL = "connector"
+"""The label with the name of a connector, if the first one of a `MultiConnector` has a name."""
+_SUMS, _LABELS, _BUCKETS, _NAMED = "sums", "labels", "buckets", "named"
 _GPU_COUNTS = {
     name: name.removeprefix("gpu_") for name, (label, _) in LABELLED.items() if label == "device"
 } | {
@@ -133,6 +136,13 @@ class CascadeStats(KVConnectorStats):
         interval = CascadeStats(self.data)
         self.reset()
         return interval
+
+    def named(self, name: str | None) -> "CascadeStats":
+        """Return this interval under the name of its connector, if it has one.
+
+        vLLM adds up the statistics of all connectors of a class in a `MultiConnector`.
+        """
+        return self if name is None else CascadeStats({_NAMED: {name: self.data}})
 
     def count(self, name: str, amount: int = 1) -> None:
         """Add to one of `COUNTERS`."""
@@ -207,6 +217,11 @@ class CascadeStats(KVConnectorStats):
 
     def reduce(self) -> dict[str, int | float]:
         """Return the values for vLLM's periodic log line."""
+        if named := self.data.get(_NAMED):
+            whole = CascadeStats()
+            for data in ({**self.data, _NAMED: {}}, *named.values()):
+                whole.aggregate(CascadeStats(data))
+            return whole.reduce()
         sums = self.data[_SUMS]
         loaded, load_s = self._total("loaded_bytes"), self._total("load_seconds")
         saved, save_s = self._total("saved_bytes"), self._total("save_seconds")
@@ -279,57 +294,58 @@ class CascadePromMetrics(KVConnectorPromMetrics):
     ) -> None:
         """Register the metrics; counters without a further label start at 0."""
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        transfer = self._kv_transfer_config
+        name = transfer.kv_connector_extra_config.get(NAME_KEY) if transfer else None
+        self._is_named = name is not None
+        names = [*labelnames, _NAME_LABEL] if self._is_named else list(labelnames)
         self._sums = {
-            name: self._per_engine(
-                self._counter_cls(
-                    name=PREFIX + name, documentation=meaning, labelnames=self._labelnames
-                )
-            )
+            name: self._counter_cls(name=PREFIX + name, documentation=meaning, labelnames=names)
             for name, meaning in COUNTERS.items()
         }
         self._labelled = {
             name: self._counter_cls(
-                name=PREFIX + name, documentation=meaning, labelnames=[*self._labelnames, label]
+                name=PREFIX + name, documentation=meaning, labelnames=[*names, label]
             )
             for name, (label, meaning) in LABELLED.items()
         }
         # The base class declares a type for histograms that takes no buckets.
         histogram: Any = self._histogram_cls
         self._buckets = {
-            name: self._per_engine(
-                histogram(
-                    name=PREFIX + name,
-                    documentation=meaning,
-                    labelnames=self._labelnames,
-                    buckets=list(buckets),
-                )
+            name: histogram(
+                name=PREFIX + name, documentation=meaning, labelnames=names, buckets=list(buckets)
             )
             for name, (meaning, buckets) in HISTOGRAMS.items()
         }
+        for engine in per_engine_labelvalues:
+            for metric in (*self._sums.values(), *self._buckets.values()):
+                metric.labels(*self._values(engine, name))
 
     def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
         """Add an interval of one engine. Unknown names, of another version, are ignored."""
-        for name, amount in transfer_stats_data.get(_SUMS, {}).items():
+        self._observe(transfer_stats_data, self._values(engine_idx, None))
+        for name, data in transfer_stats_data.get(_NAMED, {}).items():
+            self._observe(data, self._values(engine_idx, name))
+
+    def _values(self, engine: int, name: str | None) -> list[str]:
+        """Return the values of the labels of an engine, and of a connector if it has a label."""
+        values = [str(value) for value in self.per_engine_labelvalues[engine]]
+        return [*values, name or ""] if self._is_named else values
+
+    def _observe(self, data: Mapping[str, Any], values: Sequence[str]) -> None:
+        for name, amount in data.get(_SUMS, {}).items():
             if name in self._sums:
-                self._sums[name][engine_idx].inc(amount)
-        engine = [str(value) for value in self.per_engine_labelvalues[engine_idx]]
-        for name, amounts in transfer_stats_data.get(_LABELS, {}).items():
+                self._sums[name].labels(*values).inc(amount)
+        for name, amounts in data.get(_LABELS, {}).items():
             if name in self._labelled:
                 for label, amount in amounts.items():
-                    counter: Any = self._labelled[name].labels(*engine, label)
-                    counter.inc(amount)
-        for name, buckets in transfer_stats_data.get(_BUCKETS, {}).items():
+                    self._labelled[name].labels(*values, label).inc(amount)
+        for name, buckets in data.get(_BUCKETS, {}).items():
             if name in self._buckets:
                 bounds = (*HISTOGRAMS[name][1], float("inf"))
                 for index, bucket in buckets.items():
                     if int(index) < len(bounds):
-                        _observe(self._buckets[name][engine_idx], bounds[int(index)], bucket)
-
-    def _per_engine(self, metric: Any) -> dict[int, Any]:
-        return {
-            engine: metric.labels(*(str(value) for value in values))
-            for engine, values in self.per_engine_labelvalues.items()
-        }
+                        histogram = self._buckets[name].labels(*values)
+                        _observe(histogram, bounds[int(index)], bucket)
 
 
 def _gpu_counts(report: GpuReport) -> dict[str, float]:
