@@ -29,7 +29,6 @@ from cascadekv.connectors.record import TraceRecorder
 from cascadekv.connectors.vllm.adapters import LoadedAdapters, ReportedAdapters
 from cascadekv.connectors.vllm.background import BackgroundThread
 from cascadekv.connectors.vllm.engine_config import (
-    is_one_process,
     load_mode,
     log_at_start,
     rank_of,
@@ -59,6 +58,7 @@ from cascadekv.connectors.vllm.scheduler import Scheduler
 from cascadekv.connectors.vllm.settings import read_connector_settings
 from cascadekv.connectors.vllm.store import EngineStore
 from cascadekv.connectors.vllm.transfer_setup import offered, open_transfers, transfers_between
+from cascadekv.connectors.vllm.unused_settings import is_one_process
 from cascadekv.connectors.vllm.worker import Worker
 from cascadekv.connectors.vllm.worker_counts import WorkerCounts
 
@@ -97,7 +97,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         extra = self._kv_transfer_config.kv_connector_extra_config
         self.settings = read_connector_settings(extra)
         if role is KVConnectorRole.SCHEDULER:
-            log_at_start(self._kv_transfer_config, self.settings)
+            log_at_start(vllm_config, self._kv_transfer_config, self.settings)
         # The tokens of a block are split between all context parallel ranks.
         self._context_size = vllm_config.parallel_config.decode_context_parallel_size
         self._block_tokens = vllm_config.cache_config.block_size * self._context_size
@@ -498,7 +498,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             list(parts.values()),
             groups,
             functools.partial(self._keys_of, list(parts)),
-            settings.for_scheduler(load_mode(self._vllm_config, settings)),
+            settings.for_scheduler(load_mode(self._vllm_config, settings, groups)),
             block_tokens=self._block_tokens,
             choose=self._choose,
             hints_of=self._hints_of,
