@@ -217,10 +217,12 @@ class CascadeStats(KVConnectorStats):
 
     def reduce(self) -> dict[str, int | float]:
         """Return the values for vLLM's periodic log line."""
-        if named := self.data.get(_NAMED):
+        named: dict[str, dict[str, Any]] = self.data.get(_NAMED, {})
+        if named:
             whole = CascadeStats()
-            for data in ({**self.data, _NAMED: {}}, *named.values()):
-                whole.aggregate(CascadeStats(data))
+            _add(whole.data, {name: own for name, own in self.data.items() if name != _NAMED})
+            for data in named.values():
+                _add(whole.data, data)
             return whole.reduce()
         sums = self.data[_SUMS]
         loaded, load_s = self._total("loaded_bytes"), self._total("load_seconds")
@@ -298,11 +300,11 @@ class CascadePromMetrics(KVConnectorPromMetrics):
         name = transfer.kv_connector_extra_config.get(NAME_KEY) if transfer else None
         self._is_named = name is not None
         names = [*labelnames, _NAME_LABEL] if self._is_named else list(labelnames)
-        self._sums = {
+        self._sums: dict[str, Any] = {
             name: self._counter_cls(name=PREFIX + name, documentation=meaning, labelnames=names)
             for name, meaning in COUNTERS.items()
         }
-        self._labelled = {
+        self._labelled: dict[str, Any] = {
             name: self._counter_cls(
                 name=PREFIX + name, documentation=meaning, labelnames=[*names, label]
             )
@@ -310,7 +312,7 @@ class CascadePromMetrics(KVConnectorPromMetrics):
         }
         # The base class declares a type for histograms that takes no buckets.
         histogram: Any = self._histogram_cls
-        self._buckets = {
+        self._buckets: dict[str, Any] = {
             name: histogram(
                 name=PREFIX + name, documentation=meaning, labelnames=names, buckets=list(buckets)
             )
