@@ -206,10 +206,10 @@ class ScheduledEngine:
 
     # Calls of tests.
 
-    def add(self, prompt, new=6, hints=None):
+    def add(self, prompt, new=6, hints=None, name=None):
         """Submit a request; returns its name. `hints` are its `kv_transfer_params`."""
         self._serial += 1
-        name = f"request-{self._serial}"
+        name = name or f"request-{self._serial}"
         extra = {"kv_transfer_params": hints} if hints else None
         params = SamplingParams(max_tokens=new, ignore_eos=True, temperature=0, extra_args=extra)
         params.update_from_generation_config({}, None)

@@ -12,6 +12,7 @@ import threading
 
 import pytest
 import torch
+from cascadekv.connectors import lmcache_keys
 from cascadekv.connectors.lmcache import CascadeL2Adapter
 from cascadekv.errors import ConfigError, RefusedError
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
@@ -161,12 +162,33 @@ def test_weights_are_told_apart(adapt, serve, tmp_path):
     assert look_up(adapt(address), named) == [False] * 2
 
 
-def test_a_server_that_outlives_the_weights_finds_nothing_of_them(adapt, serve, tmp_path):
+def test_files_of_a_model_are_looked_at_once_a_second(adapt, tmp_path, monkeypatch, eventually):
+    """All files of the model were looked at for each put, lookup and load."""
+    facts, looks = lmcache_keys.facts_of, []
+    monkeypatch.setattr(lmcache_keys, "facts_of", lambda place: looks.append(place) or facts(place))
+    monkeypatch.setattr(lmcache_keys, "CHECK_S", 3600.0)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"first weights")
+    adapter, keys = adapt(), keys_of(range(2), model=str(tmp_path))
+    for _ in range(5):
+        store(adapter, keys)
+        assert look_up(adapter, keys) == load(adapter, keys) == [True] * 2
+    assert looks == [tmp_path]
+    # The pause is over, which is when a change is found.
+    monkeypatch.setattr(lmcache_keys, "CHECK_S", 0.1)
+    weights.write_bytes(b"other weights")
+    eventually(lambda: look_up(adapter, keys) == [False] * 2)
+
+
+def test_a_server_that_outlives_the_weights_finds_nothing_of_them(
+    adapt, serve, tmp_path, monkeypatch
+):
     """The server kept the fingerprint of a model's name for its life.
 
     An engine that was restarted with other weights got the KV of the earlier ones. An engine that
     still has them may go on to store, so the server cannot know whose objects it gets.
     """
+    monkeypatch.setattr(lmcache_keys, "CHECK_S", 0.0)
     node = serve("--dram", "64MiB")
     address = {"cascade.node": f"unix:{node.socket}"}
     model = tmp_path / "model"

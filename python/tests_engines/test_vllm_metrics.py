@@ -15,7 +15,10 @@ from cascadekv.connectors.vllm.metrics import (
     CascadeStats,
     GpuCounts,
 )
+from cascadekv.connectors.vllm.worker_counts import WorkerCounts
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram, generate_latest
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm_compat import payload_of
 
@@ -247,6 +250,67 @@ def test_the_label_of_a_device_is_its_uuid_and_says_fake(facts, label):
     counts = counts_of(gpu)
     gpu.values["submissions"] = 1
     assert counts.take().data["labels"]["gpu_submissions"] == {label: 1}
+
+
+@pytest.mark.parametrize("is_labelled", [True, False])
+def test_children_of_a_multi_connector_are_told_apart_by_their_names(is_labelled):
+    """VLLM adds up what connectors of one class count, and registers metrics by the first one."""
+    unregister_vllm_metrics()
+    types = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
+    module = {"kv_connector_module_path": "cascadekv.connectors.vllm", "kv_role": "kv_both"}
+    children = [
+        {
+            "kv_connector": "CascadeConnector",
+            **module,
+            "kv_connector_extra_config": {"cascade.name": name} if name else {},
+        }
+        for name in ("fast" if is_labelled else None, "large")
+    ]
+    transfer = KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"connectors": children},
+    )
+    config = VllmConfig(kv_transfer_config=transfer)
+    exported = MultiConnector.build_prom_metrics(config, types, LABELS, ENGINES)
+    fast, large = CascadeStats(), CascadeStats()
+    fast.count("lookups", 2)
+    large.count("lookups", 3)
+    large.load("files", blocks=1, bytes_moved=10, seconds=0.25)
+    named = [fast.named("fast" if is_labelled else None), large.named("large")]
+    whole = CascadeStats()
+    for each in named:
+        whole = whole.aggregate(each)
+    assert whole.reduce()["Lookups"] == 5
+    whole = CascadeStats()
+    for each in named:
+        whole = whole.aggregate(CascadeStats(sent(each)))
+    exported.observe({"CascadeConnector": sent(whole)}, 1)
+    if is_labelled:
+        assert value("lookups_total", 1, connector="fast") == 2
+        assert value("lookups_total", 1, connector="large") == 3
+        assert value("loaded_bytes_total", 1, connector="large", tier="files") == 10
+        assert value("load_duration_seconds_count", 1, connector="large") == 1
+    else:
+        # Without a name, the metrics are those of a connector that is alone.
+        assert value("lookups_total", 1) == 5
+    unregister_vllm_metrics()
+
+
+def test_restarts_of_a_private_node_and_leases_are_counted_once(metrics):
+    node = SimpleNamespace(restarts=0)
+    leases = [(2, {"read": 1}), (0, {})]
+    transfers = SimpleNamespace(take_lease_counts=lambda: leases.pop(0))
+    first, second = WorkerCounts(0), WorkerCounts(1)
+    first.attach([], transfers, node)
+    second.attach([], transfers, None)
+    node.restarts = 3
+    metrics.observe(sent(first.take()), 1)
+    assert first.take() is None
+    assert second.take() is None
+    assert value("node_restarts_total", 1) == 3
+    assert value("offered_leases_total", 1) == 2
+    assert value("ended_leases_total", 1, end="read") == 1
 
 
 def test_a_gpu_is_asked_once_an_interval():

@@ -149,18 +149,16 @@ def test_a_decode_that_is_aborted_while_it_waits(start):
 
     They come back as soon as nothing can be written into them, without a prefill engine.
     """
-    source, target = start(), start()
+    source, target = start({"cascade.transfer_lease": 3600}), start()
     asked = prompt(6 * BLOCK, "aborted")
     to_prefill, to_decode = both(source)
     name = target.add(asked, hints=to_decode)
     step_until(target, lambda: bool(waiting(source)))
     target.abort(name)
     finish(target)
-    step_until(source, lambda: not waiting(source))
-    # What comes now finds nobody: it is offered until its lease ends.
+    step_until(source, lambda: next(iter(waiting(source).values())).is_stopped)
+    # What comes now finds nobody, and its pages come back at once.
     source.add(asked, new=1, hints=to_prefill)
-    step_until(source, lambda: bool(leases_of(source).open_leases()))
-    end_leases(source)
     finish(source, target)
     assert transfers(source).pushes == (0, 0)
 

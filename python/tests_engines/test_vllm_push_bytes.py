@@ -6,9 +6,8 @@ import time
 
 import numpy as np
 import pytest
-from cascadekv.connectors.vllm.announcements import PushPlan
 from cascadekv.connectors.vllm.metadata import Load
-from cascadekv.connectors.vllm.offers import Computed, Opened, PushSource, TransferPlan
+from cascadekv.connectors.vllm.offers import Computed, Opened, PushPlan, PushSource, TransferPlan
 from cascadekv.connectors.vllm.running_load import RunningLoad
 from scheduled_engine import LIMIT_S
 from transfer_pages import Pages, transfers_of

@@ -8,6 +8,7 @@ STORE = {"cascade.dram": "16MiB"}
 VALID = {
     "transfer_listen": ["127.0.0.1:0", "10.1.2.3:7400", "[::1]:65535", "[fe80::7]:0"],
     "transfer_advertise": ["prefill-0.example", "10.1.2.3", "fd00::7"],
+    "name": ["fast", "n" * 64],
     "load": ["auto", "sync", "async"],
     "layerwise": [True, False],
     "hit_ratio": [0, 0.25, 1, 1.0],
@@ -27,6 +28,7 @@ VALID = {
 }
 NEVER_VALID = [None, [], {}, object(), float("nan"), float("inf")]
 INVALID = {
+    "name": ["", 7, "n" * 65],
     "load": ["lazy", "", True, 1],
     "layerwise": ["true", 1, 0],
     "hit_ratio": [-0.1, 1.1, "1", True],

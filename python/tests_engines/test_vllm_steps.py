@@ -376,7 +376,7 @@ def test_hints_and_dropped_trace_lines_are_counted(start, tmp_path, caplog):
 @pytest.mark.parametrize("way", ["sync", "async"])
 def test_copies_of_a_gpu_are_in_the_engines_figures(start, way):
     engine = start({**DRAM, **WAYS[way]}, memory=None)
-    engine.worker._gpu_counts._interval_s = 0  # noqa: SLF001 # each step reports
+    engine.worker._counts._gpu._interval_s = 0  # noqa: SLF001 # each step reports
     first = prompt(5 * BLOCK + 3, "figures")
     engine.ask(first)
     engine.reset_prefix_cache()

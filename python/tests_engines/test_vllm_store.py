@@ -150,6 +150,29 @@ def test_a_private_node_that_ends_is_started_again(tmp_path, eventually, monkeyp
     assert not socket.parent.exists()
 
 
+def test_a_restart_that_cannot_fork_is_tried_again(tmp_path, eventually, monkeypatch, caplog):
+    """`Popen` raises `SubprocessError` too, which ended the thread: no restart ever came."""
+    monkeypatch.setattr(private_node, "RESTART_MIN_S", 0.05)
+    node = PrivateNode(tmp_path / "private" / "node.sock", {"cascade.dram": "16MiB"})
+    start, starts = subprocess.Popen, []
+
+    def fail_twice(*args, **options):
+        starts.append(args)
+        if len(starts) <= 2:
+            raise subprocess.SubprocessError("Exception occurred in preexec_fn.")
+        return start(*args, **options)
+
+    try:
+        monkeypatch.setattr(private_node.subprocess, "Popen", fail_twice)
+        os.kill(node._process.pid, signal.SIGKILL)  # noqa: SLF001
+        eventually(lambda: node.restarts == 1)
+    finally:
+        node.close()
+    assert len(starts) == 3
+    lines = [it for it in caplog.messages if "preexec_fn" in it]
+    assert [line.rpartition(" in ")[2] for line in lines] == ["0 s", "0 s"]
+
+
 class RecordingStore:
     """A store that records the threads that register a manifest with it, and fails at first."""
 

@@ -127,7 +127,7 @@ def test_several_outputs_of_a_request(start, way):
     The engine makes a request of each output, all with the same parameters. All answers are right,
     and all pages come back.
     """
-    source, target = start(pages=128), start(pages=128)
+    source, target = start({"cascade.transfer_lease": 3600}, pages=128), start(pages=128)
     asked = prompt(4 * BLOCK + 3, "several", way)
     if way == "pull":
         params = prefill(source, asked)
@@ -141,7 +141,6 @@ def test_several_outputs_of_a_request(start, way):
         for _ in range(3):
             source.add(asked, new=1, hints=to_prefill)
     run_until((source, target), lambda: not target.scheduler.has_requests())
-    end_leases(source)
     finish(source, target)
     assert pulled(target) >= 5
 

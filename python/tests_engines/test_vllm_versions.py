@@ -78,14 +78,14 @@ def test_an_untested_version_is_logged_once(monkeypatch, is_tried):
     if not is_tried:
         monkeypatch.setattr(vllm_versions, "OLDEST", (0, 1))
         monkeypatch.setattr(vllm_versions, "NEWEST", (0, 2))
-    transfer = SimpleNamespace(kv_load_failure_policy="recompute")
+    transfer = SimpleNamespace(kv_load_failure_policy="recompute", kv_connector_extra_config={})
     logger = logging.getLogger("vllm.cascade")
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logger.addHandler(handler)
     try:
-        log_at_start(transfer, SimpleNamespace(notes=[]))
+        log_at_start(None, transfer, SimpleNamespace(notes=[]))
     finally:
         logger.removeHandler(handler)
     assert said == ([] if is_tried else [f"Cascade: {vllm_versions.untested_warning()}"])

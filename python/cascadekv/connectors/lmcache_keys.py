@@ -9,6 +9,7 @@ import functools
 import importlib.metadata
 import logging
 import threading
+import time
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ __all__ = ["KeySpace", "Layout", "layout_of"]
 
 logger = logging.getLogger(__name__)
 
+CHECK_S = 1.0
+"""Least time between two looks at the files of a model."""
 _IN_KEYS = frozenset(("chunk_hash", "model_name", "kv_rank", "object_group_id", "cache_salt"))
 """Fields of LMCache's keys that block keys and manifests have by themselves."""
 
@@ -62,14 +65,19 @@ class _Model:
         self.weights = weights
         self._facts = facts
         self._change: str | None = None
+        self._checked = time.monotonic()
 
     def check(self) -> None:
-        """Raise `RefusedError` if the files were changed.
+        """Raise `RefusedError` if the files were changed. Looks at them once a second.
 
         An engine with the old weights may still run beside one with the new weights, and LMCache
         does not say which one computed an object.
         """
-        if self._change is None and self._facts is not None and _facts(self.name) != self._facts:
+        now = time.monotonic()
+        is_due = self._change is None and self._facts is not None and now - self._checked >= CHECK_S
+        if is_due:
+            self._checked = now
+        if is_due and _facts(self.name) != self._facts:
             self._change = f"the files of {self.name} were changed while this server runs"
             logger.error(
                 "Cascade: %s; nothing of it is stored or found until the engines and then this "

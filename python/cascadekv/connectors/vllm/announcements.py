@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
-from cascadekv.connectors.vllm.offers import PushSource
-
 __all__ = [
     "ANNOUNCE",
     "LAYER",
@@ -20,7 +18,6 @@ __all__ = [
     "WITHDRAW",
     "Announcement",
     "PartTarget",
-    "PushPlan",
     "Written",
     "message",
     "page_list",
@@ -63,6 +60,8 @@ class Announcement:
     """Where the list of pages can be read."""
     seconds: float
     """How long the worker waits."""
+    is_declined: bool = False
+    """The worker wants no blocks: there is neither a window nor a list."""
 
     def to_message(self) -> bytes:
         """Return the notice."""
@@ -86,8 +85,10 @@ class Announcement:
             list_region=int(fields["list_region"]),
             list_bytes=int(fields["list_bytes"]),
             seconds=min(float(fields["seconds"]), SECONDS_MAX),
+            is_declined=fields.get("is_declined") is True,
         )
-        if not 0 <= read.rank < read.workers or not 0 < read.list_bytes <= LIST_BYTES_MAX:
+        has_list = read.is_declined or 0 < read.list_bytes <= LIST_BYTES_MAX
+        if not 0 <= read.rank < read.workers or not has_list:
             raise ValueError(f"rank {read.rank} of {read.workers}, {read.list_bytes} bytes")
         return read
 
@@ -127,19 +128,6 @@ class Written:
             raise ValueError(f"version {version!r} of a notice, this is {VERSION}")
         push, part, layer, first, end = fields
         return cls(int(push), str(part), int(layer), int(first), int(end))
-
-
-@dataclass(slots=True)
-class PushPlan:
-    """For the workers: blocks of a load that a prefill engine writes."""
-
-    source: PushSource
-    prompt: str
-    tokens: int
-    workers: int
-    """Number of workers of this engine."""
-    seconds: float
-    """How long to wait."""
 
 
 def message(kind: str, push: int, reason: str = "") -> bytes:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from cascadekv import CascadeError
@@ -23,11 +23,11 @@ from cascadekv.connectors.vllm.announcements import (
     WITHDRAW,
     Announcement,
     PartTarget,
-    PushPlan,
     Written,
     message,
     page_list,
 )
+from cascadekv.connectors.vllm.offers import PushPlan
 from cascadekv.connectors.vllm.peer_workers import FAILURES, PeerConnection
 from cascadekv.connectors.vllm.prefill_engine import PrefillEngine
 from cascadekv.connectors.vllm.transfer_geometry import Geometry, GeometryError, PartPages
@@ -107,6 +107,11 @@ class Arrivals:
         engine.submit(lambda: self._announce(running, plan, engine, result))
         return result
 
+    def decline(self, plan: PushPlan, engine: PrefillEngine) -> None:
+        """Tell a prefill engine that this worker wants nothing of a request: it frees the pages."""
+        declined = self._announcement(plan, secrets.randbits(63))
+        engine.tell_later(replace(declined, is_declined=True).to_message())
+
     def withdraw(self, requests: "set[str]") -> None:
         """End the waiting of requests that ended."""
         with self._lock:
@@ -179,13 +184,27 @@ class Arrivals:
         except Exception as error:  # noqa: BLE001 # whatever it is, the engine computes
             self._failures.count("announcing pages to a prefill engine", error)
             result.set_result(running.result(seconds=time.perf_counter() - started))
+            self.decline(plan, engine)
             return
         with self._lock:
             expected.connections = connections
             self._expected[expected.push] = expected
+        announced = replace(
+            self._announcement(plan, expected.push),
+            window=expected.window,
+            list_region=expected.listed,
+            list_bytes=len(targets[1]),
+        )
+        try:
+            engine.tell(connections, announced.to_message(), deadline)
+        except FAILURES as error:
+            self._fail(expected, f"the announcement failed: {error}")
+
+    def _announcement(self, plan: PushPlan, push: int) -> Announcement:
+        """Return an announcement without places for blocks."""
         address, endpoint = self._listener()
-        announced = Announcement(
-            push=expected.push,
+        return Announcement(
+            push=push,
             transfer=plan.source.transfer,
             prompt=plan.prompt,
             tokens=plan.tokens,
@@ -193,15 +212,11 @@ class Arrivals:
             endpoint=endpoint,
             rank=self._geometry.rank,
             workers=plan.workers,
-            window=expected.window,
-            list_region=expected.listed,
-            list_bytes=len(targets[1]),
+            window=0,
+            list_region=0,
+            list_bytes=0,
             seconds=plan.seconds,
         )
-        try:
-            engine.tell(connections, announced.to_message(), deadline)
-        except FAILURES as error:
-            self._fail(expected, f"the announcement failed: {error}")
 
     def _targets(
         self,

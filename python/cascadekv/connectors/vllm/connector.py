@@ -29,7 +29,6 @@ from cascadekv.connectors.record import TraceRecorder
 from cascadekv.connectors.vllm.adapters import LoadedAdapters, ReportedAdapters
 from cascadekv.connectors.vllm.background import BackgroundThread
 from cascadekv.connectors.vllm.engine_config import (
-    is_one_process,
     load_mode,
     log_at_start,
     rank_of,
@@ -50,7 +49,7 @@ from cascadekv.connectors.vllm.metadata import (
     WorkerFacts,
     WorkerReport,
 )
-from cascadekv.connectors.vllm.metrics import CascadePromMetrics, CascadeStats, GpuCounts
+from cascadekv.connectors.vllm.metrics import CascadePromMetrics, CascadeStats
 from cascadekv.connectors.vllm.namespaces import Namespaces
 from cascadekv.connectors.vllm.pinned_pages import PinnedPages
 from cascadekv.connectors.vllm.private_node import PrivateNode, private_socket
@@ -59,7 +58,9 @@ from cascadekv.connectors.vllm.scheduler import Scheduler
 from cascadekv.connectors.vllm.settings import read_connector_settings
 from cascadekv.connectors.vllm.store import EngineStore
 from cascadekv.connectors.vllm.transfer_setup import offered, open_transfers, transfers_between
+from cascadekv.connectors.vllm.unused_settings import is_one_process
 from cascadekv.connectors.vllm.worker import Worker
+from cascadekv.connectors.vllm.worker_counts import WorkerCounts
 
 if TYPE_CHECKING:
     import torch
@@ -96,7 +97,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         extra = self._kv_transfer_config.kv_connector_extra_config
         self.settings = read_connector_settings(extra)
         if role is KVConnectorRole.SCHEDULER:
-            log_at_start(self._kv_transfer_config, self.settings)
+            log_at_start(vllm_config, self._kv_transfer_config, self.settings)
         # The tokens of a block are split between all context parallel ranks.
         self._context_size = vllm_config.parallel_config.decode_context_parallel_size
         self._block_tokens = vllm_config.cache_config.block_size * self._context_size
@@ -107,7 +108,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         self._pins = PinnedPages()
         self._worker: Worker | None = None
         self._digests: WeightDigests | None = None
-        self._gpu_counts = GpuCounts()
+        self._counts = WorkerCounts(vllm_config.parallel_config.rank)
         self._parts: list[HeldPart] = []
         self._node: PrivateNode | None = None
         self._facts: WorkerFacts | None = None
@@ -131,14 +132,10 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """Close the store; the first worker also ends the engine's private node."""
-        if self._worker is not None:
-            self._worker.close()
-        if self._recorder is not None:
-            self._recorder.close()
         threads = self._digests, self._registration, self._background, self._events_background
-        for background in threads:
-            if background is not None:
-                background.close()
+        for each in (self._worker, self._recorder, *threads):
+            if each is not None:
+                each.close()
         self._store.close()
         if self._node is not None:
             self._node.close()
@@ -269,9 +266,9 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: "Request", num_external_tokens: int
     ) -> "dict[CacheHitSource, int]":
         """Return how many of the loaded tokens come from each tier."""
-        if self._scheduler is None:
-            return versions.hit_sources({}, num_external_tokens)
-        by_tier = self._scheduler.tokens_by_tier(request, num_external_tokens)
+        by_tier: dict[str, int] = {}
+        if self._scheduler is not None:
+            by_tier = self._scheduler.tokens_by_tier(request, num_external_tokens)
         return versions.hit_sources(by_tier, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
@@ -349,14 +346,16 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(lambda: None)
     def get_kv_connector_stats(self) -> CascadeStats | None:
-        """Return statistics: of requests in the scheduler, of its GPU in a worker."""
+        """Return statistics: of requests in the scheduler, of what it counts in a worker."""
         if self._scheduler is None:
-            return self._gpu_counts.take()
+            counts = self._counts.take()
+            return counts and counts.named(self.settings.name)
         if self._recorder is not None:
             dropped = self._recorder.dropped
             self._scheduler.stats.count("trace_drops", dropped - self._counted_trace_drops)
             self._counted_trace_drops = dropped
-        return self._scheduler.take_stats()
+        stats = self._scheduler.take_stats()
+        return stats and stats.named(self.settings.name)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> CascadeStats | None:
@@ -449,12 +448,13 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             adapters=LoadedAdapters(self._vllm_config, self._vllm_config.parallel_config.rank),
         )
         self._worker.attach(attached, list(cache.kv_cache_groups[0].layer_names))
-        self._gpu_counts.attach(memory for _, memory in attached)
+        self._counts.attach((memory for _, memory in attached), transfers, self._node)
         # Launches of other devices return before the work is done: times on the host are wrong.
         is_timed = all(isinstance(memory, HostMemory | GpuPages) for _, memory in attached)
         listener = None if transfers is None else (transfers.address, transfers.id)
-        parts = [held.part for held in self._parts]
-        return WorkerFacts(manifest, parts, is_timed, listener, doubt=doubt)
+        return WorkerFacts(
+            manifest, [it.part for it in self._parts], is_timed, listener, doubt=doubt
+        )
 
     def _sent(self) -> set[str]:
         return self._worker.take_sent() if self._worker is not None else set()
@@ -498,7 +498,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             list(parts.values()),
             groups,
             functools.partial(self._keys_of, list(parts)),
-            settings.for_scheduler(load_mode(self._vllm_config, settings)),
+            settings.for_scheduler(load_mode(self._vllm_config, settings, groups)),
             block_tokens=self._block_tokens,
             choose=self._choose,
             hints_of=self._hints_of,

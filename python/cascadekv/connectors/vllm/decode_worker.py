@@ -4,7 +4,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from cascadekv._native import TransportEndpoint, TransportTicket
@@ -20,6 +19,7 @@ from cascadekv.connectors.vllm.peer_workers import (
     FAILURES,
     PAGES,
     PeerConnection,
+    PeerThreads,
     PeerWorker,
     cancel,
     left,
@@ -83,13 +83,13 @@ class DecodeWorker:
         self._own = own
         self._geometry = geometry
         self._worker = PeerWorker(address, endpoint, own, geometry, is_any_host=is_any_host)
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="cascade-push")
+        self.threads = PeerThreads([self._worker], THREADS, "cascade-push")
         self._failures = FailureLog(_LOG)
 
     def submit(self, call: Callable[[], None]) -> bool:
         """Run a call in a thread of this worker; false after `close`."""
         try:
-            self._pool.submit(call)
+            self.threads.submit(call)
         except RuntimeError:
             return False
         return True
@@ -162,21 +162,6 @@ class DecodeWorker:
                 cancel(target.connection, ticket)
                 raise
 
-    def disconnect(self) -> None:
-        """Close the connection: writes fail at once. The next one connects again."""
-        self._worker.disconnect()
-
-    def close_later(self) -> None:
-        """Close the connection after the calls that were submitted."""
-        self._pool.submit(self._worker.disconnect)
-        self._pool.shutdown(wait=False)
-
-    def close(self) -> None:
-        """End all calls and the connection."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self._worker.disconnect()
-        self._pool.shutdown(wait=True)
-
     def _read_list(
         self, connection: PeerConnection, announced: Announcement, deadline: float
     ) -> dict[str, PartTarget]:
@@ -207,7 +192,7 @@ class DecodeWorker:
     def _tell(self, notice: bytes) -> None:
         deadline = time.monotonic() + MESSAGE_S
         try:
-            connection = self._worker.connect(deadline)
+            connection = self._worker.connect(deadline, for_message=True)
             ticket = connection.native.read([], ([], []), notice=notice, timeout=left(deadline))
             try:
                 ticket.wait(timeout=left(deadline))

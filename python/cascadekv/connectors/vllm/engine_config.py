@@ -1,17 +1,19 @@
 """What follows from the engine's configuration: ranks, layout, loads, and log messages at start."""
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from cascadekv.connectors import vllm_versions as versions
+from cascadekv.connectors.vllm.groups import CacheGroup
 from cascadekv.connectors.vllm.layout import LayoutError, Rank
 from cascadekv.connectors.vllm.settings import ConnectorSettings, read_connector_settings
+from cascadekv.connectors.vllm.unused_settings import unused_settings
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
 
 __all__ = [
-    "is_one_process",
     "load_mode",
     "log_at_start",
     "rank_of",
@@ -21,13 +23,9 @@ __all__ = [
 _LOG = logging.getLogger("vllm.cascade")
 
 
-def is_one_process(config: "VllmConfig") -> bool:
-    """Whether the scheduler and the worker are in one process."""
-    parallel = config.parallel_config
-    return parallel.world_size == 1 and parallel.distributed_executor_backend == "uni"
-
-
-def load_mode(config: "VllmConfig", settings: ConnectorSettings) -> str:
+def load_mode(
+    config: "VllmConfig", settings: ConnectorSettings, groups: Sequence[CacheGroup]
+) -> str:
     """Return how loads are carried out: `async` wherever a failed load could give wrong answers.
 
     vLLM learns about a failed block at the end of the step that loads it. If the next step is
@@ -38,10 +36,14 @@ def load_mode(config: "VllmConfig", settings: ConnectorSettings) -> str:
     """
     steps_overlap = config.parallel_config.pipeline_parallel_size > 1
     steps_overlap = steps_overlap or bool(config.scheduler_config.async_scheduling)
-    if not (steps_overlap or config.cache_config.enable_prefix_caching):
+    has_windows = len(groups) > 1 or any(group.window is not None for group in groups)
+    has_prefix_cache = bool(config.cache_config.enable_prefix_caching)
+    if not (steps_overlap or has_prefix_cache or has_windows):
         return settings.load
     if settings.load == "sync" or settings.layerwise:
-        reason = "the engine's steps overlap" if steps_overlap else "prefix caching is on"
+        reason = "of the model's sliding windows or KV cache groups"
+        if steps_overlap or has_prefix_cache:
+            reason = "the engine's steps overlap" if steps_overlap else "prefix caching is on"
         _LOG.warning(
             "Cascade: loads are asynchronous because %s; cascade.load: sync and "
             "cascade.layerwise are ignored",
@@ -50,10 +52,14 @@ def load_mode(config: "VllmConfig", settings: ConnectorSettings) -> str:
     return "async"
 
 
-def log_at_start(transfer: "KVTransferConfig", settings: ConnectorSettings) -> None:
+def log_at_start(
+    config: "VllmConfig", transfer: "KVTransferConfig", settings: ConnectorSettings
+) -> None:
     """Log notes and warnings about the settings and the version of vLLM."""
     for note in settings.notes:
         _LOG.info("Cascade: %s", note)
+    for line in unused_settings(config, settings, transfer.kv_connector_extra_config):
+        _LOG.warning("Cascade: %s", line)
     if (warning := versions.untested_warning()) is not None:
         _LOG.warning("Cascade: %s", warning)
     if transfer.kv_load_failure_policy != "recompute":

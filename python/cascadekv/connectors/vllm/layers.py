@@ -4,6 +4,7 @@ In host memory, the engine waits until a layer's blocks have arrived. A GPU wait
 engine waits only until the copies of the layer were started.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from cascadekv.connectors.failures import FailureLog
 from cascadekv.connectors.vllm.memory import GpuPages, HostMemory, LoadOrder
 from cascadekv.connectors.vllm.metadata import LoadResult, Part
 from cascadekv.connectors.vllm.running_load import RunningLoad
+from cascadekv.connectors.vllm.tasks import TaskLog
 
 if TYPE_CHECKING:
     from cascadekv.connectors.vllm.block_reader import BlockReader, FoundBlocks
@@ -57,9 +59,10 @@ class LayerwiseLoad:
         reader: Callable[[], "BlockReader | None"],
         failures: FailureLog,
         load_all_layers: Callable[[], LoadResult],
+        tasks: TaskLog,
     ) -> None:
         """Queue the load in the thread pool; `load_all_layers` loads all layers together."""
-        self._future = pool.submit(self._run, reader, failures, load_all_layers)
+        self._future = pool.submit(self._run, reader, failures, load_all_layers, tasks)
 
     def wait(self, layer: int) -> None:
         """Return once the engine's next work finds the layer's blocks, or they have failed."""
@@ -95,6 +98,7 @@ class LayerwiseLoad:
         reader: Callable[[], "BlockReader | None"],
         failures: FailureLog,
         load_all_layers: Callable[[], LoadResult],
+        tasks: TaskLog,
     ) -> LoadResult:
         started, cpu = time.perf_counter(), time.thread_time()
         running, load = self.running, self.running.load
@@ -103,11 +107,15 @@ class LayerwiseLoad:
             opened, left = reader(), self._deadline - time.monotonic()
             if opened is not None and left > 0:
                 keys = BlockKeys(load.keys[self._part.name])
-                with part_of_trace(load.trace), opened.view(keys, timeout=left) as blocks:
+                with contextlib.ExitStack() as stack:
+                    stack.enter_context(part_of_trace(load.trace))
+                    size = len(self._pages) * self._memory.block_bytes
+                    with tasks.read(len(self._pages), size, load.tier):
+                        blocks = stack.enter_context(opened.view(keys, timeout=left))
                     blocks.note_times(running)
                     failed = bool(blocks.failures())
                     if not failed:
-                        self._scatter(blocks)
+                        self._scatter(blocks, tasks)
                 if failed:
                     # The pool has no room for all blocks at the same time: load them in batches.
                     return load_all_layers()
@@ -124,12 +132,15 @@ class LayerwiseLoad:
         on_host = None if self._memory.is_asynchronous else time.perf_counter() - started
         return running.result(seconds=on_host, cpu_seconds=cpu_seconds)
 
-    def _scatter(self, blocks: "FoundBlocks") -> None:
+    def _scatter(self, blocks: "FoundBlocks", tasks: TaskLog) -> None:
         """Copy all layers in their order, and note the blocks of which every layer is copied."""
         arrived = [set(found.positions) for found in blocks.found]
+        size = len(self._pages) * self._memory.block_bytes // self._memory.layers
         for layer, event in enumerate(self._ready):
-            for found, own in zip(blocks.found, arrived, strict=True):
-                own.intersection_update(found.load(self._memory, self._pages, self.order, layer))
+            with tasks.copy(len(self._pages), size):
+                for found, own in zip(blocks.found, arrived, strict=True):
+                    moved = found.load(self._memory, self._pages, self.order, layer)
+                    own.intersection_update(moved)
             event.set()
         for found, own in zip(blocks.found, arrived, strict=True):
             self.running.note_copies(

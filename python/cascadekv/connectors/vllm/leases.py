@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from array import array
+from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -19,9 +20,14 @@ from cascadekv.connectors.vllm.offers import TransferPlan
 __all__ = [
     "DONE",
     "ENTRY_BYTES",
+    "EXPIRED",
+    "GIVEN_BACK",
     "LEASES_MAX",
+    "READ",
     "RENEW",
+    "RESET",
     "UNREADABLE",
+    "UNUSED",
     "LeaseTable",
     "lease_notice",
 ]
@@ -30,7 +36,10 @@ _LOG = logging.getLogger("vllm.cascade")
 LEASES_MAX = 4096
 """Most leases at a time: entries of the table."""
 ENTRY_BYTES = 8
-DONE, RENEW = "done", "renew"
+DONE, UNUSED, RENEW = "done", "unused", "renew"
+"""Messages of a decode engine: it has read the pages, will not read them, will read them later."""
+READ, GIVEN_BACK, EXPIRED, RESET = "read", "given_back", "expired", "reset"
+"""How leases end."""
 _SECONDS_MAX = 3600.0
 UNREADABLE = (ValueError, TypeError, KeyError, IndexError, ArithmeticError, RecursionError)
 """What reading a message of a peer can fail with, whatever it has sent."""
@@ -53,10 +62,13 @@ class _Lease:
     done: set[int] = field(default_factory=set[int])
     """Ranks of the decode engine that are done."""
     is_done: bool = False
+    end: str = EXPIRED
+    """How it ends, as far as is known."""
 
-    def finish_rank(self, rank: int, workers: int) -> None:
+    def finish_rank(self, rank: int, workers: int, end: str) -> None:
         """Note that one of the decode engine's workers is done."""
         self.done.add(rank)
+        self.end = READ if READ in (end, self.end) else end
         self.is_done = len(self.done) >= workers
 
 
@@ -70,6 +82,8 @@ class LeaseTable:
         self._lock = threading.Lock()
         self._by_request: dict[str, _Lease] = {}
         self._by_number: dict[int, _Lease] = {}
+        self._offered = 0
+        self._ended: Counter[str] = Counter()
         self._failures = FailureLog(_LOG)
 
     def apply(self, plan: TransferPlan) -> None:
@@ -85,15 +99,16 @@ class LeaseTable:
                 if (lease := self._by_request.get(request)) is not None:
                     lease.seconds = seconds
                     lease.expires = time.monotonic() + seconds
+                    self._offered += 1
             for request in plan.dropped:
                 self._close(request)
 
-    def finish_rank(self, request: str, rank: int, workers: int) -> None:
+    def finish_rank(self, request: str, rank: int, workers: int, end: str) -> None:
         """Note that nothing more is written for one of a decode engine's workers."""
         with self._lock:
             lease = self._by_request.get(request)
             if lease is not None:
-                lease.finish_rank(rank, workers)
+                lease.finish_rank(rank, workers, end)
 
     def revoke(self, request: str) -> None:
         """Let every read of a request's pages fail. The lease ends as others do."""
@@ -114,8 +129,8 @@ class LeaseTable:
                 if kind == RENEW:
                     if lease.expires is not None:
                         lease.expires = time.monotonic() + min(lease.seconds, _SECONDS_MAX)
-                elif kind == DONE and 0 <= rank < workers:
-                    lease.finish_rank(rank, workers)
+                elif kind in (DONE, UNUSED) and 0 <= rank < workers:
+                    lease.finish_rank(rank, workers, READ if kind == DONE else GIVEN_BACK)
                 else:
                     self._failures.count("reading a message of a decode engine", repr(message))
         except UNREADABLE as error:
@@ -135,6 +150,7 @@ class LeaseTable:
                 is_done = lease.is_done and request not in unfinished
                 if lease.expires is None or not (is_done or now >= lease.expires):
                     continue
+                self._ended[lease.end if is_done else EXPIRED] += 1
                 if not lease.is_done:
                     reason = f"the pages of request {request} were not read for {lease.seconds:g} s"
                     self._failures.count("waiting for a decode engine", reason)
@@ -142,6 +158,13 @@ class LeaseTable:
             for request in ended:
                 self._close(request)
             return ended
+
+    def take_counts(self) -> tuple[int, Mapping[str, int]]:
+        """Return the leases of finished requests since the last call, and how leases ended."""
+        with self._lock:
+            counts = self._offered, self._ended
+            self._offered, self._ended = 0, Counter()
+            return counts
 
     def open_leases(self) -> Mapping[str, int]:
         """Return the open leases by request."""
@@ -158,7 +181,7 @@ class LeaseTable:
                 self._close(request)
             else:
                 self.memory[lease.slot] = 0
-                lease.is_done = True
+                lease.is_done, lease.end = True, RESET
 
     def _close(self, request: str) -> None:
         lease = self._by_request.pop(request, None)

@@ -9,8 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from cascadekv.connectors.vllm.adapters import AdapterUse
-from cascadekv.connectors.vllm.announcements import PushPlan
-from cascadekv.connectors.vllm.offers import PullPlan, TransferPlan
+from cascadekv.connectors.vllm.offers import PullPlan, PushPlan, TransferPlan
 
 __all__ = [
     "SLOW_TIERS",

@@ -1,7 +1,7 @@
 """The connector's metrics in vLLM's log line and Prometheus endpoint."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -38,6 +38,8 @@ COUNTERS = {
     "declined_blocks": "Found blocks that were computed: faster, or too many loads in flight",
     "would_hit_blocks": "Blocks that were found in lite mode, which loads nothing",
     "trace_drops": "Finished requests that are missing from the trace",
+    "offered_leases": "Finished prefills whose pages were kept for a decode engine, by a lease",
+    "node_restarts": "Restarts of the engine's private node",
 }
 """Counters without further labels: name and meaning."""
 
@@ -51,6 +53,7 @@ LABELLED = {
     "save_seconds": ("tier", "Time of saves, by tier"),
     "save_cpu_seconds": ("tier", "CPU time of saves, by tier"),
     "hints": ("hint", "Hints of requests, by parameter"),
+    "ended_leases": ("end", "Leases that ended: read, given_back, expired or reset"),
     "gpu_loaded_copies": ("device", "Copies to the GPU"),
     "gpu_loaded_bytes": ("device", "Bytes copied to the GPU"),
     "gpu_saved_copies": ("device", "Copies from the GPU"),
@@ -91,7 +94,10 @@ HISTOGRAMS = {
 }
 """Histograms: name, meaning and buckets."""
 
-_SUMS, _LABELS, _BUCKETS = "sums", "labels", "buckets"
+NAME_KEY = "cascade.name"
+_NAME_LABEL = "connector"
+"""The label with the name of a connector, if the first one of a `MultiConnector` has a name."""
+_SUMS, _LABELS, _BUCKETS, _NAMED = "sums", "labels", "buckets", "named"
 _GPU_COUNTS = {
     name: name.removeprefix("gpu_") for name, (label, _) in LABELLED.items() if label == "device"
 } | {
@@ -130,6 +136,13 @@ class CascadeStats(KVConnectorStats):
         interval = CascadeStats(self.data)
         self.reset()
         return interval
+
+    def named(self, name: str | None) -> "CascadeStats":
+        """Return this interval under the name of its connector, if it has one.
+
+        vLLM adds up the statistics of all connectors of a class in a `MultiConnector`.
+        """
+        return self if name is None else CascadeStats({_NAMED: {name: self.data}})
 
     def count(self, name: str, amount: int = 1) -> None:
         """Add to one of `COUNTERS`."""
@@ -191,6 +204,12 @@ class CascadeStats(KVConnectorStats):
         """Record a hint of a request, by its parameter without `cascade.`."""
         self._label("hints", name, 1)
 
+    def leases(self, offered: int, ended: Mapping[str, int]) -> None:
+        """Record leases of pages, and how others ended."""
+        self.count("offered_leases", offered)
+        for end, amount in ended.items():
+            self._label("ended_leases", end, amount)
+
     def gpu(self, device: str, counts: Mapping[str, float]) -> None:
         """Record what a GPU copied, by the names in `LABELLED`."""
         for name, amount in counts.items():
@@ -198,6 +217,13 @@ class CascadeStats(KVConnectorStats):
 
     def reduce(self) -> dict[str, int | float]:
         """Return the values for vLLM's periodic log line."""
+        named: dict[str, dict[str, Any]] = self.data.get(_NAMED, {})
+        if named:
+            whole = CascadeStats()
+            _add(whole.data, {name: own for name, own in self.data.items() if name != _NAMED})
+            for data in named.values():
+                _add(whole.data, data)
+            return whole.reduce()
         sums = self.data[_SUMS]
         loaded, load_s = self._total("loaded_bytes"), self._total("load_seconds")
         saved, save_s = self._total("saved_bytes"), self._total("save_seconds")
@@ -270,57 +296,58 @@ class CascadePromMetrics(KVConnectorPromMetrics):
     ) -> None:
         """Register the metrics; counters without a further label start at 0."""
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._sums = {
-            name: self._per_engine(
-                self._counter_cls(
-                    name=PREFIX + name, documentation=meaning, labelnames=self._labelnames
-                )
-            )
+        transfer = self._kv_transfer_config
+        name = transfer.kv_connector_extra_config.get(NAME_KEY) if transfer else None
+        self._is_named = name is not None
+        names = [*labelnames, _NAME_LABEL] if self._is_named else list(labelnames)
+        self._sums: dict[str, Any] = {
+            name: self._counter_cls(name=PREFIX + name, documentation=meaning, labelnames=names)
             for name, meaning in COUNTERS.items()
         }
-        self._labelled = {
+        self._labelled: dict[str, Any] = {
             name: self._counter_cls(
-                name=PREFIX + name, documentation=meaning, labelnames=[*self._labelnames, label]
+                name=PREFIX + name, documentation=meaning, labelnames=[*names, label]
             )
             for name, (label, meaning) in LABELLED.items()
         }
         # The base class declares a type for histograms that takes no buckets.
         histogram: Any = self._histogram_cls
-        self._buckets = {
-            name: self._per_engine(
-                histogram(
-                    name=PREFIX + name,
-                    documentation=meaning,
-                    labelnames=self._labelnames,
-                    buckets=list(buckets),
-                )
+        self._buckets: dict[str, Any] = {
+            name: histogram(
+                name=PREFIX + name, documentation=meaning, labelnames=names, buckets=list(buckets)
             )
             for name, (meaning, buckets) in HISTOGRAMS.items()
         }
+        for engine in per_engine_labelvalues:
+            for metric in (*self._sums.values(), *self._buckets.values()):
+                metric.labels(*self._values(engine, name))
 
     def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
         """Add an interval of one engine. Unknown names, of another version, are ignored."""
-        for name, amount in transfer_stats_data.get(_SUMS, {}).items():
+        self._observe(transfer_stats_data, self._values(engine_idx, None))
+        for name, data in transfer_stats_data.get(_NAMED, {}).items():
+            self._observe(data, self._values(engine_idx, name))
+
+    def _values(self, engine: int, name: str | None) -> list[str]:
+        """Return the values of the labels of an engine, and of a connector if it has a label."""
+        values = [str(value) for value in self.per_engine_labelvalues[engine]]
+        return [*values, name or ""] if self._is_named else values
+
+    def _observe(self, data: Mapping[str, Any], values: Sequence[str]) -> None:
+        for name, amount in data.get(_SUMS, {}).items():
             if name in self._sums:
-                self._sums[name][engine_idx].inc(amount)
-        engine = [str(value) for value in self.per_engine_labelvalues[engine_idx]]
-        for name, amounts in transfer_stats_data.get(_LABELS, {}).items():
+                self._sums[name].labels(*values).inc(amount)
+        for name, amounts in data.get(_LABELS, {}).items():
             if name in self._labelled:
                 for label, amount in amounts.items():
-                    counter: Any = self._labelled[name].labels(*engine, label)
-                    counter.inc(amount)
-        for name, buckets in transfer_stats_data.get(_BUCKETS, {}).items():
+                    self._labelled[name].labels(*values, label).inc(amount)
+        for name, buckets in data.get(_BUCKETS, {}).items():
             if name in self._buckets:
                 bounds = (*HISTOGRAMS[name][1], float("inf"))
                 for index, bucket in buckets.items():
                     if int(index) < len(bounds):
-                        _observe(self._buckets[name][engine_idx], bounds[int(index)], bucket)
-
-    def _per_engine(self, metric: Any) -> dict[int, Any]:
-        return {
-            engine: metric.labels(*(str(value) for value in values))
-            for engine, values in self.per_engine_labelvalues.items()
-        }
+                        histogram = self._buckets[name].labels(*values)
+                        _observe(histogram, bounds[int(index)], bucket)
 
 
 def _gpu_counts(report: GpuReport) -> dict[str, float]:

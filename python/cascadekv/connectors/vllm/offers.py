@@ -24,6 +24,7 @@ __all__ = [
     "Opened",
     "OtherLengthError",
     "PullPlan",
+    "PushPlan",
     "PushSource",
     "TransferPlan",
     "params_without_pages",
@@ -229,6 +230,19 @@ class PullPlan:
 
 
 @dataclass(slots=True)
+class PushPlan:
+    """For the workers: blocks of a load that a prefill engine writes."""
+
+    source: PushSource
+    prompt: str
+    tokens: int
+    workers: int
+    """Number of workers of this engine."""
+    seconds: float
+    """How long to wait."""
+
+
+@dataclass(slots=True)
 class TransferPlan:
     """For the workers: what a step changes in leases, given and taken."""
 
@@ -250,6 +264,8 @@ class TransferPlan:
     """Offers to other engines' requests that still wait here."""
     released: list[Offer] = field(default_factory=list[Offer])
     """Offers that are not needed any more."""
+    declined: list[PushPlan] = field(default_factory=list[PushPlan])
+    """Pushes to this engine that it does not want."""
     withdrawn: list[str] = field(default_factory=list[str])
     """Requests of this engine that do not wait for a push any more."""
     workers: int = 1
@@ -258,7 +274,8 @@ class TransferPlan:
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
         own = self.is_reset, self.opened, self.computed, self.stopped, self.ended, self.dropped
-        return any((*own, self.refused, self.renewed, self.released, self.withdrawn))
+        other = self.refused, self.renewed, self.released, self.declined, self.withdrawn
+        return any((*own, *other))
 
 
 def params_without_pages(engine: str, request: str, *, way: str) -> dict[str, Any]:

@@ -4,7 +4,10 @@ import ipaddress
 import logging
 import threading
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 from cascadekv import CascadeError
 from cascadekv._native import TransportConnection, TransportEndpoint, TransportTicket
@@ -17,6 +20,7 @@ __all__ = [
     "SCRATCH",
     "TABLE",
     "PeerConnection",
+    "PeerThreads",
     "PeerWorker",
     "cancel",
     "left",
@@ -31,8 +35,13 @@ CONNECT_S = 2.0
 """Most time to connect to a worker."""
 AVOID_S = 5.0
 """How long a worker that did not answer is not tried again."""
+LOST_S = 10.0
+"""Threads for another engine end if it is not connected and was not used for this time."""
 CANCEL_S = 1.0
 """Time-out of a cancellation."""
+
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,8 @@ class PeerConnection:
 
     native: TransportConnection
     geometry: Geometry
+    misfit: str = ""
+    """Why no pages can be moved: it gets messages only."""
 
 
 class PeerWorker:
@@ -66,8 +77,11 @@ class PeerWorker:
         self._avoid_until = 0.0
         self._reason: Exception | None = None
 
-    def connect(self, deadline: float) -> PeerConnection:
-        """Return the connection, made anew if it was lost; raises at once after a failure."""
+    def connect(self, deadline: float, *, for_message: bool = False) -> PeerConnection:
+        """Return the connection, made anew if it was lost; raises at once after a failure.
+
+        A worker whose pages do not fit gets messages: it frees what it keeps for this engine.
+        """
         if not self._lock.acquire(timeout=left(deadline)):
             raise DeadlineError(f"{self._address}: another thread still connects to it")
         try:
@@ -80,6 +94,8 @@ class PeerWorker:
                 except FAILURES as error:
                     self.avoid(error)
                     raise
+            if current.misfit and not for_message:
+                raise GeometryError(current.misfit)
             return current
         finally:
             self._lock.release()
@@ -98,24 +114,81 @@ class PeerWorker:
         if native.no_rdma is not None:
             _LOG.warning("Cascade: %s: pages move by TCP: %s", self._address, native.no_rdma)
         try:
-            return PeerConnection(native, self._checked(native))
+            return self._checked(native)
         except BaseException:
             native.close()
             raise
 
-    def _checked(self, native: TransportConnection) -> Geometry:
-        """Return the geometry of the peer; raises if it is not the worker of the offer."""
+    def _checked(self, native: TransportConnection) -> PeerConnection:
+        """Return what the peer said of its pages; raises if it is not the worker of the offer."""
         if self._endpoint and native.peer_id.hex() != self._endpoint:
             raise RefusedError(f"{self._address} is another engine than was named")
         geometry = Geometry.parse(native.geometry)
-        self._geometry.check(geometry)
-        return geometry
+        try:
+            self._geometry.check(geometry)
+        except GeometryError as error:
+            return PeerConnection(native, geometry, str(error))
+        return PeerConnection(native, geometry)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a connection, as far as is known."""
+        current = self._connection
+        return current is not None and current.native.is_open
 
     def disconnect(self) -> None:
         """Close the connection, also while another thread uses it or connects."""
         current = self._connection
         if current is not None:
             current.native.close()
+
+
+class PeerThreads:
+    """Threads that talk to some workers of another engine, so that no other engine is delayed.
+
+    Not locked: `use` and `is_lost` are called under the lock of the table that has the threads.
+    """
+
+    def __init__(self, workers: Sequence[PeerWorker], count: int, name: str) -> None:
+        """Start up to `count` threads when they are needed."""
+        self._workers = workers
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix=name)
+        self._used = time.monotonic()
+
+    def use(self) -> None:
+        """Note that the threads are about to be used."""
+        self._used = time.monotonic()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether no worker is connected, and the threads were not used for some time."""
+        is_connected = any(worker.is_connected for worker in self._workers)
+        return not is_connected and time.monotonic() - self._used > LOST_S
+
+    def submit(self, call: Callable[[], Result]) -> "Future[Result]":
+        """Run a call in a thread. Raises `RuntimeError` after they were closed."""
+        return self._pool.submit(call)
+
+    def close_later(self) -> None:
+        """End the threads and close the connections after the calls that were submitted."""
+        self._pool.submit(self.disconnect)
+        self._pool.shutdown(wait=False)
+
+    def close(self) -> None:
+        """Wait for calls in flight, which end by their deadlines, and close the connections."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self.disconnect()
+
+    def abort(self) -> None:
+        """Close the connections, which ends calls in flight, and wait for these."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self.disconnect()
+        self._pool.shutdown(wait=True)
+
+    def disconnect(self) -> None:
+        """Close the connections: calls that use them fail. The next one connects again."""
+        for worker in self._workers:
+            worker.disconnect()
 
 
 def left(deadline: float) -> float:

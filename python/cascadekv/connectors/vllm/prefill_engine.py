@@ -8,7 +8,6 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
 from cascadekv._native import TransportEndpoint, TransportTicket
@@ -21,6 +20,7 @@ from cascadekv.connectors.vllm.peer_workers import (
     SCRATCH,
     TABLE,
     PeerConnection,
+    PeerThreads,
     PeerWorker,
     cancel,
     left,
@@ -29,6 +29,8 @@ from cascadekv.connectors.vllm.transfer_geometry import Geometry, GeometryError,
 from cascadekv.errors import BusyError, DeadlineError, RefusedError
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from cascadekv.connectors.vllm.metadata import Load
 
 __all__ = ["PrefillEngine", "Scratch"]
@@ -84,14 +86,14 @@ class PrefillEngine:
             PeerWorker(address, endpoint, own, geometry, is_any_host=is_any_host)
             for address, endpoint in workers
         ]
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="cascade-pull")
+        self.threads = PeerThreads(self._workers, THREADS, "cascade-pull")
         self._lock = threading.Lock()
         self._waiting_messages = 0
         self._failures = FailureLog(_LOG)
 
     def submit(self, call: Callable[[], Result]) -> "Future[Result]":
         """Run a call in a thread of this engine."""
-        return self._pool.submit(call)
+        return self.threads.submit(call)
 
     def read(self, load: "Load", plan: PullPlan, deadline: float) -> None:
         """Read the blocks of a load; raises if one of their bytes is not known to be right."""
@@ -129,25 +131,11 @@ class PrefillEngine:
                 return
             self._waiting_messages += 1
         try:
-            self._pool.submit(self._send, message)
+            self.threads.submit(lambda: self._send(message))
         except RuntimeError:
             # Closed: its leases expire.
             with self._lock:
                 self._waiting_messages -= 1
-
-    def close_later(self) -> None:
-        """Close the connections after the calls that were submitted."""
-        self._pool.submit(self._close_workers)
-        self._pool.shutdown(wait=False)
-
-    def close(self) -> None:
-        """Wait for calls in flight, which end by their deadlines, and close the connections."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
-        self._close_workers()
-
-    def _close_workers(self) -> None:
-        for worker in self._workers:
-            worker.disconnect()
 
     def _read_pages(
         self, load: "Load", offer: Offer, connections: "Sequence[PeerConnection]", deadline: float
@@ -215,7 +203,7 @@ class PrefillEngine:
             for worker in self._workers:
                 deadline = time.monotonic() + MESSAGE_S
                 try:
-                    connection = worker.connect(deadline)
+                    connection = worker.connect(deadline, for_message=True)
                     self._read_lease(connection, 0, message, deadline)
                 except DeadlineError as error:
                     worker.avoid(error)

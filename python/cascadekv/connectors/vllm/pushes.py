@@ -15,6 +15,7 @@ from cascadekv._native import TransportEndpoint
 from cascadekv.connectors.failures import FailureLog
 from cascadekv.connectors.vllm.announcements import REFUSE, Announcement, message
 from cascadekv.connectors.vllm.decode_worker import DecodeWorker, Target
+from cascadekv.connectors.vllm.leases import GIVEN_BACK, READ
 from cascadekv.connectors.vllm.offers import OTHER_PROMPT, Computed, Opened
 from cascadekv.connectors.vllm.peer_workers import FAILURES
 from cascadekv.connectors.vllm.transfer_geometry import Geometry
@@ -50,6 +51,7 @@ class _Push:
     is_writing: bool = False
     """Whether a write reads this worker's pages."""
     is_stopped: bool = False
+    """Whether nothing more is written: it was refused, or the decode engine wants nothing."""
 
 
 @dataclass(slots=True)
@@ -75,12 +77,12 @@ class Pushes:
         layers: Sequence[Sequence[str]],
         *,
         is_any_host: bool,
-        on_done: Callable[[str, int, int], None],
+        on_done: Callable[[Opened, Announcement, str], None],
     ) -> None:
         """`layers` are the names of the layers of each part.
 
-        `on_done` is called with a request, and with the rank and the number of a decode engine's
-        workers, when nothing more is written for that worker.
+        `on_done` is called when nothing more is written for a worker of a decode engine, with how
+        that ended.
         """
         self._own = own
         self._geometry = geometry
@@ -204,7 +206,7 @@ class Pushes:
         """End all pushes and connections."""
         self.close_all("the engine ends")
         for worker in list(self._workers.values()):
-            worker.close()
+            worker.threads.abort()
 
     # The receiver's thread.
 
@@ -213,7 +215,7 @@ class Pushes:
         with self._lock:
             worker = self._worker(announced)
             deadline = time.monotonic() + announced.seconds
-            push = _Push(announced, worker, deadline)
+            push = _Push(announced, worker, deadline, is_stopped=announced.is_declined)
             request = self._by_transfer.get(announced.transfer)
             if request is not None:
                 self._add(self._prompts[request], push)
@@ -228,18 +230,26 @@ class Pushes:
     def withdraw(self, number: int) -> None:
         """End a push that the decode engine does not wait for any more."""
         with self._lock:
-            if self._waiting.pop(number, None) is not None:
+            if (waiting := self._waiting.get(number)) is not None:
+                # Kept: the pages of its request are not needed once that has come.
+                waiting.is_stopped = True
                 return
-            for name, prompt in self._prompts.items():
+            for prompt in self._prompts.values():
                 push = prompt.pushes.pop(number, None)
                 if push is not None:
                     push.is_stopped = True
-                    self._on_done(name, push.announced.rank, push.announced.workers)
+                    self._on_done(prompt.opened, push.announced, GIVEN_BACK)
 
     def check(self) -> None:
-        """Forget announcements that their decode engines do not wait for any more."""
+        """Forget what decode engines do not wait for any more, and end threads of lost ones."""
         with self._lock:
             self._drop_expired()
+            pushes = [*self._waiting.values()]
+            pushes += [push for it in self._prompts.values() for push in it.pushes.values()]
+            used = {id(push.worker) for push in pushes}
+            for key, worker in list(self._workers.items()):
+                if worker.threads.is_lost and id(worker) not in used:
+                    self._workers.pop(key).threads.close_later()
 
     # Under the lock.
 
@@ -260,15 +270,19 @@ class Pushes:
             worker = DecodeWorker(*key, self._own, self._geometry, is_any_host=self._is_any_host)
             self._workers[key] = worker
             if len(self._workers) > WORKERS_MAX:
-                self._workers.popitem(last=False)[1].close_later()
+                self._workers.popitem(last=False)[1].threads.close_later()
         self._workers.move_to_end(key)
+        worker.threads.use()
         return worker
 
     def _add(self, prompt: _Prompt, push: _Push) -> None:
         announced, opened = push.announced, prompt.opened
+        if push.is_stopped:
+            self._on_done(opened, announced, GIVEN_BACK)
+            return
         if announced.prompt != opened.prompt or announced.tokens != opened.tokens:
             self._refuse(push, OTHER_PROMPT)
-            self._on_done(opened.request, announced.rank, announced.workers)
+            self._on_done(opened, announced, GIVEN_BACK)
             return
         if announced.push in prompt.pushes:
             return
@@ -282,6 +296,8 @@ class Pushes:
                 del self._waiting[number]
 
     def _refuse(self, push: _Push, reason: str) -> None:
+        if push.is_stopped:
+            return
         push.is_stopped = True
         self._failures.count("writing to a decode engine", reason)
         push.worker.tell_later(message(REFUSE, push.announced.push, reason))
@@ -289,8 +305,7 @@ class Pushes:
     def _refuse_all(self, prompt: _Prompt, reason: str) -> None:
         for push in prompt.pushes.values():
             self._refuse(push, reason)
-            announced = push.announced
-            self._on_done(prompt.opened.request, announced.rank, announced.workers)
+            self._on_done(prompt.opened, push.announced, GIVEN_BACK)
         prompt.pushes.clear()
 
     def _wait_for_writes(self, pushes: Sequence[_Push]) -> None:
@@ -303,7 +318,7 @@ class Pushes:
                 continue
             # A write to a closed connection fails at once.
             for push in busy:
-                push.worker.disconnect()
+                push.worker.threads.disconnect()
             self._changed.wait(STOP_S)
 
     def _pump_all(self, prompt: _Prompt) -> None:
@@ -369,8 +384,7 @@ class Pushes:
             push.is_pumping = False
             if prompt.pushes.pop(push.announced.push, None) is not None:
                 self._refuse(push, str(error))
-                announced = push.announced
-                self._on_done(prompt.opened.request, announced.rank, announced.workers)
+                self._on_done(prompt.opened, push.announced, GIVEN_BACK)
 
     def _finish(self, prompt: _Prompt, push: _Push) -> None:
         """End a push whose blocks have all been written. Under the lock."""
@@ -379,7 +393,7 @@ class Pushes:
         announced = push.announced
         if prompt.pushes.pop(announced.push, None) is not None:
             self.completed += 1
-            self._on_done(prompt.opened.request, announced.rank, announced.workers)
+            self._on_done(prompt.opened, announced, READ)
 
 
 def _is_for(push: _Push, opened: Opened) -> bool:

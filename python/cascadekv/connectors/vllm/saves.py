@@ -81,6 +81,7 @@ class Saver:
                     run = SaveRun(save, held.part.name, first, last, pages)
                     results, written = self._save_run(run, memory, namespace, deadline)
                 copied += written
+                self._tasks.write_back(written // memory.block_bytes, written)
                 stored[first:last] = [
                     before and now for before, now in zip(stored[first:last], results, strict=True)
                 ]

@@ -17,7 +17,6 @@ from cascadekv import CascadeError, Hints, Store, part_of_trace
 from cascadekv.connectors import vllm_versions as versions
 from cascadekv.connectors.failures import FailureLog
 from cascadekv.connectors.vllm.adapters import ReportedAdapters
-from cascadekv.connectors.vllm.announcements import PushPlan
 from cascadekv.connectors.vllm.background import BackgroundThread
 from cascadekv.connectors.vllm.groups import (
     CacheGroup,
@@ -37,9 +36,10 @@ from cascadekv.connectors.vllm.metadata import (
     WorkerReport,
 )
 from cascadekv.connectors.vllm.metrics import CascadeStats
-from cascadekv.connectors.vllm.offers import PullPlan
+from cascadekv.connectors.vllm.offers import PullPlan, PushPlan
 from cascadekv.connectors.vllm.settings import SchedulerSettings
 from cascadekv.connectors.vllm.store_calls import StoreCalls
+from cascadekv.connectors.vllm.tasks import log_hits
 from cascadekv.connectors.vllm.tracked import LookupResult, PendingLookup, TrackedRequest
 from cascadekv.connectors.vllm.transfer_requests import TransferRequests
 from cascadekv.connectors.vllm.unkeyed import UnkeyedRequests
@@ -517,18 +517,15 @@ class Scheduler:
         return LookupResult(prefix, preemptions, time.monotonic())
 
     def _log_lookup(self, tracked: TrackedRequest, computed: int) -> None:
-        """Log a request's hits once, in the format of UCM's log line."""
+        """Log a request's hits once."""
         if tracked.is_logged:
             return
         tracked.is_logged = True
-        result = tracked.result or LookupResult()
-        _LOG.info(
-            "request_id: %s, total_blocks_num: %d, hit hbm: %d, hit external: %d",
-            tracked.request.request_id,
-            tracked.keys.blocks,
-            computed,
-            max(0, result.blocks - computed),
-        )
+        self._log_hits(tracked, computed, (tracked.result or LookupResult()).blocks)
+
+    def _log_hits(self, tracked: TrackedRequest, computed: int, last: int, way: str = "") -> None:
+        counts = tracked.keys.blocks, computed, max(0, last - computed)
+        log_hits(_LOG, tracked.request.request_id, counts, way)
 
     def _blocks_to_load(
         self, tracked: TrackedRequest, request: "Request", computed: int
@@ -543,6 +540,8 @@ class Scheduler:
             return computed, computed, False
         full_blocks = request.num_tokens // self._block_tokens
         last = result.prefix.longest(int(full_blocks * self._settings.hit_ratio))
+        if is_first_choice and last < result.blocks:
+            self._log_hits(tracked, computed, last, "Hijacked By MockConnector,")
         chosen = self._choose(result.tiers[computed:last], request.num_tokens) + computed
         # A shorter prefix may lack blocks of a window.
         chosen = result.prefix.longest(chosen)

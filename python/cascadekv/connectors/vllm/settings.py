@@ -19,6 +19,7 @@ from cascadekv.transfer import Tls
 __all__ = ["ConnectorSettings", "SchedulerSettings", "read_connector_settings"]
 
 UCM_KEY = "UCM_CONFIG_FILE"
+_LABEL_MAX = 64
 SECONDS_MIN, SECONDS_MAX = 0.001, 3600.0
 LOADS = ("auto", "sync", "async")
 TRANSFERS = ("off", "direct", "node")
@@ -37,11 +38,13 @@ _SECONDS = f"a number of seconds from {SECONDS_MIN} to {SECONDS_MAX:g}"
 _LOOKAHEAD = f"a number of seconds from 0 to {SECONDS_MAX:g}"
 _FILE = "an existing file"
 _NAME = "a host name or an IP address"
+_LABEL = "a name of 1 to 64 characters"
 _TRACE_PATH = "a directory or a file for traces"
 _SOCKET = "false, or the path of the socket of a node in the memory of a GPU"
 _LAYOUT = f"one of vLLM's KV layouts {', '.join(PAGE_CONTIGUOUS)}"
 _WEIGHTS = "digest, full, sampled, or a name for the weights"
 _OWN = {
+    "cascade.name": _LABEL,
     "cascade.load": _LOAD,
     "cascade.layerwise": _BOOLEAN,
     "cascade.hbm": _SOCKET,
@@ -97,6 +100,8 @@ class ConnectorSettings:
     """Where blocks are stored."""
     store_options: Mapping[str, object] = field(default_factory=dict[str, object])
     """The store's keys, unparsed, for a private node."""
+    name: str | None = None
+    """Name of this connector in metrics, beside others of a `MultiConnector`."""
     load: str = "auto"
     """`sync`: loads block the step. `async`: the request waits while other requests are computed.
 
@@ -308,6 +313,7 @@ _CHECKS: Mapping[str, Callable[[object], bool]] = {
     _LOOKAHEAD: lambda value: _is_number(value, 0, SECONDS_MAX),
     _FILE: lambda value: _is_text(value) and Path(str(value)).is_file(),
     _NAME: _is_text,
+    _LABEL: lambda value: _is_text(value) and len(str(value)) <= _LABEL_MAX,
     _TRACE_PATH: _is_text,
     _WEIGHTS: _is_text,
     _SOCKET: lambda value: value is False or _is_text(value),

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 from cascadekv import Hints
 from cascadekv.connectors.vllm.adapters import AdapterUse
-from cascadekv.connectors.vllm.announcements import PushPlan
 from cascadekv.connectors.vllm.groups import UsablePrefix
 from cascadekv.connectors.vllm.keys import RequestKeys
-from cascadekv.connectors.vllm.offers import Offer
+from cascadekv.connectors.vllm.offers import Offer, PushPlan
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from cascadekv.connectors.failures import FailureLog
 from cascadekv.connectors.vllm.adapters import AdapterUse
-from cascadekv.connectors.vllm.announcements import PushPlan
 from cascadekv.connectors.vllm.groups import CacheGroup
 from cascadekv.connectors.vllm.leases import LEASES_MAX
 from cascadekv.connectors.vllm.offers import (
@@ -24,6 +23,7 @@ from cascadekv.connectors.vllm.offers import (
     OfferError,
     Opened,
     OtherLengthError,
+    PushPlan,
     PushSource,
     TransferPlan,
     transfer_name,
@@ -37,7 +37,7 @@ from cascadekv.errors import CascadeError
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-__all__ = ["TransferRequests"]
+__all__ = ["Finished", "TransferRequests"]
 
 _LOG = logging.getLogger("vllm.cascade")
 RENEWALS = 4
@@ -56,10 +56,17 @@ class _Given:
     """Of the prompt; `None` if other engines may not use its KV."""
     adapter: AdapterUse | None = None
     """The adapter that the digest covers."""
-    is_ended: bool = False
-    """Whether the request has finished and its pages are offered."""
+    siblings: tuple[str, str] | None = None
+    """What it has in common with the other outputs of one request (`n` > 1), if it may be one."""
+    params: dict[str, Any] | None = None
+    """Its offer, once the request has finished."""
     tables: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     """By group: the page of each block in the last step that computed the request."""
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether the request has finished and its pages are offered."""
+        return self.params is not None
 
 
 @dataclass(slots=True)
@@ -69,6 +76,16 @@ class _Taken:
     offer: Offer | PushPlan
     renewed: float
     """When an offer of pages was last renewed, by the monotonic clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What other engines may use of a request that has ended."""
+
+    params: dict[str, Any] | None = None
+    """The offer, for the response."""
+    is_kept: bool = False
+    """Whether the engine must keep the request's pages."""
 
 
 class TransferRequests:
@@ -104,6 +121,10 @@ class TransferRequests:
         self._adapter_of = adapter_of
         self._free = list(reversed(range(LEASES_MAX)))
         self._given: dict[str, _Given] = {}
+        self._leaders: dict[tuple[str, str], str] = {}
+        """By what outputs of one request have in common: the one that has their lease."""
+        self._joined: dict[str, str] = {}
+        """Requests that use the lease of another output of their request."""
         self._taken: dict[str, _Taken | None] = {}
         """By request; `None` once its offer was used or was refused."""
         self._pushed: set[str] = set()
@@ -130,20 +151,28 @@ class TransferRequests:
     def open(self, request: "Request") -> None:
         """Open a lease if another engine will read a request's pages, or get them written."""
         params = request.kv_transfer_params
-        if request.request_id in self._given or not wants_decode(params):
+        is_known = request.request_id in self._given or request.request_id in self._joined
+        if is_known or not wants_decode(params):
             return
         name = transfer_name(params, request.request_id)
         if request.num_prompt_tokens < self._block_tokens:
             self._plan.refused.append(name)
             return
+        digest = self._digest_of(request)
+        siblings = _siblings(name, request.request_id, digest)
+        if siblings is not None and siblings in self._leaders:
+            # The decode engine gets one offer, so that no one would end a second lease.
+            self._joined[request.request_id] = self._leaders[siblings]
+            return
         if not self._free:
             self._plan.refused.append(name)
             self._failures.count("offering pages", f"{LEASES_MAX} leases are open")
             return
-        digest = self._digest_of(request)
         adapter = None if digest is None else self._adapter_of(request)
-        given = _Given(self._free.pop(), secrets.randbits(63) | 1, digest, adapter)
+        given = _Given(self._free.pop(), secrets.randbits(63) | 1, digest, adapter, siblings)
         self._given[request.request_id] = given
+        if siblings is not None:
+            self._leaders[siblings] = request.request_id
         opened = Opened(request.request_id, given.slot, given.lease)
         if digest is None:
             self._plan.refused.append(name)
@@ -179,16 +208,19 @@ class TransferRequests:
                 self._plan.stopped.append(request)
                 self._given[request].tables = {}
 
-    def finish(self, request: "Request", pages: Sequence[Sequence[int]]) -> dict[str, Any] | None:
-        """Return the offer of a request that ends, whose pages must be kept; `None` without one."""
+    def finish(self, request: "Request", pages: Sequence[Sequence[int]]) -> Finished:
+        """Return the offer of a request that ends."""
         self.give_back(request.request_id)
         self._taken.pop(request.request_id, None)
         if request.request_id in self._pushed:
             self._pushed.discard(request.request_id)
             self._plan.withdrawn.append(request.request_id)
+        leader = self._given.get(self._joined.pop(request.request_id, ""))
+        if leader is not None:
+            return Finished(leader.params, is_kept=False)
         given = self._given.get(request.request_id)
         if given is None or given.is_ended:
-            return None
+            return Finished()
         tokens = request.num_prompt_tokens
         is_whole = request.num_computed_tokens >= tokens and any(pages)
         is_whole = is_whole and request.status.name in (
@@ -205,7 +237,7 @@ class TransferRequests:
         if digest is None or blocks is None:
             self._plan.dropped.append(request.request_id)
             self._close(request.request_id)
-            return None
+            return Finished()
         offer = Offer(
             self._engine,
             request.request_id,
@@ -217,11 +249,10 @@ class TransferRequests:
             self._lease_s,
             digest,
         )
-        params = offer.params(key)
         # Last: the workers report the end of a lease only for a request whose pages are kept.
-        given.is_ended = True
+        given.params = offer.params(key)
         self._plan.ended.append((request.request_id, self._lease_s))
-        return params
+        return Finished(given.params, is_kept=True)
 
     def _keep(
         self, request: "Request", given: _Given, pages: Sequence[Sequence[int]]
@@ -264,6 +295,7 @@ class TransferRequests:
         self._plan.withdrawn += self._pushed
         for request in [name for name, given in self._given.items() if not given.is_ended]:
             self._close(request)
+        self._joined.clear()
         self._plan.opened.clear()
         self._plan.is_reset = True
 
@@ -277,6 +309,8 @@ class TransferRequests:
         given = self._given.pop(request, None)
         if given is not None:
             self._free.append(given.slot)
+            if given.siblings is not None:
+                del self._leaders[given.siblings]
 
     # Pages of other engines.
 
@@ -297,10 +331,10 @@ class TransferRequests:
             source = PushSource.parse(params)
             if source is not None:
                 digest = self._digest_of(request)
-                plan = None
-                if digest is not None:
-                    plan = PushPlan(source, digest, tokens, self.workers, self._lease_s)
-                return None if plan is None else _Taken(plan, 0.0)
+                plan = PushPlan(source, digest or "", tokens, self.workers, self._lease_s)
+                if digest is None:
+                    self._plan.declined.append(plan)
+                return None if digest is None else _Taken(plan, 0.0)
             offer = Offer.parse(params, self._seal_key(), tokens=tokens)
         except OtherLengthError as error:
             self._failures.count("reading the offer of a prefill engine", error)
@@ -332,6 +366,8 @@ class TransferRequests:
             self._taken[request] = None
             if isinstance(taken.offer, Offer):
                 self._plan.released.append(taken.offer)
+            else:
+                self._plan.declined.append(taken.offer)
 
     def take_plan(self) -> TransferPlan | None:
         """Return what has changed since the last step; `None` for nothing."""
@@ -348,3 +384,16 @@ class TransferRequests:
             return None
         plan, self._plan = self._plan, TransferPlan(workers=len(self._workers))
         return plan
+
+
+def _siblings(transfer: str, request: str, digest: str | None) -> tuple[str, str] | None:
+    """Return what all outputs of a request have in common; `None` for one that has no others.
+
+    The engine makes a request of each output, and puts its number before the name: `0_NAME`.
+    """
+    if digest is None:
+        return None
+    if transfer != request:
+        return transfer, digest
+    number, _, name = request.partition("_")
+    return (name, digest) if number.isdecimal() and name else None

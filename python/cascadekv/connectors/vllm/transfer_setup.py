@@ -134,9 +134,9 @@ def offered(
     `settings` are the engine's ID and `cascade.transfer`.
     """
     if transfers is not None:
-        params = transfers.finish(request, pages)
-        if params is not None:
-            return True, params
+        finished = transfers.finish(request, pages)
+        if finished.params is not None:
+            return finished.is_kept, finished.params
     if not wants_decode(request.kv_transfer_params):
         return False, None
     engine, way = settings

@@ -9,7 +9,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cascadekv import CascadeError
@@ -24,8 +24,8 @@ from cascadekv.connectors.vllm.announcements import (
     Written,
 )
 from cascadekv.connectors.vllm.arrivals import Arrivals
-from cascadekv.connectors.vllm.leases import DONE, RENEW, UNREADABLE, LeaseTable
-from cascadekv.connectors.vllm.offers import TransferPlan
+from cascadekv.connectors.vllm.leases import RENEW, UNREADABLE, UNUSED, LeaseTable
+from cascadekv.connectors.vllm.offers import Opened, TransferPlan
 from cascadekv.connectors.vllm.peer_workers import FAILURES
 from cascadekv.connectors.vllm.prefill_engine import PrefillEngine, Scratch
 from cascadekv.connectors.vllm.pushes import Pushes
@@ -105,7 +105,7 @@ class Transfers:
             geometry,
             layers,
             is_any_host=self._is_any_host,
-            on_done=self._leases.finish_rank,
+            on_done=self._note_push_end,
         )
         self._arrivals = Arrivals(self._endpoint, memory, geometry, lambda: (self.address, self.id))
         self._lock = threading.Lock()
@@ -127,12 +127,14 @@ class Transfers:
             self._pushes.open(opened)
         self._pushes.refuse(plan.refused)
         self._pushes.begin_step(plan.computed)
+        for declined in plan.declined:
+            self._arrivals.decline(declined, self._engine(declined.source.workers))
         if plan.withdrawn:
             self._arrivals.withdraw(set(plan.withdrawn))
         for offer in plan.renewed:
             self._engine(offer.workers).send_later(offer, RENEW, plan.workers)
         for offer in plan.released:
-            self._engine(offer.workers).send_later(offer, DONE, plan.workers)
+            self._engine(offer.workers).send_later(offer, UNUSED, plan.workers)
 
     def take_ended(self) -> set[str]:
         """Return requests whose leases have ended: the engine may use their pages again."""
@@ -173,12 +175,18 @@ class Transfers:
         """How many pushes this worker has written completely, and how many it has got."""
         return self._pushes.completed, self._arrivals.completed
 
+    def take_lease_counts(self) -> tuple[int, Mapping[str, int]]:
+        """Return the leases of finished requests since the last call, and how leases ended."""
+        return self._leases.take_counts()
+
     def close(self) -> None:
         """End reads, pushes, messages and connections."""
         self._is_closed = True
         self._pushes.close()
-        for engine in self._engines.values():
-            engine.close()
+        with self._lock:
+            engines = list(self._engines.values())
+        for engine in engines:
+            engine.threads.close()
         self._endpoint.close()
         self._receiver.join()
         self._arrivals.close()
@@ -199,7 +207,7 @@ class Transfers:
             engine.read(load, plan, deadline)
         except FAILURES as error:
             self._failures.count("reading from a prefill engine", error)
-            engine.send_later(plan.offer, DONE, plan.workers)
+            engine.send_later(plan.offer, UNUSED, plan.workers)
         else:
             with self._lock:
                 self.reads += 1
@@ -225,14 +233,28 @@ class Transfers:
                 if len(self._engines) >= ENGINES_MAX:
                     oldest = self._engines.pop(next(iter(self._engines)))
             self._engines[key] = engine
+            engine.threads.use()
         if oldest is not None:
-            oldest.close_later()
+            oldest.threads.close_later()
         return engine
 
+    def _end_lost_threads(self) -> None:
+        with self._lock:
+            for key, engine in list(self._engines.items()):
+                if engine.threads.is_lost:
+                    self._engines.pop(key).threads.close_later()
+
+    def _note_push_end(self, opened: Opened, announced: Announcement, end: str) -> None:
+        self._leases.finish_rank(opened.request, announced.rank, announced.workers, end)
+
     def _refusal(self, geometry: bytes) -> str | None:
-        """Return why a peer is refused; for the endpoint."""
+        """Return why a peer is refused; for the endpoint.
+
+        One whose pages do not fit is accepted: it says which leases it does not use. Only the side
+        that connects moves pages, and it checks whether they fit.
+        """
         try:
-            self._geometry.check(Geometry.parse(geometry))
+            Geometry.parse(geometry)
         except GeometryError as error:
             return str(error)
         return None
@@ -251,6 +273,7 @@ class Transfers:
                     self._apply_message(notice[1])
                 self._arrivals.check()
                 self._pushes.check()
+                self._end_lost_threads()
             except Exception as error:  # noqa: BLE001 # a bug here must not end all messages
                 _LOG.exception("Cascade: a message of another engine was not applied")
                 self._failures.count("receiving messages of other engines", error)

@@ -111,7 +111,7 @@ class Worker:
         self._times: deque[LoadTime] = deque()
         """Times of loads, to be reported; other threads append them."""
         self._failures = FailureLog(_LOG)
-        self._tasks = TaskLog(_LOG)
+        self._tasks = TaskLog(_LOG, store)
         self._clock: StepClock | None = None
         """Of a GPU; on a host the worker measures steps."""
         self._saver = Saver(store, hbm, self._gpu_saves, self._failures, self._tasks)
@@ -417,8 +417,9 @@ class Worker:
         """Wait for running loads and saves, and release the engine's memory."""
         self._loaders.shutdown(wait=True, cancel_futures=True)
         self._gpu_saves.close()
-        if self._promotions is not None:
-            self._promotions.close()
+        for each in (self._promotions, self._adapters, self._tasks):
+            if each is not None:
+                each.close()
         if self._transfers is not None:
             self._transfers.close()
         self._async_loads, self._parts = {}, {}
@@ -482,7 +483,7 @@ class Worker:
         name = held.part.name
         layerwise = LayerwiseLoad(running, held.part, memory, orders[name], deadline)
         load_all_layers = functools.partial(self._load, running, orders, deadline)
-        layerwise.begin(self._loaders, self._reader, self._failures, load_all_layers)
+        layerwise.begin(self._loaders, self._reader, self._failures, load_all_layers, self._tasks)
         return layerwise
 
     def _load_async(self, running: RunningLoad, orders: Mapping[str, LoadOrder]) -> LoadResult:
