@@ -41,6 +41,11 @@ pub(super) struct AdminConnection {
 }
 
 impl ConnectionArgs {
+    /// The node that a process of this host uses without flags.
+    pub(super) fn of_process(timeout: Duration) -> Self {
+        Self { socket: None, timeout, token_file: None }
+    }
+
     /// The path of the node's socket.
     pub(super) fn socket(&self) -> PathBuf {
         self.socket.clone().unwrap_or_else(|| Environment::of_process().socket())

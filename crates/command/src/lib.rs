@@ -26,6 +26,7 @@ mod size;
 mod status;
 mod tenant;
 mod top;
+mod vllm_config;
 
 use std::ffi::OsString;
 
@@ -93,6 +94,9 @@ enum Verb {
     Status(status::StatusArgs),
     /// Show the state of a running node, updated live.
     Top(top::TopArgs),
+    /// Print the value of vLLM's --kv-transfer-config for this machine.
+    #[command(name = "vllm-config")]
+    VllmConfig(vllm_config::VllmConfigArgs),
     /// Check whether a node answers.
     Ping(ping::PingArgs),
     /// Print the versions of this command and of a running node.
@@ -176,6 +180,7 @@ fn run(verb: Verb, screen: &mut Screen) -> Result<i32, Failure> {
         Verb::Sim(args) => sim::run(&args, screen),
         Verb::Status(args) => status::run(&args, screen),
         Verb::Top(args) => top::run(&args, screen),
+        Verb::VllmConfig(args) => vllm_config::run(&args, screen),
         Verb::Ping(args) => ping::ping(&args, screen),
         Verb::Version(args) => ping::version(&args, screen),
         Verb::Get(args) => blocks::get(&args, screen),

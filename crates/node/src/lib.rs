@@ -24,6 +24,7 @@ pub mod tenants;
 mod tier_log;
 pub mod traffic;
 
+pub use cascade_memory::available_bytes;
 pub use config::NodeConfig;
 pub use error::NodeError;
 pub use gpu::{GpuError, GpuStatus};

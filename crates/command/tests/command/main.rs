@@ -13,6 +13,7 @@ mod replay;
 mod serve;
 mod sim;
 mod usage;
+mod vllm_config;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
