@@ -231,19 +231,25 @@ def other_process():
     """Start a process that listens; return it and its address."""
     started = []
 
-    def start(path, rdma=None):
+    def with_pipe(path, rdma=None):
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(target=serve, args=(theirs, path, rdma))
         process.start()
+        theirs.close()
         started.append((process, ours))
         assert ours.poll(START_S)
-        return process, ours.recv()
+        return process, ours.recv(), ours
 
+    def start(path, rdma=None):
+        return with_pipe(path, rdma)[:2]
+
+    start.with_pipe = with_pipe
     yield start
-    for process, _ in started:
+    for process, ours in started:
         process.kill()
         process.join()
+        ours.close()
 
 
 @pytest.mark.parametrize("kind", ["tcp", "unix", RDMA_PARAM])
@@ -283,21 +289,28 @@ def test_a_stopped_peer_ends_at_the_deadline_and_goes_on_later(other_process):
 
 
 @pytest.mark.parametrize("kind", ["tcp", "unix"])
-@pytest.mark.parametrize("end", ["frozen", "killed"])
+@pytest.mark.parametrize("end", ["frozen", "killed", "killed-after-fork"])
 def test_a_peer_that_stops_is_noticed_without_a_call(
     other_process, tmp_path, eventually, kind, end
 ):
-    process, address = other_process("127.0.0.1:0" if kind == "tcp" else f"unix:{tmp_path}/s")
+    path = "127.0.0.1:0" if kind == "tcp" else f"unix:{tmp_path}/s"
+    process, address, pipe = other_process.with_pipe(path)
     _, local = engine(1, heartbeat=transfer.Heartbeat(interval=0.05, limit=2.0))
     peer = local.connect(address, timeout=S)
     peer.write("r", ONE, timeout=S).wait(timeout=S)
     assert peer.is_connected
     if end == "frozen":
         stop(process.pid)
-    else:
+    if end == "killed-after-fork":
+        # The child has the sockets, which therefore stay open.
+        os.kill(process.pid, signal.SIGUSR1)
+        assert pipe.poll(S)
+        assert pipe.recv() == "forked"
+    if end != "frozen":
         process.kill()
     eventually(lambda: not peer.is_connected)
-    with pytest.raises(AwayError, match="answered nothing for 2 s" if end == "frozen" else None):
+    reason = None if end == "killed" else "answered nothing for 2 s"
+    with pytest.raises(AwayError, match=reason):
         peer.write("r", ONE, timeout=S)
     if end == "frozen":
         os.kill(process.pid, signal.SIGCONT)

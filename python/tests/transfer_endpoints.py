@@ -1,5 +1,8 @@
 """Endpoints over paged KV of random bytes, for the tests of transfers."""
 
+import os
+import signal
+
 import numpy as np
 from cascadekv import transfer
 from cascadekv.transfer import Blocks
@@ -56,5 +59,14 @@ class Defaults:
 def serve(pipe, path, rdma):
     """Run a process with an endpoint that others write to."""
     _, endpoint = engine(2, rdma=rdma)
+    signal.signal(signal.SIGUSR1, lambda *_: leave_child(pipe))
     pipe.send(endpoint.listen(path))
     pipe.poll(None)
+
+
+def leave_child(pipe):
+    """Fork a child that keeps the sockets until the other end of the pipe is closed."""
+    if os.fork() == 0:
+        pipe.poll(S)
+        os._exit(0)
+    pipe.send("forked")
