@@ -16,6 +16,7 @@ mod interrupt;
 mod key_flags;
 mod keys;
 mod maintenance;
+mod operator_files;
 mod ping;
 mod reference;
 mod replay;
@@ -124,6 +125,8 @@ enum Verb {
     Tenant(tenant::TenantVerb),
     /// Show what the directory of a file tier contains, and check it.
     Inspect(inspect::InspectArgs),
+    /// List or write the files for operators: systemd, configuration, Prometheus, Grafana.
+    Files(operator_files::FilesArgs),
     /// Print a completion script for a shell.
     #[command(after_help = "\
 Examples:
@@ -190,6 +193,7 @@ fn run(verb: Verb, screen: &mut Screen) -> Result<i32, Failure> {
         Verb::Hbm(verb) => hbm::run(&verb, screen),
         Verb::Tenant(verb) => tenant::run(&verb, screen),
         Verb::Inspect(args) => inspect::run(&args, screen),
+        Verb::Files(args) => operator_files::run(&args, screen),
         Verb::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut definition(), "cascade", &mut script);

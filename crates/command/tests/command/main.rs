@@ -7,6 +7,7 @@ mod damage;
 mod gpu;
 mod hit_rate;
 mod node;
+mod operator_files;
 mod port;
 mod reference;
 mod replay;
