@@ -14,6 +14,7 @@ mod help;
 mod inspect;
 mod interrupt;
 mod key_flags;
+mod key_list;
 mod keys;
 mod maintenance;
 mod operator_files;
@@ -117,6 +118,8 @@ enum Verb {
     Config(config::ConfigVerb),
     /// Explain which blocks of a chain hit, and why the next one misses.
     Explain(explain::ExplainArgs),
+    /// List the keys of the blocks of a running node.
+    Keys(key_list::KeysArgs),
     /// Show or give back the memory of a GPU that a node has taken.
     #[command(subcommand)]
     Hbm(hbm::HbmVerb),
@@ -190,6 +193,7 @@ fn run(verb: Verb, screen: &mut Screen) -> Result<i32, Failure> {
         Verb::Reload(args) => maintenance::reload(&args, screen),
         Verb::Config(verb) => config::run(&verb, screen),
         Verb::Explain(args) => explain::run(&args, screen),
+        Verb::Keys(args) => key_list::run(&args, screen),
         Verb::Hbm(verb) => hbm::run(&verb, screen),
         Verb::Tenant(verb) => tenant::run(&verb, screen),
         Verb::Inspect(args) => inspect::run(&args, screen),

@@ -6,6 +6,7 @@ mod admin;
 mod damage;
 mod gpu;
 mod hit_rate;
+mod key_list;
 mod node;
 mod operator_files;
 mod port;
