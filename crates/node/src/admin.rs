@@ -22,8 +22,8 @@ pub use responses::{
 };
 
 /// All topics, for the error message about an unknown one.
-const TOPICS: &str = "status, stats, explain, find, keys, version, flush, delete, clear, forget, config, \
-                      config-set, reload, drain, hbm-start";
+const TOPICS: &str = "status, stats, explain, find, keys, version, flush, delete, clear, forget, \
+                      config, config-set, reload, drain, hbm-start";
 
 /// Executes an admin request. The default tenant may name every tenant; the others only themselves.
 pub(crate) fn answer(

@@ -266,8 +266,8 @@ impl PyStore {
         Ok(PyPreparedPut::new(slf.unbind(), &puts, size, prepared))
     }
 
-    /// Copies blocks into buffers. Returns a `GetResult` for each. For a text key, returns the bytes
-    /// of its block instead, or `None` for a miss.
+    /// Copies blocks into buffers. Returns a `GetResult` for each. For a text key, returns bytes,
+    /// or `None` for a miss.
     ///
     /// `buffers` is a writable buffer for each key, or one buffer for all blocks in equal pieces. A
     /// block that does not fit is not copied; its result has the size that it needs.

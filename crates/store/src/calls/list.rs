@@ -38,7 +38,7 @@ pub struct KeyPage {
 pub struct ListedKey {
     /// The key.
     pub key: BlockKey,
-    /// The tiers that have its block, fast to slow. None if only tiers with an open circuit have it.
+    /// The tiers that have its block, fast to slow; empty if their circuits are open.
     pub tiers: Vec<TierName>,
     /// Length of the block.
     pub bytes: u32,
