@@ -203,11 +203,10 @@ pub(crate) fn key_of(name: impl Display, object: &Bound<'_, PyAny>) -> PyResult<
         return Ok(key.get().0);
     }
     let Ok(bytes) = object.cast::<PyBytes>() else {
-        let from_text = match object.is_instance_of::<PyString>() {
-            true => "; make one from text with cascadekv.keys.text_key",
-            false => "",
-        };
-        let what = format!("a key: a BlockKey or 32 bytes{from_text}");
+        let mut what = "a key: a BlockKey or 32 bytes".to_owned();
+        if object.is_instance_of::<PyString>() {
+            what.push_str("; make one from text with cascadekv.keys.text_key");
+        }
         return Err(type_error(name, object, what));
     };
     let bytes = bytes.as_bytes();
