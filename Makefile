@@ -90,7 +90,9 @@ N ?= 20
 FAKE_DRIVER := $(CARGO_TARGET_DIR)/debug/libcascade_device_fake.so
 DEVICE_TESTS := $(wildcard python/tests/test_device*.py)
 
-RUST_SOURCES := $(shell find crates -name '*.rs' -o -name '*.toml' 2>/dev/null) Cargo.toml Cargo.lock
+# The programs carry the files of packaging/ and pages below crates/.
+RUST_SOURCES := $(shell find crates packaging -type f -not -name '*.py' 2>/dev/null) \
+	Cargo.toml Cargo.lock
 PYTHON_SOURCES := $(shell find python/cascadekv -name '*.py' -o -name '*.pyi' -o -name py.typed) \
 	pyproject.toml
 

@@ -1,6 +1,7 @@
 """The build backend of pyproject.toml: builds the program `cascade`, then maturin the wheel.
 
-`make` does the same without it, with its own profile and stripping.
+Cargo compiles what both share once: they have the same profile and features. Neither has symbols.
+`make` does the same without this backend, with its own profile.
 """
 
 import json
@@ -12,7 +13,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import maturin
-from maturin import get_requires_for_build_editable, get_requires_for_build_wheel
+from maturin import (
+    get_requires_for_build_editable,
+    get_requires_for_build_wheel,
+    prepare_metadata_for_build_editable,
+    prepare_metadata_for_build_wheel,
+)
 
 __all__ = [
     "build_editable",
@@ -20,6 +26,9 @@ __all__ = [
     "build_wheel",
     "get_requires_for_build_editable",
     "get_requires_for_build_wheel",
+    # Without them, an installer builds the wheel to learn its metadata.
+    "prepare_metadata_for_build_editable",
+    "prepare_metadata_for_build_wheel",
 ]
 
 
@@ -30,7 +39,12 @@ def build_wheel(
 ) -> str:
     """Build the wheel."""
     _build_program()
-    return maturin.build_wheel(wheel_directory, config_settings, metadata_directory)
+    settings = dict(config_settings or {})
+    # The caller's own arguments replace ours.
+    is_given = {"maturin.build-args", "build-args"} & settings.keys()
+    if not is_given and "MATURIN_PEP517_ARGS" not in os.environ:
+        settings["maturin.build-args"] = "--strip"
+    return maturin.build_wheel(wheel_directory, settings, metadata_directory)
 
 
 def build_editable(
@@ -53,8 +67,10 @@ def _build_program() -> None:
     cargo = shutil.which("cargo")
     if cargo is None:
         raise FileNotFoundError("cargo is not installed; https://rustup.rs installs it")
-    command = [cargo, "build", "--release", "--locked", "--package", "cascade-command"]
-    command += ["--bin", "cascade"]
+    # The arguments after `--` are for the program alone: a profile that strips would compile all
+    # crates a second time.
+    command = [cargo, "rustc", "--release", "--locked", "--package", "cascade-command"]
+    command += ["--bin", "cascade", "--", "-C", "strip=symbols"]
     environment = {"CASCADE_COMMIT": _commit()} | os.environ
     subprocess.run(command, check=True, env=environment)  # noqa: S603 # no part is from outside
     command = [cargo, "metadata", "--no-deps", "--format-version", "1"]

@@ -50,6 +50,7 @@ __all__ = [
     "digest",
     "has_debug_assertions",
     "replace_trace",
+    "text_key",
     "user_token",
     "weights_fingerprint",
 ]
@@ -541,6 +542,23 @@ class Store:
     @property
     def config(self) -> StoreConfig | None:
         """The settings of an embedded store; `None` for a served one."""
+    @overload
+    def put(
+        self,
+        keys: str,
+        blocks: Buffer | Iterable[Buffer],
+        *,
+        chain: bool = True,
+        is_prefix: bool = False,
+        ttl: _Duration | None = None,
+        timeout: _Duration | None = None,
+    ) -> PutResult:
+        """Store one block under a text key: an id of the caller's own, of at least one character.
+
+        `blocks` is its bytes. A block never changes: `ConflictError` is raised if the text key is
+        stored with other bytes, which stay. The error of a put that failed is raised, too.
+        """
+    @overload
     def put(
         self,
         keys: _Keys,
@@ -599,6 +617,12 @@ class Store:
         Keywords as for `put`. A key that is already stored with the same length counts as present;
         its bytes are not compared.
         """
+    @overload
+    def get(
+        self, keys: str, buffers: None = None, *, timeout: _Duration | None = None
+    ) -> bytes | None:
+        """Return a copy of the block of a text key; `None` for a miss."""
+    @overload
     def get(
         self, keys: _Keys, buffers: Buffer | Iterable[Buffer], *, timeout: _Duration | None = None
     ) -> list[GetResult]:
@@ -638,14 +662,26 @@ class Store:
 
         `at` as for `lookup_prefix`.
         """
+    @overload
+    def contains(self, keys: str) -> bool:
+        """Return whether the block of a text key is in any tier. Does not count as an access."""
+    @overload
     def contains(self, keys: _Keys) -> list[bool]:
         """Return whether each block is in any tier. Does not count as an access."""
+    @overload
+    def locate(self, keys: str) -> list[str]:
+        """Return the tiers that have the block of a text key, fastest first."""
+    @overload
     def locate(self, keys: _Keys) -> list[list[str]]:
         """Return the tiers that have each block, fastest first."""
     def pin(self, keys: _Keys) -> list[bool]:
         """Keep blocks in memory until `unpin`. Pins are counted. True if the block was present."""
     def unpin(self, keys: _Keys) -> list[bool]:
         """Remove one pin from each block. True if the block was pinned."""
+    @overload
+    def delete(self, keys: str) -> bool:
+        """Delete the block of a text key from every tier. True if it was present."""
+    @overload
     def delete(self, keys: _Keys) -> list[bool]:
         """Delete blocks from every tier. True if the block was present. Views of it stay valid."""
     def prefetch(self, keys: _Keys) -> int:
@@ -722,6 +758,12 @@ def chain_keys(
 
 def digest(data: Buffer, algorithm: Literal["blake3", "sha256"] = "blake3") -> bytes:
     """Return the 32-byte digest of some bytes."""
+
+def text_key(text: str, /) -> BlockKey:
+    """Return the block key of a text key, for calls that take block keys only.
+
+    It depends on the text alone. No chain has it, and no `Namespace.key_of_id` of a model.
+    """
 
 def checksum(data: Buffer, /) -> int:
     """Return the CRC-32C of some bytes, the checksum of every block outside DRAM."""

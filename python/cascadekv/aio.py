@@ -30,7 +30,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol, Self, TypeAlias, TypedDict, TypeVar, Unpack
+from typing import (
+    TYPE_CHECKING,
+    Protocol,
+    Self,
+    TypeAlias,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    cast,
+    overload,
+)
 
 from cascadekv._native import (
     BlockKey,
@@ -60,7 +70,15 @@ from cascadekv.traces import current_trace, part_of_trace
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["AsyncPreparedPut", "AsyncStore", "AsyncViews", "PutKeywords", "connect", "open_store"]
+__all__ = [
+    "AsyncPreparedPut",
+    "AsyncStore",
+    "AsyncViews",
+    "PutKeywords",
+    "TextPutKeywords",
+    "connect",
+    "open_store",
+]
 
 THREADS = 8
 """Default number of threads of a store."""
@@ -82,6 +100,15 @@ class PutKeywords(TypedDict, total=False):
     last_is_partial: bool
     ttl: Duration | None
     namespace: Namespace | None
+    timeout: Duration | None
+
+
+class TextPutKeywords(TypedDict, total=False):
+    """The keywords of `AsyncStore.put` with a text key, as for `Store.put`."""
+
+    chain: bool
+    is_prefix: bool
+    ttl: Duration | None
     timeout: Duration | None
 
 
@@ -203,14 +230,26 @@ class AsyncStore:
         self._process = os.getpid()
         self._is_closed = False
 
+    @overload
+    async def put(
+        self, keys: str, blocks: "Buffer | Iterable[Buffer]", **keywords: Unpack[TextPutKeywords]
+    ) -> PutResult: ...
+    @overload
+    async def put(
+        self, keys: Keys, blocks: "Buffer | Iterable[Buffer]", **keywords: Unpack[PutKeywords]
+    ) -> list[PutResult]: ...
     async def put(
         self,
-        keys: Keys,
+        keys: "Keys | str",
         blocks: "Buffer | Iterable[Buffer]",
         **keywords: Unpack[PutKeywords],
-    ) -> list[PutResult]:
-        """Store blocks. Do not modify the buffers until this returns or raises."""
-        return await self._call(lambda: self.store.put(keys, blocks, **keywords), uses_buffers=True)
+    ) -> list[PutResult] | PutResult:
+        """Store blocks. Do not modify the buffers until this returns or raises.
+
+        A text key has one result, and its errors are raised.
+        """
+        call = cast("Callable[..., list[PutResult] | PutResult]", self.store.put)
+        return await self._call(lambda: call(keys, blocks, **keywords), uses_buffers=True)
 
     async def reserve(self, size: Size, *, timeout: Duration | None = None) -> Reservation:
         """Reserve pool memory for a block of `size` bytes: write it, then call `put_reserved`."""
@@ -247,13 +286,27 @@ class AsyncStore:
         )
         return AsyncPreparedPut(prepared, self._call)
 
+    @overload
+    async def get(
+        self, keys: str, buffers: None = None, *, timeout: Duration | None = None
+    ) -> bytes | None: ...
+    @overload
     async def get(
         self, keys: Keys, buffers: "Buffer | Iterable[Buffer]", *, timeout: Duration | None = None
-    ) -> list[GetResult]:
-        """Copy blocks into buffers. Do not use the buffers until this returns or raises."""
-        return await self._call(
-            lambda: self.store.get(keys, buffers, timeout=timeout), uses_buffers=True
-        )
+    ) -> list[GetResult]: ...
+    async def get(
+        self,
+        keys: "Keys | str",
+        buffers: "Buffer | Iterable[Buffer] | None" = None,
+        *,
+        timeout: Duration | None = None,
+    ) -> list[GetResult] | bytes | None:
+        """Copy blocks into buffers. Do not use the buffers until this returns or raises.
+
+        For a text key, return a copy of its block, or `None` for a miss.
+        """
+        call = cast("Callable[..., list[GetResult] | bytes | None]", self.store.get)
+        return await self._call(lambda: call(keys, buffers, timeout=timeout), uses_buffers=True)
 
     async def view(self, keys: Keys, *, timeout: Duration | None = None) -> AsyncViews:
         """Return views of blocks in the pool, without a copy; `None` for a miss."""
@@ -295,13 +348,23 @@ class AsyncStore:
         """Pass hints about a chain to the eviction policy. Does not count as an access."""
         await self._call(lambda: self.store.hint(keys, hints=hints, at=at))
 
-    async def contains(self, keys: Keys) -> list[bool]:
+    @overload
+    async def contains(self, keys: str) -> bool: ...
+    @overload
+    async def contains(self, keys: Keys) -> list[bool]: ...
+    async def contains(self, keys: "Keys | str") -> list[bool] | bool:
         """Return whether each block is in any tier."""
-        return await self._call(lambda: self.store.contains(keys))
+        call = cast("Callable[..., list[bool] | bool]", self.store.contains)
+        return await self._call(lambda: call(keys))
 
-    async def locate(self, keys: Keys) -> list[list[str]]:
+    @overload
+    async def locate(self, keys: str) -> list[str]: ...
+    @overload
+    async def locate(self, keys: Keys) -> list[list[str]]: ...
+    async def locate(self, keys: "Keys | str") -> list[list[str]] | list[str]:
         """Return the tiers that have each block, fastest first."""
-        return await self._call(lambda: self.store.locate(keys))
+        call = cast("Callable[..., list[list[str]] | list[str]]", self.store.locate)
+        return await self._call(lambda: call(keys))
 
     async def pin(self, keys: Keys) -> list[bool]:
         """Keep blocks in memory until `unpin`. Pins are counted."""
@@ -318,9 +381,14 @@ class AsyncStore:
         """Remove one pin from each block."""
         return await self._call(lambda: self.store.unpin(keys))
 
-    async def delete(self, keys: Keys) -> list[bool]:
+    @overload
+    async def delete(self, keys: str) -> bool: ...
+    @overload
+    async def delete(self, keys: Keys) -> list[bool]: ...
+    async def delete(self, keys: "Keys | str") -> list[bool] | bool:
         """Delete blocks from every tier. True if the block was present."""
-        return await self._call(lambda: self.store.delete(keys))
+        call = cast("Callable[..., list[bool] | bool]", self.store.delete)
+        return await self._call(lambda: call(keys))
 
     async def prefetch(self, keys: Keys) -> int:
         """Read blocks into memory in the background; returns how many were accepted."""

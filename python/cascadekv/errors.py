@@ -33,6 +33,10 @@ class ClosedError(CascadeError):
     """The store is closed."""
 
 
+class ConflictError(CascadeError):
+    """A text key is stored with other bytes, which stay. Delete it first, or use another key."""
+
+
 class AwayError(CascadeError, ConnectionError):
     """The node is unavailable. Compute instead; a connected store reconnects by itself."""
 

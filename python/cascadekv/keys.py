@@ -1,4 +1,4 @@
-"""Block keys: chains of keys over token ids, keys of a caller's ids, and digests of bytes."""
+"""Block keys: chains over token ids, keys of a caller's ids and texts, and digests of bytes."""
 
 from cascadekv._native import (
     BlockKey,
@@ -8,6 +8,7 @@ from cascadekv._native import (
     chain_keys,
     checksum,
     digest,
+    text_key,
     weights_fingerprint,
 )
 
@@ -19,5 +20,6 @@ __all__ = [
     "chain_keys",
     "checksum",
     "digest",
+    "text_key",
     "weights_fingerprint",
 ]

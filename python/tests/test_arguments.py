@@ -9,7 +9,9 @@ import pytest
 
 def test_invalid_keys_are_refused(store):
     with pytest.raises(TypeError, match="key_of_id"):
-        store.contains("sys_prompt_v1")
+        store.view("sys_prompt_v1")
+    with pytest.raises(TypeError, match=r'keys\[1\]: "b" is not a key: .*keys.text_key'):
+        store.contains([bytes(32), "b"])
     with pytest.raises(ValueError, match="33 bytes"):
         store.contains(bytes(33))
     with pytest.raises(ValueError, match="32 bytes, got 4"):

@@ -13,6 +13,7 @@ from cascadekv import aio
 GUIDE = Path(__file__).parents[2] / "docs" / "python.md"
 README = Path(__file__).parents[2] / "README.md"
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
+HELLO = Path(__file__).parents[2] / "examples" / "hello.py"
 
 
 def test_the_guides_examples_run(tmp_path, serve):
@@ -48,3 +49,19 @@ def test_the_quickstart_runs():
     assert run.returncode == 0, run.stderr
     assert " 24 blocks:  16 loaded,   8 computed" in run.stdout
     assert "after a restart:\n 24 blocks:  24 loaded" in run.stdout
+
+
+@pytest.mark.parametrize("kind", ["embedded", "served"])
+def test_the_hello_world_runs(serve, kind):
+    arguments = [] if kind == "embedded" else [str(serve("--dram", "64MiB").socket)]
+    run = subprocess.run(  # noqa: S603 # our own script
+        [sys.executable, str(HELLO), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    hello, miss, refused, morning = run.stdout.splitlines()
+    assert (hello, miss, morning) == ("b'Hello, world!'", "None", "b'Good morning!'")
+    assert refused.startswith('"greeting" is stored with other bytes, which stay')

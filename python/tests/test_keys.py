@@ -42,6 +42,11 @@ def test_ids_match_the_vectors(vector):
     assert space.key_of_id(bytes.fromhex(vector["id_hex"])).hex() == vector["key"]
 
 
+@pytest.mark.parametrize("vector", VECTORS["texts"])
+def test_text_keys_match_the_vectors(vector):
+    assert keys.text_key(vector["text"]).hex() == vector["key"]
+
+
 @pytest.mark.parametrize("vector", VECTORS["digests"])
 def test_digests_match_the_vectors(vector):
     data = bytes.fromhex(vector["pattern_hex"]) * vector["repeats"]

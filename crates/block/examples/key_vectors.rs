@@ -8,7 +8,7 @@ use std::path::Path;
 
 use cascade_block::{
     BlockKey, ChainTail, Digest, DigestAlgorithm, Manifest, Namespace, TenantSecret, chain_keys,
-    checksum,
+    checksum, text_key,
 };
 use serde_json::{Value, json};
 
@@ -17,6 +17,7 @@ fn main() -> std::io::Result<()> {
     let vectors = json!({
         "namespaces": namespaces().iter().map(namespace_vector).collect::<Vec<_>>(),
         "ids": id_vectors(),
+        "texts": text_vectors(),
         "chains": chain_vectors(),
         "digests": digest_vectors(),
         "checksums": checksum_vectors(),
@@ -78,6 +79,11 @@ fn id_vectors() -> Vec<Value> {
         })
     };
     namespaces()[1..3].iter().flat_map(|one| ids.map(|id| with_id(one, id))).collect()
+}
+
+fn text_vectors() -> Vec<Value> {
+    let texts = ["greeting", "Greeting", " ", "größer als ∅", "a\0b"];
+    texts.map(|text| json!({ "text": text, "key": text_key(text).to_string() })).to_vec()
 }
 
 fn chain_vectors() -> Vec<Value> {

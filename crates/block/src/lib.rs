@@ -20,7 +20,7 @@ pub use digest::{Digest, DigestAlgorithm, DigestMode};
 pub use geometry::{Geometry, KvShape, UnknownModel};
 pub use key::{BlockKey, KeyParseError};
 pub use manifest::{Manifest, ManifestDifference, WeightsFingerprint};
-pub use namespace::{Namespace, NamespaceId, TenantSecret, key_of_id};
+pub use namespace::{Namespace, NamespaceId, TenantSecret, key_of_id, text_key};
 pub use seed::FingerprintSeed;
 pub use size::{ByteSize, ByteSizeError};
 pub use time_span::{TimeSpan, TimeSpanError};

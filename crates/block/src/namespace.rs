@@ -85,6 +85,12 @@ impl Namespace {
         Self { root, id: NamespaceId(id), manifest }
     }
 
+    /// The namespace of text keys: ids that callers choose, of contents without a model. All
+    /// tenants have the same one; their stores are separate.
+    pub fn of_text() -> Self {
+        Self::new(Manifest::new().with("ids", "text"), &TenantSecret::new(""))
+    }
+
     /// The key that every chain of this namespace starts from.
     pub fn root(&self) -> BlockKey {
         self.root
@@ -104,6 +110,11 @@ impl Namespace {
     pub fn key_of_id(&self, id: &[u8]) -> BlockKey {
         key_of_id(self.root, id)
     }
+}
+
+/// The key of a text that a caller chooses as the id of a block. No chain has it, and no other id.
+pub fn text_key(text: &str) -> BlockKey {
+    Namespace::of_text().key_of_id(text.as_bytes())
 }
 
 /// The key for a caller's own id below a namespace's root.

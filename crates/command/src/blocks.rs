@@ -27,13 +27,18 @@ Examples:
       Print length, tier and SHA-256 of the block whose key starts with these digits.
   cascade get 4bf5122f344554c5 --output block.bin
       Also write its bytes to a file.
+  cascade get --text greeting --output -
+      Print the bytes of the block of a text key.
 
 This counts as a read, so the block may be promoted to DRAM. The exit code is 1 if the node does not
 have the block, and 2 if KEY is not the digits of a key, as with every command.")]
 pub(super) struct GetArgs {
     /// Key of the block: 64 hexadecimal digits, or at least the first 8.
-    #[arg(value_name = "KEY")]
-    key: String,
+    #[arg(value_name = "KEY", required_unless_present = "text")]
+    key: Option<String>,
+    /// Text key of the block, as in store.put("greeting", ...) of Python.
+    #[arg(long, value_name = "TEXT", value_parser = keys::of_text(), conflicts_with = "key")]
+    text: Option<String>,
     /// Write the bytes of the block to FILE; - is standard output.
     #[arg(long, short, value_name = "FILE")]
     output: Option<PathBuf>,
@@ -52,7 +57,9 @@ pub(super) fn get(args: &GetArgs, screen: &mut Screen) -> Result<i32, Failure> {
             "use one of them, or give --output a file",
         ));
     }
-    let key = full_key(&args.key, &args.connection)?;
+    // One of them is given: clap has checked it.
+    let key = args.key.as_ref().or(args.text.as_ref()).map_or("", String::as_str);
+    let key = full_key(key, &args.connection)?;
     let client = args.connection.connect_as_worker(Access::Read)?;
     let options = CallOptions { timeout: Some(args.connection.timeout), ..CallOptions::default() };
     let viewed = client.view(&[key], options).pop();
@@ -222,8 +229,11 @@ Examples:
       Delete blocks of another tenant. Requires root, the node's user or a member of admin_group.")]
 pub(super) struct DeleteArgs {
     /// Keys of blocks: 64 hexadecimal digits, or at least the first 8.
-    #[arg(value_name = "KEY", required = true)]
+    #[arg(value_name = "KEY", required_unless_present = "texts")]
     keys: Vec<String>,
+    /// Text key of a block, as in store.put("greeting", ...) of Python.
+    #[arg(long = "text", value_name = "TEXT", value_parser = keys::of_text())]
+    texts: Vec<String>,
     /// Tenant of the blocks [default: the tenant of the user or token].
     #[arg(long, value_name = "NAME")]
     tenant: Option<String>,
@@ -236,7 +246,8 @@ pub(super) struct DeleteArgs {
 
 pub(super) fn delete(args: &DeleteArgs, screen: &mut Screen) -> Result<i32, Failure> {
     keys::check(&args.keys)?;
-    let request = json!({ "tenant": args.tenant, "keys": args.keys });
+    let keys: Vec<&String> = args.keys.iter().chain(&args.texts).collect();
+    let request = json!({ "tenant": args.tenant, "keys": keys });
     let deleted: DeleteResult = args.connection.connect()?.request("delete", &request)?;
     if args.json {
         write_json(Path::new("-"), &deleted, screen)?;

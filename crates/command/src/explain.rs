@@ -20,6 +20,8 @@ Examples:
       Show the tiers that have this block, or why no tier has it.
   cascade explain 4bf5122f344554c5
       The same with the first digits of the key, which status pages show, for a stored block.
+  cascade explain --text greeting
+      The same for the block of a text key.
   cascade explain --request keys.txt
       Show how many leading blocks of a chain hit, and why the next one misses. One key per line,
       root first.
@@ -30,8 +32,11 @@ pub(super) struct ExplainArgs {
     /// Keys of blocks, root first: 64 hexadecimal digits, or at least the first 8.
     #[arg(value_name = "KEY")]
     keys: Vec<String>,
+    /// Text key of a block, as in store.put("greeting", ...) of Python.
+    #[arg(long = "text", value_name = "TEXT", value_parser = keys::of_text())]
+    texts: Vec<String>,
     /// File with one key per line; - is standard input.
-    #[arg(long, value_name = "FILE", conflicts_with = "keys")]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["keys", "texts"])]
     request: Option<PathBuf>,
     /// File with the manifest of the engine: a JSON object of field names and values.
     #[arg(long, value_name = "FILE")]
@@ -58,7 +63,7 @@ pub(super) fn run(args: &ExplainArgs, screen: &mut Screen) -> Result<i32, Failur
 
 fn keys_of(args: &ExplainArgs) -> Result<Vec<String>, Failure> {
     let keys: Vec<String> = match &args.request {
-        None => args.keys.clone(),
+        None => args.keys.iter().chain(&args.texts).cloned().collect(),
         Some(path) => {
             let text = if path.as_os_str() == "-" {
                 std::io::read_to_string(std::io::stdin())
@@ -78,7 +83,7 @@ fn keys_of(args: &ExplainArgs) -> Result<Vec<String>, Failure> {
     if keys.is_empty() {
         return Err(Failure::usage(
             "no key is given",
-            "give keys, or --request FILE with one key per line",
+            "give keys, --text TEXT, or --request FILE with one key per line",
         ));
     }
     Ok(keys)

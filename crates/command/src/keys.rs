@@ -1,4 +1,6 @@
-//! Keys of blocks on the command line: 64 hexadecimal digits, or at least the first 8.
+//! Keys of blocks on the command line: 64 hexadecimal digits, at least the first 8, or a text key.
+
+use clap::builder::{NonEmptyStringValueParser, TypedValueParser as _, ValueParser};
 
 use crate::Failure;
 
@@ -20,4 +22,10 @@ pub(super) fn check(keys: &[String]) -> Result<(), Failure> {
             "give the 64 hexadecimal digits of a block's key, or at least the first 8",
         )),
     }
+}
+
+/// The parser of a text key: the digits of its block key.
+pub(super) fn of_text() -> ValueParser {
+    let digits = |text: String| cascade_block::text_key(&text).to_string();
+    NonEmptyStringValueParser::new().map(digits).into()
 }

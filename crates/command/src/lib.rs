@@ -14,8 +14,10 @@ mod help;
 mod inspect;
 mod interrupt;
 mod key_flags;
+mod key_list;
 mod keys;
 mod maintenance;
+mod operator_files;
 mod ping;
 mod reference;
 mod replay;
@@ -120,6 +122,8 @@ enum Verb {
     Config(config::ConfigVerb),
     /// Explain which blocks of a chain hit, and why the next one misses.
     Explain(explain::ExplainArgs),
+    /// List the keys of the blocks of a running node.
+    Keys(key_list::KeysArgs),
     /// Show or give back the memory of a GPU that a node has taken.
     #[command(subcommand)]
     Hbm(hbm::HbmVerb),
@@ -128,6 +132,8 @@ enum Verb {
     Tenant(tenant::TenantVerb),
     /// Show what the directory of a file tier contains, and check it.
     Inspect(inspect::InspectArgs),
+    /// List or write the files for operators: systemd, configuration, Prometheus, Grafana.
+    Files(operator_files::FilesArgs),
     /// Print a completion script for a shell.
     #[command(after_help = "\
 Examples:
@@ -192,9 +198,11 @@ fn run(verb: Verb, screen: &mut Screen) -> Result<i32, Failure> {
         Verb::Reload(args) => maintenance::reload(&args, screen),
         Verb::Config(verb) => config::run(&verb, screen),
         Verb::Explain(args) => explain::run(&args, screen),
+        Verb::Keys(args) => key_list::run(&args, screen),
         Verb::Hbm(verb) => hbm::run(&verb, screen),
         Verb::Tenant(verb) => tenant::run(&verb, screen),
         Verb::Inspect(args) => inspect::run(&args, screen),
+        Verb::Files(args) => operator_files::run(&args, screen),
         Verb::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut definition(), "cascade", &mut script);

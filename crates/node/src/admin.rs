@@ -1,6 +1,7 @@
 //! The admin topics that clients send over the Unix socket; requests and responses are JSON.
 
 mod commands;
+mod listing;
 mod responses;
 
 use std::time::Duration;
@@ -16,13 +17,13 @@ use crate::tenants::{DEFAULT_TENANT, Leftover, Receipt, Tenant};
 
 pub(crate) use commands::reload;
 pub use responses::{
-    ClearResult, DeleteResult, DrainResult, FlushResult, FoundKeys, NodeIdentity, ReloadResult,
-    SettingChange,
+    ClearResult, DeleteResult, DrainResult, FlushResult, FoundKeys, KeyListing, KeyRow,
+    NodeIdentity, ReloadResult, SettingChange,
 };
 
 /// All topics, for the error message about an unknown one.
-const TOPICS: &str = "status, stats, explain, find, version, flush, delete, clear, forget, config, \
-                      config-set, reload, drain, hbm-start";
+const TOPICS: &str = "status, stats, explain, find, keys, version, flush, delete, clear, forget, \
+                      config, config-set, reload, drain, hbm-start";
 
 /// Executes an admin request. The default tenant may name every tenant; the others only themselves.
 pub(crate) fn answer(
@@ -43,6 +44,7 @@ pub(crate) fn answer(
             json(&ChainReport::query(tenant.store(), &request.question, options)?)
         }
         "find" => json(&commands::find(node, caller, &parse(topic, arguments)?, time)?),
+        "keys" => json(&listing::keys(node, caller, &parse(topic, arguments)?, time)?),
         "version" => json(&commands::version(node, caller)),
         "flush" => json(&commands::flush(node, caller, &parse(topic, arguments)?, time)?),
         "delete" => json(&commands::delete(node, caller, &parse(topic, arguments)?, time)?),

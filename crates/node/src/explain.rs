@@ -131,24 +131,29 @@ pub(crate) fn find_by_prefix(
     limit: usize,
     options: CallOptions,
 ) -> Result<Vec<BlockKey>, String> {
-    let digits = digits.to_ascii_lowercase();
-    let is_key = digits.bytes().all(|digit| digit.is_ascii_hexdigit());
-    if !is_key || !(DIGITS_MIN..=64).contains(&digits.len()) {
-        return Err(format!(
+    let is_match = key_prefix(digits).filter(|_| digits.len() >= DIGITS_MIN).ok_or_else(|| {
+        format!(
             "{:?} is not a key: use 64 hexadecimal digits, or the first {DIGITS_MIN} or more",
             digits.chars().take(80).collect::<String>()
-        ));
+        )
+    })?;
+    store.find_keys(is_match, limit, options).map_err(|error| with_causes(&error))
+}
+
+/// Whether a key begins with these hexadecimal digits. `None` if they begin no key.
+pub(crate) fn key_prefix(digits: &str) -> Option<impl Fn(&BlockKey) -> bool + use<>> {
+    if digits.len() > 64 || !digits.bytes().all(|digit| digit.is_ascii_hexdigit()) {
+        return None;
     }
     // Bytes, not text, because the store calls this for every key.
     let digit = |at: usize| u8::from_str_radix(&digits[at..=at], 16).expect("checked above");
     let whole: Vec<u8> =
         (0..digits.len() / 2).map(|at| digit(2 * at) << 4 | digit(2 * at + 1)).collect();
     let half = (digits.len() % 2 == 1).then(|| digit(digits.len() - 1));
-    let is_match = |key: &BlockKey| {
+    Some(move |key: &BlockKey| {
         let rest = key.as_bytes().strip_prefix(whole.as_slice());
         rest.is_some_and(|rest| half.is_none_or(|half| rest[0] >> 4 == half))
-    };
-    store.find_keys(is_match, limit, options).map_err(|error| with_causes(&error))
+    })
 }
 
 impl ChainReport {

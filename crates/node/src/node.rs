@@ -275,6 +275,11 @@ impl Node {
         &self.0.samples
     }
 
+    /// Differs from that of other runs of a node: its start on the system's clock, in nanoseconds.
+    pub(crate) fn run_id(&self) -> u64 {
+        u64::try_from(self.0.started.as_nanos()).unwrap_or(u64::MAX)
+    }
+
     pub(crate) fn sessions(&self) -> &ClientSessions {
         &self.0.sessions
     }

@@ -18,7 +18,7 @@ use pyo3::buffer::PyUntypedBuffer;
 use pyo3::exceptions::{PyBufferError, PyTypeError, PyValueError};
 use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::PyCapsule;
+use pyo3::types::{PyCapsule, PyString};
 
 use crate::arguments::type_error;
 use crate::errors::ConfigError;
@@ -147,6 +147,9 @@ impl Spans {
     fn new(object: &Bound<'_, PyAny>, count: usize, name: &str) -> PyResult<Self> {
         if let Ok(buffer) = PyUntypedBuffer::get(object) {
             return Self::split(buffer, count, name);
+        }
+        if object.is_instance_of::<PyString>() {
+            return Err(type_error(name, object, "bytes; encode text with its method .encode()"));
         }
         let what = "one buffer of all blocks, or an iterable with one for each key";
         let items = object.try_iter().map_err(|_| type_error(name, object, what))?;

@@ -10,6 +10,7 @@ import_exception!(cascadekv.errors, BusyError);
 import_exception!(cascadekv.errors, CascadeError);
 import_exception!(cascadekv.errors, ClosedError);
 import_exception!(cascadekv.errors, ConfigError);
+import_exception!(cascadekv.errors, ConflictError);
 import_exception!(cascadekv.errors, DeadlineError);
 import_exception!(cascadekv.errors, ForkError);
 import_exception!(cascadekv.errors, GpuError);

@@ -176,7 +176,8 @@ impl<'py> FromPyObject<'_, 'py> for Keys {
         }
         if object.is_instance_of::<PyString>() {
             return Err(PyTypeError::new_err(
-                "keys: text is not a key; make a key from text with Namespace.key_of_id",
+                "keys: text is not a key here; make one with cascadekv.keys.text_key or \
+                 Namespace.key_of_id",
             ));
         }
         if let Ok(buffer) = Sources::whole("keys", &object) {
@@ -202,7 +203,11 @@ pub(crate) fn key_of(name: impl Display, object: &Bound<'_, PyAny>) -> PyResult<
         return Ok(key.get().0);
     }
     let Ok(bytes) = object.cast::<PyBytes>() else {
-        return Err(type_error(name, object, "a key: a BlockKey or 32 bytes"));
+        let mut what = "a key: a BlockKey or 32 bytes".to_owned();
+        if object.is_instance_of::<PyString>() {
+            what.push_str("; make one from text with cascadekv.keys.text_key");
+        }
+        return Err(type_error(name, object, what));
     };
     let bytes = bytes.as_bytes();
     let key = bytes.try_into().map_err(|_| {

@@ -22,6 +22,7 @@ mod results;
 mod stages;
 mod stats;
 mod store;
+mod text_keys;
 mod transport;
 mod view;
 mod waits;
@@ -36,6 +37,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     // Benchmarks report nothing then.
     module.add("has_debug_assertions", cfg!(debug_assertions))?;
     keys::register(module)?;
+    text_keys::register(module)?;
     chain_keys::register(module)?;
     namespace::register(module)?;
     results::register(module)?;

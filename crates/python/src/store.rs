@@ -1,6 +1,7 @@
 //! The store in Python: calls with batches, a result for each block, detached while they wait.
 
 mod prepared;
+mod put_keywords;
 
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -11,10 +12,11 @@ use cascade_runtime::SystemClock;
 use cascade_store::{
     BlockStore, CallOptions, Put, PutSlab, Request, Store, StoreConfig, StoreError, StoreStats,
 };
+use pyo3::IntoPyObjectExt;
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyDict, PyString, PyType};
+use pyo3::types::{PyDict, PyType};
 
 use crate::arguments::{self, of, type_error};
 use crate::buffers::{PyReservation, Sources, Targets};
@@ -22,23 +24,22 @@ use crate::changes::{PyChanges, cursor};
 use crate::config::store_config;
 use crate::errors::{ConfigError, to_python};
 use crate::hints::hints;
-use crate::keys::{Keys, key_of};
+use crate::keys::Keys;
 use crate::namespace::{PyNamespace, namespace_id};
 use crate::process_bound::ProcessBound;
 use crate::results::{PyGetResult, PyPrefixMatch, PyPutResult, tier_name};
 use crate::stages::Stages;
 use crate::stats;
+use crate::text_keys::CallKeys;
 use crate::view::PyViews;
 
 pub(crate) use prepared::{PyPreparedPut, start_gather};
+use put_keywords::{PutKeywords, parents, reserved};
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyStore>()?;
     prepared::register(module)
 }
-
-/// Limit of the reservations that a call reads from an iterable, which may be infinite.
-const RESERVATIONS_MAX: usize = 1 << 20;
 
 static STORE_CONFIG: PyOnceLock<Py<PyType>> = PyOnceLock::new();
 
@@ -62,15 +63,6 @@ pub(crate) struct PyStore {
 enum StoreState {
     Open(Arc<dyn BlockStore>),
     Closed(Box<StoreStats>),
-}
-
-/// The keywords that the put methods share.
-struct PutKeywords {
-    parents: Vec<Option<BlockKey>>,
-    namespace: NamespaceId,
-    is_prefix: bool,
-    last_is_partial: bool,
-    ttl_ms: Option<u64>,
 }
 
 #[pymethods]
@@ -125,21 +117,22 @@ impl PyStore {
         self.config.as_ref().map(|config| config.clone_ref(py))
     }
 
-    /// Stores blocks. Returns a `PutResult` for each.
+    /// Stores blocks. Returns a `PutResult` for each, or the one of a text key.
     ///
     /// `blocks` is a buffer for each key, or one buffer with all blocks in equal pieces. Do not
     /// change them until the call returns. The keys of a call are consecutive blocks of one chain
     /// after the block `parent`, unless `chain` is false. `ttl` and `timeout` are durations:
-    /// seconds, text such as `"5s"`, or a `timedelta`.
+    /// seconds, text such as `"5s"`, or a `timedelta`. A text key raises the error of a put that
+    /// failed, and `ConflictError` if it is stored with other bytes.
     #[pyo3(signature = (
         keys, blocks, *, parent = None, chain = true, is_prefix = false, last_is_partial = false,
         ttl = None, namespace = None, timeout = None
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords of a Python call")]
-    fn put(
+    fn put<'py>(
         &self,
-        py: Python<'_>,
-        keys: Keys,
+        py: Python<'py>,
+        keys: CallKeys,
         blocks: &Bound<'_, PyAny>,
         parent: Option<&Bound<'_, PyAny>>,
         #[pyo3(from_py_with = of::chain)] chain: bool,
@@ -148,9 +141,9 @@ impl PyStore {
         #[pyo3(from_py_with = of::ttl)] ttl: Option<u64>,
         #[pyo3(from_py_with = namespace_id)] namespace: Option<NamespaceId>,
         #[pyo3(from_py_with = of::timeout)] timeout: Option<Duration>,
-    ) -> PyResult<Vec<Py<PyPutResult>>> {
+    ) -> PyResult<Bound<'py, PyAny>> {
         let parents = parents(&keys, parent, chain)?;
-        let namespace = namespace.unwrap_or_default();
+        let namespace = keys.namespace(namespace, parent.is_some() || last_is_partial)?;
         let keywords = PutKeywords { parents, namespace, is_prefix, last_is_partial, ttl_ms: ttl };
         let options = options(timeout);
         let sources = Sources::new(blocks, keys.len())?;
@@ -164,7 +157,8 @@ impl PyStore {
                 .collect();
             store.put(&puts, options)
         });
-        PyPutResult::all(py, outcomes)
+        keys.check_put(&outcomes)?;
+        keys.results(py, PyPutResult::all(py, outcomes)?)
     }
 
     /// Reserves memory of the pool for a block of `size` bytes, to write it in place and then put
@@ -272,23 +266,28 @@ impl PyStore {
         Ok(PyPreparedPut::new(slf.unbind(), &puts, size, prepared))
     }
 
-    /// Copies blocks into buffers. Returns a `GetResult` for each.
+    /// Copies blocks into buffers. Returns a `GetResult` for each. For a text key, returns bytes,
+    /// or `None` for a miss.
     ///
     /// `buffers` is a writable buffer for each key, or one buffer for all blocks in equal pieces. A
     /// block that does not fit is not copied; its result has the size that it needs.
-    #[pyo3(signature = (keys, buffers, *, timeout = None))]
-    fn get(
+    #[pyo3(signature = (keys, buffers = None, *, timeout = None))]
+    fn get<'py>(
         &self,
-        py: Python<'_>,
-        keys: Keys,
-        buffers: &Bound<'_, PyAny>,
+        py: Python<'py>,
+        keys: CallKeys,
+        buffers: Option<&Bound<'py, PyAny>>,
         #[pyo3(from_py_with = of::timeout)] timeout: Option<Duration>,
-    ) -> PyResult<Vec<PyGetResult>> {
+    ) -> PyResult<Bound<'py, PyAny>> {
         let options = options(timeout);
+        let Some(buffers) = keys.buffers(buffers)? else {
+            let store = self.store()?;
+            return keys.get_text(py, &*store, options)?.into_bound_py_any(py);
+        };
         let mut targets = Targets::new(buffers, keys.len())?;
         let store = self.store()?;
         let outcomes = py.detach(|| store.get(&keys, &mut targets.slices(), options));
-        Ok(outcomes.into_iter().map(PyGetResult::from).collect())
+        keys.results(py, outcomes.into_iter().map(PyGetResult::from).collect())
     }
 
     /// Returns views of blocks in the pool, without a copy: a sequence of `View`, or `None` for a
@@ -360,17 +359,17 @@ impl PyStore {
     }
 
     /// Returns whether each block is in any tier. Does not count as a use.
-    fn contains(&self, py: Python<'_>, keys: Keys) -> PyResult<Vec<bool>> {
+    fn contains<'py>(&self, py: Python<'py>, keys: CallKeys) -> PyResult<Bound<'py, PyAny>> {
         let store = self.store()?;
-        Ok(py.detach(|| store.contains(&keys)))
+        keys.results(py, py.detach(|| store.contains(&keys)))
     }
 
     /// Returns the tiers that have each block, from fast to slow.
-    fn locate<'py>(&self, py: Python<'py>, keys: Keys) -> PyResult<Vec<Vec<Bound<'py, PyString>>>> {
+    fn locate<'py>(&self, py: Python<'py>, keys: CallKeys) -> PyResult<Bound<'py, PyAny>> {
         let store = self.store()?;
         let tiers = py.detach(|| store.locate(&keys));
         let names = |tiers: Vec<_>| tiers.iter().map(|tier| tier_name(py, tier)).collect();
-        Ok(tiers.into_iter().map(names).collect())
+        keys.results(py, tiers.into_iter().map(names).collect::<Vec<Vec<_>>>())
     }
 
     /// Keeps blocks in memory until as many calls of `unpin`. Returns whether each is pinned.
@@ -386,9 +385,9 @@ impl PyStore {
     }
 
     /// Deletes blocks from all tiers. Returns whether each was stored. Views of them stay valid.
-    fn delete(&self, py: Python<'_>, keys: Keys) -> PyResult<Vec<bool>> {
+    fn delete<'py>(&self, py: Python<'py>, keys: CallKeys) -> PyResult<Bound<'py, PyAny>> {
         let store = self.store()?;
-        Ok(py.detach(|| store.delete(&keys)))
+        keys.results(py, py.detach(|| store.delete(&keys)))
     }
 
     /// Loads blocks into memory in the background. Returns the number of accepted blocks.
@@ -535,32 +534,6 @@ impl PyStore {
     }
 }
 
-impl PutKeywords {
-    fn put<'a>(&self, at: usize, key: BlockKey, bytes: &'a [u8], count: usize) -> Put<'a> {
-        Put {
-            key,
-            bytes,
-            parent: self.parents[at],
-            namespace: self.namespace,
-            is_prefix: self.is_prefix,
-            is_partial: self.last_is_partial && at + 1 == count,
-            ttl_ms: self.ttl_ms,
-        }
-    }
-}
-
-/// The reservations of a call.
-fn reserved<'py>(given: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, PyReservation>>> {
-    let what = "a list of reservations, one for each key";
-    let items = given.try_iter().map_err(|_| type_error("reservations", given, what))?;
-    let one = |(at, item): (usize, PyResult<Bound<'py, PyAny>>)| {
-        let item = item?;
-        let reservation = item.cast::<PyReservation>().cloned();
-        reservation.map_err(|_| type_error(format!("reservations[{at}]"), &item, "a Reservation"))
-    };
-    items.take(RESERVATIONS_MAX).enumerate().map(one).collect()
-}
-
 /// Refuses a file as the directory of the file tier, before anything is opened.
 fn refuse_file_as_directory(config: &StoreConfig) -> PyResult<()> {
     let directory = config.files.as_ref().map(|files| files.directory.as_path());
@@ -571,25 +544,6 @@ fn refuse_file_as_directory(config: &StoreConfig) -> PyResult<()> {
         ))),
         None => Ok(()),
     }
-}
-
-/// The parent of each key of a call.
-fn parents(
-    keys: &[BlockKey],
-    parent: Option<&Bound<'_, PyAny>>,
-    chain: bool,
-) -> PyResult<Vec<Option<BlockKey>>> {
-    let first = parent.map(|parent| key_of("parent", parent)).transpose()?;
-    if chain {
-        let before = keys.iter().map(|key| Some(*key));
-        return Ok([first].into_iter().chain(before).take(keys.len()).collect());
-    }
-    if first.is_some() {
-        return Err(PyValueError::new_err(
-            "parent: it requires a chain; pass chain=True, or leave parent out",
-        ));
-    }
-    Ok(vec![None; keys.len()])
 }
 
 pub(crate) fn options(timeout: Option<Duration>) -> CallOptions {

@@ -9,6 +9,7 @@ mod fetch_source;
 pub(crate) mod find;
 pub(crate) mod flush;
 pub mod holds;
+pub(crate) mod list;
 pub(crate) mod lookup;
 pub(crate) mod prefetch;
 pub(crate) mod prepare;

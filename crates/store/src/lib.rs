@@ -20,6 +20,7 @@ pub use crate::core::flush_mark::FlushMark;
 pub use crate::core::history::Loss;
 pub use calls::erase::{EraseReport, TierEraseReport};
 pub use calls::holds;
+pub use calls::list::{KeyPage, ListRequest, ListedKey};
 pub use cascade_disk::{FilesConfig, IoEngine};
 pub use cascade_tier::tier::NotErased;
 pub use cascade_tier::{

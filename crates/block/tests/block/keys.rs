@@ -7,7 +7,7 @@ use std::path::Path;
 
 use cascade_block::{
     BlockKey, ChainTail, Digest, DigestAlgorithm, Manifest, Namespace, TenantSecret, chain_keys,
-    checksum,
+    checksum, text_key,
 };
 use proptest::prelude::*;
 use serde_json::Value;
@@ -54,6 +54,36 @@ fn keys_of_ids_match_the_vectors() {
     for vector in vectors("ids") {
         let found = cascade_block::key_of_id(key(&vector, "root"), &bytes(&vector, "id_hex"));
         assert_eq!(found, key(&vector, "key"));
+    }
+}
+
+#[test]
+fn text_keys_match_the_vectors() {
+    for vector in vectors("texts") {
+        assert_eq!(text_key(text(&vector, "text")), key(&vector, "key"));
+    }
+}
+
+/// A text key must not be that of a block of KV, however the tokens or the id are chosen.
+#[test]
+fn no_chain_and_no_other_id_has_a_text_key() {
+    let space = Namespace::of_text();
+    let texts = ["a", "aaaa", "greeting"];
+    for text in texts {
+        let tokens: Vec<u32> = text.bytes().map(u32::from).collect();
+        let packed: Vec<u32> = text
+            .as_bytes()
+            .chunks(4)
+            .map(|four| four.iter().rev().fold(0, |all, byte| all << 8 | u32::from(*byte)))
+            .collect();
+        for tokens in [tokens, packed] {
+            let chain = chain_keys(space.root(), &tokens, tokens.len(), ChainTail::Keep);
+            assert_ne!(chain, [text_key(text)]);
+        }
+        let untyped = Namespace::new(Manifest::new(), &TenantSecret::new(""));
+        assert_ne!(untyped.key_of_id(text.as_bytes()), text_key(text));
+        let digest = Digest::of(DigestAlgorithm::Sha256, text.as_bytes());
+        assert_ne!(digest.as_bytes(), text_key(text).as_bytes());
     }
 }
 

@@ -411,6 +411,7 @@ const NODE_COMMANDS: &[&[&str]] = &[
     &["status"],
     &["top", "--once"],
     &["explain", KEY],
+    &["keys"],
     &["get", KEY],
     &["put", KEY, "/etc/hostname"],
     &["delete", KEY],

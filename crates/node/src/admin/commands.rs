@@ -89,7 +89,7 @@ pub(super) fn version(node: &Node, caller: &Tenant) -> NodeIdentity {
     }
 }
 
-fn named_or_own<'a>(
+pub(super) fn named_or_own<'a>(
     node: &'a Node,
     caller: &'a Tenant,
     name: Option<&str>,

@@ -30,6 +30,34 @@ pub struct FoundKeys {
     pub keys: Vec<String>,
 }
 
+/// Response to `keys`: a page of the keys of a tenant.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KeyListing {
+    /// The tenant.
+    pub tenant: String,
+    /// The keys. There may be none although pages follow.
+    pub keys: Vec<KeyRow>,
+    /// The cursor of the next page; none on the last one.
+    pub next: Option<String>,
+}
+
+/// A key, and its block.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KeyRow {
+    /// The key, 64 hexadecimal digits.
+    pub key: String,
+    /// Length.
+    pub bytes: u32,
+    /// The tiers that have it, fast to slow. None if only tiers with an open circuit have it.
+    pub tiers: Vec<String>,
+    /// Seconds since it was put. `None` for a block from before the last start.
+    pub age_s: Option<u64>,
+    /// Seconds since it was last read.
+    pub idle_s: Option<u64>,
+    /// Number of reads.
+    pub uses: u16,
+}
+
 /// The result of flushing one tenant.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FlushResult {

@@ -7,8 +7,8 @@
 use std::time::Duration;
 
 use cascade_store::{
-    CallOptions, Change, DeclineReason, FilesConfig, GetOutcome, HoldRecorder, Loss, Put,
-    PutOutcome, Request, Store, StoreConfig, ViewOutcome,
+    CallOptions, Change, DeclineReason, FilesConfig, GetOutcome, HoldRecorder, ListRequest, Loss,
+    Put, PutOutcome, Request, Store, StoreConfig, ViewOutcome,
 };
 
 use crate::blocks::{bytes_of, check, dram, keys, put};
@@ -80,6 +80,10 @@ fn each_call_over_many_keys_ends_its_holds() {
     check_holds(&holds, MANY);
     assert_eq!(store.find_keys(|_| true, 5000, CallOptions::default()).unwrap().len(), many.len());
     check_holds(&holds, MANY);
+    let request = ListRequest { most: usize::MAX, ..ListRequest::default() };
+    let page = store.list_keys(&request, |_| true, CallOptions::default()).unwrap();
+    assert_eq!((page.keys.len(), page.next), (many.len(), None));
+    check_holds(&holds, 2 * MANY);
     let changes = store.changes(None, usize::MAX).unwrap();
     assert!(changes.is_current && changes.changes.len() == many.len());
     check_holds(&holds, MANY);

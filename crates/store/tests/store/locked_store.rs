@@ -10,8 +10,8 @@ use cascade_block::BlockKey;
 use cascade_runtime::{Clock, LeafMutex, SystemClock};
 use cascade_store::stages::StageRegistry;
 use cascade_store::{
-    CallOptions, GetOutcome, PrepareOutcome, Put, PutOutcome, PutSlab, Request, Store, StoreConfig,
-    StoreError, ViewOutcome,
+    CallOptions, GetOutcome, ListRequest, PrepareOutcome, Put, PutOutcome, PutSlab, Request, Store,
+    StoreConfig, StoreError, ViewOutcome,
 };
 
 use crate::blocks::{self, bytes_of, dram, keys};
@@ -89,6 +89,8 @@ fn call_all(store: &Store, slabs: Vec<PutSlab>) {
     assert!(is_late(&store.flush(options).unwrap_err()));
     assert!(is_late(&store.erase(options).unwrap_err()));
     assert!(is_late(&store.find_keys(|_| true, 10, options).unwrap_err()));
+    let request = ListRequest { most: 10, ..ListRequest::default() };
+    assert!(is_late(&store.list_keys(&request, |_| true, options).unwrap_err()));
     assert!(is_late(&store.explain(&many, None, options).unwrap_err()));
 
     // With the timeout of the store.

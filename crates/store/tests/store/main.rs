@@ -23,6 +23,7 @@ mod hit_rate;
 mod kill;
 mod late_clock;
 mod ledger_versions;
+mod listing;
 mod lock_holds;
 mod locked_store;
 mod lower_stage;
