@@ -535,6 +535,11 @@ def test_published_weights_identify_the_kv(attach, node, tmp_path, monkeypatch):
         (place / "model.safetensors").write_bytes(weights)
         options = published(model_path=str(place))
         monkeypatch.setattr("cascadekv.connectors.sglang_identity._published", lambda: options)
+        # The files are younger than this process.
+        monkeypatch.setattr(
+            "cascadekv.connectors.sglang_weights.changed_since_start", lambda _: None
+        )
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         pool = mha("page_first")
         backend = attach(pool, at(node))
         found = backend.batch_exists(names)

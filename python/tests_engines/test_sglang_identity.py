@@ -1,15 +1,18 @@
 """Everything that changes SGLang's KV changes its keys, and nothing else does."""
 
 import json
+import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import small_llama
 import torch
 from cascadekv import Namespace
-from cascadekv.connectors import sglang_identity
+from cascadekv.connectors import sglang_identity, sglang_weights
 from cascadekv.connectors.host_pages import HostPages
 from cascadekv.connectors.sglang_effects import SGLANG_OPTIONS
+from cascadekv.connectors.weight_digests import WeightDigests
 from cascadekv.connectors.weights import SAMPLE_BYTES, SAMPLES, fingerprint_of_model
 
 pools = pytest.importorskip("sglang_pools", reason="SGLang is not installed")
@@ -110,10 +113,18 @@ def test_shares_of_heads_have_the_manifests_of_their_ranks():
     assert shares(0, 1, 4) == four
 
 
-def facts_of(monkeypatch, **changes):
+def facts_of(monkeypatch, changed=None, at_once_bytes=1 << 20, **changes):
     options = published(**changes)
     monkeypatch.setattr(sglang_identity, "_published", lambda: options)
-    return sglang_identity.engine_facts("m")
+    # The tests write the files, so that they are younger than this process.
+    monkeypatch.setattr(sglang_weights, "changed_since_start", lambda _: changed)
+    # Nothing is remembered.
+    digests = WeightDigests(Path(os.devnull), at_once_bytes=at_once_bytes)
+    weights = sglang_weights.RankWeights(digests)
+    try:
+        return sglang_identity.engine_facts("m", weights)
+    finally:
+        weights.close()
 
 
 def test_the_engines_options_change_the_facts(monkeypatch, tmp_path):
@@ -183,6 +194,50 @@ def test_environment_variables_change_the_facts(monkeypatch):
     assert facts_of(monkeypatch) == plain
     monkeypatch.setenv("SGLANG_INT4_WEIGHT", "1")
     assert facts_of(monkeypatch) != plain
+
+
+def test_every_byte_of_the_weights_counts(monkeypatch, tmp_path):
+    """Regression: 64 places of each file were read, and an edit of others was not seen."""
+    file = tmp_path / "model.safetensors"
+    weights = bytearray(4 * SAMPLES * SAMPLE_BYTES)
+
+    def name():
+        file.write_bytes(weights)
+        return facts_of(monkeypatch, at_once_bytes=1 << 30, model_path=str(tmp_path))["weights"]
+
+    seen = set()
+    for at in (None, SAMPLE_BYTES + 1, 2 * SAMPLE_BYTES + 5, len(weights) // 2 + SAMPLE_BYTES + 3):
+        if at is not None:
+            weights[at] = 1
+        seen.add(name())
+    assert len(seen) == 4
+
+
+@pytest.mark.parametrize(
+    ("condition", "reason"),
+    [
+        ({"changed": "it was changed"}, "may have read other files than are there: it was changed"),
+        ({"at_once_bytes": 10}, "computed in the background, for the next start"),
+    ],
+)
+def test_weights_that_are_not_certain_are_those_of_one_engine(
+    monkeypatch, tmp_path, caplog, condition, reason
+):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"w" * 1000)
+
+    def name():
+        return facts_of(monkeypatch, **condition, model_path=str(tmp_path))["weights"]
+
+    ours = name()
+    assert reason in caplog.text
+    assert name() == ours, "all ranks of the engine"
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert name() != ours, "another engine"
+    monkeypatch.undo()
+    file.write_bytes(b"v" * 1000)
+    assert name() != ours, "other files"
+    assert facts_of(monkeypatch, model_path=str(tmp_path))["weights"].startswith("parts-sha256:")
 
 
 def test_adapters_are_identified_by_content(monkeypatch, tmp_path):

@@ -18,6 +18,8 @@ from cascadekv.connectors.failures import FailureLog
 from cascadekv.connectors.host_pages import HostPages, HostPoolError
 from cascadekv.connectors.settings import StoreLink, read_settings
 from cascadekv.connectors.sglang_identity import engine_facts, manifests_of_pool
+from cascadekv.connectors.sglang_weights import RankWeights
+from cascadekv.connectors.weight_digests import WeightDigests, digests_place
 from cascadekv.connectors.windows import complete_windows
 from cascadekv.errors import CascadeError, ConfigError
 from cascadekv.results import GetStatus, PutStatus
@@ -102,7 +104,8 @@ class CascadeHiCacheStorage(HiCacheStorage):
         self._check_ranks(embedded=address.node is None)
         _check_page_hashes()
         self._moves_in_place = bool(options.get("interface_v1", 0))
-        self._facts = engine_facts(storage_config.model_name)
+        self._weights = RankWeights(WeightDigests(digests_place(options)))
+        self._facts = engine_facts(storage_config.model_name, self._weights)
         self._pools: dict[str, _KeyedPool] = {}
         # A logical main pool has no memory of its own; its pages are in the additional pools.
         self._has_logical_anchor = False
@@ -296,6 +299,7 @@ class CascadeHiCacheStorage(HiCacheStorage):
 
     def close(self) -> None:
         """Close the store; later calls are misses. Blocks in a node or in files are kept."""
+        self._weights.close()
         try:
             self._link.close()
         except CascadeError as error:

@@ -15,7 +15,7 @@ from cascadekv.connectors.canonical import canonical_text
 from cascadekv.connectors.effects import ABSENT, Numerics, Setting, counted
 from cascadekv.connectors.model_files import is_for_media, model_files_digest
 from cascadekv.connectors.sglang_effects import SGLANG_ENVIRONMENT, SGLANG_OPTIONS
-from cascadekv.connectors.weights import fingerprint_of_model
+from cascadekv.connectors.sglang_weights import RankWeights
 from cascadekv.errors import ConfigError
 
 __all__ = ["engine_facts", "manifests_of_pool"]
@@ -30,7 +30,7 @@ _SHARDED_POOLS = ("mamba",)
 """Pools that are sharded by rank even if the main KV is replicated."""
 
 
-def engine_facts(model_name: str | None) -> dict[str, str]:
+def engine_facts(model_name: str | None, weights: RankWeights) -> dict[str, str]:
     """Return the weights and options of the running engine that determine its KV.
 
     If the engine's configuration is not published in this process, the served model name identifies
@@ -52,10 +52,10 @@ def engine_facts(model_name: str | None) -> dict[str, str]:
             model_name,
         )
         return {**facts, "weights": f"named:{model_name}"}
-    return facts | _option_facts(published)
+    return facts | _option_facts(published, weights)
 
 
-def _option_facts(options: Options) -> dict[str, str]:
+def _option_facts(options: Options, weights: RankWeights) -> dict[str, str]:
     """Return the facts that the running engine's options say about its KV."""
 
     def value(path: str, name: str) -> Any:
@@ -69,7 +69,7 @@ def _option_facts(options: Options) -> dict[str, str]:
         is_batch_invariant=bool(value("exec.deterministic", "enable_deterministic_inference")),
     )
     facts = {
-        "weights": _weights(model_path, revision),
+        "weights": _weights(weights, model_path, revision),
         "dtype": str(value("model", "dtype")),
         "numerics": _numerics(numerics),
         "model_files": _files(model_path, revision, runs_code=value("model", "trust_remote_code")),
@@ -90,10 +90,10 @@ def _option_facts(options: Options) -> dict[str, str]:
         draft_revision = value("spec", "speculative_draft_model_revision")
         runs_code = value("model", "trust_remote_code")
         files = _files(draft, draft_revision, runs_code=runs_code)
-        facts["draft_weights"] = f"{_weights(draft, draft_revision)} {files}"
+        facts["draft_weights"] = f"{_weights(weights, draft, draft_revision)} {files}"
     # SGLang identifies adapters by name and path; their content may change.
     adapters = {
-        str(adapter.lora_name): _weights(adapter.lora_path, None)
+        str(adapter.lora_name): _weights(weights, adapter.lora_path, None)
         for adapter in value("lora", "lora_paths") or ()
     }
     if adapters:
@@ -245,13 +245,11 @@ def _directory(path: str, revision: str | None) -> Path | None:
         return None
 
 
-def _weights(path: str, revision: str | None) -> str:
+def _weights(weights: RankWeights, path: str, revision: str | None) -> str:
     """Identify weights by content if they are on disk here, else by path and revision."""
-    fingerprint = fingerprint_of_model(path)
-    if fingerprint is None and (directory := _directory(path, revision)) is not None:
-        fingerprint = fingerprint_of_model(directory)
-    if fingerprint is not None:
-        return fingerprint
+    for place in (Path(path), _directory(path, revision)):
+        if place is not None and place.exists() and (name := weights.name(place)) is not None:
+            return name
     logger.warning(
         "Cascade: the weights of %s are not on this machine's disk and are identified by path and "
         "revision; clear the storage if they change under the same name",
