@@ -165,6 +165,18 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Node]]:
         yield start
 
 
+@pytest.fixture
+def serve_alice(serve: Callable[..., Node], tmp_path: Path) -> tuple[Node, str]:
+    """Start a node with a tenant `alice`; return it and the tenant's token."""
+    token = "0123456789abcdef-alice"  # noqa: S105 # of one test alone
+    secret = tmp_path / "alice.token"
+    secret.write_text(token + "\n")
+    secret.chmod(0o600)
+    config = tmp_path / "cascade.toml"
+    config.write_text(f'[[tenant]]\nname = "alice"\ntoken_file = "{secret}"\ndram = "8MiB"\n')
+    return serve("--config", str(config), "--dram", "8MiB"), token
+
+
 @pytest.fixture(scope="session")
 def shared_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     """Run one node for all tests that do not need their own."""

@@ -164,14 +164,8 @@ def test_a_read_only_client_cannot_write(filled):
         assert reader.contains(keys[100:]) == [False]
 
 
-def test_a_token_authenticates_a_tenant(serve, tmp_path):
-    token = "0123456789abcdef-alice"  # noqa: S105 # of this test alone
-    secret = tmp_path / "alice.token"
-    secret.write_text(token + "\n")
-    secret.chmod(0o600)
-    config = tmp_path / "cascade.toml"
-    config.write_text(f'[[tenant]]\nname = "alice"\ntoken_file = "{secret}"\ndram = "8MiB"\n')
-    node = serve("--config", str(config), "--dram", "8MiB")
+def test_a_token_authenticates_a_tenant(serve_alice):
+    node, token = serve_alice
     keys = _keys(range(1))
     with (
         cascadekv.connect(node.socket, token=token) as alice,

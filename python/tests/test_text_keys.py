@@ -123,14 +123,8 @@ def test_the_error_of_a_put_that_failed_is_raised(serve):
         store.put("greeting", b"Hello")
 
 
-def test_tenants_do_not_share_text_keys(serve, tmp_path):
-    token = "0123456789abcdef-alice"  # noqa: S105 # of this test alone
-    secret = tmp_path / "alice.token"
-    secret.write_text(token + "\n")
-    secret.chmod(0o600)
-    config = tmp_path / "cascade.toml"
-    config.write_text(f'[[tenant]]\nname = "alice"\ntoken_file = "{secret}"\ndram = "8MiB"\n')
-    node = serve("--config", str(config), "--dram", "8MiB")
+def test_tenants_do_not_share_text_keys(serve_alice):
+    node, token = serve_alice
     with (
         cascadekv.connect(node.socket) as own,
         cascadekv.connect(node.socket, token=token) as alice,

@@ -157,7 +157,7 @@ def test_a_decode_that_is_aborted_while_it_waits(start):
     target.abort(name)
     finish(target)
     step_until(source, lambda: next(iter(waiting(source).values())).is_stopped)
-    # What comes now finds nobody, and its pages come back at once.
+    # The decode engine does not wait any more: the prefill engine frees the pages at once.
     source.add(asked, new=1, hints=to_prefill)
     finish(source, target)
     assert transfers(source).pushes == (0, 0)

@@ -143,7 +143,7 @@ mod tests {
                 "anon 5\ninactive_file 536870912\nactive_file 536870912\n",
             ),
         ];
-        // The slice may have 6 GiB. It has 3 GiB, of which 1 GiB are pages of files.
+        // The slice may use 6 GiB. It uses 3 GiB; 1 GiB of these are pages of files.
         assert_eq!(available(&files), Some(4 * GIB));
         let high = ("/cg/system.slice/cascade.service/memory.high", "3221225472\n");
         assert_eq!(available(&[&files[..], &[high]].concat()), Some(2 * GIB));

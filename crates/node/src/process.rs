@@ -120,7 +120,7 @@ pub fn run(
 }
 
 /// Opens the stores by `open`, in a thread of its own, and logs how far it is. Returns false if the
-/// process is told to stop before that has ended. The thread then ends with the process.
+/// process is told to stop meanwhile: the thread ends with the process then.
 fn open_stores(
     runtime: &tokio::runtime::Runtime,
     signals: &mut ProcessSignals,

@@ -8,7 +8,7 @@ use crate::admin::ServedNode;
 
 const TOKEN: &str = "0123456789abcdef-alice";
 
-/// Distinct keys, of which the first digit counts up.
+/// A key that begins with this hexadecimal digit.
 fn key(n: usize) -> String {
     format!("{n:x}bf5122f344554c53bde2ebb8cd2b7e3d1600ad631c385a5d7cce23c7785459a")
 }

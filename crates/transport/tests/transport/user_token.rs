@@ -139,7 +139,7 @@ fn a_process_between_two_of_a_user_is_refused() {
     assert!(error.contains("the token is wrong"), "{error}");
 }
 
-/// The length that a stranger names is not allocated, whatever the kind of its message.
+/// A stranger's message costs no memory of the length in its header, whatever its kind.
 #[test]
 fn a_stranger_sends_only_a_short_hello() {
     let directory = tempfile::tempdir().unwrap();
