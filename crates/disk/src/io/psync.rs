@@ -155,8 +155,8 @@ impl Completions {
         self.is_added.notify_one();
     }
 
-    /// Closes the list. Adds to `stuck` those of the `started` transfers, each with the file that it
-    /// syncs, that have not completed.
+    /// Closes the list. Adds to `stuck` those of the `started` transfers that have not completed.
+    /// Each comes with the file that it syncs.
     fn close<'a>(&self, started: impl Iterator<Item = Option<&'a FileHandle>>, stuck: &AtomicU64) {
         let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
         list.is_closed = true;

@@ -94,8 +94,8 @@ impl TransferQueue for LoggingQueue<'_> {
             let mut files = self.engine.files.lock().unwrap();
             let log = files.entry(file).or_default();
             if let Some(begun) = self.begun.get(&number) {
-                // Rarely enough that, beside a load, a sync of the many segments of earlier failures
-                // still succeeds.
+                // Rarely enough that a sync of the many segments of earlier failures still
+                // succeeds on a slow disk.
                 match self.engine.syncs.fetch_add(1, Ordering::SeqCst) % 11 {
                     1 => outcome.result = Err(ErrorKind::TimedOut.into()),
                     6 => outcome.result = Err(ErrorKind::Other.into()),
