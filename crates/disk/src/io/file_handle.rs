@@ -2,6 +2,9 @@
 
 use std::fs::File;
 use std::io;
+use std::sync::PoisonError;
+
+use cascade_runtime::{Mutex, MutexGuard};
 
 /// An open file of an implementation of [`super::FileOperations`].
 ///
@@ -9,7 +12,20 @@ use std::io;
 /// [`Self::system`], another one [`Self::number`]. Dropping the handle closes a system file. An
 /// implementation of another kind is not told about it.
 #[derive(Debug)]
-pub struct FileHandle(Kind);
+pub struct FileHandle {
+    kind: Kind,
+    late_syncs: Mutex<LateSyncs>,
+}
+
+/// Syncs whose caller has gone at its deadline. The kernel reports what it has lost to one sync of
+/// an open file only: without this, a late sync would take the error with it, and the next one
+/// would succeed.
+#[derive(Debug, Default)]
+struct LateSyncs {
+    running: u64,
+    /// One has failed, and no caller knows.
+    has_failed: bool,
+}
 
 #[derive(Debug)]
 enum Kind {
@@ -21,7 +37,7 @@ impl FileHandle {
     /// A file that is not the system's. The number means something to the implementation that gave
     /// it, and to nothing else.
     pub fn other(number: u64) -> Self {
-        Self(Kind::Other(number))
+        Self { kind: Kind::Other(number), late_syncs: Mutex::default() }
     }
 
     /// The file of the system.
@@ -29,7 +45,7 @@ impl FileHandle {
     /// # Errors
     /// `Unsupported` if another implementation opened the file.
     pub fn system(&self) -> io::Result<&File> {
-        match &self.0 {
+        match &self.kind {
             Kind::System(file) => Ok(file),
             Kind::Other(_) => Err(io::ErrorKind::Unsupported.into()),
         }
@@ -37,16 +53,42 @@ impl FileHandle {
 
     /// The number given to [`Self::other`], or `None` for a system file.
     pub fn number(&self) -> Option<u64> {
-        match &self.0 {
+        match &self.kind {
             Kind::System(_) => None,
             Kind::Other(number) => Some(*number),
         }
+    }
+
+    fn late_syncs(&self) -> MutexGuard<'_, LateSyncs> {
+        self.late_syncs.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The caller of a sync in flight goes: [`Self::end_late_sync`] follows.
+    pub(super) fn leave_sync(&self) {
+        self.late_syncs().running += 1;
+    }
+
+    /// A sync that its caller has left has ended.
+    pub(super) fn end_late_sync(&self, has_failed: bool) {
+        let mut late = self.late_syncs();
+        late.running -= 1;
+        late.has_failed |= has_failed;
+    }
+
+    /// The result of a sync that succeeded in time: an error if a late one has failed before, which
+    /// is then reported, or is still running.
+    pub(super) fn sync_result(&self) -> io::Result<()> {
+        let mut late = self.late_syncs();
+        if std::mem::take(&mut late.has_failed) {
+            return Err(io::Error::other("an earlier sync has failed after its deadline"));
+        }
+        if late.running > 0 { Err(io::ErrorKind::TimedOut.into()) } else { Ok(()) }
     }
 }
 
 impl From<File> for FileHandle {
     fn from(file: File) -> Self {
-        Self(Kind::System(file))
+        Self { kind: Kind::System(file), late_syncs: Mutex::default() }
     }
 }
 

@@ -46,6 +46,17 @@ pub struct TransferOutcome {
     pub result: io::Result<usize>,
 }
 
+impl TransferOutcome {
+    /// Drops an outcome that no caller waits for. The next sync of the file reports a sync that has
+    /// failed.
+    pub(crate) fn end_late(self) {
+        let Some(transfer) = self.transfer else { return };
+        if transfer.kind == TransferKind::Sync {
+            transfer.file.end_late_sync(self.result.is_err());
+        }
+    }
+}
+
 /// The transfers of one call, from the caller to the I/O engine and back.
 ///
 /// The engine takes the next transfer when it has capacity, and completes each as it ends while
@@ -149,7 +160,15 @@ impl TransferQueue for ResumingQueue<'_> {
             // The kernel still uses the buffers, so the transfer cannot be continued.
             return self.inner.complete(number, TransferOutcome { transfer: None, result });
         };
-        match transfer.advance(result) {
+        let is_sync = transfer.kind == TransferKind::Sync;
+        let advanced = transfer.advance(result).and_then(|is_complete| {
+            // A late sync has the error of bytes that this one was to make safe.
+            if is_sync && is_complete {
+                transfer.file.sync_result()?;
+            }
+            Ok(is_complete)
+        });
+        match advanced {
             Ok(false) => self.resumed.push((number, transfer)),
             Ok(true) => {
                 let result = Ok(transfer.total_bytes());

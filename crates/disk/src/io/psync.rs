@@ -8,7 +8,7 @@ use std::sync::{Arc, PoisonError};
 use cascade_runtime::{Calls, Clock, Condvar, Deadline, Mutex};
 use rustix::io::{preadv, pwritev};
 
-use super::{Transfer, TransferEngine, TransferKind, TransferOutcome, TransferQueue};
+use super::{FileHandle, Transfer, TransferEngine, TransferKind, TransferOutcome, TransferQueue};
 
 /// Reads and writes with blocking system calls, several at once on worker threads.
 #[derive(Debug)]
@@ -39,6 +39,13 @@ struct CompletionList {
 /// A transfer until a worker starts it. At the deadline the caller takes it back if it is still
 /// here.
 type QueuedTransfer = Arc<Mutex<Option<Transfer>>>;
+
+/// A transfer that was submitted.
+struct InFlight {
+    queued: QueuedTransfer,
+    /// The file of a sync.
+    syncs: Option<Arc<FileHandle>>,
+}
 
 impl PsyncEngine {
     /// An engine with at most `queue_depth` transfers in flight per call, and at most as many as
@@ -88,14 +95,15 @@ impl TransferEngine for PsyncEngine {
     fn run(&self, queue: &mut dyn TransferQueue, deadline: Deadline) {
         let completions = Arc::new(Completions::default());
         // Ordered, because the order of the transfers that time out is visible.
-        let mut in_flight: BTreeMap<usize, QueuedTransfer> = BTreeMap::new();
+        let mut in_flight: BTreeMap<usize, InFlight> = BTreeMap::new();
         loop {
             while in_flight.len() < self.in_flight_max {
                 let Some((number, transfer)) = queue.next_transfer() else { break };
                 let kind = transfer.kind;
+                let syncs = (kind == TransferKind::Sync).then(|| Arc::clone(&transfer.file));
                 let queued = Arc::new(Mutex::new(Some(transfer)));
                 match self.submit(number, kind, &queued, &completions) {
-                    Ok(()) => drop(in_flight.insert(number, queued)),
+                    Ok(()) => drop(in_flight.insert(number, InFlight { queued, syncs })),
                     // No worker has it, so the transfer returns with its buffers.
                     Err(error) => queue.complete(number, cancel(&queued, error)),
                 }
@@ -115,11 +123,13 @@ impl TransferEngine for PsyncEngine {
         // of started ones is final.
         let cancelled: Vec<_> = in_flight
             .into_iter()
-            .map(|(number, queued)| (number, cancel(&queued, io::ErrorKind::TimedOut.into())))
+            .map(|(number, InFlight { queued, syncs })| {
+                (number, cancel(&queued, io::ErrorKind::TimedOut.into()), syncs)
+            })
             .collect();
-        let started = cancelled.iter().filter(|(_, outcome)| outcome.transfer.is_none()).count();
-        completions.close(started, &self.stuck);
-        for (number, outcome) in cancelled {
+        let started = cancelled.iter().filter(|(_, outcome, _)| outcome.transfer.is_none());
+        completions.close(started.map(|(_, _, syncs)| syncs.as_deref()), &self.stuck);
+        for (number, outcome, _) in cancelled {
             queue.complete(number, outcome);
         }
     }
@@ -138,6 +148,7 @@ impl Completions {
         let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
         if list.is_closed {
             stuck.fetch_sub(1, Ordering::Relaxed);
+            outcome.end_late();
             return;
         }
         list.outcomes.push((number, outcome));
@@ -145,14 +156,20 @@ impl Completions {
     }
 
     /// Closes the list. Adds to `stuck` those of the `started` transfers that have not completed.
-    fn close(&self, started: usize, stuck: &AtomicU64) {
+    /// Each comes with the file that it syncs.
+    fn close<'a>(&self, started: impl Iterator<Item = Option<&'a FileHandle>>, stuck: &AtomicU64) {
         let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
         list.is_closed = true;
         // Each outcome in the list belongs to a started transfer: the caller of `wait` has taken
         // all others out.
-        let completed = std::mem::take(&mut list.outcomes).len();
         // Under the lock: a later completion subtracts only what was added here.
-        stuck.fetch_add((started - completed) as u64, Ordering::Relaxed);
+        let started = started.inspect(|syncs| syncs.iter().for_each(|file| file.leave_sync()));
+        let started = started.count();
+        let completed = std::mem::take(&mut list.outcomes);
+        stuck.fetch_add((started - completed.len()) as u64, Ordering::Relaxed);
+        for (_, outcome) in completed {
+            outcome.end_late();
+        }
     }
 
     /// Returns the completions, and waits for one if the caller is idle. Returns `None` if there is
@@ -205,7 +222,7 @@ mod tests {
         let stuck_count = || stuck.load(Ordering::Relaxed);
         completions.add(0, outcome(), &stuck);
         assert_eq!(stuck_count(), 0, "it completed in time");
-        completions.close(3, &stuck);
+        completions.close([None; 3].into_iter(), &stuck);
         assert_eq!(stuck_count(), 2, "one of three completed before the call ended");
         completions.add(1, outcome(), &stuck);
         assert_eq!(stuck_count(), 1);
@@ -213,5 +230,35 @@ mod tests {
         assert_eq!(stuck_count(), 0);
         let list = completions.list.lock().unwrap();
         assert!(list.outcomes.is_empty(), "late completions release their buffers");
+    }
+
+    /// The kernel reports what it has lost to one sync: that of the caller who had gone took the
+    /// error with it, and the next sync of the file succeeded.
+    #[test]
+    fn the_error_of_a_late_sync_is_reported_by_the_next_one() {
+        let stuck = AtomicU64::new(0);
+        let file = Arc::new(FileHandle::other(1));
+        let sync = |result: io::Result<usize>| {
+            let transfer = Some(Transfer::sync(Arc::clone(&file)));
+            TransferOutcome { transfer, result }
+        };
+        for (is_before, has_failed) in [(true, true), (false, true), (true, false), (false, false)]
+        {
+            let completions = Completions::default();
+            let result = || if has_failed { Err(io::ErrorKind::Other.into()) } else { Ok(0) };
+            if is_before {
+                // It ended before the call did, and the call had no time to see it.
+                completions.add(0, sync(result()), &stuck);
+            }
+            completions.close([Some(&*file)].into_iter(), &stuck);
+            if !is_before {
+                let running = file.sync_result().unwrap_err();
+                assert_eq!(running.kind(), io::ErrorKind::TimedOut);
+                completions.add(0, sync(result()), &stuck);
+            }
+            assert_eq!(file.sync_result().is_err(), has_failed);
+            file.sync_result().unwrap();
+        }
+        assert_eq!(stuck.load(Ordering::Relaxed), 0);
     }
 }

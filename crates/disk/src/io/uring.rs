@@ -21,7 +21,7 @@ use rustix::io::Errno;
 use super::fixed::FixedBuffers;
 use super::io_vec::IoVec;
 use super::read_window::ReadWindow;
-use super::{Transfer, TransferEngine, TransferKind, TransferOutcome, TransferQueue};
+use super::{FileHandle, Transfer, TransferEngine, TransferKind, TransferOutcome, TransferQueue};
 
 /// While fewer transfers than this are in the kernel, each is submitted at once: this many keep the
 /// disk busy while the next ones are prepared. Transfers of at least [`WAKE_UP_BYTES`] always are:
@@ -214,8 +214,9 @@ impl TransferEngine for UringEngine {
         for (number, outcome) in ended {
             queue.complete(number, outcome);
         }
-        let unfinished: Vec<_> =
-            ring.transfers.iter().flatten().map(|in_flight| in_flight.number).collect();
+        let in_flight = ring.transfers.iter().flatten();
+        in_flight.clone().filter_map(InFlightTransfer::syncs).for_each(FileHandle::leave_sync);
+        let unfinished: Vec<_> = in_flight.map(|in_flight| in_flight.number).collect();
         self.return_ring(ring);
         if let Err(error) = driven {
             for number in unfinished {
@@ -344,7 +345,7 @@ impl Ring {
         while self.in_flight_count() > 0 {
             // The limit is of no importance here: the loop waits again.
             self.wait(self.in_flight_count(), Duration::from_secs(3600))?;
-            self.reap(|_number, outcome| drop(outcome));
+            self.reap(|_number, outcome| outcome.end_late());
         }
         Ok(())
     }
@@ -355,12 +356,20 @@ impl Drop for Ring {
         // Otherwise the kernel may still write to the buffers. They are leaked, because a leak is
         // better than two writers of one page.
         if self.in_flight_count() == 0 {
-            drop(mem::take(&mut *self.transfers));
+            return drop(mem::take(&mut *self.transfers));
         }
+        // The results of its syncs stay unknown.
+        let syncs = self.transfers.iter().flatten().filter_map(InFlightTransfer::syncs);
+        syncs.for_each(|file| file.end_late_sync(true));
     }
 }
 
 impl InFlightTransfer {
+    /// The file of a sync.
+    fn syncs(&self) -> Option<&FileHandle> {
+        (self.transfer.kind == TransferKind::Sync).then_some(&*self.transfer.file)
+    }
+
     fn read_bytes(&self) -> usize {
         if self.transfer.kind == TransferKind::Read { self.bytes } else { 0 }
     }
@@ -426,5 +435,39 @@ impl InFlightTransfer {
 impl fmt::Debug for UringEngine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("UringEngine").field("depth", &self.depth).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::os::fd::OwnedFd;
+
+    use cascade_runtime::SystemClock;
+
+    use super::*;
+    use crate::conformance::deadline;
+    use crate::io::TransferBatch;
+
+    /// The ring that waited for a late sync threw its error away, and the next sync succeeded.
+    #[test]
+    fn the_error_of_a_late_sync_is_reported_by_the_next_one() {
+        // A kernel without io_uring has one engine.
+        let Ok(engine) = UringEngine::new(1, None, Arc::new(SystemClock)) else { return };
+        let (pipe, _writer) = io::pipe().unwrap();
+        // A pipe cannot be synced.
+        let file = Arc::new(FileHandle::from(File::from(OwnedFd::from(pipe))));
+        let mut batch = TransferBatch::new(vec![Transfer::sync(Arc::clone(&file))]);
+        engine.run(&mut batch, Deadline::at(Duration::ZERO));
+        let late = batch.outcomes.remove(0).unwrap();
+        assert!(late.transfer.is_none());
+        assert_eq!(late.result.unwrap_err().kind(), io::ErrorKind::TimedOut);
+        let limit = deadline();
+        while engine.stuck_calls() > 0 {
+            assert!(!limit.has_passed(&SystemClock), "the sync never ended");
+            cascade_runtime::yield_now();
+        }
+        assert_eq!(file.sync_result().unwrap_err().kind(), io::ErrorKind::Other);
+        file.sync_result().unwrap();
     }
 }

@@ -63,18 +63,29 @@ impl<T: Send + 'static> Background<T> {
         submitted.is_ok().then_some(Self(outcome))
     }
 
-    /// Waits for the result. `None` if the deadline passes or the work has panicked.
-    pub(super) fn wait(self, deadline: Deadline, clock: &dyn Clock) -> Option<T> {
+    /// Waits until the work has ended. `false` if the deadline passes before.
+    pub(super) fn has_ended(&self, deadline: Deadline, clock: &dyn Clock) -> bool {
         let mut state = self.0.state.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
-            if let State::Ended(result) = &mut *state {
-                return result.take();
+            if matches!(*state, State::Ended(_)) {
+                return true;
             }
             if deadline.has_passed(clock) {
-                return None;
+                return false;
             }
             let waited = self.0.ended.wait_until(state, deadline, clock);
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Waits for the result. `None` if the deadline passes or the work has panicked.
+    pub(super) fn wait(self, deadline: Deadline, clock: &dyn Clock) -> Option<T> {
+        if !self.has_ended(deadline, clock) {
+            return None;
+        }
+        match &mut *self.0.state.lock().unwrap_or_else(PoisonError::into_inner) {
+            State::Ended(result) => result.take(),
+            State::Running => None,
         }
     }
 }

@@ -23,7 +23,7 @@ impl SegmentFiles {
         // With both locks no segment is created after the files are listed.
         let mut unreported = self.lock(&self.reclaim_lock, deadline)?;
         let mut writer = self.lock(&self.writer, deadline)?;
-        self.finish_seal(&mut writer, deadline);
+        self.wait_for_seals(&mut writer, deadline)?;
         let directory = &self.config.directory;
         let found = self.files_beside(deadline)?;
         let mut erased = Erasure::default();

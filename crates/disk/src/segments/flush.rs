@@ -29,7 +29,7 @@ pub(super) fn sync_for_flush(
     deadline: Deadline,
 ) -> Result<(), DiskError> {
     // First: its sync may fail.
-    files.finish_seal(writer, deadline);
+    files.wait_for_seals(writer, deadline)?;
     let earlier = writer.failed_sync.take();
     let synced = files.sync_active(writer, deadline);
     earlier.map_or(synced, Err)
@@ -74,6 +74,7 @@ pub(super) fn forget_segment(
     writer.active = writer.active.take().filter(is_other);
     writer.next = writer.next.take().filter(is_other);
     writer.unsynced.retain(is_other);
+    writer.sealing.retain(|sealing| is_other(&sealing.segment));
     files.segments.write().unwrap_or_else(PoisonError::into_inner).remove(&segment.number);
     files.aliases().retain(|address, _| address.segment() != segment.number);
 }

@@ -208,12 +208,12 @@ impl SegmentFiles {
         lock.clone().ok_or_else(|| DiskError::Closed { directory: self.config.directory.clone() })
     }
 
-    /// Waits for a segment that is being sealed, if nothing is written now.
+    /// Waits for the segments that are being sealed, if nothing is written now.
     fn end_seal(&self) {
         let now = Deadline::at(self.io.clock.monotonic());
         let Ok(mut writer) = self.lock(&self.writer, now) else { return };
-        if let Some(deadline) = writer.sealing.as_ref().map(|sealing| sealing.deadline) {
-            self.finish_seal(&mut writer, deadline);
+        if let Some(deadline) = writer.sealing.iter().map(|sealing| sealing.deadline).max() {
+            self.finish_seals(&mut writer, deadline);
         }
     }
 

@@ -140,7 +140,7 @@ impl SegmentFiles {
     fn choose_victim(&self, deadline: Deadline) -> Result<Option<Victim>, DiskError> {
         let mut writer = self.lock(&self.writer, deadline)?;
         // A segment is not removed while it is being sealed.
-        self.finish_seal(&mut writer, deadline);
+        self.wait_for_seals(&mut writer, deadline)?;
         let mut candidates = self.all_segments();
         let is_written = |segment: &Arc<Segment>, writer: &WriterState| {
             let mut written = writer.active.iter().chain(&writer.next);

@@ -525,7 +525,7 @@ fn next_state(
     Ok(WriterState {
         store_id: known_id.map_or_else(new_id, Ok)?,
         active: None,
-        sealing: None,
+        sealing: Vec::new(),
         next: None,
         unsynced: Vec::new(),
         failed_sync: None,

@@ -15,9 +15,9 @@ use crate::io::{Buffer, FileIo, PageBuffer, Transfer, TransferKind};
 
 impl SegmentFiles {
     /// Begins to seal the active segment on another thread, while the next one is created and
-    /// written, also by later calls. [`Self::finish_seal`] waits for it.
+    /// written, also by later calls. [`Self::finish_seals`] waits for it.
     pub(super) fn begin_seal(&self, writer: &mut WriterState, deadline: Deadline) {
-        self.finish_seal(writer, deadline);
+        self.finish_seals(writer, deadline);
         let Some(segment) = writer.active.take() else { return };
         let (io, full) = (self.io.clone(), Arc::clone(&segment));
         let needs_sync = self.needs_sync_of_seal();
@@ -30,7 +30,7 @@ impl SegmentFiles {
             })
         });
         if let Some(sealed) = started {
-            writer.sealing = Some(Sealing { segment, sealed, deadline });
+            writer.sealing.push(Sealing { segment, sealed, deadline });
         } else {
             // There is no thread for it, or the tier was closed during this call.
             writer.active = Some(segment);
@@ -38,18 +38,40 @@ impl SegmentFiles {
         }
     }
 
-    /// Waits for the segment that is being sealed, if there is one.
-    pub(super) fn finish_seal(&self, writer: &mut WriterState, deadline: Deadline) {
-        let Some(sealing) = writer.sealing.take() else { return };
-        let sealed = sealing.sealed.wait(deadline, self.io.clock.as_ref());
-        if !matches!(sealed, Some(Ok(()))) {
-            // Its entries stay in memory. The next sync covers it, and the next opening scans it.
-            count(&self.counters.segments_failed, 1);
-            writer.unsynced.push(sealing.segment);
+    /// Waits for the segments that are being sealed. `false` if one is not sealed by the deadline:
+    /// a later call waits for it, because the seal may still write to it, and because only the seal
+    /// learns of the bytes that its own sync loses.
+    pub(super) fn finish_seals(&self, writer: &mut WriterState, deadline: Deadline) -> bool {
+        let clock = self.io.clock.as_ref();
+        let sealing = std::mem::take(&mut writer.sealing).into_iter();
+        let (ended, running): (Vec<_>, Vec<_>) =
+            sealing.partition(|sealing| sealing.sealed.has_ended(deadline, clock));
+        writer.sealing = running;
+        for Sealing { segment, sealed, .. } in ended {
+            let sealed = sealed.wait(deadline, clock);
+            if !matches!(sealed, Some(Ok(()))) {
+                // Its entries stay in memory. The next sync covers it, the next opening scans it.
+                count(&self.counters.segments_failed, 1);
+                writer.unsynced.push(segment);
+            }
+            if let Some(Err(error)) = sealed {
+                writer.note_failed_sync(&error);
+            }
         }
-        if let Some(Err(error)) = sealed {
-            writer.note_failed_sync(&error);
+        writer.sealing.is_empty()
+    }
+
+    /// As [`Self::finish_seals`], with an error if a segment is not sealed by the deadline.
+    pub(super) fn wait_for_seals(
+        &self,
+        writer: &mut WriterState,
+        deadline: Deadline,
+    ) -> Result<(), DiskError> {
+        if self.finish_seals(writer, deadline) {
+            return Ok(());
         }
+        let path = self.config.directory.clone();
+        Err(DiskError::Timeout { operation: "waiting for the seal of a segment", path })
     }
 
     /// Whether the seal has to sync a segment. In a durable tier every entry was synced when it was

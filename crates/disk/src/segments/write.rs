@@ -29,8 +29,8 @@ const OVERHEAD_PAGES: u32 = 4;
 pub(super) struct WriterState {
     pub(super) store_id: RandomId,
     pub(super) active: Option<Arc<Segment>>,
-    /// The segment before it, while another thread seals it.
-    pub(super) sealing: Option<Sealing>,
+    /// The segments before it that other threads seal: one, or more if seals take long.
+    pub(super) sealing: Vec<Sealing>,
     /// The segment to write after the active one, if it exists. Nothing is written to it yet.
     pub(super) next: Option<Arc<Segment>>,
     /// Segments with data that is not synced yet: the next one, and those that an error closed.
@@ -408,9 +408,9 @@ impl SegmentFiles {
     ) -> Result<Arc<Segment>, DiskError> {
         let found = self.find_segment(writer, pages, space, deadline);
         let is_full = matches!(found, Err(DiskError::Full { .. } | DiskError::NoSpace { .. }));
-        if is_full && writer.sealing.is_some() {
+        if is_full && !writer.sealing.is_empty() {
             // The end of the seal makes the file shorter.
-            self.finish_seal(writer, deadline);
+            self.finish_seals(writer, deadline);
             return self.find_segment(writer, pages, space, deadline);
         }
         found
@@ -461,7 +461,7 @@ impl SegmentFiles {
         }
         if space != SpaceClass::Ordinary {
             // What the reserve has left is computed from the lengths of sealed files.
-            self.finish_seal(writer, deadline);
+            self.finish_seals(writer, deadline);
         }
         // The active segment is sealed only after the capacity check: an append that fails with
         // `Full` leaves it open for smaller entries.
@@ -542,7 +542,7 @@ impl SegmentFiles {
         deadline: Deadline,
     ) -> Result<(), DiskError> {
         // First: a seal that fails leaves a segment to sync.
-        self.finish_seal(writer, deadline);
+        self.wait_for_seals(writer, deadline)?;
         let mut segments = std::mem::take(&mut writer.unsynced);
         segments.extend(writer.active.clone());
         let mut outcome = Ok(());

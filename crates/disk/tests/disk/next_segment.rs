@@ -7,17 +7,19 @@ use std::time::Duration;
 
 use cascade_disk::conformance::{append, assert_hits, assert_recovered, deadline, open_with, pool};
 use cascade_disk::io::{FileIo, Transfer, TransferEngine, TransferKind, TransferQueue};
-use cascade_disk::{FilesConfig, IoEngine, SegmentFiles};
+use cascade_disk::{DiskError, FilesConfig, IoEngine, SegmentFiles};
 use cascade_runtime::{Deadline, SystemClock};
 
 /// Time that another thread may take to get where the test waits for it.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Another engine, whose syncs wait until the test lets them go on.
+/// Another engine, whose first sync waits until the test lets it go on, and fails if the test says
+/// so.
 #[derive(Debug)]
 struct GatedEngine {
     inner: Arc<dyn TransferEngine>,
     is_gated: AtomicBool,
+    fails: AtomicBool,
     begun: Mutex<mpsc::Sender<()>>,
     go: Mutex<mpsc::Receiver<()>>,
 }
@@ -25,6 +27,7 @@ struct GatedEngine {
 struct GatedQueue<'a> {
     inner: &'a mut dyn TransferQueue,
     engine: &'a GatedEngine,
+    was_gated: bool,
 }
 
 impl TransferEngine for GatedEngine {
@@ -33,7 +36,7 @@ impl TransferEngine for GatedEngine {
     }
 
     fn run(&self, queue: &mut dyn TransferQueue, deadline: Deadline) {
-        self.inner.run(&mut GatedQueue { inner: queue, engine: self }, deadline);
+        self.inner.run(&mut GatedQueue { inner: queue, engine: self, was_gated: false }, deadline);
     }
 }
 
@@ -44,11 +47,15 @@ impl TransferQueue for GatedQueue<'_> {
         if is_sync && self.engine.is_gated.swap(false, Ordering::Relaxed) {
             self.engine.begun.lock().unwrap().send(()).unwrap();
             self.engine.go.lock().unwrap().recv().unwrap_or(());
+            self.was_gated = true;
         }
         next
     }
 
-    fn complete(&mut self, number: usize, outcome: cascade_disk::io::TransferOutcome) {
+    fn complete(&mut self, number: usize, mut outcome: cascade_disk::io::TransferOutcome) {
+        if self.was_gated && self.engine.fails.load(Ordering::Relaxed) {
+            outcome.result = Err(std::io::ErrorKind::Other.into());
+        }
         self.inner.complete(number, outcome);
     }
 }
@@ -71,6 +78,7 @@ struct Sealing {
     files: Arc<SegmentFiles>,
     pool: cascade_memory::Pool,
     stored: Vec<cascade_disk::conformance::StoredBlock>,
+    engine: Arc<GatedEngine>,
     go: mpsc::Sender<()>,
 }
 
@@ -82,23 +90,24 @@ fn sealing() -> Sealing {
     let engine = Arc::new(GatedEngine {
         inner: Arc::clone(&io.engine),
         is_gated: AtomicBool::new(true),
+        fails: AtomicBool::new(false),
         begun: Mutex::new(begun),
         go: Mutex::new(may_go),
     });
-    let io = FileIo { engine, ..io };
+    let io = FileIo { engine: Arc::<GatedEngine>::clone(&engine), ..io };
     let (files, _) = open_with(config(&directory), io, deadline()).unwrap();
     let pool = pool();
     let blocks: Vec<_> = (0..12).map(|number| (number, 12_288)).collect();
     // Returns although the segment before is not sealed yet.
     let stored = append(files.as_ref(), &pool, &blocks);
     has_begun.recv_timeout(LIMIT).unwrap();
-    Sealing { directory, files, pool, stored, go }
+    Sealing { directory, files, pool, stored, engine, go }
 }
 
 /// Each write waited until the segment before was sealed: 2 to 8 ms for each segment.
 #[test]
 fn writes_do_not_wait_for_the_seal_of_the_segment_before() {
-    let Sealing { directory, files, pool, mut stored, go } = sealing();
+    let Sealing { directory, files, pool, mut stored, go, .. } = sealing();
     let later: Vec<_> = (12..15).map(|number| (number, 12_288)).collect();
     stored.extend(append(files.as_ref(), &pool, &later));
     assert_hits(files.as_ref(), &pool, &stored);
@@ -114,7 +123,7 @@ fn writes_do_not_wait_for_the_seal_of_the_segment_before() {
 /// What a flush reports must be on the device, also that of a segment that another thread seals.
 #[test]
 fn a_sync_waits_for_the_seal() {
-    let Sealing { directory, files, pool, stored, go } = sealing();
+    let Sealing { directory, files, pool, stored, go, .. } = sealing();
     let (sender, synced) = mpsc::channel();
     let its = Arc::clone(&files);
     let thread = std::thread::spawn(move || sender.send(its.sync(deadline())).unwrap());
@@ -130,13 +139,31 @@ fn a_sync_waits_for_the_seal() {
     assert_recovered(&recovery, &stored);
 }
 
+/// A sync that timed out while it waited for the seal forgot the seal: its error was lost with it,
+/// and the next sync reported blocks as written that no sync had written.
+#[test]
+fn the_error_of_a_seal_outlives_a_sync_that_timed_out() {
+    let Sealing { directory: _directory, files, pool, stored, engine, go } = sealing();
+    engine.fails.store(true, Ordering::Relaxed);
+    for _ in 0..2 {
+        let late = files.sync(Deadline::after(&SystemClock, Duration::from_millis(1)));
+        assert!(matches!(late, Err(DiskError::Timeout { .. })), "{late:?}");
+    }
+    go.send(()).unwrap();
+    let failed = files.sync(deadline());
+    assert!(matches!(failed, Err(DiskError::Io { operation: "sync", .. })), "{failed:?}");
+    files.sync(deadline()).unwrap();
+    assert_eq!(files.disk_stats().segments_failed, 1, "the time-outs closed no segment");
+    assert_hits(files.as_ref(), &pool, &stored);
+}
+
 /// The directory's lock was free while a segment was sealed: another process could open it.
 #[test]
 fn a_tier_that_is_dropped_waits_for_the_seal() {
     let Sealing { directory, files, stored, go, .. } = sealing();
     let thread = std::thread::spawn(move || drop(files));
     let locked = open_with(config(&directory), system(), deadline());
-    assert!(matches!(locked, Err(cascade_disk::DiskError::Locked { .. })), "{locked:?}");
+    assert!(matches!(locked, Err(DiskError::Locked { .. })), "{locked:?}");
     go.send(()).unwrap();
     thread.join().unwrap();
     let (_, recovery) = open_with(config(&directory), system(), deadline()).unwrap();

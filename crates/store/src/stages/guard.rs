@@ -54,6 +54,8 @@ pub(crate) struct Guarded {
     open_write_circuit: Cancel,
     closed: Cancel,
     stats: LeafMutex<TierStats>,
+    /// The error of a flush that failed after its caller had gone, until a flush reports it.
+    late_flush_error: Arc<LeafMutex<Option<TierError>>>,
 }
 
 impl Guarded {
@@ -75,6 +77,7 @@ impl Guarded {
             open_write_circuit: Cancel::new(),
             closed: Cancel::new(),
             stats: LeafMutex::default(),
+            late_flush_error: Arc::default(),
         }
     }
 
@@ -198,10 +201,21 @@ impl Guarded {
         call(&self.changes, limit, move || stage.make_room(&mut keep, deadline), late)?
     }
 
-    /// See [`Tier::flush`].
+    /// See [`Tier::flush`]. Fails, too, if an earlier flush has failed after its deadline: what it
+    /// has lost, no later one can save.
     pub(crate) fn flush(&self, deadline: Deadline) -> Result<(), TierError> {
+        let (stage, late_error) = (Arc::clone(&self.stage), Arc::clone(&self.late_flush_error));
+        let late = move |result: Result<(), TierError>| match result {
+            Ok(()) | Err(TierError::Timeout | TierError::CircuitOpen) => {}
+            Err(error) => {
+                *late_error.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+            }
+        };
         // Not in turn with the changes: blocks are stored while a long flush runs.
-        self.run(&self.other_calls, WRITES, deadline, false, move |stage| stage.flush(deadline))
+        let limit = self.limit(WRITES, deadline, false);
+        call(&self.other_calls, limit, move || stage.flush(deadline), late)??;
+        let earlier = self.late_flush_error.lock().unwrap_or_else(PoisonError::into_inner).take();
+        earlier.map_or(Ok(()), Err)
     }
 
     /// [`Tier::erase`], even while a circuit is open. It runs in turn with the changes: a late

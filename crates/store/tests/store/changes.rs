@@ -13,13 +13,13 @@ use std::time::Duration;
 use cascade_block::{BlockKey, DigestAlgorithm, DigestMode};
 use cascade_runtime::{Clock, Deadline, ManualClock, SystemClock};
 use cascade_store::{
-    CallOptions, Change, ChangeCursor, Changes, CircuitHealth, FilesConfig, HealthState, Put,
-    Store, StoreConfig, StoreError, WritePolicy,
+    CallOptions, Change, ChangeCursor, Changes, FilesConfig, Put, Store, StoreConfig, StoreError,
+    WritePolicy,
 };
 use proptest::prelude::*;
 
 use crate::blocks::{MIB, StopOnDrop, bytes_of, check, dram, key, keys, put};
-use crate::third_party::{MapStage, flush, wait_for};
+use crate::third_party::{Circuits, MapStage, flush, pass_until, wait_for};
 
 const KEYS: u64 = 40;
 
@@ -411,7 +411,7 @@ fn blocks_behind_an_open_circuit_are_removed_for_followers() {
     assert_eq!(follower.blocks.len(), 120);
     println!("the stage fails");
     stage.fails.store(true, Relaxed);
-    pass_until(&store, &clock, false);
+    pass_until(&store, &clock, Circuits::BothOpen);
     follower.compare(&store, &all, 50);
     let in_memory = follower.blocks.len();
     assert!((1..120).contains(&in_memory), "{in_memory}");
@@ -423,27 +423,11 @@ fn blocks_behind_an_open_circuit_are_removed_for_followers() {
     follower.compare(&store, &all, 50);
     assert_eq!(follower.resets, 1, "changes meanwhile are reported one by one");
     stage.fails.store(false, Relaxed);
-    pass_until(&store, &clock, true);
+    pass_until(&store, &clock, Circuits::BothClosed);
     follower.compare(&store, &all, 50);
     assert!(follower.blocks.len() >= 120, "{}", follower.blocks.len());
     assert!(check(&store, &keys(30..60)).iter().all(Option::is_some));
     follower.compare(&store, &all, 50);
-}
-
-/// Advances the clock until both circuits of a stage are closed or open.
-#[expect(clippy::disallowed_methods, reason = "lets the prober run")]
-fn pass_until(store: &Store, clock: &ManualClock, is_healthy: bool) {
-    let are_both = || {
-        let health = store.stats().health.remove(0).1;
-        let is_closed = |circuit: CircuitHealth| circuit.state == HealthState::Healthy;
-        [health.reads, health.writes].map(is_closed) == [is_healthy; 2]
-    };
-    let limit = Deadline::after(&SystemClock, Duration::from_secs(120));
-    while !are_both() {
-        assert!(!limit.has_passed(&SystemClock), "{:?}", store.stats().health);
-        clock.advance(Duration::from_millis(250));
-        std::thread::sleep(Duration::from_millis(2));
-    }
 }
 
 /// Concurrent writers, readers and deleters with two followers: one reads continuously, one rarely.
@@ -503,5 +487,5 @@ fn followers_of_a_busy_store_match_it_once_it_is_idle() {
     rare.compare(&store, &all, 100);
     println!("{rounds:?} rounds; reset {} and {} times", close.resets, rare.resets);
     assert!(rounds.load(Relaxed) > 100, "{rounds:?}");
-    wait_for(&store, 0, true);
+    wait_for(&store, 0, Circuits::BothClosed);
 }

@@ -326,7 +326,7 @@ fn nothing_is_written_before_the_encryption_marker_is_restored() {
     stage.fails_to_register.store(false, Ordering::Relaxed);
     // Failed attempts may have opened the circuit, and one flush reports the earlier failure.
     wait_until("a flush succeeds", || {
-        third_party::wait_for(&store, 0, true);
+        third_party::wait_for(&store, 0, third_party::Circuits::BothClosed);
         store.flush(CallOptions::default()).is_ok()
     });
     put(&store, &keys(20..24), BLOCK);

@@ -143,7 +143,7 @@ fn a_stage_with_an_open_circuit_is_erased() {
         put(&store, &keys(n..n + 1), BLOCK);
         assert!(store.flush(CallOptions::default()).is_err());
     }
-    third_party::wait_for(&store, 0, false);
+    third_party::wait_for(&store, 0, third_party::Circuits::BothOpen);
     assert_eq!(stage.block_count(), 4);
     let erased = store.erase(CallOptions::default()).unwrap();
     assert!(erased.is_complete(), "{erased:?}");

@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use cascade_block::{DigestAlgorithm, DigestMode};
-use cascade_runtime::{Clock, Deadline, ManualClock, SystemClock};
+use cascade_runtime::{ManualClock, SystemClock};
 use cascade_store::stages::StageRegistry;
 use cascade_store::{
     BlockExplanation, BlockState, CallOptions, HealthState, Put, PutOutcome, Request, Store,
@@ -18,7 +18,7 @@ use cascade_store::{
 
 use crate::blocks::{bytes_of, check, dram, key, keys, put, wait_until};
 use crate::named_pool;
-use crate::third_party::{self, MapStage, flush, frequent_probes, wait_for};
+use crate::third_party::{self, Circuits, MapStage, flush, frequent_probes, pass_until, wait_for};
 
 const BLOCK: usize = 64 << 10;
 const SECOND: Duration = Duration::from_secs(1);
@@ -32,20 +32,6 @@ fn on_clock(config: StoreConfig) -> (Store, Arc<MapStage>, Arc<ManualClock>) {
 
 fn state(store: &Store, stage: usize) -> HealthState {
     store.stats().health[stage].1.state
-}
-
-/// Advances the clock in steps of 250 ms until a stage's circuit is closed or open. Returns the
-/// time that it took.
-#[expect(clippy::disallowed_methods, reason = "lets the prober run")]
-fn pass_until(store: &Store, clock: &ManualClock, is_healthy: bool) -> Duration {
-    let began = clock.monotonic();
-    let limit = Deadline::after(&SystemClock, Duration::from_secs(120));
-    while (state(store, 0) == HealthState::Healthy) != is_healthy {
-        assert!(!limit.has_passed(&SystemClock), "{:?}", store.stats().health);
-        clock.advance(Duration::from_millis(250));
-        std::thread::sleep(Duration::from_millis(2));
-    }
-    clock.monotonic().saturating_sub(began)
 }
 
 fn long_timeout() -> CallOptions {
@@ -81,7 +67,7 @@ fn a_circuit_opens_after_two_failed_calls_and_closes_after_one_probe() {
     let views = store.peek_resident(&chain, CallOptions::default());
     assert_eq!(views.len(), chain.len(), "a miss needs no tier");
     stage.fails.store(false, Relaxed);
-    let took = pass_until(&store, &clock, true);
+    let took = pass_until(&store, &clock, Circuits::BothClosed);
     assert!(took <= 15 * SECOND, "{took:?}");
     assert_eq!(check(&store, &keys(0..8)), [Some("map"); 8], "every address was kept");
     let stats = store.stats();
@@ -101,7 +87,7 @@ fn a_stage_whose_writes_fail_is_still_read() {
     put(&store, &keys(0..128), BLOCK);
     flush(&store);
     stage.fails_writes.store(true, Relaxed);
-    pass_until(&store, &clock, false);
+    pass_until(&store, &clock, Circuits::OneOpen);
     let outcomes = put(&store, &keys(128..136), BLOCK);
     assert!(outcomes.iter().all(|o| matches!(o, PutOutcome::Stored)), "{outcomes:?}");
     // No tier has written them, and the reads below evict others.
@@ -117,7 +103,7 @@ fn a_stage_whose_writes_fail_is_still_read() {
     let counters = store.stats().counters;
     assert_eq!((counters.shed_gets, counters.shed_puts), (0, 8));
     stage.fails_writes.store(false, Relaxed);
-    pass_until(&store, &clock, true);
+    pass_until(&store, &clock, Circuits::BothClosed);
     wait_until("136 are stored", || stage.stored.load(Relaxed) >= 136);
 }
 
@@ -136,7 +122,7 @@ fn a_stage_whose_reads_fail_is_still_written() {
     flush(&store);
     assert_eq!((stage.stored.load(Relaxed), store.stats().counters.shed_puts), (136, 0));
     stage.fails_reads.store(false, Relaxed);
-    pass_until(&store, &clock, true);
+    pass_until(&store, &clock, Circuits::BothClosed);
     assert_eq!(check(&store, &keys(0..8)), [Some("map"); 8]);
 }
 
@@ -144,11 +130,11 @@ fn a_stage_whose_reads_fail_is_still_written() {
 fn probes_detect_a_stage_that_fails_while_idle() {
     let (store, stage, clock) = on_clock(dram(4));
     stage.fails.store(true, Relaxed);
-    let took = pass_until(&store, &clock, false);
+    let took = pass_until(&store, &clock, Circuits::BothOpen);
     assert!(took <= 15 * SECOND, "{took:?}");
     assert_eq!(stage.loads.load(Relaxed), 0);
     stage.fails.store(false, Relaxed);
-    let took = pass_until(&store, &clock, true);
+    let took = pass_until(&store, &clock, Circuits::BothClosed);
     assert!(took <= 15 * SECOND, "{took:?}");
 }
 
@@ -157,7 +143,7 @@ fn blocks_put_while_a_circuit_is_open_are_written_when_it_closes() {
     let (store, stage, clock) = on_clock(dram(16));
     stage.fails.store(true, Relaxed);
     put(&store, &keys(0..4), BLOCK);
-    pass_until(&store, &clock, false);
+    pass_until(&store, &clock, Circuits::BothOpen);
     let outcomes = put(&store, &keys(4..20), BLOCK);
     assert!(outcomes.iter().all(|o| matches!(o, PutOutcome::Stored)), "{outcomes:?}");
     let stats = store.stats();
@@ -165,7 +151,7 @@ fn blocks_put_while_a_circuit_is_open_are_written_when_it_closes() {
     let error = store.flush(CallOptions::default()).unwrap_err();
     assert!(matches!(error, StoreError::Tier { tier: "map", .. }), "blocks are missing: {error}");
     stage.fails.store(false, Relaxed);
-    pass_until(&store, &clock, true);
+    pass_until(&store, &clock, Circuits::BothClosed);
     wait_until("20 are stored", || stage.stored.load(Relaxed) >= 20);
     flush(&store);
     for key in keys(0..20) {
@@ -190,7 +176,7 @@ fn a_failed_write_is_retried_after_a_successful_probe() {
 fn evicted_blocks_that_no_stage_has_are_counted_as_lost() {
     let (store, stage, clock) = on_clock(dram(4));
     stage.fails.store(true, Relaxed);
-    pass_until(&store, &clock, false);
+    pass_until(&store, &clock, Circuits::BothOpen);
     for at in 0..16 {
         let outcomes = put(&store, &keys(at * 8..at * 8 + 8), BLOCK);
         assert!(outcomes.iter().all(|o| matches!(o, PutOutcome::Stored)), "{outcomes:?}");
@@ -199,7 +185,7 @@ fn evicted_blocks_that_no_stage_has_are_counted_as_lost() {
     assert!(counters.evicted_blocks > 0);
     assert_eq!(counters.lost_blocks, counters.evicted_blocks);
     stage.fails.store(false, Relaxed);
-    pass_until(&store, &clock, true);
+    pass_until(&store, &clock, Circuits::BothClosed);
     let served = check(&store, &keys(0..128)).into_iter().flatten().count() as u64;
     assert_eq!(served, 128 - counters.lost_blocks);
 }
@@ -211,7 +197,7 @@ fn a_block_behind_an_open_circuit_can_be_put_again_if_its_digest_matches() {
         put(&store, &keys(0..128), BLOCK);
         flush(&store);
         stage.fails.store(true, Relaxed);
-        pass_until(&store, &clock, false);
+        pass_until(&store, &clock, Circuits::BothOpen);
         // Other bytes are refused: after a kill the stage would serve its old bytes for the key.
         let other = store.put(&[Put::new(key(1), &vec![7; BLOCK])], long_timeout()).remove(0);
         assert!(matches!(other, PutOutcome::Failed(StoreError::Tier { .. })), "{other:?}");
@@ -224,7 +210,7 @@ fn a_block_behind_an_open_circuit_can_be_put_again_if_its_digest_matches() {
             assert_eq!(check(&store, &keys(0..1)), [Some("dram")]);
         }
         stage.fails.store(false, Relaxed);
-        pass_until(&store, &clock, true);
+        pass_until(&store, &clock, Circuits::BothClosed);
         flush(&store);
         assert_eq!(stage.stored.load(Relaxed), 128, "its address was kept");
         put(&store, &keys(200..400), BLOCK);
@@ -270,7 +256,7 @@ fn a_block_that_is_put_again_keeps_its_lifetime_after_a_restart() {
     put(&store, &keys(100..300), BLOCK);
     flush(&store);
     stage.fails.store(true, Relaxed);
-    wait_for(&store, 0, false);
+    wait_for(&store, 0, Circuits::BothOpen);
     let outcomes = put_with(second);
     assert!(outcomes.iter().all(|it| matches!(it, PutOutcome::Present)), "{outcomes:?}");
     assert_eq!(check(&store, &named), [Some("dram"); 3]);
@@ -287,12 +273,12 @@ fn without_dram_a_put_fails_at_once_while_the_circuit_is_open() {
     let config = StoreConfig { pipeline: "Map".to_owned(), ..dram(4) };
     let store = Store::open_with(config, &stage.registry(), Arc::clone(&clock) as _).unwrap();
     stage.fails.store(true, Relaxed);
-    pass_until(&store, &clock, false);
+    pass_until(&store, &clock, Circuits::BothOpen);
     let outcomes = put(&store, &keys(0..1), BLOCK);
     assert!(matches!(outcomes[0], PutOutcome::Failed(StoreError::Tier { .. })), "{outcomes:?}");
     assert_eq!(store.stats().keys, 0);
     stage.fails.store(false, Relaxed);
-    pass_until(&store, &clock, true);
+    pass_until(&store, &clock, Circuits::BothClosed);
     put(&store, &keys(0..1), BLOCK);
     assert_eq!(check(&store, &keys(0..1)), [Some("map")]);
 }
@@ -302,7 +288,7 @@ fn a_write_through_put_does_not_wait_for_an_open_circuit() {
     let config = StoreConfig { write: WritePolicy::Through, ..dram(4) };
     let (store, stage, clock) = on_clock(config);
     stage.fails.store(true, Relaxed);
-    pass_until(&store, &clock, false);
+    pass_until(&store, &clock, Circuits::BothOpen);
     for _ in 0..2 {
         let outcomes = put(&store, &keys(0..1), BLOCK);
         assert!(matches!(outcomes[0], PutOutcome::Failed(StoreError::Tier { .. })), "{outcomes:?}");
@@ -316,10 +302,10 @@ fn names_deleted_while_a_circuit_is_open_are_removed_when_it_closes() {
     put(&store, &keys(0..64), BLOCK);
     flush(&store);
     stage.fails.store(true, Relaxed);
-    pass_until(&store, &clock, false);
+    pass_until(&store, &clock, Circuits::BothOpen);
     assert_eq!(store.delete(&keys(0..64)), [true; 64]);
     stage.fails.store(false, Relaxed);
-    pass_until(&store, &clock, true);
+    pass_until(&store, &clock, Circuits::BothClosed);
     flush(&store);
     assert_eq!(store.stats().stages[0].1.used_bytes, 0);
 }
@@ -331,9 +317,9 @@ fn failed_removals_of_names_are_retried() {
     flush(&store);
     stage.fails_removes.store(true, Relaxed);
     assert_eq!(store.delete(&keys(0..64)), [true; 64]);
-    pass_until(&store, &clock, false);
+    pass_until(&store, &clock, Circuits::OneOpen);
     stage.fails_removes.store(false, Relaxed);
-    pass_until(&store, &clock, true);
+    pass_until(&store, &clock, Circuits::BothClosed);
     flush(&store);
     let stats = store.stats();
     assert_eq!((stats.stages[0].1.used_bytes, stats.counters.name_failures), (0, 0));
@@ -357,7 +343,7 @@ fn the_second_stage_serves_while_the_first_fails() {
     put(&store, &keys(0..200), BLOCK);
     flush(&store);
     broken.fails.store(true, Relaxed);
-    wait_for(&store, 0, false);
+    wait_for(&store, 0, Circuits::BothOpen);
     assert_eq!(state(&store, 1), HealthState::Healthy);
     assert!(check(&store, &keys(0..200)).iter().all(Option::is_some), "all from DRAM or below");
     assert!(working.loads.load(Relaxed) > 0);
@@ -397,7 +383,7 @@ fn check_hung_stage(write: WritePolicy) {
             });
         }
     });
-    wait_for(&store, 0, false);
+    wait_for(&store, 0, Circuits::BothOpen);
     // Puts succeed beyond the backlog limit, and blocks in DRAM are read.
     for at in 100..140 {
         let outcomes = put(&store, &keys(at * 8..at * 8 + 8), BLOCK);
@@ -413,7 +399,7 @@ fn check_hung_stage(write: WritePolicy) {
     assert!(store.flush(hourly).is_err(), "a flush does not wait for an open circuit");
     if write == WritePolicy::Back {
         drop(released);
-        wait_for(&store, 0, true);
+        wait_for(&store, 0, Circuits::BothClosed);
         assert!(check(&store, &keys(0..300)).iter().all(Option::is_some), "every block is kept");
     }
     drop(store.close());
@@ -441,7 +427,7 @@ fn slabs_of_a_hung_call_are_not_reused_until_it_ends() {
     flush(&store);
     let released = stage.hang();
     assert_eq!(check(&store, &keys(0..2)), [None; 2]);
-    wait_for(&store, 0, false);
+    wait_for(&store, 0, Circuits::BothOpen);
     store.clear();
     let held = store.stats().pool.requested_bytes;
     assert!(held >= 2 * BLOCK, "{held} bytes are held by the hung calls");
@@ -451,7 +437,7 @@ fn slabs_of_a_hung_call_are_not_reused_until_it_ends() {
         put(&store, &keys(1000 + round * 100..1100 + round * 100), BLOCK);
     }
     drop(released);
-    wait_for(&store, 0, true);
+    wait_for(&store, 0, Circuits::BothClosed);
     wait_until("no call is stuck", || store.stats().health[0].1.stuck_calls == 0);
     let found = check(&store, &keys(1000..1800));
     assert!(found.iter().any(Option::is_some), "and every byte of them matches");

@@ -11,7 +11,9 @@ use cascade_store::{
 };
 
 use crate::blocks::{MIB, bytes_of, check, dram, key, keys, put, wait_until};
-use crate::third_party::{MapStage, flush, frequent_probes, open, wait_for};
+use crate::third_party::{
+    Circuits, MapStage, flush, frequent_probes, open, wait_for, wait_for_stuck,
+};
 
 const BLOCK: usize = 64 << 10;
 
@@ -122,9 +124,9 @@ fn a_failing_stage_affects_only_its_own_blocks() {
     let error = store.flush(CallOptions::default()).unwrap_err();
     assert!(matches!(error, StoreError::Tier { tier: "map", .. }), "blocks are missing: {error}");
     // A probe that began before could fail later, and open the circuit after the next flush.
-    wait_for(&store, 0, false);
+    wait_for(&store, 0, Circuits::BothOpen);
     stage.fails.store(false, Relaxed);
-    wait_for(&store, 0, true);
+    wait_for(&store, 0, Circuits::BothClosed);
     store.flush(CallOptions::default()).expect("reported once");
     assert_eq!(check(&store, &keys(0..1)), [Some("map")]);
 }
@@ -136,11 +138,11 @@ fn write_failures_are_reported_once_to_every_flush_mark() {
     let mut marks = [store.flush_mark(), store.flush_mark()];
     stage.fails.store(true, Relaxed);
     put(&store, &keys(0..4), BLOCK);
-    wait_for(&store, 0, false);
+    wait_for(&store, 0, Circuits::BothOpen);
     let mut before_the_first_report = store.flush_mark();
     store.flush(CallOptions::default()).unwrap_err();
     stage.fails.store(false, Relaxed);
-    wait_for(&store, 0, true);
+    wait_for(&store, 0, Circuits::BothClosed);
     for mark in marks.iter_mut().chain([&mut before_the_first_report]) {
         let error = store.flush_since(mark, CallOptions::default()).unwrap_err();
         assert!(matches!(error, StoreError::Tier { tier: "map", .. }), "{error}");
@@ -169,15 +171,33 @@ fn a_failed_sync_fails_the_next_flush_of_every_caller() {
     flush(&store);
 }
 
+/// The error of a flush that failed after its deadline was thrown away, and the next one succeeded.
+#[test]
+fn a_sync_that_fails_late_fails_the_next_flush() {
+    let (store, stage) = open(dram(4));
+    put(&store, &keys(0..4), BLOCK);
+    flush(&store);
+    let hung = stage.hang();
+    let short = CallOptions { timeout: Some(Duration::from_millis(10)), ..CallOptions::default() };
+    store.flush(short).unwrap_err();
+    wait_for_stuck(&store, 0);
+    stage.fails_flush.store(true, Relaxed);
+    drop(hung);
+    wait_until("the late flush fails", || !stage.fails_flush.load(Relaxed));
+    // Its result is known a moment later.
+    wait_until("a flush reports it", || store.flush(CallOptions::default()).is_err());
+    flush(&store);
+}
+
 /// The simulator expected one flush to report both.
 #[test]
 fn a_flush_that_a_stage_fails_leaves_failed_writes_to_the_next() {
     let (store, stage) = open(StoreConfig { health: frequent_probes(), ..dram(4) });
     stage.fails.store(true, Relaxed);
     put(&store, &keys(0..4), BLOCK);
-    wait_for(&store, 0, false);
+    wait_for(&store, 0, Circuits::BothOpen);
     stage.fails.store(false, Relaxed);
-    wait_for(&store, 0, true);
+    wait_for(&store, 0, Circuits::BothClosed);
     stage.fails_flush.store(true, Relaxed);
     for expected in ["flush", "store some blocks"] {
         let error = store.flush(CallOptions::default()).unwrap_err();
@@ -196,9 +216,9 @@ fn close_does_not_report_a_write_failure_that_was_reported_before() {
     put(&store, &keys(0..4), BLOCK);
     store.flush_since(&mut mark, CallOptions::default()).unwrap_err();
     // A probe that began before could fail later: `close` would report the open circuit.
-    wait_for(&store, 0, false);
+    wait_for(&store, 0, Circuits::BothOpen);
     stage.fails.store(false, Relaxed);
-    wait_for(&store, 0, true);
+    wait_for(&store, 0, Circuits::BothClosed);
     store.close().unwrap();
 }
 

@@ -16,7 +16,7 @@ use cascade_store::{
 };
 
 use crate::blocks::{check, dram, keys, put};
-use crate::third_party::{flush, wait_for};
+use crate::third_party::{Circuits, flush, wait_for};
 
 const BLOCK: usize = 64 << 10;
 
@@ -137,7 +137,7 @@ fn a_frozen_file_system_blocks_no_call(engine: IoEngine) {
     }
     println!("{engine:?}: writes to {} hang in the kernel", disk.path());
     put(&store, &keys(400..408), BLOCK);
-    wait_for(&store, 0, false);
+    wait_for(&store, 0, Circuits::OneOpen);
     for at in 60..120 {
         let outcomes = put(&store, &keys(at * 8..at * 8 + 8), BLOCK);
         assert!(outcomes.iter().all(|o| matches!(o, PutOutcome::Stored)), "{outcomes:?}");
@@ -153,7 +153,7 @@ fn a_frozen_file_system_blocks_no_call(engine: IoEngine) {
     assert_ne!(health.writes.state, HealthState::Healthy, "{health:?}");
     assert!(stats.counters.shed_puts > 0 && stats.counters.shed_gets == 0, "{stats:?}");
     disk.thaw();
-    wait_for(&store, 0, true);
+    wait_for(&store, 0, Circuits::BothClosed);
     assert!(check(&store, &keys(0..400)).iter().all(Option::is_some), "every block is kept");
     drop(store.close());
 }
@@ -196,7 +196,7 @@ fn a_file_system_whose_writes_fail_is_still_read(engine: IoEngine) {
         println!("skipped: cannot make a file system fail here: {why}");
         return;
     }
-    wait_for(&store, 0, false);
+    wait_for(&store, 0, Circuits::OneOpen);
     for at in 60..120 {
         let outcomes = put(&store, &keys(at * 8..at * 8 + 8), BLOCK);
         assert!(outcomes.iter().all(|o| matches!(o, PutOutcome::Stored)), "{outcomes:?}");
@@ -253,7 +253,7 @@ fn probes_detect_an_unmounted_directory() {
     put(&store, &keys(0..100), BLOCK);
     flush(&store);
     run("umount", &["-l", &disk.path()]).unwrap();
-    wait_for(&store, 0, false);
+    wait_for(&store, 0, Circuits::BothOpen);
     let why = store.stats().health.remove(0).1.last_error.unwrap();
     assert!(why.contains("mounted"), "the message names the cause: {why}");
     assert!(check(&store, &keys(90..100)).iter().all(|tier| *tier == Some("dram")));
@@ -270,6 +270,6 @@ fn the_circuit_is_open_while_the_directory_is_moved_away() {
     wait_until_unread(&store);
     assert_eq!(check(&store, &keys(0..4)), [None; 4]);
     std::fs::rename(&away, &here).unwrap();
-    wait_for(&store, 0, true);
+    wait_for(&store, 0, Circuits::BothClosed);
     assert_eq!(check(&store, &keys(0..4)), [Some("files"); 4]);
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use cascade_block::{BlockKey, Namespace, NamespaceId};
 use cascade_memory::Slab;
-use cascade_runtime::{Deadline, SystemClock};
+use cascade_runtime::{Clock as _, Deadline, ManualClock, SystemClock};
 use cascade_store::stages::StageRegistry;
 use cascade_store::{CallOptions, HealthConfig, HealthState, Store, StoreConfig, TierName};
 use cascade_tier::tier::{
@@ -35,14 +35,51 @@ pub(crate) fn frequent_probes() -> HealthConfig {
     }
 }
 
-/// Waits until a stage's circuit is closed or open.
+/// The two circuits of a stage, for reads and for writes. A stage that fails opens the one before
+/// the other: which one is seen first depends on the machine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Circuits {
+    BothClosed,
+    /// For a stage that fails in one direction only.
+    OneOpen,
+    BothOpen,
+}
+
+impl Circuits {
+    fn are_those_of(self, store: &Store, stage: usize) -> bool {
+        let health = store.stats().health.remove(stage).1;
+        let circuits = [health.reads, health.writes];
+        let open = circuits.iter().filter(|circuit| circuit.state != HealthState::Healthy).count();
+        match self {
+            Self::BothClosed => open == 0,
+            Self::OneOpen => open > 0,
+            Self::BothOpen => open == 2,
+        }
+    }
+}
+
+/// Waits until the circuits of a stage are closed or open.
 #[expect(clippy::disallowed_methods, reason = "waits for another thread of the store")]
-pub(crate) fn wait_for(store: &Store, stage: usize, is_healthy: bool) {
+pub(crate) fn wait_for(store: &Store, stage: usize, circuits: Circuits) {
     let limit = Deadline::after(&SystemClock, Duration::from_secs(60));
-    while (store.stats().health[stage].1.state == HealthState::Healthy) != is_healthy {
+    while !circuits.are_those_of(store, stage) {
         assert!(!limit.has_passed(&SystemClock), "{:?}", store.stats().health);
         std::thread::sleep(Duration::from_millis(2));
     }
+}
+
+/// Advances the clock in steps of 250 ms until the circuits of the first stage are closed or open.
+/// Returns the time that it took.
+#[expect(clippy::disallowed_methods, reason = "lets the prober run")]
+pub(crate) fn pass_until(store: &Store, clock: &ManualClock, circuits: Circuits) -> Duration {
+    let began = clock.monotonic();
+    let limit = Deadline::after(&SystemClock, Duration::from_secs(120));
+    while !circuits.are_those_of(store, 0) {
+        assert!(!limit.has_passed(&SystemClock), "{:?}", store.stats().health);
+        clock.advance(Duration::from_millis(250));
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    clock.monotonic().saturating_sub(began)
 }
 
 /// Waits until a stage has a hung call that its caller has abandoned.

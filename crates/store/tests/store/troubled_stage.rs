@@ -14,7 +14,7 @@ use cascade_store::{
 use cascade_tier::tier::BlockFacts;
 
 use crate::blocks::{MIB, StopOnDrop, bytes_of, check, dram, key, keys, put, wait_until};
-use crate::third_party::{MapStage, flush, frequent_probes, open, wait_for};
+use crate::third_party::{Circuits, MapStage, flush, frequent_probes, open, wait_for};
 
 const BLOCK: usize = 64 << 10;
 
@@ -183,9 +183,9 @@ fn a_retried_write_through_put_is_written() {
     let outcomes = put(&store, &keys(0..1), BLOCK);
     assert!(matches!(outcomes[0], PutOutcome::Failed(StoreError::Tier { .. })), "{outcomes:?}");
     // A probe that began before could fail later, and the next put with it.
-    wait_for(&store, 0, false);
+    wait_for(&store, 0, Circuits::BothOpen);
     stage.fails.store(false, Relaxed);
-    wait_for(&store, 0, true);
+    wait_for(&store, 0, Circuits::BothClosed);
     let outcomes = put(&store, &keys(0..1), BLOCK);
     assert!(matches!(outcomes[0], PutOutcome::Present), "{outcomes:?}");
     assert_eq!(stage.stored.load(Relaxed), 1);
