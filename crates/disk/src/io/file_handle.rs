@@ -71,7 +71,8 @@ impl FileHandle {
     /// A sync that its caller has left has ended.
     pub(super) fn end_late_sync(&self, has_failed: bool) {
         let mut late = self.late_syncs();
-        late.running -= 1;
+        // A ring that a panic drops has not left its syncs.
+        late.running = late.running.saturating_sub(1);
         late.has_failed |= has_failed;
     }
 

@@ -64,7 +64,7 @@ impl<T: Send + 'static> Background<T> {
     }
 
     /// Waits until the work has ended. `false` if the deadline passes before.
-    pub(super) fn has_ended(&self, deadline: Deadline, clock: &dyn Clock) -> bool {
+    pub(super) fn wait_for_end(&self, deadline: Deadline, clock: &dyn Clock) -> bool {
         let mut state = self.0.state.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
             if matches!(*state, State::Ended(_)) {
@@ -80,7 +80,7 @@ impl<T: Send + 'static> Background<T> {
 
     /// Waits for the result. `None` if the deadline passes or the work has panicked.
     pub(super) fn wait(self, deadline: Deadline, clock: &dyn Clock) -> Option<T> {
-        if !self.has_ended(deadline, clock) {
+        if !self.wait_for_end(deadline, clock) {
             return None;
         }
         match &mut *self.0.state.lock().unwrap_or_else(PoisonError::into_inner) {

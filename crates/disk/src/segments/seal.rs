@@ -45,7 +45,7 @@ impl SegmentFiles {
         let clock = self.io.clock.as_ref();
         let sealing = std::mem::take(&mut writer.sealing).into_iter();
         let (ended, running): (Vec<_>, Vec<_>) =
-            sealing.partition(|sealing| sealing.sealed.has_ended(deadline, clock));
+            sealing.partition(|sealing| sealing.sealed.wait_for_end(deadline, clock));
         writer.sealing = running;
         for Sealing { segment, sealed, .. } in ended {
             let sealed = sealed.wait(deadline, clock);
