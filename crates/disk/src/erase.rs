@@ -101,10 +101,7 @@ impl Erasure {
 
     /// Syncs the directory, so that its removals are on stable storage. Returns whether they are.
     pub(crate) fn sync(&mut self, io: &FileIo, directory: &Path, deadline: Deadline) -> bool {
-        let target = directory.to_owned();
-        let synced =
-            io.call("sync", directory, deadline, move |files| files.sync_directory(&target));
-        let Err(error) = synced else { return true };
+        let Err(error) = io.sync_directory(directory, deadline) else { return true };
         let what = "removals may not be on stable storage";
         self.add_remaining(directory, what, &error);
         false

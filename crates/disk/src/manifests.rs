@@ -55,15 +55,12 @@ pub(crate) fn register(
     deadline: Deadline,
 ) -> Result<(), DiskError> {
     let path = directory.join("manifests").join(format!("{}.json", namespace.id()));
-    let top = directory.to_owned();
     // An invalid file is replaced below.
     if let Some(StoredManifest::Valid { manifest, .. }) = load(io, &path, deadline)? {
         if manifest == *namespace.manifest() {
             // The process that wrote it may have been killed before it synced the name.
-            return io.call("sync", &path, deadline, move |files| {
-                files.sync_directory(&top.join("manifests"))?;
-                files.sync_directory(&top)
-            });
+            io.sync_directory(&directory.join("manifests"), deadline)?;
+            return io.sync_directory(directory, deadline);
         }
         let reason = "it holds another manifest for the same namespace; remove the file if the \
                       blocks of the namespace may be dropped";
@@ -77,7 +74,7 @@ pub(crate) fn register(
     };
     let text = serde_json::to_vec_pretty(&file)
         .map_err(|error| DiskError::Manifest { path: path.clone(), reason: error.to_string() })?;
-    let target = path.clone();
+    let (target, top) = (path.clone(), directory.to_owned());
     io.call("write", &path, deadline, move |files| {
         if let Some(parent) = target.parent() {
             make_tier_directory(files, parent)?;

@@ -23,6 +23,12 @@ const UNKNOWN: &str = "other";
 
 /// Interns a name. Interned names are never freed, so that their number is limited: beyond the
 /// limit, which only a peer that invents names reaches, the result is `"other"`.
+///
+/// ```
+/// let first = cascade_tier::intern("files");
+/// assert_eq!(first, "files");
+/// assert!(std::ptr::eq(first, cascade_tier::intern(&["fi", "les"].concat())));
+/// ```
 pub fn intern(name: &str) -> &'static str {
     static NAMES: LeafMutex<BTreeSet<&'static str>> = LeafMutex::new(BTreeSet::new());
     let mut names = NAMES.lock().unwrap_or_else(PoisonError::into_inner);
@@ -50,16 +56,4 @@ where
 {
     let values = Vec::<(String, T)>::deserialize(from)?;
     Ok(values.into_iter().map(|(name, value)| (intern(&name), value)).collect())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn equal_names_are_interned_once() {
-        let first = intern("files");
-        assert_eq!(first, "files");
-        assert!(std::ptr::eq(first, intern(&["fi", "les"].concat())));
-    }
 }

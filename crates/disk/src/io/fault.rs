@@ -79,6 +79,7 @@ impl FaultPlan {
             background: Arc::clone(&io.background),
             clock: Arc::clone(&io.clock),
             ring_refusal: io.ring_refusal,
+            directory_syncs: Arc::clone(&io.directory_syncs),
         }
     }
 }

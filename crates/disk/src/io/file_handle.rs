@@ -2,9 +2,8 @@
 
 use std::fs::File;
 use std::io;
-use std::sync::PoisonError;
 
-use cascade_runtime::{Mutex, MutexGuard};
+use super::late_syncs::LateSyncs;
 
 /// An open file of an implementation of [`super::FileOperations`].
 ///
@@ -14,17 +13,7 @@ use cascade_runtime::{Mutex, MutexGuard};
 #[derive(Debug)]
 pub struct FileHandle {
     kind: Kind,
-    late_syncs: Mutex<LateSyncs>,
-}
-
-/// Syncs whose caller has gone at its deadline. The kernel reports what it has lost to one sync of
-/// an open file only: without this, a late sync would take the error with it, and the next one
-/// would succeed.
-#[derive(Debug, Default)]
-struct LateSyncs {
-    running: u64,
-    /// One has failed, and no caller knows.
-    has_failed: bool,
+    late_syncs: LateSyncs,
 }
 
 #[derive(Debug)]
@@ -37,7 +26,7 @@ impl FileHandle {
     /// A file that is not the system's. The number means something to the implementation that gave
     /// it, and to nothing else.
     pub fn other(number: u64) -> Self {
-        Self { kind: Kind::Other(number), late_syncs: Mutex::default() }
+        Self { kind: Kind::Other(number), late_syncs: LateSyncs::default() }
     }
 
     /// The file of the system.
@@ -59,37 +48,15 @@ impl FileHandle {
         }
     }
 
-    fn late_syncs(&self) -> MutexGuard<'_, LateSyncs> {
-        self.late_syncs.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The caller of a sync in flight goes: [`Self::end_late_sync`] follows.
-    pub(super) fn leave_sync(&self) {
-        self.late_syncs().running += 1;
-    }
-
-    /// A sync that its caller has left has ended.
-    pub(super) fn end_late_sync(&self, has_failed: bool) {
-        let mut late = self.late_syncs();
-        // A ring that a panic drops has not left its syncs.
-        late.running = late.running.saturating_sub(1);
-        late.has_failed |= has_failed;
-    }
-
-    /// The result of a sync that succeeded in time: an error if a late one has failed before, which
-    /// is then reported, or is still running.
-    pub(super) fn sync_result(&self) -> io::Result<()> {
-        let mut late = self.late_syncs();
-        if std::mem::take(&mut late.has_failed) {
-            return Err(io::Error::other("an earlier sync has failed after its deadline"));
-        }
-        if late.running > 0 { Err(io::ErrorKind::TimedOut.into()) } else { Ok(()) }
+    /// Its syncs whose callers have gone.
+    pub(super) fn late_syncs(&self) -> &LateSyncs {
+        &self.late_syncs
     }
 }
 
 impl From<File> for FileHandle {
     fn from(file: File) -> Self {
-        Self { kind: Kind::System(file), late_syncs: Mutex::default() }
+        Self { kind: Kind::System(file), late_syncs: LateSyncs::default() }
     }
 }
 

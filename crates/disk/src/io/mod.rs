@@ -9,6 +9,7 @@ mod file_handle;
 mod files;
 mod fixed;
 mod io_vec;
+mod late_syncs;
 mod psync;
 mod read_window;
 mod ring_refusal;
@@ -26,6 +27,7 @@ use crate::{DiskError, IoEngine};
 pub use file_handle::FileHandle;
 pub use files::{FileIdentity, FileOperations, HeldLock, LockedBy, OpenMode, SystemFiles};
 pub(crate) use files::{is_not_own, make_tier_directory, read_whole};
+pub use late_syncs::LateSyncs;
 pub use psync::PsyncEngine;
 pub use ring_refusal::RingRefusal;
 pub use transfer::{Buffer, PageBuffer, Transfer, TransferKind};
@@ -52,7 +54,7 @@ impl TransferOutcome {
     pub(crate) fn end_late(self) {
         let Some(transfer) = self.transfer else { return };
         if transfer.kind == TransferKind::Sync {
-            transfer.file.end_late_sync(self.result.is_err());
+            transfer.file.late_syncs().end(self.result.is_err());
         }
     }
 }
@@ -164,7 +166,7 @@ impl TransferQueue for ResumingQueue<'_> {
         let advanced = transfer.advance(result).and_then(|is_complete| {
             // A late sync has the error of bytes that this one was to make safe.
             if is_sync && is_complete {
-                transfer.file.sync_result()?;
+                transfer.file.late_syncs().result()?;
             }
             Ok(is_complete)
         });
@@ -203,6 +205,8 @@ pub struct FileIo {
     pub clock: Arc<dyn Clock>,
     /// Why the engine is not `io_uring`, if that was tried.
     pub ring_refusal: Option<RingRefusal>,
+    /// Syncs of directories whose callers have gone.
+    pub directory_syncs: Arc<LateSyncs>,
 }
 
 impl FileIo {
@@ -216,7 +220,17 @@ impl FileIo {
         let threads = || Arc::new(Calls::new(THREAD_NAME, THREADS_MAX, Arc::clone(&clock)));
         let (workers, read_workers) = (threads(), threads());
         let background = background(&clock);
-        Self { engine, files, workers, read_workers, background, clock, ring_refusal: None }
+        let (ring_refusal, directory_syncs) = (None, Arc::default());
+        Self {
+            engine,
+            files,
+            workers,
+            read_workers,
+            background,
+            clock,
+            ring_refusal,
+            directory_syncs,
+        }
     }
 
     /// Access to the file systems of this machine with an I/O engine of this kind.
@@ -260,9 +274,8 @@ impl FileIo {
                 ),
             })?),
         };
-        let background = background(&clock);
-        let files = Arc::new(SystemFiles);
-        Ok(Self { engine, files, workers, read_workers, background, clock, ring_refusal })
+        let io = Self::new(engine, Arc::new(SystemFiles), clock);
+        Ok(Self { workers, read_workers, ring_refusal, ..io })
     }
 
     /// Calls past their deadline that the kernel has not completed.
@@ -299,6 +312,19 @@ impl FileIo {
         F: FnOnce(&dyn FileOperations) -> io::Result<T> + Send + 'static,
     {
         self.call_on(&self.read_workers, operation, path, deadline, work)
+    }
+
+    /// Syncs a directory, so that names in it are on stable storage. An error also if an earlier
+    /// sync of a directory failed after its caller had gone, which is then reported, or still runs.
+    pub(crate) fn sync_directory(
+        &self,
+        directory: &Path,
+        deadline: Deadline,
+    ) -> Result<(), DiskError> {
+        let (files, target) = (Arc::clone(&self.files), directory.to_owned());
+        self.directory_syncs
+            .call(&self.workers, deadline, move || files.sync_directory(&target))
+            .map_err(|source| DiskError::from_io("sync", directory, source))
     }
 
     fn call_on<T, F>(

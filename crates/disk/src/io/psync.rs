@@ -163,7 +163,8 @@ impl Completions {
         // Each outcome in the list belongs to a started transfer: the caller of `wait` has taken
         // all others out.
         // Under the lock: a later completion subtracts only what was added here.
-        let started = started.inspect(|syncs| syncs.iter().for_each(|file| file.leave_sync()));
+        let started =
+            started.inspect(|syncs| syncs.iter().for_each(|file| file.late_syncs().begin()));
         let started = started.count();
         let completed = std::mem::take(&mut list.outcomes);
         stuck.fetch_add((started - completed.len()) as u64, Ordering::Relaxed);
@@ -252,12 +253,12 @@ mod tests {
             }
             completions.close([Some(&*file)].into_iter(), &stuck);
             if !is_before {
-                let running = file.sync_result().unwrap_err();
+                let running = file.late_syncs().result().unwrap_err();
                 assert_eq!(running.kind(), io::ErrorKind::TimedOut);
                 completions.add(0, sync(result()), &stuck);
             }
-            assert_eq!(file.sync_result().is_err(), has_failed);
-            file.sync_result().unwrap();
+            assert_eq!(file.late_syncs().result().is_err(), has_failed);
+            file.late_syncs().result().unwrap();
         }
         assert_eq!(stuck.load(Ordering::Relaxed), 0);
     }

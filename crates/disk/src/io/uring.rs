@@ -215,7 +215,10 @@ impl TransferEngine for UringEngine {
             queue.complete(number, outcome);
         }
         let in_flight = ring.transfers.iter().flatten();
-        in_flight.clone().filter_map(InFlightTransfer::syncs).for_each(FileHandle::leave_sync);
+        in_flight
+            .clone()
+            .filter_map(InFlightTransfer::syncs)
+            .for_each(|file| file.late_syncs().begin());
         let unfinished: Vec<_> = in_flight.map(|in_flight| in_flight.number).collect();
         self.return_ring(ring);
         if let Err(error) = driven {
@@ -360,7 +363,7 @@ impl Drop for Ring {
         }
         // The results of its syncs stay unknown.
         let syncs = self.transfers.iter().flatten().filter_map(InFlightTransfer::syncs);
-        syncs.for_each(|file| file.end_late_sync(true));
+        syncs.for_each(|file| file.late_syncs().end(true));
     }
 }
 
@@ -467,7 +470,7 @@ mod tests {
             assert!(!limit.has_passed(&SystemClock), "the sync never ended");
             cascade_runtime::yield_now();
         }
-        assert_eq!(file.sync_result().unwrap_err().kind(), io::ErrorKind::Other);
-        file.sync_result().unwrap();
+        assert_eq!(file.late_syncs().result().unwrap_err().kind(), io::ErrorKind::Other);
+        file.late_syncs().result().unwrap();
     }
 }

@@ -55,9 +55,7 @@ impl SegmentPlan {
             .and_then(|()| match synced_directory {
                 // `sync_active` syncs the directory later.
                 None => Ok(()),
-                Some(directory) => {
-                    io.call("sync", &path, deadline, move |files| files.sync_directory(&directory))
-                }
+                Some(directory) => io.sync_directory(&directory, deadline),
             });
         let state = SegmentState::empty(allocate_bytes);
         let segment = Segment::new(header.number, header.segment_id, path, file, state);

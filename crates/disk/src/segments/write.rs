@@ -566,9 +566,7 @@ impl SegmentFiles {
         }
         outcome?;
         // The names of new segments. `create_segment` syncs them only in a durable tier.
-        let directory = self.config.directory.clone();
-        let path = directory.clone();
-        self.io.call("sync", &path, deadline, move |files| files.sync_directory(&directory))
+        self.io.sync_directory(&self.config.directory, deadline)
     }
 }
 
