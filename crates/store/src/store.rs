@@ -417,6 +417,31 @@ impl Store {
         Erase::new(self.core(), options).run()
     }
 
+    /// Changes the capacity of a tier below DRAM, such as `files`, until the store is closed. What
+    /// the tier holds above it is removed in the background, oldest blocks first and no more than
+    /// needed; the capacity in the statistics is the new one at once.
+    ///
+    /// # Errors
+    /// If there is no such tier, its capacity is fixed, or the value is out of range.
+    pub fn resize(
+        &self,
+        tier: &str,
+        capacity_bytes: u64,
+        options: CallOptions,
+    ) -> Result<(), StoreError> {
+        let core = self.core();
+        let stage = core.stages.iter().find(|stage| stage.name() == tier);
+        let stage = stage.ok_or_else(|| StoreError::Config {
+            setting: "pipeline",
+            reason: format!("it has no stage {tier:?} below DRAM"),
+        })?;
+        let resized = stage.resize(capacity_bytes, core.call(options).deadline);
+        resized.map_err(|error| tier_error(stage, "change the capacity", error))?;
+        core.insight().shadows.resize(stage.name(), capacity_bytes);
+        core.notify_movers();
+        Ok(())
+    }
+
     /// The current statistics.
     pub fn stats(&self) -> StoreStats {
         statistics::statistics(self.core())

@@ -94,6 +94,15 @@ impl Tier for SegmentFiles {
         Ok(self.reclaim(&mut |facts, address| keep(&facts.key, address), deadline)?)
     }
 
+    fn resize(&self, capacity_bytes: u64, deadline: Deadline) -> Result<(), TierError> {
+        let _held = self.held_lock()?;
+        Ok(SegmentFiles::resize(self, capacity_bytes, deadline)?)
+    }
+
+    fn is_shrinking(&self) -> bool {
+        SegmentFiles::is_shrinking(self)
+    }
+
     fn recover(&self) -> Vec<(BlockFacts, Address)> {
         self.recovery().live
     }
@@ -151,7 +160,7 @@ impl Tier for SegmentFiles {
     }
 
     fn stats(&self) -> TierStats {
-        let capacity_bytes = self.config.capacity_bytes;
+        let capacity_bytes = self.capacity.bytes();
         if self.held_lock().is_err() {
             let notes = vec!["closed".to_owned()];
             return TierStats { capacity_bytes, notes, ..TierStats::default() };

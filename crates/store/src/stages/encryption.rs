@@ -519,6 +519,14 @@ impl Tier for EncryptedStage {
         Ok(room)
     }
 
+    fn resize(&self, capacity_bytes: u64, deadline: Deadline) -> Result<(), TierError> {
+        self.inner.resize(capacity_bytes, deadline)
+    }
+
+    fn is_shrinking(&self) -> bool {
+        self.inner.is_shrinking()
+    }
+
     fn recover(&self) -> Vec<(BlockFacts, Address)> {
         let overhead = u32::try_from(OVERHEAD).expect("a small number");
         let mut recovered = self.recovered.lock().unwrap_or_else(PoisonError::into_inner);
