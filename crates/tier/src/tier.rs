@@ -298,6 +298,11 @@ pub trait Tier: Send + Sync + fmt::Debug {
         false
     }
 
+    /// Ends what the tier has registered of the pool's memory with the kernel or a device. Called
+    /// before free memory of the pool is given back to the system: such a registration would keep
+    /// its pages, which the pool does not have any more. Returns at once.
+    fn release_pool(&self) {}
+
     /// Returns the blocks of earlier runs, once. All names of the same bytes have one address, if
     /// the tier knows that they do.
     fn recover(&self) -> Vec<(BlockFacts, Address)>;

@@ -99,6 +99,10 @@ impl Tier for SegmentFiles {
         Ok(SegmentFiles::resize(self, capacity_bytes, deadline)?)
     }
 
+    fn release_pool(&self) {
+        self.io.engine.release_pool();
+    }
+
     fn is_shrinking(&self) -> bool {
         SegmentFiles::is_shrinking(self)
     }

@@ -132,7 +132,7 @@ fn batch_bytes_of(core: &StoreCore, stage: usize) -> u64 {
 fn next_batch(core: &StoreCore, stage: usize, batch_bytes: u64) -> Option<WriteBatch> {
     let mut state = core.lock();
     // At most a quarter of the backlog limit, so that retries do not make puts wait.
-    let retry_bytes = batch_bytes.min(core.dirty_bytes_max / 4).max(1);
+    let retry_bytes = batch_bytes.min(core.dirty_bytes_max() / 4).max(1);
     loop {
         // Not once the store is closed: nothing wakes this thread after the close.
         if state.is_write_circuit_open(stage) && !state.is_closed {

@@ -260,6 +260,9 @@ impl Shadows {
     /// Makes these the successors of others, whose unfinished requests they ignore.
     pub(super) fn succeed(&mut self, before: &Self) {
         self.generation = before.generation + 1;
+        // The capacities of the configuration are those at the start.
+        self.dram_plan = before.dram_plan;
+        self.files_plan = before.files_plan;
     }
 
     /// Halves the sample when blocks shorter than the first one made it too large.

@@ -523,6 +523,10 @@ impl Tier for EncryptedStage {
         self.inner.resize(capacity_bytes, deadline)
     }
 
+    fn release_pool(&self) {
+        self.inner.release_pool();
+    }
+
     fn is_shrinking(&self) -> bool {
         self.inner.is_shrinking()
     }

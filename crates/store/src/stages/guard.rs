@@ -226,6 +226,12 @@ impl Guarded {
         })
     }
 
+    /// See [`Tier::release_pool`]. Also while a circuit is open.
+    pub(crate) fn release_pool(&self, deadline: Deadline) -> Result<(), TierError> {
+        let (stage, limit) = (Arc::clone(&self.stage), limit(deadline, Some(&self.closed), false));
+        call(&self.other_calls, limit, move || stage.release_pool(), drop)
+    }
+
     /// Whether the capacity has changed since the last call.
     pub(crate) fn take_resized(&self) -> bool {
         self.is_resized.swap(false, Ordering::Relaxed)
