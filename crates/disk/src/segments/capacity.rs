@@ -11,9 +11,10 @@ use crate::{DiskError, FilesConfig};
 
 /// How many bytes the files may use.
 ///
-/// A tier that holds more than its capacity shrinks: its limit is then what the files use and the
-/// reserve of one segment. Each reclaim lowers the limit to that sum. So the tier is at every time
-/// a full tier of the size of its limit, which writes and reclaims as any other.
+/// A tier that holds more than its capacity shrinks: its limit is then what the files use and two
+/// segments, one to write and the reserve. Each reclaim lowers the limit to that sum. So the tier is
+/// at every time a full tier of the size of its limit, which writes and reclaims as any other. Two
+/// reclaims without a write between them always lower the limit by a segment.
 #[derive(Debug)]
 pub(super) struct Capacity {
     /// The size of a segment if the capacity is four of them or more.
@@ -36,8 +37,8 @@ impl Capacity {
         // A process that was killed while it used the reserve leaves more than the capacity less a
         // segment. That is no reason to use more than the capacity.
         if used_bytes > capacity_bytes {
-            let limit_bytes = used_bytes.saturating_add(new.segment_bytes());
-            new.limit_bytes.store(limit_bytes, Ordering::Relaxed);
+            new.limit_bytes.store(u64::MAX, Ordering::Relaxed);
+            new.lower_limit(used_bytes);
         }
         new
     }
@@ -72,8 +73,13 @@ impl Capacity {
     /// Lowers the limit as far as the used bytes and the capacity allow, or raises it to a larger
     /// capacity.
     pub(super) fn lower_limit(&self, used_bytes: u64) {
-        let needed_bytes = used_bytes.saturating_add(self.segment_bytes());
-        let limit_bytes = self.limit_bytes().min(needed_bytes).max(self.bytes());
+        let (capacity_bytes, segment_bytes) = (self.bytes(), self.segment_bytes());
+        let limit_bytes = if used_bytes.saturating_add(segment_bytes) <= capacity_bytes {
+            capacity_bytes
+        } else {
+            let needed_bytes = used_bytes.saturating_add(2 * segment_bytes);
+            self.limit_bytes().min(needed_bytes).max(capacity_bytes)
+        };
         self.limit_bytes.store(limit_bytes, Ordering::Relaxed);
     }
 }

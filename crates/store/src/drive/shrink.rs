@@ -14,6 +14,9 @@ use crate::shared::StoreCore;
 /// Steps in a row that keep at least as many blocks as they drop. The next step keeps none, to make
 /// sure that the stage gets smaller.
 const KEEPING_STEPS_MAX: u32 = 4;
+/// Times that room is made in one step. A stage that writes segments or the like needs two to get
+/// smaller in spite of the writes between two steps.
+const ROUNDS: u32 = 2;
 /// Pause after a stage has failed to make room, unless there is a batch to write.
 const RETRY_DELAY: Duration = Duration::from_secs(1);
 
@@ -24,9 +27,15 @@ pub(super) struct Shrink {
 }
 
 impl Shrink {
-    /// Makes room once if the stage has to shrink: in the file tier, removes one segment. The mover
-    /// calls it between two batches, so that puts do not wait for all of it.
+    /// Makes a part of the room if the stage has to shrink: in the file tier, removes two segments.
+    /// The mover calls it between two batches, so that puts do not wait for all of it.
     pub(super) fn step(&mut self, core: &Arc<StoreCore>, stage: usize) {
+        for _ in 0..ROUNDS {
+            self.make_room(core, stage);
+        }
+    }
+
+    fn make_room(&mut self, core: &Arc<StoreCore>, stage: usize) {
         if !core.stages[stage].is_shrinking() {
             self.keeping_steps = 0;
             return;
