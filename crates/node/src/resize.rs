@@ -176,12 +176,9 @@ fn resize_dram(
         store.pin_memory();
     }
     let capacity_bytes = resized.map_err(refused(DRAM, tenant))?;
-    // The pool changes by whole pages.
-    if capacity_bytes > bytes && capacity_bytes - bytes >= HUGE_PAGE_BYTES {
+    // A pool that gets larger gets whole pages, so it may be a little larger.
+    if is_smaller && capacity_bytes > bytes {
         return Err(ResizeError::Held { tenant: name(), capacity_bytes });
     }
     Ok(())
 }
-
-/// The largest page.
-const HUGE_PAGE_BYTES: u64 = 2 << 20;
