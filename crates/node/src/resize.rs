@@ -163,7 +163,8 @@ fn resize_dram(
     if bytes > started_bytes {
         return Err(ResizeError::AboveStart { tenant: name(), started_bytes });
     }
-    let is_smaller = bytes < store.memory_bytes();
+    // Or of the same size: memory that a client has allocated again then goes back, too.
+    let is_smaller = bytes <= store.memory_bytes();
     // A pool that gets larger has lost no page that a client could have registered: when it got
     // smaller, no client could have registered one, or it is pinned.
     if let Some(client) = pinning_client(sessions, tenant).filter(|_| is_smaller) {

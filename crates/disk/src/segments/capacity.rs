@@ -12,9 +12,9 @@ use crate::{DiskError, FilesConfig};
 /// How many bytes the files may use.
 ///
 /// A tier that holds more than its capacity shrinks: its limit is then what the files use and two
-/// segments, one to write and the reserve. Each reclaim lowers the limit to that sum. So the tier is
-/// at every time a full tier of the size of its limit, which writes and reclaims as any other. Two
-/// reclaims without a write between them always lower the limit by a segment.
+/// segments, one to write and the reserve. Each reclaim lowers the limit to that sum. So the tier
+/// is at every time a full tier of the size of its limit, which writes and reclaims as any other.
+/// Two reclaims without a write between them always lower the limit by a segment.
 #[derive(Debug)]
 pub(super) struct Capacity {
     /// The size of a segment if the capacity is four of them or more.

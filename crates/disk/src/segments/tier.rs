@@ -3,7 +3,7 @@
 use std::mem;
 use std::sync::PoisonError;
 
-use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId};
+use cascade_block::{BlockKey, ByteSize, Manifest, Namespace, NamespaceId};
 use cascade_memory::Slab;
 use cascade_runtime::Deadline;
 use cascade_tier::TierName;
@@ -198,6 +198,13 @@ fn notes(files: &SegmentFiles, stats: &DiskStats) -> Vec<String> {
     }
     if files.config.direct && !stats.is_direct {
         notes.push("the file system has no O_DIRECT: the page cache is used".to_owned());
+    }
+    if files.is_shrinking() {
+        let excess = ByteSize(stats.used_bytes.saturating_sub(files.capacity.bytes())).rounded();
+        notes.push(format!(
+            "the files are {excess} above the capacity, which was reduced; they shrink in the \
+             background"
+        ));
     }
     if recovery.torn_records > 0 {
         notes.push(format!("skipped {} torn records at opening", recovery.torn_records));

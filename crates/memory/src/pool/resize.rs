@@ -10,7 +10,7 @@ use cascade_runtime::LeafMutex;
 use super::{Pool, PoolInner};
 use crate::available::available_here;
 use crate::heap::Extent;
-use crate::{HostRegion, MemoryError, Region};
+use crate::{HostRegion, MemoryError, PageSource, Region};
 
 /// The part of a region that the pool does not use.
 #[derive(Debug)]
@@ -99,6 +99,21 @@ impl Pool {
         taken
     }
 
+    /// Gives the memory back again of all that was given back. A process that maps the region may
+    /// have allocated pages there.
+    ///
+    /// # Errors
+    /// If the kernel refuses.
+    pub fn release_again(&self) -> Result<(), MemoryError> {
+        let Some(host) = self.0.region.host() else { return Ok(()) };
+        let extents = self.0.resize.take_all();
+        let bytes = extents.iter().map(|extent| extent.bytes).sum();
+        let mut released = extents.iter();
+        let outcome = released.try_for_each(|it| host.release_pages(it.offset, it.bytes));
+        self.0.resize.keep(extents);
+        outcome.map_err(|source| MemoryError::Shrink { bytes, source })
+    }
+
     /// Allocates memory again that was given back, up to `bytes`, rounded up to a page. Returns the
     /// capacity.
     ///
@@ -112,7 +127,10 @@ impl Pool {
         if bytes > withheld {
             return Err(MemoryError::BeyondRegion { region_bytes: self.0.region.bytes() });
         }
-        if let Some(available_bytes) = available_here().filter(|available| *available < bytes) {
+        // Huge pages that the operator has reserved are not part of the available memory.
+        let is_ordinary = host.pages().source != PageSource::Reserved;
+        let available = available_here().filter(|available| is_ordinary && *available < bytes);
+        if let Some(available_bytes) = available {
             return Err(MemoryError::NotEnoughToGrow { bytes, available_bytes });
         }
         let mut left = bytes.div_ceil(host.page_bytes()).saturating_mul(host.page_bytes());
@@ -296,12 +314,28 @@ mod tests {
         drop(file);
     }
 
+    /// Such as a client that registers all of the region with a GPU.
+    #[test]
+    fn memory_that_another_process_has_allocated_again_goes_back_again() {
+        let pool = pool(8, HugePages::Never);
+        pool.withhold(6 * MIB).release().expect("the kernel punches holes");
+        assert!(allocated(&pool) < 3 * MIB);
+        let host = pool.region().host().expect("host memory");
+        let flags = rustix::fs::FallocateFlags::empty();
+        rustix::fs::fallocate(host.file(), flags, 0, 8 << 20).expect("8 MiB are there");
+        assert!(allocated(&pool) >= 8 * MIB);
+        pool.release_again().expect("the kernel punches holes");
+        assert!(allocated(&pool) < 3 * MIB);
+        assert_eq!(check_sums(&pool).capacity_bytes, 2 * MIB);
+    }
+
     #[test]
     fn a_pinned_pool_keeps_its_size() {
         let pool = pool(4, HugePages::Never);
         pool.withhold(MIB).release().expect("it is not pinned yet");
         pool.pin();
         assert!(matches!(pool.check_resizable(), Err(MemoryError::Pinned)));
+        assert_eq!(pool.capacity_bytes(), 3 * MIB);
         assert!(matches!(pool.restore(MIB), Err(MemoryError::Pinned)));
     }
 }

@@ -1,4 +1,4 @@
-//! Which clients may have registered the pool with a device or the kernel.
+//! Which clients may have registered the pool with a device.
 //!
 //! A registration keeps the pages that the pool had at that time. If the pool gives them back to
 //! the system, they stay allocated; and if it gets other pages in their place, the device uses the
@@ -12,10 +12,8 @@ use super::ClientSessions;
 use super::session::ClientSession;
 use crate::tenants::Tenant;
 
-/// What descriptors of such devices refer to: GPUs of NVIDIA and AMD, RDMA adapters, and rings,
-/// which have registered buffers.
-const DEVICES: &[&str] =
-    &["/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/infiniband/", "anon_inode:[io_uring]"];
+/// What descriptors of such devices refer to: GPUs of NVIDIA and AMD, and RDMA adapters.
+const DEVICES: &[&str] = &["/dev/nvidia", "/dev/kfd", "/dev/infiniband/"];
 
 /// A client of this tenant that may have registered the pool, in words.
 pub(crate) fn pinning_client(sessions: &ClientSessions, tenant: &Tenant) -> Option<String> {
@@ -64,7 +62,7 @@ mod tests {
         symlink("/dev/null", directory.path().join("0")).unwrap();
         symlink("socket:[12345]", directory.path().join("1")).unwrap();
         assert_eq!(opened_device(directory.path()).unwrap(), None);
-        for device in ["/dev/nvidiactl", "/dev/infiniband/uverbs0", "anon_inode:[io_uring]"] {
+        for device in ["/dev/nvidiactl", "/dev/kfd", "/dev/infiniband/uverbs0"] {
             symlink(device, directory.path().join("2")).unwrap();
             assert_eq!(opened_device(directory.path()).unwrap().as_deref(), Some(device));
             fs::remove_file(directory.path().join("2")).unwrap();

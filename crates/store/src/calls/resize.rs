@@ -50,6 +50,7 @@ fn shrink(core: &StoreCore, target: usize, call: CallContext) -> Result<(), Stor
         let released = stage.release_pool(call.deadline);
         released.map_err(|error| tier_error(stage, "end the registration of memory", error))?;
     }
+    core.pool.release_again().map_err(refused)?;
     let mut ancestors = AncestorSearch::default();
     let mut state = core.lock_for(KEYS_PER_HOLD);
     loop {
