@@ -36,7 +36,8 @@ fn key(number: u64) -> BlockKey {
 }
 
 fn bytes_of(number: u64) -> Vec<u8> {
-    (0..BLOCK).map(|at| (number as usize * 31 + at * 7 + at / 251) as u8).collect()
+    let bytes = (0..BLOCK as u64).map(|at| (number * 31 + at * 7 + at / 251).to_le_bytes()[0]);
+    bytes.collect()
 }
 
 fn put(client: &Client, range: std::ops::Range<u64>) {
