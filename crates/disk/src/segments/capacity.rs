@@ -19,7 +19,7 @@ use crate::{DiskError, FilesConfig};
 pub(super) struct Capacity {
     /// The size of a segment if the capacity is four of them or more.
     segment_bytes_max: u64,
-    capacity_bytes: AtomicU64,
+    configured_bytes: AtomicU64,
     /// The capacity, or more while the tier shrinks.
     limit_bytes: AtomicU64,
 }
@@ -31,7 +31,7 @@ impl Capacity {
         let capacity_bytes = config.capacity_bytes;
         let new = Self {
             segment_bytes_max: config.segment_bytes,
-            capacity_bytes: AtomicU64::new(capacity_bytes),
+            configured_bytes: AtomicU64::new(capacity_bytes),
             limit_bytes: AtomicU64::new(capacity_bytes),
         };
         // A process that was killed while it used the reserve leaves more than the capacity less a
@@ -47,7 +47,7 @@ impl Capacity {
     pub(super) fn bytes(&self) -> u64 {
         // Relaxed, here and below: the numbers guard no memory. All that must agree are read and
         // written with the writer locked.
-        self.capacity_bytes.load(Ordering::Relaxed)
+        self.configured_bytes.load(Ordering::Relaxed)
     }
 
     /// How many bytes the files may use now.
@@ -66,7 +66,7 @@ impl Capacity {
     }
 
     fn set(&self, capacity_bytes: u64, used_bytes: u64) {
-        self.capacity_bytes.store(capacity_bytes, Ordering::Relaxed);
+        self.configured_bytes.store(capacity_bytes, Ordering::Relaxed);
         self.lower_limit(used_bytes);
     }
 

@@ -310,7 +310,7 @@ mod tests {
         set(&node, caller, &request("connections_max", "100"), time).unwrap();
         let is_applied = node.apply_change(&before, &slower, "client_share", time).unwrap();
         assert!(!is_applied, "`before` is no longer in force");
-        set(&node, caller, &request("client_share", "10%")).unwrap();
+        set(&node, caller, &request("client_share", "10%"), time).unwrap();
         let live = node.live_settings();
         assert_eq!((live.connections_max, live.client_share_percent), (100, 10));
     }
