@@ -27,6 +27,10 @@ Examples:
   cascade config set log_filter debug
       Change the log level without a restart. To keep it, also set it in the configuration file.
   cascade config set connections_max 8192
+  cascade config set files_capacity 2TiB
+      Give the file tier more or less of the disk. It shrinks in the background.
+  cascade config set dram 64GiB --timeout 60
+      Give memory back to the system: at most 60 s for blocks in use.
 
 docs/configuration.md marks the settings that can be changed without a restart.")]
     Set(SetArgs),
@@ -91,7 +95,10 @@ fn set(args: &SetArgs, screen: &mut Screen) -> Result<i32, Failure> {
         return Ok(EXIT_OK);
     }
     let text = |value: Option<String>| value.unwrap_or_else(|| "not set".to_owned());
-    let SettingChange { key, before, now } = changed;
+    let SettingChange { key, before, now, note } = changed;
     screen.line(format!("{key} = {} (was {})", text(now), text(before)))?;
+    if let Some(note) = note {
+        screen.line(note)?;
+    }
     Ok(EXIT_OK)
 }

@@ -60,7 +60,7 @@ pub struct RegisteredPool {
 
 /// Memory of this host with a fixed address, such as a pool.
 pub trait HostMemory: Send + Sync + std::fmt::Debug {
-    /// The first byte and the length; none if it is not in host memory.
+    /// The first byte and the length, for a registration; none if it is not in host memory.
     fn span(&self) -> Option<(NonNull<u8>, usize)>;
 }
 
@@ -72,6 +72,8 @@ impl HostMemory for BackingMemory {
 
 impl HostMemory for Pool {
     fn span(&self) -> Option<(NonNull<u8>, usize)> {
+        // The device uses its pages from now on.
+        self.pin();
         self.region().host().map(|host| (host.base(), host.bytes()))
     }
 }

@@ -57,8 +57,8 @@ impl FilesConfig {
         }
     }
 
-    /// Rejects values out of range and limits the segment size to a quarter of the capacity.
-    pub(crate) fn checked(mut self) -> Result<Self, DiskError> {
+    /// Rejects values out of range.
+    pub(crate) fn check(&self) -> Result<(), DiskError> {
         let refuse =
             |setting, reason: &str| Err(DiskError::Config { setting, reason: reason.to_owned() });
         if self.capacity_bytes < MIB {
@@ -74,9 +74,13 @@ impl FilesConfig {
         if !(1..=1024).contains(&self.queue_depth) {
             return refuse("queue_depth", "must be 1 to 1024");
         }
+        Ok(())
+    }
+
+    /// The size of a segment: at most a quarter of the capacity, so that at least four fit. One of
+    /// them is the reserve.
+    pub(crate) fn segment_bytes_of(segment_bytes_max: u64, capacity_bytes: u64) -> u64 {
         let page = PAGE_BYTES as u64;
-        // At least four segments fit into the capacity. One of them is the reserve.
-        self.segment_bytes = self.segment_bytes.min(self.capacity_bytes / 4) / page * page;
-        Ok(self)
+        segment_bytes_max.min(capacity_bytes / 4) / page * page
     }
 }

@@ -71,6 +71,53 @@ pub enum MemoryError {
         /// What is wrong with it.
         reason: &'static str,
     },
+    /// The available memory is less than what the pool should get back.
+    #[error(
+        "{} more for the pool do not fit: {} of memory are available, on this machine or in this \
+         container or service; choose a smaller size, free memory or raise the limit",
+        shown(*bytes),
+        shown(*available_bytes)
+    )]
+    NotEnoughToGrow {
+        /// The additional size.
+        bytes: usize,
+        /// Memory that the kernel says this process can have.
+        available_bytes: usize,
+    },
+    /// The kernel refused to allocate memory of the pool again.
+    #[error("cannot allocate {} more for the pool", shown(*bytes))]
+    Grow {
+        /// The additional size.
+        bytes: usize,
+        /// The kernel's error.
+        #[source]
+        source: io::Error,
+    },
+    /// The kernel refused to take memory of the pool back.
+    #[error("cannot give {} of the pool back to the system", shown(*bytes))]
+    Shrink {
+        /// The size.
+        bytes: usize,
+        /// The kernel's error.
+        #[source]
+        source: io::Error,
+    },
+    /// The pool has fewer bytes than requested.
+    #[error(
+        "the pool has {} of address space since the start of the store; open the store again for \
+         a larger one",
+        shown(*region_bytes)
+    )]
+    BeyondRegion {
+        /// The size at the start.
+        region_bytes: usize,
+    },
+    /// A device or the kernel uses the memory by its pages, also while it is free.
+    #[error(
+        "the pool is registered with a device, so that its pages stay allocated; open the store \
+         again with another size"
+    )]
+    Pinned,
     /// A capacity of zero.
     #[error("the capacity of a pool is 0; give at least one page of 4096 bytes")]
     Empty,

@@ -21,6 +21,9 @@ const PAGE: usize = 4096;
 /// Tight candidates that are tried for an aligned fit, before one that fits at any alignment.
 const TIGHT_FITS_MAX: usize = 8;
 
+/// Free extents that are tried for a whole page. One of twice its length always has one.
+const PAGE_TRIES_MAX: usize = 64;
+
 #[derive(Debug)]
 pub(crate) struct Heap {
     by_offset: BTreeMap<usize, usize>,
@@ -85,6 +88,20 @@ impl Heap {
             self.insert(end, free_end - end);
         }
         Some(Extent { offset, bytes })
+    }
+
+    /// Takes whole pages of `page_bytes`, a power of two, from one of the largest free extents: at
+    /// most `bytes_max` bytes, a multiple of the page.
+    pub(crate) fn take_pages(&mut self, page_bytes: usize, bytes_max: usize) -> Option<Extent> {
+        let large = self.by_size.iter().rev().take_while(|(bytes, _)| *bytes >= page_bytes);
+        let (offset, bytes) = large.take(PAGE_TRIES_MAX).find_map(|(bytes, offset)| {
+            let start = offset.next_multiple_of(page_bytes);
+            let end = (offset + bytes) / page_bytes * page_bytes;
+            (end > start).then_some((start, end.saturating_sub(start)))
+        })?;
+        let taken = bytes.min(bytes_max);
+        // From its end, so that the rest stays with what is before it.
+        self.take_at(offset + bytes - taken, taken)
     }
 
     /// Frees an extent and merges it with its free neighbours.
@@ -179,6 +196,22 @@ mod tests {
             heap.free(piece);
         }
         assert_eq!(heap.largest_free_bytes(), 16 * PAGE);
+    }
+
+    #[test]
+    fn whole_pages_are_taken_from_the_largest_free_extent() {
+        let mut heap = Heap::new(16 * PAGE);
+        let used = heap.take_at(5 * PAGE + 64, 64).expect("all is free");
+        // Five whole pages before it, ten behind.
+        let some = heap.take_pages(PAGE, 4 * PAGE).expect("the larger part has ten");
+        assert_eq!(some, Extent { offset: 12 * PAGE, bytes: 4 * PAGE });
+        let sizes = std::iter::from_fn(|| heap.take_pages(PAGE, usize::MAX));
+        let sizes: Vec<_> = sizes.map(|extent| (extent.offset, extent.bytes)).collect();
+        assert_eq!(sizes, [(6 * PAGE, 6 * PAGE), (0, 5 * PAGE)]);
+        assert_eq!(heap.free_bytes(), PAGE - 64);
+        heap.free(used);
+        assert!(heap.take_pages(2 * PAGE, usize::MAX).is_none());
+        assert_eq!(heap.take_pages(PAGE, usize::MAX).map(|page| page.offset), Some(5 * PAGE));
     }
 
     #[test]

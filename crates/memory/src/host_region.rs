@@ -143,7 +143,52 @@ impl HostRegion {
         &self.file
     }
 
-    /// The pages that the kernel provided.
+    /// The unit in which memory can be given back.
+    pub(crate) fn page_bytes(&self) -> usize {
+        if self.pages.source == PageSource::Reserved { HUGE_PAGE } else { PAGE }
+    }
+
+    /// Gives the memory of a range of whole pages back to the system. Its bytes are then zero. No
+    /// other process may use them, and no device may have them registered.
+    pub(crate) fn release_pages(&self, offset: usize, bytes: usize) -> io::Result<()> {
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        Ok(fallocate(&self.file, flags, offset as u64, bytes as u64)?)
+    }
+
+    /// Allocates the memory of a range again that [`Self::release_pages`] has given back, in huge
+    /// pages if the region has those.
+    ///
+    /// # Safety
+    /// No other thread accesses the range, and it holds no data.
+    pub(crate) unsafe fn restore_pages(&self, offset: usize, bytes: usize) -> io::Result<()> {
+        assert!(offset.checked_add(bytes).is_some_and(|end| end <= self.bytes()), "in the region");
+        if self.pages.source == PageSource::Collapsed {
+            let start = offset.next_multiple_of(HUGE_PAGE);
+            let whole = (offset + bytes).saturating_sub(start) / HUGE_PAGE * HUGE_PAGE;
+            if whole > 0 {
+                // SAFETY: the range is inside the mapping, as the assertion says.
+                let base = unsafe { self.base().add(start) };
+                // SAFETY: the caller has the range to itself, and it holds no data.
+                unsafe { pages::touch(base, whole) };
+                // SAFETY: as above. A refusal leaves ordinary pages, as at the start.
+                drop(unsafe { pages::collapse(base, whole) });
+            }
+        }
+        // As at the start: a file system that fills up later causes no SIGBUS.
+        fallocate(&self.file, FallocateFlags::empty(), offset as u64, bytes as u64)?;
+        // SAFETY: the range is inside the mapping.
+        let base = unsafe { self.base().add(offset) };
+        // SAFETY: as above; populating changes no contents.
+        unsafe { pages::populate(base, bytes) }
+    }
+
+    /// Bytes that are mapped by huge pages now.
+    pub(crate) fn huge_bytes_now(&self) -> usize {
+        // Without `/proc` the last known number is as good as any.
+        pages::huge_bytes(self.base(), self.bytes()).unwrap_or(self.pages.huge_bytes)
+    }
+
+    /// The pages that the kernel provided at the start.
     pub fn pages(&self) -> &PageReport {
         &self.pages
     }

@@ -40,7 +40,7 @@ pub use pages::{HugePages, PageReport, PageSource};
 pub use peer_region::PeerRegion;
 pub use pool::{
     Attachment, BackingMemory, DIRECT_ALIGN, HostSlab, HostSlabMut, Lender, Pool, PoolStats, Slab,
-    SlabMut, WipeReport,
+    SlabMut, WipeReport, WithheldMemory,
 };
 pub use process_mark::process_mark;
 pub use region::{Region, RegionKind};

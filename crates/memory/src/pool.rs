@@ -1,5 +1,6 @@
 //! The pool: allocates slabs of one region and frees them when they are dropped.
 
+mod resize;
 mod slab;
 
 use serde::{Deserialize, Serialize};
@@ -10,10 +11,12 @@ use std::sync::{Arc, MutexGuard, PoisonError};
 
 use cascade_runtime::LeafMutex;
 
+use self::resize::Resize;
 use crate::heap::{Extent, Heap};
 use crate::magazine::Magazines;
 use crate::{DeviceMemory, HostRegion, MemoryError, PoolConfig, PoolFiles, Region, RegionKind};
 
+pub use resize::WithheldMemory;
 pub use slab::{Attachment, BackingMemory, HostSlab, HostSlabMut, Lender, Slab, SlabMut};
 
 /// Alignment of offset and length of slabs for direct I/O.
@@ -30,7 +33,7 @@ const UNSERVED_MAX: usize = 4096;
 /// Memory use of the pool. `reserved + magazine + free = capacity` while no call is in flight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct PoolStats {
-    /// Size of the region.
+    /// Size of the region, less what was given back to the system.
     pub capacity_bytes: usize,
     /// Bytes requested by slabs.
     pub requested_bytes: usize,
@@ -67,6 +70,7 @@ pub(crate) struct PoolInner {
     released: LeafMutex<VecDeque<usize>>,
     /// Length of `released`, to be read without the lock.
     released_count: AtomicUsize,
+    resize: Resize,
 }
 
 /// The result of wiping a pool's free memory.
@@ -118,6 +122,7 @@ impl Pool {
 
     fn of_region(region: Region) -> Self {
         let capacity = region.bytes();
+        let resize = Resize::of(&region);
         Self(Arc::new(PoolInner {
             region,
             magazines: Magazines::new(capacity),
@@ -127,6 +132,7 @@ impl Pool {
             unzeroed: LeafMutex::default(),
             released: LeafMutex::default(),
             released_count: AtomicUsize::new(0),
+            resize,
         }))
     }
 
@@ -175,17 +181,17 @@ impl Pool {
     /// Current memory use. Not a consistent snapshot while other threads use the pool.
     pub fn stats(&self) -> PoolStats {
         let heap = self.0.lock_heap();
-        let capacity_bytes = self.0.region.bytes();
+        let capacity_bytes = self.capacity_bytes();
         let reserved_bytes = self.0.counters.reserved.load(Ordering::Relaxed);
         PoolStats {
             capacity_bytes,
             requested_bytes: self.0.counters.requested.load(Ordering::Relaxed),
             reserved_bytes,
             // Saturating, because other threads change the counter meanwhile.
-            magazine_bytes: (capacity_bytes - heap.free_bytes()).saturating_sub(reserved_bytes),
+            magazine_bytes: capacity_bytes.saturating_sub(heap.free_bytes() + reserved_bytes),
             free_bytes: heap.free_bytes(),
             largest_free_bytes: heap.largest_free_bytes(),
-            huge_bytes: self.0.region.host().map_or(0, |host| host.pages().huge_bytes),
+            huge_bytes: self.0.resize.huge_bytes(),
         }
     }
 
@@ -381,7 +387,8 @@ impl PoolInner {
 
 impl Drop for PoolInner {
     fn drop(&mut self) {
-        let unzeroed = self.take_unzeroed();
+        let mut unzeroed = self.take_unzeroed();
+        unzeroed.append(&mut self.resize.take_all());
         let heap = self.heap.get_mut().unwrap_or_else(PoisonError::into_inner);
         self.magazines.drain(|extent| heap.free(extent));
         for extent in unzeroed {

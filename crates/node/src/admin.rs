@@ -50,7 +50,7 @@ pub(crate) fn answer(
         "delete" => json(&commands::delete(node, caller, &parse(topic, arguments)?, time)?),
         "clear" => json(&commands::clear(node, caller, &parse(topic, arguments)?)?),
         "config" => json(&commands::config(node, caller, &parse(topic, arguments)?)?),
-        "config-set" => json(&commands::set(node, caller, &parse(topic, arguments)?)?),
+        "config-set" => json(&commands::set(node, caller, &parse(topic, arguments)?, time)?),
         "reload" => {
             require_administrator(caller)?;
             json(&reload(node)?)

@@ -7,6 +7,7 @@ use thiserror::Error;
 
 use crate::gpu::GpuError;
 use crate::http::HttpError;
+use crate::resize::ResizeError;
 use crate::socket_place::SocketPlaceError;
 use crate::telemetry::TelemetryError;
 use crate::tenants::TenantError;
@@ -62,6 +63,9 @@ pub enum NodeError {
     /// The GPU was lost.
     #[error(transparent)]
     Gpu(GpuError),
+    /// A capacity could not be changed.
+    #[error(transparent)]
+    Resize(#[from] ResizeError),
     /// Logs or traces cannot be written.
     #[error(transparent)]
     Telemetry(#[from] TelemetryError),

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use cascade_block::ByteSize;
 use cascade_runtime::{Clock, SystemClock};
-use cascade_store::Store;
+use cascade_store::{CallOptions, Store};
 use tokio::sync::Notify;
 
 use crate::NodeConfig;
@@ -17,15 +17,19 @@ use crate::error::NodeError;
 use crate::gpu::NodeGpu;
 use crate::gpu_node::GpuNode;
 use crate::process_stats::ProcessStats;
+use crate::resize::{self, DRAM};
 use crate::samples::Samples;
 use crate::server::{ClientSessions, ClientSnapshot};
 use crate::status::{ClientsStatus, NodeState, NodeStatus, Status, StatusView, TenantStatus};
-use crate::telemetry::{Spans, TelemetryError};
+use crate::telemetry::Spans;
 use crate::tenants::{Tenant, Tenants};
 use crate::traffic::Traffic;
 
 /// Maximum number of hot prefixes in a tenant's status.
 const HOT_PREFIXES: usize = 10;
+
+/// How long a reload waits for tiers that change their capacities.
+const RELOAD_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The settings that a running node can change.
 #[derive(Debug, Clone, Copy)]
@@ -162,27 +166,38 @@ impl Node {
     /// and the settings that need a restart.
     ///
     /// # Errors
-    /// The log filter is invalid; then nothing changes.
-    pub(crate) fn apply_config(
-        &self,
-        new: &NodeConfig,
-    ) -> Result<ConfigDifference, TelemetryError> {
+    /// The log filter is invalid, or a capacity does not change. No other setting changes then.
+    pub(crate) fn apply_config(&self, new: &NodeConfig) -> Result<ConfigDifference, NodeError> {
         let mut current = self.0.current.lock().unwrap_or_else(PoisonError::into_inner);
-        self.replace_config(&mut current, new)
+        let mut difference = self.difference(&current, new);
+        let is_dram = |key: &String| key == DRAM;
+        let tenants = self.0.tenants.get();
+        if tenants.is_some_and(|tenants| resize::exceeds_start(tenants, new))
+            && config::difference(&self.0.config, new).live.iter().any(is_dram)
+        {
+            difference.live.retain(|key| !is_dram(key));
+            difference.restart.push(DRAM.to_owned());
+        }
+        self.replace_config(&mut current, new, &difference.live, RELOAD_TIMEOUT)?;
+        Ok(difference)
     }
 
     /// Applies `new` as [`Node::apply_config`] does, if the configuration is still `before`, from
-    /// which `new` was made. Returns whether it was: otherwise `new` would undo another change.
+    /// which `new` was made by a change of one key. Returns whether it was: otherwise `new` would
+    /// undo another change.
     pub(crate) fn apply_change(
         &self,
         before: &NodeConfig,
         new: &NodeConfig,
-    ) -> Result<bool, TelemetryError> {
+        key: &str,
+        time: Duration,
+    ) -> Result<bool, NodeError> {
         let mut current = self.0.current.lock().unwrap_or_else(PoisonError::into_inner);
         if *current != *before {
             return Ok(false);
         }
-        self.replace_config(&mut current, new).map(|_| true)
+        // Also without a difference: an earlier change of a capacity may have got only a part.
+        self.replace_config(&mut current, new, &[key.to_owned()], time).map(|()| true)
     }
 
     /// `current` is locked by the caller: two concurrent changes must not each compare with the
@@ -191,19 +206,34 @@ impl Node {
         &self,
         current: &mut NodeConfig,
         new: &NodeConfig,
-    ) -> Result<ConfigDifference, TelemetryError> {
-        // The log filter is the only step that can fail, so it goes first.
-        if let Some(controls) = self.0.controls.get() {
-            controls.log.set(new.log.filter.as_deref().unwrap_or("info"))?;
+        changed: &[String],
+        time: Duration,
+    ) -> Result<(), NodeError> {
+        // What can fail goes first. An invalid log filter is refused before anything has changed.
+        let set_filter = |config: &NodeConfig| {
+            let filter = config.log.filter.as_deref().unwrap_or("info");
+            self.0.controls.get().map_or(Ok(()), |controls| controls.log.set(filter))
+        };
+        set_filter(new)?;
+        if let Some(tenants) = self.0.tenants.get() {
+            let options = CallOptions { timeout: Some(time), ..CallOptions::default() };
+            let resized = resize::resize(tenants, self.sessions(), new, changed, options);
+            if let Err(error) = resized {
+                set_filter(current)?;
+                return Err(error.into());
+            }
         }
         // One assignment for all of them: a reader never gets a mixture of old and new settings.
         *self.0.live.write().unwrap_or_else(PoisonError::into_inner) = LiveSettings::of(new);
-        let live = config::difference(current, new).live;
-        // After the comparison, which needs the state before this change.
         *current = new.clone();
-        // Live settings are compared with the last change, the others with the start: these stay
-        // different until the node is restarted.
-        Ok(ConfigDifference { live, restart: config::difference(&self.0.config, new).restart })
+        Ok(())
+    }
+
+    /// How a configuration differs. Live settings are compared with the last change, the others
+    /// with the start: these stay different until the node is restarted.
+    fn difference(&self, current: &NodeConfig, new: &NodeConfig) -> ConfigDifference {
+        let live = config::difference(current, new).live;
+        ConfigDifference { live, restart: config::difference(&self.0.config, new).restart }
     }
 
     /// Sets the handles on the process. Only the first call has an effect.

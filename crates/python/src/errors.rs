@@ -30,7 +30,7 @@ pub(crate) fn to_python(error: &StoreError) -> PyErr {
         StoreError::Tier { .. } => TierError::new_err(message),
         StoreError::Pipeline(_) => PipelineError::new_err(message),
         StoreError::Config { .. } => ConfigError::new_err(message),
-        StoreError::Memory(_) => PoolError::new_err(message),
+        StoreError::Memory(_) | StoreError::Resize(_) => PoolError::new_err(message),
         StoreError::Unavailable { .. } => AwayError::new_err(message),
         StoreError::Refused { .. } => RefusedError::new_err(message),
         StoreError::Closed => ClosedError::new_err(message),

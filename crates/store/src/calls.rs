@@ -24,6 +24,7 @@ pub(crate) mod read_counters;
 mod read_each;
 mod read_flow;
 pub(crate) mod resident_views;
+pub(crate) mod resize;
 mod scrub;
 pub(crate) mod sources;
 pub(crate) mod write_through;

@@ -3,6 +3,8 @@
 pub(crate) mod breaker;
 pub(crate) mod mover;
 pub(crate) mod prober;
+pub(crate) mod rate_limiter;
 pub(crate) mod scrub;
 pub(crate) mod settle;
+mod shrink;
 pub(crate) mod source_prober;

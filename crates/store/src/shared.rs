@@ -49,7 +49,6 @@ pub(crate) struct StoreCore {
     pub(crate) sources: Sources,
     /// The store's own memory first, then the stages, then the sources.
     tier_names: Vec<TierName>,
-    pub(crate) dirty_bytes_max: u64,
     /// The named pool, if there is one.
     pub(crate) warm: Option<NamedPool>,
     state: StateLock,
@@ -104,8 +103,8 @@ impl StoreCore {
             None => random_number("hash_seed")?,
         });
         let history = History::new(clock.unix_ms(), seed);
-        let memory =
-            MemoryTier::new(pipeline.memory, pipeline.keeps_in_memory, new_eviction(&config));
+        let eviction = new_eviction(&config, config.dram_bytes);
+        let memory = MemoryTier::new(pipeline.memory, pipeline.keeps_in_memory, eviction);
         let mut state =
             StoreState::new(memory, stages.len(), history, (config.health, seed), &*clock);
         state.ledger = ledger;
@@ -113,7 +112,6 @@ impl StoreCore {
         for (at, stage) in stages.iter().enumerate() {
             state.key_only_stages |= u8::from(stage.keeps_names_only()) << at;
         }
-        let dirty_bytes_max = config.dirty_bytes_max.unwrap_or(config.dram_bytes / 4);
         let names: Vec<TierName> = stages.iter().map(Guarded::name).collect();
         let insight = Insight::new(&config, pipeline.memory_tier(), &names, seed);
         let insight = InsightLock::new(insight, seed);
@@ -130,7 +128,6 @@ impl StoreCore {
             pool,
             stages,
             sources,
-            dirty_bytes_max,
             warm,
             state,
             call_counts: LeafMutex::default(),
@@ -150,7 +147,17 @@ impl StoreCore {
 
     /// A new, empty eviction state.
     pub(crate) fn new_eviction(&self) -> Eviction {
-        new_eviction(&self.config)
+        new_eviction(&self.config, self.memory_bytes())
+    }
+
+    /// The size of the first tier.
+    pub(crate) fn memory_bytes(&self) -> u64 {
+        self.pool.capacity_bytes() as u64
+    }
+
+    /// Limit of the write backlog of all stages together.
+    pub(crate) fn dirty_bytes_max(&self) -> u64 {
+        self.config.dirty_bytes_max.unwrap_or(self.memory_bytes() / 4)
     }
 
     /// Whether a thread panicked while it held the lock.
@@ -350,9 +357,9 @@ fn check_for_device(config: &StoreConfig) -> Result<(), StoreError> {
     Err(StoreError::Config { setting, reason })
 }
 
-fn new_eviction(config: &StoreConfig) -> Eviction {
+fn new_eviction(config: &StoreConfig, capacity_bytes: u64) -> Eviction {
     let limits = EvictionLimits {
-        capacity_bytes: config.dram_bytes,
+        capacity_bytes,
         protected_percent: config.protected_percent,
         admit_partial: config.admit_partial,
     };

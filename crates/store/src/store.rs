@@ -23,6 +23,7 @@ use crate::calls::prefetch::{PrefetchQueue, run_prefetch};
 use crate::calls::put::{put, reserve};
 use crate::calls::read::Reads;
 use crate::calls::resident_views::failed_views;
+use crate::calls::resize::resize;
 use crate::core::catalog::Content;
 use crate::core::flush_mark::FlushMark;
 use crate::core::history::Loss;
@@ -415,6 +416,50 @@ impl Store {
     /// result lists what was not erased.
     pub fn erase(&self, options: CallOptions) -> Result<EraseReport, StoreError> {
         Erase::new(self.core(), options).run()
+    }
+
+    /// Changes the capacity of a tier until the store is closed. Returns its capacity.
+    ///
+    /// - DRAM: evicts blocks, and gives their memory back to the system until the deadline. Blocks
+    ///   that are pinned, read or not written yet stay; if they keep DRAM above its new size, that
+    ///   is the capacity, and a later call goes on. At most the size at opening. No other process
+    ///   may have registered the region with a device; see [`Store::pin_memory`].
+    /// - A tier below DRAM, such as `files`: its capacity is the new one at once. What it holds
+    ///   above that is removed in the background, oldest blocks first and no more than needed.
+    ///
+    /// # Errors
+    /// If there is no such tier, its capacity is fixed, or the value is out of range.
+    pub fn resize(
+        &self,
+        tier: &str,
+        capacity_bytes: u64,
+        options: CallOptions,
+    ) -> Result<u64, StoreError> {
+        let core = self.core();
+        if tier == core.pipeline.memory {
+            return resize(core, capacity_bytes, core.call(options));
+        }
+        let stage = core.stages.iter().find(|stage| stage.name() == tier);
+        let stage = stage.ok_or_else(|| StoreError::Config {
+            setting: "pipeline",
+            reason: format!("it has no stage {tier:?}"),
+        })?;
+        let resized = stage.resize(capacity_bytes, core.call(options).deadline);
+        resized.map_err(|error| tier_error(stage, "change the capacity", error))?;
+        core.insight().shadows.resize(stage.name(), capacity_bytes);
+        core.notify_movers();
+        Ok(capacity_bytes)
+    }
+
+    /// The size of the first tier now, such as DRAM.
+    pub fn memory_bytes(&self) -> u64 {
+        self.core().memory_bytes()
+    }
+
+    /// From now on DRAM keeps its size, because a device may have its pages registered: it would
+    /// use those after DRAM got others.
+    pub fn pin_memory(&self) {
+        self.core().pool.pin();
     }
 
     /// The current statistics.

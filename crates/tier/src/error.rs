@@ -89,6 +89,9 @@ pub enum StoreError {
     /// The pool could not be created.
     #[error("cannot create the DRAM tier")]
     Memory(#[source] Arc<MemoryError>),
+    /// The size of the pool could not be changed.
+    #[error("cannot change the size of DRAM")]
+    Resize(#[source] Arc<MemoryError>),
     /// A thread could not be started.
     #[error("cannot start the threads of the store")]
     Threads {

@@ -154,6 +154,9 @@ pub enum TierError {
     /// The tier does not support erasing.
     #[error("the stage cannot erase its blocks")]
     CannotErase,
+    /// The tier's capacity cannot change.
+    #[error("the stage has a fixed capacity")]
+    CannotResize,
     /// The tier was closed.
     #[error("the stage is closed")]
     Closed,
@@ -282,6 +285,23 @@ pub trait Tier: Send + Sync + fmt::Debug {
         keep: &mut dyn FnMut(&BlockKey, Address) -> bool,
         deadline: Deadline,
     ) -> Result<MakeRoomOutcome, TierError>;
+
+    /// Changes the most bytes that it may use. What it holds above that, it gives back in later
+    /// calls of `make_room`, a part in each; until then it is shrinking.
+    fn resize(&self, _capacity_bytes: u64, _deadline: Deadline) -> Result<(), TierError> {
+        Err(TierError::CannotResize)
+    }
+
+    /// Whether it holds more than its capacity, because that was reduced. The store then calls
+    /// `make_room` until it does not. Returns at once.
+    fn is_shrinking(&self) -> bool {
+        false
+    }
+
+    /// Ends what the tier has registered of the pool's memory with the kernel or a device. Called
+    /// before free memory of the pool is given back to the system: such a registration would keep
+    /// its pages, which the pool does not have any more. Returns at once.
+    fn release_pool(&self) {}
 
     /// Returns the blocks of earlier runs, once. All names of the same bytes have one address, if
     /// the tier knows that they do.

@@ -77,13 +77,25 @@ impl ServedNode {
         )
         .unwrap();
         prepare(&directory);
+        let child = Self::serve(command, &directory);
+        Self { directory, child }
+    }
+
+    fn serve(command: &mut Command, directory: &TempDir) -> Child {
         let log = fs::File::create(directory.path().join("log")).unwrap();
         command.arg("serve").arg("--config").arg(directory.path().join("cascade.toml"));
         command.arg("--socket").arg(directory.path().join("run/cascade.sock"));
         command.stdout(Stdio::piped()).stderr(log);
         let mut child = command.spawn().unwrap();
         await_ready(&mut child);
-        Self { directory, child }
+        child
+    }
+
+    /// Stops the node cleanly, and starts it again with its configuration file.
+    pub(crate) fn restart(&mut self) {
+        kill_process(self.process(), Signal::TERM).unwrap();
+        assert!(self.child.wait().unwrap().success());
+        self.child = Self::serve(&mut cascade(), &self.directory);
     }
 
     pub(crate) fn path(&self, name: &str) -> PathBuf {
@@ -325,7 +337,8 @@ fn settings_are_printed_and_changed_without_a_restart() {
     for (args, hints) in [
         (&["log_filter", "=="][..], &["log_filter"][..]),
         (&["connections_max", "many"], &["connections_max", "whole number"]),
-        (&["dram", "1GiB"], &["needs a restart", "log_filter"]),
+        (&["policy", "lru"], &["needs a restart", "log_filter"]),
+        (&["dram", "1GiB"], &["at most 16MiB", "restart the node"]),
         (&["conectoins_max", "5"], &["no setting", "connections_max"]),
     ] {
         let message = node.refused(1, &[&["config", "set"], args].concat());

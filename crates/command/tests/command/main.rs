@@ -12,6 +12,7 @@ mod operator_files;
 mod port;
 mod reference;
 mod replay;
+mod resize;
 mod serve;
 mod sim;
 mod usage;

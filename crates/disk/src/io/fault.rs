@@ -163,6 +163,10 @@ impl FaultyEngine {
 }
 
 impl TransferEngine for FaultyEngine {
+    fn release_pool(&self) {
+        self.inner.release_pool();
+    }
+
     fn name(&self) -> &'static str {
         "faulty"
     }

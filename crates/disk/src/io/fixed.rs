@@ -6,6 +6,7 @@ use std::fmt;
 use std::io;
 use std::os::fd::AsRawFd as _;
 use std::slice;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use cascade_memory::Pool;
 use io_uring::IoUring;
@@ -23,6 +24,9 @@ pub(super) struct FixedBuffers {
     owner_ring: IoUring,
     /// Keeps the region alive for every ring that uses it.
     pool: Pool,
+    /// Set before memory of the pool is given back to the system. A ring in use keeps the pages
+    /// that were registered; the pool has others when it gets that memory again.
+    has_ended: AtomicBool,
 }
 
 impl FixedBuffers {
@@ -53,7 +57,7 @@ impl FixedBuffers {
         // `RLIMIT_MEMLOCK` or the maximum number of buffers is exceeded: transfers work without
         // registration.
         registered.ok()?;
-        Some(Self { owner_ring, pool: pool.clone() })
+        Some(Self { owner_ring, pool: pool.clone(), has_ended: AtomicBool::new(false) })
     }
 
     /// Shares the registered buffers with another ring.
@@ -61,8 +65,18 @@ impl FixedBuffers {
         ring.submitter().register_buffers_clone(self.owner_ring.as_raw_fd())
     }
 
+    /// No transfer that starts from now on uses the registration.
+    pub(super) fn end(&self) {
+        // Relaxed, also below: the lock of the pool orders this before the allocation of every slab
+        // that is made in memory which the pool has got again.
+        self.has_ended.store(true, Ordering::Relaxed);
+    }
+
     /// The index of the buffer that contains a piece of memory, if one does.
     pub(super) fn index_of(&self, io_vec: &IoVec) -> Option<u16> {
+        if self.has_ended.load(Ordering::Relaxed) {
+            return None;
+        }
         let region = self.pool.region().host()?;
         let start = io_vec.base.addr().checked_sub(region.base().as_ptr().addr())?;
         let last = start.checked_add(io_vec.bytes.checked_sub(1)?)?;

@@ -89,6 +89,10 @@ pub trait TransferEngine: Send + Sync + fmt::Debug {
         false
     }
 
+    /// Ends the registration of the pool's memory: from now on no transfer uses it, and the kernel
+    /// lets go of it when the transfers in flight have ended.
+    fn release_pool(&self) {}
+
     /// Transfers past their deadline that the device has not ended.
     fn stuck_calls(&self) -> u64 {
         0

@@ -13,7 +13,7 @@ use std::time::Duration;
 use std::{fmt, io};
 
 use cascade_memory::Pool;
-use cascade_runtime::{Clock, Deadline, Mutex, thread};
+use cascade_runtime::{Clock, Deadline, Mutex, RwLock, thread};
 use io_uring::types::{Fd, FsyncFlags, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode, squeue};
 use rustix::io::Errno;
@@ -41,7 +41,8 @@ const STUCK_RINGS_MAX: u64 = 32;
 pub struct UringEngine {
     depth: u32,
     clock: Arc<dyn Clock>,
-    fixed: Option<Arc<FixedBuffers>>,
+    /// `None` after its end, too.
+    fixed: RwLock<Option<Arc<FixedBuffers>>>,
     read_window: ReadWindow,
     idle: Arc<Mutex<Vec<Ring>>>,
     /// Rings that wait for the kernel after the deadline of their call.
@@ -89,18 +90,33 @@ impl UringEngine {
         // `None` if this ring cannot share the registration (before Linux 6.12). Then no other can.
         let fixed = first.fixed.clone();
         let idle = Arc::new(Mutex::new(vec![first]));
-        let read_window = ReadWindow::new();
+        let (fixed, read_window) = (RwLock::new(fixed), ReadWindow::new());
         Ok(Self { depth, clock, fixed, read_window, idle, stuck: Arc::default() })
     }
 
     fn take_ring(&self) -> io::Result<Ring> {
-        let idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        idle.map_or_else(|| Ring::new(self.depth, self.fixed.as_ref()), Ok)
+        let fixed = self.fixed();
+        loop {
+            let idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
+            match idle {
+                // A ring with a registration that has ended is closed.
+                Some(ring) if ring.fixed.is_some() && fixed.is_none() => drop(ring),
+                Some(ring) => return Ok(ring),
+                None => return Ring::new(self.depth, fixed.as_ref()),
+            }
+        }
+    }
+
+    fn fixed(&self) -> Option<Arc<FixedBuffers>> {
+        self.fixed.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Returns a ring to the idle ones, after the kernel has completed its transfers.
     fn return_ring(&self, mut ring: Ring) {
         if ring.in_flight_count() == 0 {
+            if ring.fixed.is_some() && !self.is_registered() {
+                return;
+            }
             self.idle.lock().unwrap_or_else(PoisonError::into_inner).push(ring);
             return;
         }
@@ -194,7 +210,16 @@ impl TransferEngine for UringEngine {
     }
 
     fn is_registered(&self) -> bool {
-        self.fixed.is_some()
+        self.fixed().is_some()
+    }
+
+    fn release_pool(&self) {
+        let fixed = self.fixed.write().unwrap_or_else(PoisonError::into_inner).take();
+        let Some(fixed) = fixed else { return };
+        fixed.end();
+        // Those in use are closed when they are returned or taken the next time.
+        let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        idle.retain(|ring| ring.fixed.is_none());
     }
 
     fn stuck_calls(&self) -> u64 {

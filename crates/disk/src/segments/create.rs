@@ -95,7 +95,7 @@ impl SegmentFiles {
         writer: &mut WriterState,
         deadline: Deadline,
     ) -> Option<Creation> {
-        let segment_bytes = self.config.segment_bytes;
+        let segment_bytes = self.capacity.segment_bytes();
         self.check_capacity(0, 2 * segment_bytes, 0).ok()?;
         let plan = self.plan_segment(writer, segment_bytes).ok()?;
         let io = self.io.clone();

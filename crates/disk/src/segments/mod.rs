@@ -6,6 +6,7 @@
 
 mod alias;
 mod background;
+mod capacity;
 mod create;
 mod erase;
 mod flush;
@@ -28,6 +29,7 @@ use std::sync::{Arc, PoisonError};
 use cascade_block::BlockKey;
 use cascade_runtime::{Deadline, DeadlineMutex, DeadlineMutexGuard, Mutex, MutexGuard, RwLock};
 
+use self::capacity::Capacity;
 use self::flush::sync_for_flush;
 pub use self::recovery::Recovery;
 pub(crate) use self::recovery::checkpoint_bytes_max;
@@ -47,7 +49,9 @@ use crate::{Address, BlockFacts, DiskError, FilesConfig, device_probe};
 /// reaches its deadline returns `Timeout`, and its operation may still complete.
 #[derive(Debug)]
 pub struct SegmentFiles {
+    /// As at opening; `capacity` has the current one.
     config: FilesConfig,
+    capacity: Capacity,
     io: FileIo,
     is_direct: bool,
     /// By number. Numbers only ascend, so the first segment is the oldest and the last the newest.

@@ -54,6 +54,8 @@ impl SegmentFiles {
             unreported.append(&mut reclaimed.moved);
             return Err(error);
         }
+        let used = self.used_bytes();
+        self.capacity.lower_limit(used);
         let mut moved = std::mem::take(&mut *unreported);
         for (_, _, to) in &mut moved {
             // This reclaim may have moved the block again.
@@ -61,7 +63,7 @@ impl SegmentFiles {
         }
         moved.append(&mut reclaimed.moved);
         reclaimed.moved = moved;
-        reclaimed.freed_bytes = before.saturating_sub(self.used_bytes());
+        reclaimed.freed_bytes = before.saturating_sub(used);
         Ok(reclaimed)
     }
 
@@ -438,7 +440,7 @@ impl SegmentFiles {
     }
 
     /// Removes a segment from memory and its file from the directory.
-    fn remove_segment(
+    pub(super) fn remove_segment(
         &self,
         writer: &mut WriterState,
         victim: &Arc<Segment>,

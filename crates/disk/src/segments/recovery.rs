@@ -9,6 +9,7 @@ use cascade_block::{Checksum, checksum, with_causes};
 use cascade_memory::Pool;
 use cascade_runtime::{Clock, Deadline, DeadlineMutex, Mutex, RwLock, fill_random};
 
+use super::capacity::Capacity;
 use super::flush::{forget_removed, sync_for_flush};
 use super::replay::{ReplayResult, replay};
 use super::seal::seal_segment;
@@ -80,7 +81,8 @@ impl SegmentFiles {
     ) -> Result<Self, DiskError> {
         let io =
             FileIo::system(config.engine, config.direct, config.queue_depth, Some(pool), clock)?;
-        Self::recover_from(config.checked()?, io, deadline)
+        config.check()?;
+        Self::recover_from(config, io, deadline)
     }
 
     /// [`Self::open`] with the caller's I/O instead of the system's, such as a simulated disk. The
@@ -95,7 +97,8 @@ impl SegmentFiles {
     ) -> Result<Self, DiskError> {
         // No other engine is wanted, so that no note says that it is missing.
         let config = FilesConfig { engine: IoEngine::Psync, ..config };
-        Self::recover_from(config.checked()?, io, deadline)
+        config.check()?;
+        Self::recover_from(config, io, deadline)
     }
 
     /// Locks the directory, recovers what is stored there and prepares it for writes.
@@ -134,7 +137,9 @@ impl SegmentFiles {
         let (segments, aliases) = build_segments(found, &replay);
         recovery.invalid_manifests =
             manifests::report_invalid(&io, &directory, &problems, deadline)?;
+        let used_bytes = segments.values().map(|segment| segment.state().file_bytes).sum();
         let mut files = Self {
+            capacity: Capacity::new(&config, used_bytes),
             config,
             io,
             is_direct,

@@ -3,7 +3,7 @@
 use std::mem;
 use std::sync::PoisonError;
 
-use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId};
+use cascade_block::{BlockKey, ByteSize, Manifest, Namespace, NamespaceId};
 use cascade_memory::Slab;
 use cascade_runtime::Deadline;
 use cascade_tier::TierName;
@@ -94,6 +94,19 @@ impl Tier for SegmentFiles {
         Ok(self.reclaim(&mut |facts, address| keep(&facts.key, address), deadline)?)
     }
 
+    fn resize(&self, capacity_bytes: u64, deadline: Deadline) -> Result<(), TierError> {
+        let _held = self.held_lock()?;
+        Ok(SegmentFiles::resize(self, capacity_bytes, deadline)?)
+    }
+
+    fn release_pool(&self) {
+        self.io.engine.release_pool();
+    }
+
+    fn is_shrinking(&self) -> bool {
+        SegmentFiles::is_shrinking(self)
+    }
+
     fn recover(&self) -> Vec<(BlockFacts, Address)> {
         self.recovery().live
     }
@@ -151,7 +164,7 @@ impl Tier for SegmentFiles {
     }
 
     fn stats(&self) -> TierStats {
-        let capacity_bytes = self.config.capacity_bytes;
+        let capacity_bytes = self.capacity.bytes();
         if self.held_lock().is_err() {
             let notes = vec!["closed".to_owned()];
             return TierStats { capacity_bytes, notes, ..TierStats::default() };
@@ -185,6 +198,13 @@ fn notes(files: &SegmentFiles, stats: &DiskStats) -> Vec<String> {
     }
     if files.config.direct && !stats.is_direct {
         notes.push("the file system has no O_DIRECT: the page cache is used".to_owned());
+    }
+    if files.is_shrinking() {
+        let excess = ByteSize(stats.used_bytes.saturating_sub(files.capacity.bytes())).rounded();
+        notes.push(format!(
+            "the files are {excess} above the capacity, which was reduced; they shrink in the \
+             background"
+        ));
     }
     if recovery.torn_records > 0 {
         notes.push(format!("skipped {} torn records at opening", recovery.torn_records));

@@ -198,7 +198,8 @@ impl SegmentFiles {
 
     fn check_block(&self, meta: &BlockFacts, slab: Slab) -> Result<HostSlab, DiskError> {
         let payload_bytes = u64::from(meta.bytes);
-        let limit_bytes = self.config.segment_bytes - u64::from(OVERHEAD_PAGES) * PAGE_BYTES as u64;
+        let limit_bytes =
+            self.capacity.segment_bytes() - u64::from(OVERHEAD_PAGES) * PAGE_BYTES as u64;
         if payload_bytes == 0 || payload_bytes > limit_bytes {
             return Err(DiskError::BadLength { payload_bytes, limit_bytes });
         }
@@ -427,7 +428,7 @@ impl SegmentFiles {
         let state = active.state();
         let room = state.file_bytes.saturating_sub(u64::from(state.end_page) * PAGE_BYTES as u64);
         let pages: u64 = pending.iter().map(|entry| u64::from(payload_pages(entry))).sum();
-        pages * PAGE_BYTES as u64 + self.config.segment_bytes / CREATE_AHEAD_SHARE > room
+        pages * PAGE_BYTES as u64 + self.capacity.segment_bytes() / CREATE_AHEAD_SHARE > room
     }
 
     /// As [`Self::segment_with_room`], whether or not a segment is being sealed.
@@ -438,7 +439,8 @@ impl SegmentFiles {
         space: SpaceClass,
         deadline: Deadline,
     ) -> Result<Arc<Segment>, DiskError> {
-        let kept_free = if space == SpaceClass::Ordinary { self.config.segment_bytes } else { 0 };
+        let kept_free =
+            if space == SpaceClass::Ordinary { self.capacity.segment_bytes() } else { 0 };
         if let Some(active) = &writer.active {
             let state = active.state();
             let (end_page, entries) = (state.end_page + pages, state.entry_count() + 1);
@@ -468,7 +470,7 @@ impl SegmentFiles {
         let sealed = bytes_freed_by_sealing(writer);
         let allocate_bytes = match space {
             SpaceClass::Ordinary => {
-                let segment_bytes = self.config.segment_bytes;
+                let segment_bytes = self.capacity.segment_bytes();
                 self.check_capacity(sealed, segment_bytes + kept_free, pages)?;
                 segment_bytes
             }
@@ -495,9 +497,10 @@ impl SegmentFiles {
         space: SpaceClass,
     ) -> Result<u64, DiskError> {
         let used_bytes = self.used_bytes() - freed_bytes;
-        let left_bytes = self.config.capacity_bytes.saturating_sub(used_bytes);
+        let left_bytes = self.capacity.limit_bytes().saturating_sub(used_bytes);
         let page_bytes = PAGE_BYTES as u64;
-        let allocate_bytes = left_bytes.min(self.config.segment_bytes) / page_bytes * page_bytes;
+        let allocate_bytes =
+            left_bytes.min(self.capacity.segment_bytes()) / page_bytes * page_bytes;
         // `pages` includes the page of the frame, which is part of `OVERHEAD_PAGES` too.
         let min_bytes = u64::from(OVERHEAD_PAGES - 1 + pages) * page_bytes;
         if allocate_bytes >= min_bytes {
@@ -506,7 +509,7 @@ impl SegmentFiles {
             Ok(min_bytes)
         } else {
             let needed_bytes = u64::from(pages) * page_bytes;
-            let capacity_bytes = self.config.capacity_bytes;
+            let capacity_bytes = self.capacity.limit_bytes();
             Err(DiskError::Full { needed_bytes, used_bytes, capacity_bytes })
         }
     }
@@ -519,7 +522,7 @@ impl SegmentFiles {
         pages: u32,
     ) -> Result<(), DiskError> {
         let used_bytes = self.used_bytes() - freed_bytes;
-        let capacity_bytes = self.config.capacity_bytes;
+        let capacity_bytes = self.capacity.limit_bytes();
         if used_bytes + added_bytes > capacity_bytes {
             let needed_bytes = u64::from(pages) * PAGE_BYTES as u64;
             return Err(DiskError::Full { needed_bytes, used_bytes, capacity_bytes });

@@ -16,6 +16,7 @@ mod model;
 mod next_segment;
 mod old_layout;
 mod registered;
+mod resize;
 mod shared_bytes;
 mod shared_syncs;
 mod small_disk;

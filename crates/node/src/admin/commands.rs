@@ -14,6 +14,7 @@ use super::responses::{
 use super::{find_tenant, require_administrator};
 use crate::config::{self, KeepPool, SettingInfo};
 use crate::gpu_node::GpuNodeStatus;
+use crate::resize::{self, FILES_CAPACITY};
 use crate::status::NodeState;
 use crate::tenants::{DEFAULT_TENANT, Tenant};
 use crate::{Node, explain};
@@ -196,13 +197,16 @@ pub(super) fn set(
     node: &Node,
     caller: &Tenant,
     request: &SetConfig,
+    time: Duration,
 ) -> Result<SettingChange, String> {
     require_administrator(caller)?;
     let (before, new) = loop {
         let before = node.current_config();
         let new = config::with_value(&before, &request.key, &request.value)?;
         // Each repetition means that another change succeeded.
-        if node.apply_change(&before, &new).map_err(|error| with_causes(&error))? {
+        // The rest is for the answer.
+        let changed = node.apply_change(&before, &new, &request.key, time / 10 * 9);
+        if changed.map_err(|error| with_causes(&error))? {
             break (before, new);
         }
     };
@@ -213,7 +217,9 @@ pub(super) fn set(
     };
     let (key, now) = (request.key.clone(), value(&new));
     tracing::info!(%key, now, "a setting was changed on request");
-    Ok(SettingChange { key, before: value(&before), now })
+    let is_files = key == FILES_CAPACITY;
+    let note = is_files.then(|| resize::shrinking_files(node.tenants())).flatten();
+    Ok(SettingChange { key, before: value(&before), now, note })
 }
 
 /// Loads the configuration again and applies the settings that a running node can change. Reads the
@@ -300,9 +306,11 @@ mod tests {
         let slower = with_value(&before, "client_share", "10%").unwrap();
         let caller = node.tenants().by_name(DEFAULT_TENANT).unwrap();
         let request = |key: &str, value: &str| SetConfig { key: key.into(), value: value.into() };
-        set(&node, caller, &request("connections_max", "100")).unwrap();
-        assert!(!node.apply_change(&before, &slower).unwrap(), "`before` is no longer in force");
-        set(&node, caller, &request("client_share", "10%")).unwrap();
+        let time = Duration::from_secs(10);
+        set(&node, caller, &request("connections_max", "100"), time).unwrap();
+        let is_applied = node.apply_change(&before, &slower, "client_share", time).unwrap();
+        assert!(!is_applied, "`before` is no longer in force");
+        set(&node, caller, &request("client_share", "10%"), time).unwrap();
         let live = node.live_settings();
         assert_eq!((live.connections_max, live.client_share_percent), (100, 10));
     }

@@ -111,6 +111,9 @@ pub struct SettingChange {
     pub before: Option<String>,
     /// Its value now.
     pub now: Option<String>,
+    /// What goes on in the background after the change.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub note: Option<String>,
 }
 
 /// Response to `drain`.

@@ -9,6 +9,7 @@ use super::error::ConfigError;
 use super::keys::{KEYS, nearest_name};
 use super::settings::SettingSource;
 use super::{NodeConfig, SettingKey};
+use crate::resize::FILES_CAPACITY;
 
 /// One setting, as `cascade config get` shows it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -66,6 +67,12 @@ pub fn with_value(config: &NodeConfig, path: &str, text: &str) -> Result<NodeCon
     let message = |error: ConfigError| with_causes(&error);
     let new = build::node_config(settings, &Environment::of_process()).map_err(message)?;
     new.check().map_err(message)?;
+    if path == FILES_CAPACITY && new.store.files.is_none() {
+        return Err(format!(
+            "{path}: the node has no file tier; set files in the configuration file and restart \
+             the node"
+        ));
+    }
     Ok(new)
 }
 

@@ -9,7 +9,7 @@ use cascade_store::{Pipeline, SecretReaders, StoreConfig, StoreError, read_secre
 use cascade_wire::SOCKET_PATH_BYTES_MAX;
 
 use super::error::ConfigError;
-use super::settings::SettingSource;
+use super::settings::{SettingSource, Values};
 use super::{NodeConfig, SecurityConfig, TenantConfig};
 
 /// The longest tenant name. It is used as a directory name and as a metric label.
@@ -23,6 +23,12 @@ impl NodeConfig {
     pub(crate) fn dram_bytes(&self) -> u64 {
         let tenants = self.tenants.iter().map(|tenant| tenant.store.dram_bytes);
         tenants.fold(self.store.dram_bytes, u64::saturating_add)
+    }
+
+    /// Whether a tenant has a quota of its own, so that it does not follow the node's setting.
+    pub(crate) fn has_quota(&self, tenant: &str, key: &str) -> bool {
+        let named = |its: &&Values| its.text("tenant.name").as_deref() == Some(tenant);
+        self.settings.tenants.iter().find(named).is_some_and(|its| its.is_given(key))
     }
 
     /// Refuses contradictory or unsafe settings.

@@ -29,10 +29,12 @@ pub const KEYS: &[SettingKey] = &[
     SettingKey::new(
         "dram",
         ValueKind::Size,
-        "Size of the DRAM tier. All of it is allocated at start.",
+        "Size of the DRAM tier. All of it is allocated at start. A running node can be given less, \
+         and up to its size at the start again.",
     )
     .default("256MiB")
     .minimum("4MiB")
+    .live()
     .flag("dram"),
     SettingKey::new(
         "files",
@@ -43,6 +45,7 @@ pub const KEYS: &[SettingKey] = &[
     SettingKey::new("files_capacity", ValueKind::Size, "Size limit of the file tier.")
         .default_rule("80 % of the free space; at most 4GiB on a tmpfs or a container layer")
         .minimum("1MiB")
+        .live()
         .flag("files-capacity"),
     SettingKey::new(
         "gpu",

@@ -51,7 +51,8 @@ a `datetime.timedelta`.
 
 On `SIGHUP` (`systemctl reload cascade`) a node reads its file again. Keys with `yes` under *reload*
 change at once. A change of another key needs a restart, and the log names the key. If the file is
-refused, the settings stay as they are.
+refused, the settings stay as they are. `cascade config set` changes the same keys until the next
+restart or reload; for capacities see `docs/sizing.md`.
 ";
 
 const SOCKET: &str = "

@@ -478,8 +478,8 @@ impl Connection {
         let share = u64::from(shared.node.live_settings().client_share_percent);
         // An administrator gets no pool, so its share is empty.
         let share = if is_administrator { 0 } else { share };
-        // Divided before it is multiplied: the product stays below the length of the pool.
-        let hold_bytes_max = tenant.store().region().bytes() as u64 / 100 * share;
+        // Divided before it is multiplied: the product stays below the size of DRAM.
+        let hold_bytes_max = tenant.store().memory_bytes() / 100 * share;
         let account = shared.accounts.of(tenant.name(), self.peer);
         let id = crate::node::random_bytes().map_err(|error| error.to_string())?;
         let name = hello.name.chars().filter(|c| !c.is_control()).take(NAME_CHARS_MAX).collect();

@@ -283,7 +283,7 @@ impl Dispatch<'_> {
         let needed_bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
         // A length beyond the whole pool gets the store's error, as in an embedded store.
         // The share is checked before the pool: a client beyond its share must not evict blocks.
-        let is_possible = needed_bytes <= self.store().region().bytes();
+        let is_possible = needed_bytes as u64 <= self.store().memory_bytes();
         if is_possible && counted_bytes(needed_bytes) > self.session.available_bytes() {
             return Answer::Failed(self.session.bytes_limit_error());
         }

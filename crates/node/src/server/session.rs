@@ -98,6 +98,11 @@ pub struct ClientSnapshot {
 }
 
 impl ClientSession {
+    /// Whether its client has the pool of a tenant mapped.
+    pub(super) fn maps_pool_of(&self, tenant: &Tenant) -> bool {
+        self.access != Access::Administer && self.tenant.name() == tenant.name()
+    }
+
     pub(super) fn new(
         id: SessionId,
         tenant: Arc<Tenant>,

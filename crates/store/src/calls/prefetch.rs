@@ -9,7 +9,7 @@ use cascade_tier::{CallOptions, ViewOutcome};
 
 use crate::calls::read::Reads;
 use crate::calls::read_flow::ReadPurpose;
-use crate::drive::mover::RateLimiter;
+use crate::drive::rate_limiter::RateLimiter;
 use crate::shared::StoreCore;
 
 /// Maximum length of the queue of hints; further hints are declined.

@@ -218,7 +218,7 @@ impl<'a> Preparation<'a> {
                     PrepareOutcome::Settled(PutOutcome::Declined(reason))
                 }
                 // A block larger than the pool is declined as `TooLarge` by the allocation below.
-                PutCheck::New(_) if *bytes > bytes_max && *bytes <= core.pool.region().bytes() => {
+                PutCheck::New(_) if *bytes > bytes_max && *bytes <= core.pool.capacity_bytes() => {
                     PrepareOutcome::Settled(PutOutcome::Declined(DeclineReason::Full))
                 }
                 PutCheck::New(_) => {

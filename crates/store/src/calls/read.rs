@@ -99,7 +99,7 @@ impl<'a> Reads<'a> {
     pub(crate) fn step_keys(self, keys: &[BlockKey]) -> usize {
         let Self { core, call } = self;
         let keys = &keys[..keys.len().min(KEYS_PER_HOLD)];
-        let most = (core.pool.region().bytes() / STEP_SHARE).min(STEP_BYTES);
+        let most = (core.pool.capacity_bytes() / STEP_SHARE).min(STEP_BYTES);
         let mut found = Vec::with_capacity(keys.len());
         let Some(mut state) = core.lock_within(keys.len(), call) else { return 1 };
         state.charge_keys(keys);

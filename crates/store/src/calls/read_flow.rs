@@ -150,7 +150,7 @@ impl<'a, 'b> ReadFlow<'a, 'b> {
             ended: Vec::new(),
             ended_bytes: 0,
             held_bytes: 0,
-            held_bytes_max: (core.pool.region().bytes() / HELD_SHARE).min(HELD_BYTES_MAX),
+            held_bytes_max: (core.pool.capacity_bytes() / HELD_SHARE).min(HELD_BYTES_MAX),
             is_blocked: false,
             postponed: None,
             has_progress: false,

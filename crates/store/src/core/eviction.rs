@@ -264,6 +264,11 @@ impl Eviction {
         self.blocks.memory_bytes() + self.policy.memory_bytes()
     }
 
+    /// Changes the size of the tier. Protected blocks above the new quota stay protected.
+    pub fn set_capacity(&mut self, capacity_bytes: u64) {
+        self.limits.capacity_bytes = capacity_bytes;
+    }
+
     /// Whether a block may be admitted at all. A request's last partial block is almost never
     /// requested again, and would displace one that is.
     pub fn admits(&self, is_partial: bool) -> bool {

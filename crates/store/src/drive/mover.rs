@@ -20,8 +20,10 @@ use crate::core::pending::{KeyChange, PendingWrite};
 use crate::core::queue::Queue;
 use crate::core::state::StoreState;
 use crate::drive::breaker::record_health;
+use crate::drive::rate_limiter::RateLimiter;
 use crate::drive::scrub::{remove_damaged, settle_checked};
 use crate::drive::settle::{fail_queue, settle};
+use crate::drive::shrink::Shrink;
 use crate::shared::StoreCore;
 use crate::shared::hold::KEYS_PER_HOLD;
 
@@ -51,14 +53,27 @@ struct WriteBatch {
     deleted: u64,
 }
 
+impl WriteBatch {
+    fn is_empty(&self) -> bool {
+        self.blocks.is_empty() && self.key_changes.is_empty()
+    }
+}
+
 /// Runs until the store closes and its queue is empty.
 pub(crate) fn run(core: &Arc<StoreCore>, stage: usize) {
     let mut rate_limiter = RateLimiter::new(core);
-    let batch_bytes = match core.stages[stage].stats().capacity_bytes {
-        0 => BATCH_BYTES,
-        capacity_bytes => BATCH_BYTES.min(capacity_bytes / BATCH_SHARE),
-    };
-    while let Some(mut batch) = next_batch(core, stage, batch_bytes) {
+    let (mut shrink, mut batch_bytes) = (Shrink::default(), batch_bytes_of(core, stage));
+    loop {
+        // Between two batches: the key changes of a batch would keep the addresses of blocks that
+        // move.
+        shrink.step(core, stage);
+        if core.stages[stage].take_resized() {
+            batch_bytes = batch_bytes_of(core, stage);
+        }
+        let Some(mut batch) = next_batch(core, stage, batch_bytes) else { break };
+        if batch.is_empty() {
+            continue;
+        }
         rate_limiter.wait_for(core, batch.blocks.iter().map(|(_, slab)| slab.len() as u64).sum());
         if !core.stages[stage].checks_slabs() {
             // Compares checksums first: bytes that changed in memory since the put must not be
@@ -103,12 +118,21 @@ pub(crate) fn run(core: &Arc<StoreCore>, stage: usize) {
     }
 }
 
+/// Most bytes of a batch for a stage.
+fn batch_bytes_of(core: &StoreCore, stage: usize) -> u64 {
+    match core.stages[stage].stats().capacity_bytes {
+        0 => BATCH_BYTES,
+        capacity_bytes => BATCH_BYTES.min(capacity_bytes / BATCH_SHARE),
+    }
+}
+
 /// Waits for the next batch of a stage: all queued key changes, and blocks up to the limits. `None`
-/// once the store is closed and the queues are empty.
+/// once the store is closed and the queues are empty. The batch is empty if the stage has to shrink
+/// and there is nothing to write.
 fn next_batch(core: &StoreCore, stage: usize, batch_bytes: u64) -> Option<WriteBatch> {
     let mut state = core.lock();
     // At most a quarter of the backlog limit, so that retries do not make puts wait.
-    let retry_bytes = batch_bytes.min(core.dirty_bytes_max / 4).max(1);
+    let retry_bytes = batch_bytes.min(core.dirty_bytes_max() / 4).max(1);
     loop {
         // Not once the store is closed: nothing wakes this thread after the close.
         if state.is_write_circuit_open(stage) && !state.is_closed {
@@ -171,6 +195,10 @@ fn next_batch(core: &StoreCore, stage: usize, batch_bytes: u64) -> Option<WriteB
             // `requeue_unstored` has met only blocks that need no retry, and is not done.
             state = core.end_full_hold(state);
             continue;
+        }
+        if core.stages[stage].is_shrinking() && !state.is_closing {
+            // The deleted blocks are counted already.
+            return Some(WriteBatch { deleted: 0, ..batch });
         }
         state = core.wait_for_work(state);
     }
@@ -332,7 +360,7 @@ fn store_with_room(
 /// Asks a stage to free space. Applies what it moved and dropped to the catalog, and returns it. A
 /// result after the deadline is applied when it comes, so that the catalog never keeps stale
 /// addresses.
-fn make_room(
+pub(super) fn make_room(
     core: &Arc<StoreCore>,
     stage: usize,
     may_keep: bool,
@@ -547,43 +575,6 @@ fn content_at(
     let found = catalog.find(key).or_else(|| catalog.find_cleared(key))?;
     let index = state.catalog.entry(found).content;
     (state.catalog.address(index, stage) == Some(address)).then_some(index)
-}
-
-/// A rate limiter: each batch delays the next one by its bytes divided by the rate.
-pub(crate) struct RateLimiter {
-    bytes_per_second: Option<u64>,
-    /// When the next batch may start.
-    next_start: Duration,
-}
-
-impl RateLimiter {
-    pub(crate) fn new(core: &StoreCore) -> Self {
-        Self {
-            bytes_per_second: core.config.mover_bytes_per_second,
-            next_start: core.clock.monotonic(),
-        }
-    }
-
-    pub(crate) fn wait_for(&mut self, core: &StoreCore, bytes: u64) {
-        let Some(rate) = self.bytes_per_second else { return };
-        loop {
-            let now = core.clock.monotonic();
-            if now >= self.next_start {
-                // From now, not from the planned start: idle time gives no credit for a later
-                // burst.
-                let nanos = u128::from(bytes) * 1_000_000_000 / u128::from(rate);
-                self.next_start =
-                    now + Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX));
-                return;
-            }
-            let state = core.lock();
-            if state.is_closed {
-                return;
-            }
-            // New work ends the pause early: the loop then checks the time again.
-            core.pause(state, self.next_start.saturating_sub(now));
-        }
-    }
 }
 
 /// Starts the mover thread of a stage.

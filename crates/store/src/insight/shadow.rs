@@ -245,9 +245,24 @@ impl Shadows {
         self.generation += 1;
     }
 
+    /// The capacity of a tier has changed: its models begin again at the new size.
+    pub(crate) fn resize(&mut self, tier: TierName, capacity_bytes: u64) {
+        for plan in [&mut self.dram_plan, &mut self.files_plan].into_iter().flatten() {
+            if plan.name == tier {
+                plan.capacity_bytes = capacity_bytes;
+            }
+        }
+        self.dram_window = Window::default();
+        self.files_window = Window::default();
+        self.clear();
+    }
+
     /// Makes these the successors of others, whose unfinished requests they ignore.
     pub(super) fn succeed(&mut self, before: &Self) {
         self.generation = before.generation + 1;
+        // The capacities of the configuration are those at the start.
+        self.dram_plan = before.dram_plan;
+        self.files_plan = before.files_plan;
     }
 
     /// Halves the sample when blocks shorter than the first one made it too large.

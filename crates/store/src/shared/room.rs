@@ -21,7 +21,7 @@ const KEY_CHANGES_WAITING_MAX: usize = 64 << 10;
 /// Why no slab was allocated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum AllocationFailure {
-    /// The block is larger than the pool.
+    /// The block is larger than DRAM.
     TooLarge,
     /// Every resident block is pinned or being read, and nothing in flight will free memory.
     Full,
@@ -56,7 +56,7 @@ impl<'a> Room<'a> {
         incoming: Option<&Incoming>,
     ) -> (StateGuard<'a>, Result<SlabMut, AllocationFailure>) {
         let Self { core, call } = self;
-        if bytes > core.pool.region().bytes() {
+        if bytes > core.pool.capacity_bytes() {
             return (state, Err(AllocationFailure::TooLarge));
         }
         let mut ancestors = AncestorSearch::default();
@@ -122,7 +122,7 @@ impl<'a> Room<'a> {
     /// Whether the write backlog is at its limit.
     pub(crate) fn is_backlogged(self, state: &StoreState) -> bool {
         // The new block itself does not count, so that one larger than the limit can be put.
-        state.pending_total() >= self.core.dirty_bytes_max
+        state.pending_total() >= self.core.dirty_bytes_max()
             || state.key_changes_waiting() >= KEY_CHANGES_WAITING_MAX
     }
 
@@ -178,7 +178,7 @@ impl<'a> Room<'a> {
 
 /// Makes blocks candidates for eviction again that readers have released. Returns whether there
 /// are more.
-fn apply_releases(core: &StoreCore, state: &mut StoreState) -> bool {
+pub(crate) fn apply_releases(core: &StoreCore, state: &mut StoreState) -> bool {
     let mut tokens = std::mem::take(&mut state.memory.released);
     let has_more = core.pool.take_released(RELEASES_PER_HOLD, &mut tokens);
     for token in tokens.drain(..) {

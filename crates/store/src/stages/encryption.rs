@@ -23,7 +23,7 @@ use cascade_tier::tier::{
 };
 use cascade_tier::{StoreError, TierName};
 
-use self::keys::{KeyId, KeyRing, refuse_key_beside_blocks};
+use self::keys::{KeyRing, refuse_key_beside_blocks};
 use self::loads::RecordLoads;
 use self::names::{TrustedName, TrustedNames};
 use self::record::{OVERHEAD, Trailer};
@@ -112,7 +112,7 @@ impl EncryptedStage {
             .map_err(|error| StoreError::Memory(Arc::new(error)))?;
         let mut notes = vec![];
         let unknown_keys: Vec<_> =
-            marks.iter().filter(|id| !is_known(&keys, id)).cloned().collect();
+            marks.iter().filter(|id| !keys.knows_named(id)).cloned().collect();
         if !unknown_keys.is_empty() {
             notes.push(format!(
                 "has blocks of key {}, which {} does not hold: they are misses; add it there as a \
@@ -376,18 +376,6 @@ fn marks(stage: &dyn Tier, context: &StageContext<'_>) -> Result<Vec<String>, St
     Ok(ids.into_iter().collect())
 }
 
-fn is_known(keys: &KeyRing, id: &str) -> bool {
-    let mut bytes = [0; 8];
-    let digits = (0..8).map(|at| id.get(2 * at..2 * at + 2));
-    for (byte, pair) in bytes.iter_mut().zip(digits) {
-        let Some(value) = pair.and_then(|pair| u8::from_str_radix(pair, 16).ok()) else {
-            return false;
-        };
-        *byte = value;
-    }
-    keys.knows(KeyId(bytes))
-}
-
 impl Tier for EncryptedStage {
     fn name(&self) -> TierName {
         self.inner.name()
@@ -517,6 +505,18 @@ impl Tier for EncryptedStage {
         }
         drop(aliases);
         Ok(room)
+    }
+
+    fn resize(&self, capacity_bytes: u64, deadline: Deadline) -> Result<(), TierError> {
+        self.inner.resize(capacity_bytes, deadline)
+    }
+
+    fn release_pool(&self) {
+        self.inner.release_pool();
+    }
+
+    fn is_shrinking(&self) -> bool {
+        self.inner.is_shrinking()
     }
 
     fn recover(&self) -> Vec<(BlockFacts, Address)> {

@@ -5,6 +5,7 @@
 //! was passed to a late call, slabs above all, stays with that call until it ends.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
@@ -54,6 +55,10 @@ pub(crate) struct Guarded {
     open_write_circuit: Cancel,
     closed: Cancel,
     stats: LeafMutex<TierStats>,
+    /// Whether the stage has to make room because its capacity was reduced, as last known.
+    is_shrinking: Arc<AtomicBool>,
+    /// Set by a change of the capacity, for the mover.
+    is_resized: Arc<AtomicBool>,
     /// The error of a flush that failed after its caller had gone, until a flush reports it.
     late_flush_error: Arc<LeafMutex<Option<TierError>>>,
 }
@@ -61,6 +66,7 @@ pub(crate) struct Guarded {
 impl Guarded {
     pub(crate) fn new(stage: Arc<dyn Tier>, clock: &Arc<dyn Clock>) -> Self {
         let threads = |calls_max| Calls::new("cascade-stage", calls_max, Arc::clone(clock));
+        let is_shrinking = Arc::new(AtomicBool::new(stage.is_shrinking()));
         Self {
             name: stage.name(),
             keeps_names_only: stage.keeps_names_only(),
@@ -77,6 +83,8 @@ impl Guarded {
             open_write_circuit: Cancel::new(),
             closed: Cancel::new(),
             stats: LeafMutex::default(),
+            is_shrinking,
+            is_resized: Arc::default(),
             late_flush_error: Arc::default(),
         }
     }
@@ -194,11 +202,45 @@ impl Guarded {
         deadline: Deadline,
         late: impl FnOnce(MakeRoomOutcome) + Send + 'static,
     ) -> Result<MakeRoomOutcome, TierError> {
-        let stage = Arc::clone(&self.stage);
+        let (stage, is_shrinking) = (Arc::clone(&self.stage), Arc::clone(&self.is_shrinking));
+        let work = move || {
+            let room = stage.make_room(&mut keep, deadline);
+            is_shrinking.store(stage.is_shrinking(), Ordering::Relaxed);
+            room
+        };
         let late = move |room: Result<MakeRoomOutcome, TierError>| room.map_or_else(drop, late);
         // Not watched for hanging: moving kept blocks may take longer than storing a batch.
         let limit = self.limit(WRITES, deadline, false);
-        call(&self.changes, limit, move || stage.make_room(&mut keep, deadline), late)?
+        call(&self.changes, limit, work, late)?
+    }
+
+    /// See [`Tier::resize`]. In turn with the changes, as room is made for them.
+    pub(crate) fn resize(&self, capacity_bytes: u64, deadline: Deadline) -> Result<(), TierError> {
+        let is_shrinking = Arc::clone(&self.is_shrinking);
+        let is_resized = Arc::clone(&self.is_resized);
+        self.run(&self.changes, WRITES, deadline, false, move |stage| {
+            let resized = stage.resize(capacity_bytes, deadline);
+            is_shrinking.store(stage.is_shrinking(), Ordering::Relaxed);
+            is_resized.store(true, Ordering::Relaxed);
+            resized
+        })
+    }
+
+    /// See [`Tier::release_pool`]. Also while a circuit is open.
+    pub(crate) fn release_pool(&self, deadline: Deadline) -> Result<(), TierError> {
+        let (stage, limit) = (Arc::clone(&self.stage), limit(deadline, Some(&self.closed), false));
+        call(&self.other_calls, limit, move || stage.release_pool(), drop)
+    }
+
+    /// Whether the capacity has changed since the last call.
+    pub(crate) fn take_resized(&self) -> bool {
+        self.is_resized.swap(false, Ordering::Relaxed)
+    }
+
+    /// See [`Tier::is_shrinking`]; as last known, without a call of the stage.
+    pub(crate) fn is_shrinking(&self) -> bool {
+        // Relaxed: a mover that misses a change sees it with its next batch.
+        self.is_shrinking.load(Ordering::Relaxed)
     }
 
     /// See [`Tier::flush`]. Fails, too, if an earlier flush has failed after its deadline: what it

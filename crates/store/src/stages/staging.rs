@@ -194,6 +194,18 @@ impl Tier for StagedTier {
         self.inner.make_room(keep, deadline)
     }
 
+    fn resize(&self, capacity_bytes: u64, deadline: Deadline) -> Result<(), TierError> {
+        self.inner.resize(capacity_bytes, deadline)
+    }
+
+    fn release_pool(&self) {
+        self.inner.release_pool();
+    }
+
+    fn is_shrinking(&self) -> bool {
+        self.inner.is_shrinking()
+    }
+
     fn recover(&self) -> Vec<(BlockFacts, Address)> {
         self.inner.recover()
     }

@@ -36,6 +36,7 @@ mod protection;
 mod race;
 mod read_flow;
 mod records;
+mod resize;
 mod scrub;
 mod shadows;
 mod sick_disk;

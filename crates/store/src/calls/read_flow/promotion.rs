@@ -68,7 +68,7 @@ pub(super) fn promote(
 /// Protects a block that was prefetched until its first use.
 fn protect_prefetched(core: &StoreCore, state: &mut StoreState, key: KeyIndex) {
     state.counters.prefetched_blocks += 1;
-    state.protect_prefetched(key, core.config.dram_bytes / PREFETCHED_SHARE);
+    state.protect_prefetched(key, core.memory_bytes() / PREFETCHED_SHARE);
 }
 
 /// Keeps a fetched block in DRAM, if the policy promotes hits. The lower tiers do not get it:

@@ -95,6 +95,19 @@ impl KeyRing {
         self.find(id).is_some()
     }
 
+    /// As [`Self::knows`], for an identifier in hexadecimal digits.
+    pub(super) fn knows_named(&self, id: &str) -> bool {
+        let mut bytes = [0; 8];
+        let digits = (0..8).map(|at| id.get(2 * at..2 * at + 2));
+        for (byte, pair) in bytes.iter_mut().zip(digits) {
+            let Some(value) = pair.and_then(|pair| u8::from_str_radix(pair, 16).ok()) else {
+                return false;
+            };
+            *byte = value;
+        }
+        self.knows(KeyId(bytes))
+    }
+
     fn find(&self, id: KeyId) -> Option<&TierKey> {
         self.keys.iter().find(|key| key.id == id)
     }
