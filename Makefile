@@ -220,6 +220,9 @@ smoke-bench: $(STAMPS)/build
 	mkdir -p reports
 	$(BIN)/cascade bench core --only /128KiB --directory .cache --json reports/core-smoke.json
 	$(BIN)/cascade bench node --short --json reports/node-smoke.json
+	$(BIN)/cascade bench kv --model tiny-1b --num-users 4 --max-requests 4 --gpu-mem-gb 0 \
+		--cpu-mem-gb 1 --generation-mode none --seed 42 --cache-dir .cache/kv \
+		--output reports/kv-smoke.json
 	$(BIN)/cascade bench transport --short --json reports/transport-smoke.json
 	$(BIN)/cascade bench transfer --short --json reports/transfer-smoke.json
 
@@ -306,14 +309,22 @@ format: $(STAMPS)/check
 	$(BIN)/ruff check --fix --quiet
 
 # Wheels and benchmarks use the profile of a release, so that figures describe what is released.
-wheel bench bench-lmcache bench-node bench-peers bench-transfer bench-transport bench-vllm: \
-	PROFILE := dist
+wheel bench bench-kv bench-lmcache bench-node bench-peers bench-transfer bench-transport \
+bench-vllm: PROFILE := dist
 
 .PHONY: bench ## Measure the core and the binding against the machine's limits: reports/*.json
 bench: build $(STAMPS)/test
 	mkdir -p reports .cache
 	$(BIN)/cascade bench core --directory .cache --json reports/core.json
 	$(BIN)/python python/bench/core.py reports/python.json
+
+.PHONY: bench-kv ## Measure MLPerf Storage's KV cache workload on this disk for a minute: reports/kv.html
+bench-kv: build
+	mkdir -p reports .cache
+	$(BIN)/cascade bench kv --model llama3.1-8b --num-users 16 --duration 60 --gpu-mem-gb 0 \
+		--cpu-mem-gb 1 --generation-mode none --seed 42 --cache-dir .cache/kv \
+		--output reports/kv.json --report reports/kv.html
+	@echo "Report: reports/kv.html (figures: reports/kv.json, explained in docs/benchmark.md)"
 
 .PHONY: bench-node ## Measure a served node and its workers against bare sockets: reports/node.json
 bench-node: build

@@ -2,6 +2,7 @@
 
 mod eviction;
 mod gpu;
+mod kv;
 mod shadow;
 mod transfer;
 mod transport;
@@ -17,6 +18,7 @@ use clap::{Args, Subcommand};
 
 use crate::bench::eviction::EvictionArgs;
 use crate::bench::gpu::GpuArgs;
+use crate::bench::kv::KvArgs;
 use crate::bench::shadow::ShadowArgs;
 use crate::bench::transfer::TransferArgs;
 use crate::bench::transport::TransportArgs;
@@ -41,6 +43,8 @@ enum BenchVerb {
     Node(NodeArgs),
     /// Measure a GPU: copies by length, number and way, registration, cost of a submission.
     Gpu(GpuArgs),
+    /// Run MLPerf Storage's KV cache workload: users whose KV is stored and read again.
+    Kv(Box<KvArgs>),
     /// Compare eviction policies and Belady's optimum over traces and capacities.
     Eviction(EvictionArgs),
     /// Compare the predictions of shadow caches with stores of those sizes.
@@ -136,6 +140,7 @@ impl BenchVerb {
             Self::Core(args) => args.json.as_deref(),
             Self::Node(args) => args.json.as_deref(),
             Self::Gpu(args) => args.json(),
+            Self::Kv(args) => args.json(),
             Self::Eviction(args) => args.json(),
             Self::Shadow(args) => args.json(),
             Self::Transport(args) => args.json(),
@@ -174,6 +179,7 @@ pub(super) fn run(args: &BenchArgs, screen: &mut Screen) -> Result<i32, Failure>
         BenchVerb::Core(args) => core(args, screen),
         BenchVerb::Node(args) => node(args, screen),
         BenchVerb::Gpu(args) => gpu::run(args, screen),
+        BenchVerb::Kv(args) => kv::run(args, screen),
         BenchVerb::Eviction(args) => eviction::run(args, screen),
         BenchVerb::Shadow(args) => shadow::run(args, screen),
         BenchVerb::Vllm(args) => vllm::run(args, screen),

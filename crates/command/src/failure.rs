@@ -5,6 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use cascade_bench::MeasureError;
+use cascade_kv_bench::KvBenchError;
 use cascade_node::NodeError;
 use cascade_node::config::ConfigError;
 use cascade_replay::report::PlotError;
@@ -86,6 +87,9 @@ pub enum Failure {
     /// A benchmark failed.
     #[error(transparent)]
     Bench(#[from] MeasureError),
+    /// The KV cache benchmark could not run.
+    #[error(transparent)]
+    KvBench(#[from] KvBenchError),
     /// A plot of the report could not be drawn.
     #[error(transparent)]
     Plot(#[from] PlotError),
@@ -121,7 +125,13 @@ impl Failure {
             Self::Usage { .. }
             | Self::Read { .. }
             | Self::Config(_)
-            | Self::Bench(MeasureError::Usage { .. }) => EXIT_USAGE,
+            | Self::Bench(MeasureError::Usage { .. })
+            | Self::KvBench(
+                KvBenchError::Model(_)
+                | KvBenchError::Usage { .. }
+                | KvBenchError::Directory { .. }
+                | KvBenchError::Busy { .. },
+            ) => EXIT_USAGE,
             Self::Store { source: StoreError::Config { .. } | StoreError::Pipeline(_), .. } => {
                 EXIT_USAGE
             }

@@ -2,17 +2,29 @@
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use cascade_runtime::{Clock, SystemClock};
 
 use crate::{EXIT_INTERRUPTED, Failure};
 
 static IS_REQUESTED: AtomicBool = AtomicBool::new(false);
+/// When it was requested first.
+static FIRST: OnceLock<Duration> = OnceLock::new();
+
+/// A second signal within this time is the first one again: `timeout --signal=INT` sends it to its
+/// child and to its group.
+const REPEAT: Duration = Duration::from_millis(500);
 
 /// Installs the signal handler, once per process.
 pub(super) fn install_handler() -> Result<(), Failure> {
     static INSTALLED: OnceLock<Result<(), String>> = OnceLock::new();
     let installed = INSTALLED.get_or_init(|| {
         let handler = || {
-            if IS_REQUESTED.swap(true, Ordering::Relaxed) {
+            let now = SystemClock.monotonic();
+            let first = *FIRST.get_or_init(|| now);
+            let is_repeat = now.saturating_sub(first) < REPEAT;
+            if IS_REQUESTED.swap(true, Ordering::Relaxed) && !is_repeat {
                 std::process::exit(EXIT_INTERRUPTED);
             }
         };

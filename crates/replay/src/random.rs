@@ -17,8 +17,8 @@ impl SplitMix64 {
     }
 
     /// A number from zero to below one.
-    pub(crate) fn unit(&mut self) -> f64 {
-        let high = u32::try_from(self.next_u64() >> 32).expect("32 bits are left");
+    pub fn unit(&mut self) -> f64 {
+        let high = u32::try_from(self.next_u64() >> 32).unwrap_or(u32::MAX);
         f64::from(high) / (f64::from(u32::MAX) + 1.0)
     }
 }

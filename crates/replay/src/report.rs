@@ -3,10 +3,13 @@
 mod captions;
 mod charts;
 mod page;
-mod palette;
-mod plot;
+pub mod palette;
+pub mod plot;
 
 pub use page::page;
+
+/// The style sheet of a page, with light and dark colours for each [`palette::Hue`].
+pub const STYLE: &str = include_str!("report/style.css");
 
 /// A plot of the report could not be drawn.
 #[derive(Debug, thiserror::Error)]

@@ -23,7 +23,8 @@ const LAYERS: &[(&str, &str)] = &[
     ("sim", "block disk memory runtime store tier transport"),
     ("replay", "block runtime store tier"),
     ("bench", "block client device memory replay runtime store tier transport wire"),
-    ("command", "bench block client disk node replay runtime sim store tier wire"),
+    ("kv-bench", "block memory replay runtime store"),
+    ("command", "bench block client disk kv-bench memory node replay runtime sim store tier wire"),
     // What a worker loads: no node, no benchmark, no terminal, no HTTP client.
     ("python", "block client device memory runtime store tier transport"),
 ];

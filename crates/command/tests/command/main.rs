@@ -7,6 +7,7 @@ mod damage;
 mod gpu;
 mod hit_rate;
 mod key_list;
+mod kv_bench;
 mod node;
 mod operator_files;
 mod port;

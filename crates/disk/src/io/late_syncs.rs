@@ -104,7 +104,7 @@ mod tests {
     use std::sync::mpsc;
     use std::time::Duration;
 
-    use cascade_runtime::SystemClock;
+    use cascade_runtime::{SystemClock, thread};
 
     use super::*;
     use crate::conformance::deadline;
@@ -156,21 +156,22 @@ mod tests {
     /// One that ran beside another's counted as late.
     #[test]
     fn syncs_of_callers_that_wait_delay_no_other() {
-        let (workers, syncs) = (Calls::new("test", 2, Arc::new(SystemClock)), Arc::default());
+        let workers = Arc::new(Calls::new("test", 2, Arc::new(SystemClock)));
+        let syncs = Arc::<LateSyncs>::default();
         let (begun, has_begun) = mpsc::channel();
         let (go, wait) = mpsc::channel::<()>();
-        std::thread::scope(|scope| {
-            let hanging = move || {
+        let (others, its) = (Arc::clone(&workers), Arc::clone(&syncs));
+        let caller = thread::spawn(move || {
+            its.call(&others, deadline(), move || {
                 begun.send(()).unwrap();
                 wait.recv().unwrap();
                 Ok(())
-            };
-            let caller = scope.spawn(|| LateSyncs::call(&syncs, &workers, deadline(), hanging));
-            has_begun.recv().unwrap();
-            LateSyncs::call(&syncs, &workers, deadline(), || Ok(())).unwrap();
-            go.send(()).unwrap();
-            caller.join().unwrap().unwrap();
+            })
         });
+        has_begun.recv().unwrap();
+        syncs.call(&workers, deadline(), || Ok(())).unwrap();
+        go.send(()).unwrap();
+        caller.join().unwrap().unwrap();
     }
 
     #[test]

@@ -84,43 +84,39 @@ impl Capacity {
     }
 }
 
-impl SegmentFiles {
-    /// Changes the capacity. What the files use above it is removed by the next reclaims, one
-    /// segment each; [`Self::is_shrinking`] says whether there is more. New segments have the
-    /// configured size, or a quarter of the capacity if that is less.
-    ///
-    /// # Errors
-    /// If the capacity is too small. Nothing changes then, nor if the deadline passes.
-    pub fn resize(&self, capacity_bytes: u64, deadline: Deadline) -> Result<(), DiskError> {
-        FilesConfig { capacity_bytes, ..self.config.clone() }.check()?;
-        // No reclaim runs meanwhile, and no write.
-        let _reclaims = self.lock(&self.reclaim_lock, deadline)?;
-        let mut writer = self.lock(&self.writer, deadline)?;
-        self.wait_for_seals(&mut writer, deadline)?;
-        let before = self.capacity.segment_bytes();
-        self.capacity.set(capacity_bytes, self.used_bytes());
-        if self.capacity.segment_bytes() < before {
-            self.end_long_segments(&mut writer, deadline);
-            self.capacity.lower_limit(self.used_bytes());
-        }
-        Ok(())
+/// Changes the capacity. What the files use above it is removed by the next reclaims, one segment
+/// each; [`Capacity::is_exceeded`] says whether there is more. New segments have the configured
+/// size, or a quarter of the capacity if that is less.
+///
+/// # Errors
+/// If the capacity is too small. Nothing changes then, nor if the deadline passes.
+pub(super) fn resize(
+    files: &SegmentFiles,
+    capacity_bytes: u64,
+    deadline: Deadline,
+) -> Result<(), DiskError> {
+    FilesConfig { capacity_bytes, ..files.config.clone() }.check()?;
+    // No reclaim runs meanwhile, and no write.
+    let _reclaims = files.lock(&files.reclaim_lock, deadline)?;
+    let mut writer = files.lock(&files.writer, deadline)?;
+    files.wait_for_seals(&mut writer, deadline)?;
+    let before = files.capacity.segment_bytes();
+    files.capacity.set(capacity_bytes, files.used_bytes());
+    if files.capacity.segment_bytes() < before {
+        end_long_segments(files, &mut writer, deadline);
+        files.capacity.lower_limit(files.used_bytes());
     }
+    Ok(())
+}
 
-    /// Whether the files use more than the capacity allows after a reduction of it, so that
-    /// reclaims are needed.
-    pub fn is_shrinking(&self) -> bool {
-        self.capacity.is_exceeded()
-    }
-
-    /// Ends the segments that are written now or next, which have the earlier, larger size. They
-    /// are allocated in full, and no reclaim takes them.
-    fn end_long_segments(&self, writer: &mut WriterState, deadline: Deadline) {
-        self.seal(writer, deadline);
-        let Some(next) = writer.next.take() else { return };
-        if let Err(error) = self.remove_segment(writer, &next, deadline) {
-            // It is written as any other, and reclaimed when it is full.
-            self.problems.add(with_causes(&error));
-            writer.next = Some(next);
-        }
+/// Ends the segments that are written now or next, which have the earlier, larger size. They are
+/// allocated in full, and no reclaim takes them.
+fn end_long_segments(files: &SegmentFiles, writer: &mut WriterState, deadline: Deadline) {
+    files.seal(writer, deadline);
+    let Some(next) = writer.next.take() else { return };
+    if let Err(error) = files.remove_segment(writer, &next, deadline) {
+        // It is written as any other, and reclaimed when it is full.
+        files.problems.add(with_causes(&error));
+        writer.next = Some(next);
     }
 }

@@ -9,6 +9,7 @@ use cascade_runtime::Deadline;
 use cascade_tier::TierName;
 use cascade_tier::tier::{LoadQueue, Tier, TierStats, load_list};
 
+use super::capacity::resize;
 use super::{DiskStats, SegmentFiles};
 use crate::{
     Address, BlockFacts, DiskError, EraseOutcome, Load, LoadOutcome, MakeRoomOutcome,
@@ -96,7 +97,7 @@ impl Tier for SegmentFiles {
 
     fn resize(&self, capacity_bytes: u64, deadline: Deadline) -> Result<(), TierError> {
         let _held = self.held_lock()?;
-        Ok(SegmentFiles::resize(self, capacity_bytes, deadline)?)
+        Ok(resize(self, capacity_bytes, deadline)?)
     }
 
     fn release_pool(&self) {
@@ -104,7 +105,7 @@ impl Tier for SegmentFiles {
     }
 
     fn is_shrinking(&self) -> bool {
-        SegmentFiles::is_shrinking(self)
+        self.capacity.is_exceeded()
     }
 
     fn recover(&self) -> Vec<(BlockFacts, Address)> {
@@ -199,7 +200,7 @@ fn notes(files: &SegmentFiles, stats: &DiskStats) -> Vec<String> {
     if files.config.direct && !stats.is_direct {
         notes.push("the file system has no O_DIRECT: the page cache is used".to_owned());
     }
-    if files.is_shrinking() {
+    if files.capacity.is_exceeded() {
         let excess = ByteSize(stats.used_bytes.saturating_sub(files.capacity.bytes())).rounded();
         notes.push(format!(
             "the files are {excess} above the capacity, which was reduced; they shrink in the \

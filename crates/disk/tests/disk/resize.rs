@@ -11,6 +11,7 @@ use cascade_disk::conformance::{
 use cascade_disk::{BlockFacts, DiskError, FilesConfig, SegmentFiles};
 use cascade_memory::Pool;
 use cascade_runtime::SystemClock;
+use cascade_tier::tier::Tier as _;
 
 const MIB: u64 = 1 << 20;
 const BLOCK: usize = 60 << 10;

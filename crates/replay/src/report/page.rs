@@ -5,7 +5,7 @@ use maud::{DOCTYPE, Markup, PreEscaped, html};
 
 use crate::figures::{duration, grouped, headline, payload_line, percent, short_count, span};
 use crate::report::palette::Hue;
-use crate::report::{PlotError, captions, charts};
+use crate::report::{PlotError, STYLE, captions, charts};
 use crate::result::ReplayResult;
 
 /// The whole page. It loads nothing from the network.
@@ -22,7 +22,7 @@ pub fn page(result: &ReplayResult) -> Result<String, PlotError> {
                 meta charset="utf-8";
                 meta name="viewport" content="width=device-width, initial-scale=1";
                 title { "Cascade replay of " (result.trace.name) }
-                style { (PreEscaped(include_str!("style.css"))) }
+                style { (PreEscaped(STYLE)) }
             }
             body {
                 main {

@@ -4,7 +4,7 @@ use plotters::style::RGBColor;
 
 /// The meaning of a colour.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Hue {
+pub enum Hue {
     /// Text.
     Ink,
     /// Axes and notes.
@@ -25,7 +25,7 @@ pub(super) enum Hue {
 
 impl Hue {
     /// The marker colour that `style.css` replaces.
-    pub(super) fn marker(self) -> RGBColor {
+    pub fn marker(self) -> RGBColor {
         let level = match self {
             Self::Ink => 1,
             Self::Soft => 2,
@@ -40,7 +40,7 @@ impl Hue {
     }
 
     /// The class of its swatch in a legend.
-    pub(super) fn class(self) -> &'static str {
+    pub fn class(self) -> &'static str {
         match self {
             Self::Ink | Self::Soft | Self::Line => "c-soft",
             Self::Dram => "c-dram",
@@ -52,7 +52,7 @@ impl Hue {
     }
 
     /// A tier's colour.
-    pub(super) fn of_tier(tier: &str) -> Self {
+    pub fn of_tier(tier: &str) -> Self {
         match tier {
             "dram" => Self::Dram,
             "files" => Self::Files,

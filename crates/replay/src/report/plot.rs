@@ -7,7 +7,7 @@ use crate::report::PlotError;
 use crate::report::palette::Hue;
 
 /// A drawing area in the coordinates of two axes.
-pub(super) type CanvasOf<'a, 'b, X, Y> = ChartContext<
+pub type CanvasOf<'a, 'b, X, Y> = ChartContext<
     'a,
     SVGBackend<'b>,
     Cartesian2d<<X as AsRangedCoord>::CoordDescType, <Y as AsRangedCoord>::CoordDescType>,
@@ -18,37 +18,43 @@ type AxisValue<X> = <X as AsRangedCoord>::Value;
 
 /// The size of a plot in SVG units. The page scales it.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct PlotSize {
+pub struct PlotSize {
     width: u32,
     height: u32,
 }
 
 /// A plot of half the page's width.
-pub(super) const HALF: PlotSize = PlotSize { width: 480, height: 270 };
+pub const HALF: PlotSize = PlotSize { width: 480, height: 270 };
 /// A plot as wide as the page.
-pub(super) const WIDE: PlotSize = PlotSize { width: 1000, height: 280 };
+pub const WIDE: PlotSize = PlotSize { width: 1000, height: 280 };
 
 /// The range and labels of an axis.
-pub(super) struct Axis<'a, X: AsRangedCoord> {
+pub struct Axis<'a, X: AsRangedCoord> {
     /// Range of values.
-    pub(super) range: X,
+    pub range: X,
     /// Title with the unit.
-    pub(super) title: &'a str,
+    pub title: &'a str,
     /// Limit of the number of labels.
-    pub(super) labels: usize,
+    pub labels: usize,
     /// Formats a value as a label.
-    pub(super) write: &'a dyn Fn(&AxisValue<X>) -> String,
+    pub write: &'a dyn Fn(&AxisValue<X>) -> String,
     /// Space for the labels beside the plot.
-    pub(super) room: u32,
+    pub room: u32,
+}
+
+impl<X: AsRangedCoord> std::fmt::Debug for Axis<'_, X> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Axis").field("title", &self.title).finish_non_exhaustive()
+    }
 }
 
 /// A failure while drawing a plot.
-pub(super) fn failed(plot: &'static str) -> impl Fn(&dyn std::fmt::Display) -> PlotError {
+pub fn failed(plot: &'static str) -> impl Fn(&dyn std::fmt::Display) -> PlotError {
     move |error| PlotError { plot, reason: error.to_string() }
 }
 
 /// Draws a frame with axes, lets `draw` add the series, and returns one SVG element.
-pub(super) fn svg<X, Y>(
+pub fn svg<X, Y>(
     name: &'static str,
     size: PlotSize,
     x: Axis<'_, X>,

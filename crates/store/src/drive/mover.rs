@@ -25,7 +25,7 @@ use crate::drive::scrub::{remove_damaged, settle_checked};
 use crate::drive::settle::{fail_queue, settle};
 use crate::drive::shrink::Shrink;
 use crate::shared::StoreCore;
-use crate::shared::hold::KEYS_PER_HOLD;
+use crate::shared::hold::{KEYS_PER_HOLD, StateGuard};
 
 /// Maximum bytes of one batch. The disk pauses between two batches, so that short ones are slow.
 const BATCH_BYTES: u64 = 32 << 20;
@@ -154,34 +154,8 @@ fn next_batch(core: &StoreCore, stage: usize, batch_bytes: u64) -> Option<WriteB
         if state.lower[stage].queue.is_empty() && !state.is_closed {
             state.requeue_unstored(stage, retry_bytes);
         }
-        let key_changes = state.lower[stage].key_changes.take();
-        let mut batch =
-            WriteBatch { pending: Vec::new(), blocks: Vec::new(), key_changes, deleted: 0 };
-        let mut bytes = 0;
-        while batch.blocks.is_empty() || (bytes < batch_bytes && !state.is_hold_full()) {
-            if state.is_hold_full() && batch.blocks.is_empty() {
-                // All that it has met were deleted while they were queued, perhaps very many.
-                state = core.end_full_hold(state);
-                // A stage must record these before the blocks that were queued after them.
-                let more = state.lower[stage].key_changes.take();
-                batch.key_changes.append(more);
-            }
-            let Some(pending) = state.lower[stage].queue.pop_front() else { break };
-            let pending = state.with_current_key(pending);
-            state.charge(1);
-            let place = (pending.content, pending.generation);
-            let slab = state.catalog.live_content(place).and_then(|content| content.slab.clone());
-            let Some(slab) = slab else {
-                // Deleted while it was queued: `settle`, which subtracts the bytes of other blocks,
-                // does not see this one.
-                state.lower[stage].pending_bytes -= u64::from(pending.facts.bytes);
-                batch.deleted += 1;
-                continue;
-            };
-            bytes += slab.len() as u64;
-            batch.blocks.push((pending.facts, slab));
-            batch.pending.push(pending);
-        }
+        let batch;
+        (state, batch) = take_batch(core, state, stage, batch_bytes);
         if !batch.blocks.is_empty() || !batch.key_changes.is_empty() {
             return Some(batch);
         }
@@ -202,6 +176,43 @@ fn next_batch(core: &StoreCore, stage: usize, batch_bytes: u64) -> Option<WriteB
         }
         state = core.wait_for_work(state);
     }
+}
+
+/// Takes the queued key changes of a stage, and queued blocks up to the limits.
+fn take_batch<'a>(
+    core: &'a StoreCore,
+    mut state: StateGuard<'a>,
+    stage: usize,
+    batch_bytes: u64,
+) -> (StateGuard<'a>, WriteBatch) {
+    let key_changes = state.lower[stage].key_changes.take();
+    let mut batch = WriteBatch { pending: Vec::new(), blocks: Vec::new(), key_changes, deleted: 0 };
+    let mut bytes = 0;
+    while batch.blocks.is_empty() || (bytes < batch_bytes && !state.is_hold_full()) {
+        if state.is_hold_full() && batch.blocks.is_empty() {
+            // All that it has met were deleted while they were queued, perhaps very many.
+            state = core.end_full_hold(state);
+            // A stage must record these before the blocks that were queued after them.
+            let more = state.lower[stage].key_changes.take();
+            batch.key_changes.append(more);
+        }
+        let Some(pending) = state.lower[stage].queue.pop_front() else { break };
+        let pending = state.with_current_key(pending);
+        state.charge(1);
+        let place = (pending.content, pending.generation);
+        let slab = state.catalog.live_content(place).and_then(|content| content.slab.clone());
+        let Some(slab) = slab else {
+            // Deleted while it was queued: `settle`, which subtracts the bytes of other blocks,
+            // does not see this one.
+            state.lower[stage].pending_bytes -= u64::from(pending.facts.bytes);
+            batch.deleted += 1;
+            continue;
+        };
+        bytes += slab.len() as u64;
+        batch.blocks.push((pending.facts, slab));
+        batch.pending.push(pending);
+    }
+    (state, batch)
 }
 
 /// Requeues the blocks of a batch whose key changes failed, in their order: a stage must record key

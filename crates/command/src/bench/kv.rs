@@ -1,0 +1,200 @@
+//! `cascade bench kv`: `MLPerf` Storage's KV cache benchmark, from this program.
+
+mod args;
+mod setup;
+mod summary;
+mod unbuilt;
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
+use std::thread;
+use std::time::Duration;
+
+use cascade_kv_bench::backend::KvTier;
+use cascade_kv_bench::criteria::Assessment;
+use cascade_kv_bench::devices::Device;
+use cascade_kv_bench::directory::BenchDirectory;
+use cascade_kv_bench::plan::Phases;
+use cascade_kv_bench::progress::Progress;
+use cascade_kv_bench::report;
+use cascade_kv_bench::result::KvResult;
+use cascade_kv_bench::run::{self, RunOptions, RunOutcome};
+use cascade_kv_bench::store_backend::StoreBackend;
+use cascade_kv_bench::validity::{DeviceProof, Evidence, Validity};
+use cascade_kv_bench::{GIB, KvBenchError};
+use cascade_replay::environment::Environment;
+use cascade_runtime::{Clock, SystemClock};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+pub(super) use self::args::KvArgs;
+use self::setup::Setup;
+use crate::{
+    EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Failure, Screen, built, interrupt, write_file,
+    write_json,
+};
+
+/// How often the progress bar is redrawn.
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
+
+pub(super) fn run(args: &KvArgs, screen: &mut Screen) -> Result<i32, Failure> {
+    args.check()?;
+    let cache_dir = args.cache_dir();
+    let environment = Environment::capture(built::build(), Some(&cache_dir));
+    let model = args.model()?;
+    let directory = BenchDirectory::claim(&cache_dir, args.keep)?;
+    if directory.is_new() {
+        screen.notice(format!("created {} for this run", cache_dir.display()))?;
+    }
+    let setup = Setup::new(args, model, &directory)?;
+    for note in &setup.notes {
+        screen.notice(format!("note: {note}"))?;
+    }
+    interrupt::install_handler()?;
+    let result = measure(args, setup, &directory, environment, screen)?;
+    if args.keep {
+        screen.notice(format!("blocks: {}", directory.blocks().display()))?;
+    }
+    // Before the results: a result that cannot be written must not leave the blocks behind.
+    drop(directory);
+    write_results(args, &result, screen)?;
+    // A run that was interrupted at once has read nothing, and is still only interrupted.
+    let has_wrong_bytes = result.figures().wrong_blocks > 0;
+    Ok(match (has_wrong_bytes, result.outcome.was_stopped) {
+        (false, true) => EXIT_INTERRUPTED,
+        (false, false) if result.validity.is_only_unoptimised() => EXIT_OK,
+        _ => EXIT_FAILED,
+    })
+}
+
+/// Opens the store, runs, and closes it.
+fn measure(
+    args: &KvArgs,
+    setup: Setup,
+    directory: &BenchDirectory,
+    environment: Environment,
+    screen: &mut Screen,
+) -> Result<KvResult, Failure> {
+    let Setup { workload, sizes, mut options, .. } = setup;
+    let backend = StoreBackend::open(&directory.blocks(), sizes)?;
+    options.device = Device::of(&directory.blocks());
+    if !screen.is_interactive {
+        let seconds = options.duration.as_secs();
+        screen.notice(format!("running for up to {seconds} s; Control-C stops and reports"))?;
+    }
+    let outcome = with_progress(screen, &options, workload.requests_max, |progress| {
+        run::run(&backend, &workload, &options, progress, &SystemClock)
+    })?;
+    let (stats, gpu_stats) = (backend.stats(), backend.gpu_stats());
+    let has_direct_io = backend.has_direct_io();
+    backend.close()?;
+    let figures = &outcome.figures;
+    let read = figures.read_total();
+    let file_system = environment.disk.as_ref().map_or("", |disk| disk.file_system.as_str());
+    let validity = Validity::of(&Evidence {
+        verifies: options.verifies,
+        expects_reads: workload.phases != Phases::PrefillOnly,
+        wrong_blocks: figures.wrong_blocks,
+        build_warning: environment.warning,
+        read_bytes: read.bytes,
+        storage_read_bytes: figures.read[KvTier::Storage.index()].bytes,
+        storage_written_bytes: figures.written.bytes,
+        process: outcome.kernel.process,
+        proof: DeviceProof::on(file_system, has_direct_io),
+    });
+    let assessment = Assessment::of(figures, outcome.window, args.performance_profile.profile());
+    Ok(KvResult {
+        workload,
+        options,
+        generation_mode: args.generation_mode.name(),
+        sizes,
+        outcome,
+        stats,
+        gpu_stats,
+        assessment,
+        validity,
+        environment,
+    })
+}
+
+/// Runs in a thread while this one updates the progress bar and handles Control-C.
+fn with_progress(
+    screen: &Screen,
+    options: &RunOptions,
+    requests_max: Option<u64>,
+    run: impl FnOnce(&Progress) -> Result<RunOutcome, KvBenchError> + Send,
+) -> Result<RunOutcome, KvBenchError> {
+    let progress = Progress::default();
+    let bar = progress_bar(options, requests_max, screen);
+    let outcome = thread::scope(|scope| {
+        let running = scope.spawn(|| run(&progress));
+        while !running.is_finished() {
+            if interrupt::is_requested() {
+                progress.is_stopped.store(true, Ordering::Relaxed);
+            }
+            show_progress(&bar, &progress, requests_max.is_some());
+            thread::park_timeout(PROGRESS_INTERVAL);
+        }
+        running.join()
+    });
+    bar.finish_and_clear();
+    match outcome {
+        Ok(outcome) => outcome,
+        Err(panic) => std::panic::resume_unwind(panic),
+    }
+}
+
+fn show_progress(bar: &ProgressBar, progress: &Progress, counts_requests: bool) {
+    let started = Duration::from_nanos(progress.started_ns.load(Ordering::Relaxed));
+    if started.is_zero() {
+        bar.set_message("storing what the requests expect to be there");
+        return;
+    }
+    let elapsed = SystemClock.monotonic().saturating_sub(started);
+    let requests = progress.requests.load(Ordering::Relaxed);
+    let rate = |bytes: u64| bytes as f64 / GIB / elapsed.as_secs_f64().max(0.1);
+    bar.set_position(if counts_requests { requests } else { elapsed.as_secs() });
+    bar.set_message(format!(
+        "read {:.2} GiB/s, written {:.2} GiB/s, {requests} requests",
+        rate(progress.read_bytes.load(Ordering::Relaxed)),
+        rate(progress.written_bytes.load(Ordering::Relaxed)),
+    ));
+}
+
+fn progress_bar(options: &RunOptions, requests_max: Option<u64>, screen: &Screen) -> ProgressBar {
+    let target = if screen.is_interactive {
+        ProgressDrawTarget::stderr()
+    } else {
+        ProgressDrawTarget::hidden()
+    };
+    let (length, unit) = match requests_max {
+        Some(requests) => (requests, "requests"),
+        None => (options.duration.as_secs(), "s"),
+    };
+    let template = format!("  {{bar:40}} {{pos}}/{{len}} {unit}, {{msg}}");
+    let style = ProgressStyle::with_template(&template);
+    let style = style.expect("the template names known fields only");
+    ProgressBar::with_draw_target(Some(length), target).with_style(style)
+}
+
+/// Writes the summary, JSON and report. There is no summary if JSON goes to standard output.
+fn write_results(args: &KvArgs, result: &KvResult, screen: &mut Screen) -> Result<(), Failure> {
+    let output = args.output.clone().unwrap_or_else(default_output);
+    let is_json_on_screen = output == Path::new("-");
+    if !is_json_on_screen {
+        summary::show(result, screen)?;
+    }
+    write_json(&output, &result.to_json(), screen)?;
+    if !is_json_on_screen {
+        screen.notice(format!("results: {}", output.display()))?;
+    }
+    if let Some(path) = &args.report {
+        write_file(path, report::page(result)?.as_bytes())?;
+        screen.notice(format!("report:  {}", path.display()))?;
+    }
+    Ok(())
+}
+
+/// As in the original: a file of its own for each run.
+fn default_output() -> PathBuf {
+    PathBuf::from(format!("benchmark_results_{}.json", SystemClock.unix_ms() / 1000))
+}

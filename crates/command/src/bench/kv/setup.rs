@@ -1,0 +1,190 @@
+//! What a run needs: sizes of the tiers, workers, batches. Refuses what the machine cannot give.
+
+use std::time::Duration;
+
+use cascade_block::ByteSize;
+use cascade_kv_bench::GIB;
+use cascade_kv_bench::directory::BenchDirectory;
+use cascade_kv_bench::model::KvModel;
+use cascade_kv_bench::plan::{UserPlan, Workload};
+use cascade_kv_bench::prepare::Precondition;
+use cascade_kv_bench::run::RunOptions;
+use cascade_kv_bench::store_backend::TierSizes;
+
+use crate::Failure;
+use crate::bench::kv::args::KvArgs;
+
+/// Most threads that serve requests. More of them do not make a disk faster; other requests wait in
+/// the queue, by class.
+const WORKERS_MAX: u64 = 64;
+/// Most bytes of one call.
+const BATCH_BYTES_MAX: u64 = 32 << 20;
+/// Least size of the pool that blocks pass through without a DRAM tier.
+const STAGING_BYTES_MIN: u64 = 256 << 20;
+/// Parts of the pool that are in calls at once: a quarter, so that three quarters keep blocks.
+const SHARES_OF_POOL: u64 = 4;
+/// Memory of the process beside the tiers.
+const OTHER_MEMORY_BYTES: u64 = 256 << 20;
+/// Least size of the file tier.
+const FILES_BYTES_MIN: u64 = 64 << 20;
+
+/// A run before its start.
+#[derive(Debug)]
+pub(super) struct Setup {
+    pub(super) workload: Workload,
+    pub(super) sizes: TierSizes,
+    pub(super) options: RunOptions,
+    /// What the user should know before.
+    pub(super) notes: Vec<String>,
+}
+
+impl Setup {
+    pub(super) fn new(
+        args: &KvArgs,
+        model: KvModel,
+        directory: &BenchDirectory,
+    ) -> Result<Self, Failure> {
+        let mut notes = Vec::new();
+        let block_bytes = model.block_bytes as u64;
+        // Autoscaling may add any number of users.
+        let users = if args.enable_autoscaling { WORKERS_MAX } else { u64::from(args.num_users) };
+        let users = users.min(WORKERS_MAX);
+        let cpu_bytes = bytes(args.cpu_mem_gb);
+        let staging_bytes = STAGING_BYTES_MIN.max(users * block_bytes * SHARES_OF_POOL);
+        let pool = if cpu_bytes > 0 { cpu_bytes } else { staging_bytes };
+        let workers = users.min(pool / (block_bytes * SHARES_OF_POOL));
+        if workers == 0 {
+            let least = ByteSize(block_bytes * SHARES_OF_POOL).rounded();
+            return Err(Failure::usage(
+                format!("--cpu-mem-gb {} is less than four blocks ({least})", args.cpu_mem_gb),
+                "raise it, or give 0 for no DRAM tier",
+            ));
+        }
+        let share = (pool / SHARES_OF_POOL / workers).min(BATCH_BYTES_MAX);
+        let batch_blocks = usize::try_from((share / block_bytes).max(1)).unwrap_or(1);
+        let gpu_bytes = bytes(args.gpu_mem_gb * f64::from(args.num_gpus));
+        check_memory(args, gpu_bytes + pool)?;
+        if cpu_bytes == 0 {
+            notes.push(format!(
+                "no DRAM tier: blocks pass through a pool of {}, which keeps none",
+                ByteSize(pool).rounded()
+            ));
+        }
+        let seed = match args.seed {
+            Some(seed) => seed,
+            None => cascade_runtime::random_u64()
+                .map_err(|error| Failure::other("choose a seed", error))?,
+        };
+        let workload = Workload {
+            model,
+            users: args.num_users,
+            seed,
+            has_multi_turn: !args.disable_multi_turn,
+            has_shared_prompts: !args.disable_prefix_caching,
+            documents: args.documents(),
+            phases: args.phases(),
+            requests_max: (args.max_requests > 0).then_some(args.max_requests),
+        };
+        let files_bytes = files_bytes(args, &workload, directory, &mut notes)?;
+        let sizes = TierSizes { gpu_bytes, cpu_bytes, staging_bytes, files_bytes };
+        let options = RunOptions {
+            workers: usize::try_from(workers).unwrap_or(1),
+            batch_blocks,
+            duration: Duration::from_secs(args.duration),
+            request_rate: (args.request_rate > 0.0).then_some(args.request_rate),
+            token_time: args.generation_mode.token_time(),
+            prefills_max: args.max_concurrent_allocs,
+            verifies: !args.no_verify,
+            device: None,
+            precondition: precondition(args, workers),
+            autoscaling: args.autoscaling(),
+        };
+        Ok(Self { workload, sizes, options, notes })
+    }
+}
+
+/// What is written before the window.
+fn precondition(args: &KvArgs, workers: u64) -> Option<Precondition> {
+    let gib = match args.precondition_size_gb {
+        gib if gib > 0.0 => gib,
+        _ => 2.0 * args.storage_capacity_gb,
+    };
+    let threads = match args.precondition_threads {
+        0 => std::thread::available_parallelism().map_or(1, usize::from),
+        threads => threads,
+    };
+    // Each thread holds a block of the pool, which has room for those of all workers.
+    let threads = threads.min(usize::try_from(workers).unwrap_or(1));
+    args.precondition.then(|| Precondition { bytes: bytes(gib), threads })
+}
+
+/// Refuses tiers that do not fit into memory, before anything is allocated.
+fn check_memory(args: &KvArgs, tiers: u64) -> Result<(), Failure> {
+    let needed = tiers.saturating_add(OTHER_MEMORY_BYTES);
+    let available = cascade_memory::available_bytes(&|path| std::fs::read_to_string(path));
+    match available {
+        Some(available) if available < needed => Err(Failure::usage(
+            format!(
+                "--gpu-mem-gb {} x {} and --cpu-mem-gb {} need {} of memory; {} are available",
+                args.gpu_mem_gb,
+                args.num_gpus,
+                args.cpu_mem_gb,
+                ByteSize(needed).rounded(),
+                ByteSize(available).rounded(),
+            ),
+            "lower them: --gpu-mem-gb 0 measures without the simulated GPU tier",
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// The size of the file tier. Refuses one that cannot work, notes one that evicts.
+fn files_bytes(
+    args: &KvArgs,
+    workload: &Workload,
+    directory: &BenchDirectory,
+    notes: &mut Vec<String>,
+) -> Result<u64, Failure> {
+    let free = directory.free_bytes().unwrap_or(u64::MAX / 2);
+    let asked = bytes(args.storage_capacity_gb);
+    let size = if asked > 0 { asked } else { free / 10 * 9 };
+    let largest = (0..workload.users)
+        .map(|user| UserPlan::new(workload, user).next_request(workload).total_blocks)
+        .max()
+        .unwrap_or(0);
+    // The largest request twice, because a reclaim drops a quarter of a small tier at once.
+    let least = FILES_BYTES_MIN.max(2 * largest * workload.model.block_bytes as u64);
+    if size > free || size < least {
+        return Err(Failure::usage(
+            format!(
+                "the file tier would have {}, {} are free, and one request needs at least {}",
+                ByteSize(size).rounded(),
+                ByteSize(free).rounded(),
+                ByteSize(least).rounded(),
+            ),
+            "give a --cache-dir with more space, another --storage-capacity-gb, or a smaller model",
+        ));
+    }
+    let stored = workload.stored_bytes();
+    if stored > size / 10 * 9 {
+        let what = match workload.requests_max {
+            Some(requests) => format!("{requests} requests"),
+            None => "the first requests of all users".to_owned(),
+        };
+        notes.push(format!(
+            "{what} store {}, and the file tier has {}: blocks will be evicted and computed again",
+            ByteSize(stored).rounded(),
+            ByteSize(size).rounded(),
+        ));
+    }
+    Ok(size)
+}
+
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "a size that was checked to be within 0 and 2^47 bytes"
+)]
+fn bytes(gib: f64) -> u64 {
+    (gib * GIB) as u64
+}

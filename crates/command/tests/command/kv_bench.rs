@@ -1,0 +1,263 @@
+//! `cascade bench kv`: its result file, its refusals, and that two runs of a seed do the same.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::time::Duration;
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::{cascade, json, stderr};
+
+/// A run with the least that one rank of many stores.
+struct Run {
+    directory: TempDir,
+}
+
+impl Run {
+    fn new() -> Self {
+        Self { directory: TempDir::new().unwrap() }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    /// The command with these options, and with defaults for the others.
+    fn command(&self, options: &[&str]) -> Command {
+        let defaults = [
+            ["--model", "tiny-1b"],
+            ["--num-users", "4"],
+            ["--num-gpus", "8"],
+            ["--tensor-parallel", "8"],
+            ["--gpu-mem-gb", "0"],
+            ["--cpu-mem-gb", "0.1"],
+            ["--storage-capacity-gb", "1"],
+            ["--seed", "42"],
+            ["--generation-mode", "none"],
+        ];
+        let mut command = cascade();
+        command.args(["bench", "kv", "--unoptimised"]).args(options);
+        command.args(defaults.iter().filter(|it| !options.contains(&it[0])).flatten());
+        command.arg("--cache-dir").arg(self.path("cache"));
+        command.arg("--output").arg(self.path("out.json"));
+        command
+    }
+
+    /// Runs to the end. Returns its output and the JSON.
+    fn run(&self, options: &[&str]) -> (Output, Value) {
+        let output = self.command(options).output().unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+        (output, json(&self.path("out.json")))
+    }
+
+    /// What a refusal says. Nothing has run, and nothing is left.
+    fn refusal(&self, options: &[&str]) -> String {
+        let output = self.command(options).output().unwrap();
+        assert_eq!(output.status.code(), Some(2), "{options:?}: {}", stderr(&output));
+        assert!(!self.path("out.json").exists() && !self.path("cache").exists(), "{options:?}");
+        stderr(&output)
+    }
+}
+
+/// The keys of the original's result file, as programs read them.
+const TOP: &str = "requests_completed total_tokens_generated total_storage_io_latency \
+    total_generation_latency end_to_end_latencies storage_latencies generation_latencies \
+    throughput_timeline prefill_latencies decode_latencies multi_turn_cache_hits \
+    multi_turn_cache_misses seed summary cascade";
+const SUMMARY: &str = "total_requests total_tokens elapsed_time avg_throughput_tokens_per_sec \
+    total_storage_io_time storage_throughput_tokens_per_sec requests_per_second \
+    end_to_end_latency_ms storage_io_latency_ms generation_latency_ms cache_stats qos_metrics \
+    prefix_cache_stats autoscaling_stats autoscaling_summary multi_turn_stats";
+const CACHE_STATS: &str = "cache_hit_rate cache_hits cache_misses gpu_entries cpu_entries \
+    storage_entries gpu_memory_used_gb cpu_memory_used_gb offloads_cpu offloads_storage \
+    storage_health prefill_writes decode_reads tier_gpu_kv_bytes_written_gb \
+    tier_cpu_kv_bytes_read_gb tier_storage_kv_bytes_written_gb tier_storage_kv_bytes_read_gb \
+    tier_gpu_read_bandwidth_gbps tier_cpu_write_bandwidth_gbps tier_storage_read_bandwidth_gbps \
+    tier_storage_write_bandwidth_gbps system_prompt_hits common_phrase_hits user_cache_hits \
+    multi_turn_hits total_read_bytes total_write_bytes total_read_gb total_write_gb \
+    read_write_ratio read_iops write_iops storage_tokens_processed nvme_entries \
+    storage_read_p50_ms storage_read_p95_ms storage_read_p99_ms storage_read_p999_ms \
+    storage_read_p9999_ms storage_write_p95_ms storage_write_p9999_ms \
+    storage_read_device_p95_ms storage_write_host_p95_ms nvme_read_p95_ms nvme_write_p95_ms";
+const OURS: &str = "validity window workload tiers rates bytes operations verification failures \
+    latency_ms cpu kernel_io device samples timeline simulated notes store environment";
+
+fn has_keys(value: &Value, keys: &str) {
+    let object = value.as_object().unwrap();
+    for key in keys.split_whitespace() {
+        assert!(object.contains_key(key), "no {key}");
+    }
+}
+
+#[test]
+fn a_run_of_a_second_writes_all_keys_and_leaves_nothing() {
+    let run = Run::new();
+    let report = run.path("report.html");
+    let (output, result) = run.run(&["--duration", "1", "--report", report.to_str().unwrap()]);
+    has_keys(&result, TOP);
+    has_keys(&result["summary"], SUMMARY);
+    has_keys(&result["summary"]["cache_stats"], CACHE_STATS);
+    has_keys(&result["cascade"], OURS);
+    for name in ["end_to_end_latency_ms", "storage_io_latency_ms", "generation_latency_ms"] {
+        has_keys(&result["summary"][name], "mean p50 p95 p99 p999 p9999");
+    }
+    for class in ["interactive", "responsive", "batch"] {
+        let metrics = &result["summary"]["qos_metrics"][class];
+        has_keys(metrics, "total_requests latency_ms sla");
+        has_keys(&metrics["sla"], "target_p95_ms actual_p95_ms compliance met");
+    }
+    let health = &result["summary"]["cache_stats"]["storage_health"];
+    has_keys(health, "overall_status criteria passed_count total_count");
+    assert_eq!(health["total_count"], 4);
+    assert_eq!(result["cascade"]["window"]["seconds"], 1.0);
+    assert_eq!(result["cascade"]["verification"]["wrong_blocks"], 0);
+    assert_eq!(result["cascade"]["workload"]["bytes_per_token"], 24_576);
+    assert!(result["cascade"]["environment"]["argv"].as_array().unwrap().len() > 5);
+
+    let reasons = result["cascade"]["validity"]["reasons"].as_array().unwrap();
+    let codes: Vec<_> = reasons.iter().map(|reason| reason["code"].as_str().unwrap()).collect();
+    assert_eq!(result["cascade"]["validity"]["is_valid"], false);
+    assert!(codes.contains(&"unoptimised"), "{codes:?}");
+
+    let text = String::from_utf8(output.stdout).unwrap();
+    for part in [
+        "INVALID: unoptimised build",
+        "### STORAGE PERFORMANCE ASSESSMENT:",
+        "Criteria Passed:",
+        "### OVERALL PERFORMANCE ###",
+        "### LATENCY BREAKDOWN ###",
+        "### CACHE TIER DISTRIBUTION ###",
+        "Storage Write P95 < 500ms",
+    ] {
+        assert!(text.contains(part), "{part} is not in\n{text}");
+    }
+    let page = fs::read_to_string(report).unwrap();
+    assert!(page.contains("<svg") && page.contains("cascade-bench-kv"));
+    assert!(!run.path("cache").exists());
+}
+
+#[test]
+fn two_runs_of_a_seed_do_the_same() {
+    let runs = [["--max-requests", "6"]; 2].map(|options| {
+        let (_, result) = Run::new().run(&options);
+        let cache = &result["summary"]["cache_stats"];
+        assert_eq!(result["requests_completed"], 6);
+        assert_eq!(cache["cache_misses"], 0);
+        [
+            result["cascade"]["operations"].clone(),
+            result["total_tokens_generated"].clone(),
+            cache["total_read_bytes"].clone(),
+            cache["total_write_bytes"].clone(),
+        ]
+    });
+    assert_eq!(runs[0], runs[1]);
+    assert!(runs[0][2].as_u64().unwrap() > 0);
+}
+
+#[test]
+fn a_run_without_a_dram_tier_says_what_blocks_pass_through() {
+    let (output, result) = Run::new().run(&["--max-requests", "2", "--cpu-mem-gb", "0"]);
+    assert!(stderr(&output).contains("no DRAM tier"), "{}", stderr(&output));
+    let tiers = &result["cascade"]["tiers"];
+    assert_eq!(tiers["cpu"]["bytes"], 0);
+    assert!(tiers["cpu"]["staging_bytes"].as_u64().unwrap() > 0);
+    assert_eq!(result["summary"]["cache_stats"]["cpu_entries"], 0);
+    let criteria = &result["summary"]["cache_stats"]["storage_health"]["criteria"];
+    assert_eq!(criteria[2]["passed"], Value::Null, "{criteria}");
+}
+
+#[test]
+fn documents_and_preconditioning_come_before_the_window_and_blocks_can_be_kept() {
+    let run = Run::new();
+    let (_, result) = run.run(&[
+        "--max-requests",
+        "2",
+        "--enable-rag",
+        "--rag-num-docs",
+        "2",
+        "--precondition",
+        "--precondition-size-gb",
+        "0.02",
+        "--keep",
+    ]);
+    let workload = &result["cascade"]["workload"];
+    assert_eq!(workload["documents"], 2);
+    assert_eq!(workload["preconditioned_bytes"], 21_474_836);
+    assert!(workload["blocks_stored_before"].as_u64().unwrap() > 3);
+    assert!(run.path("cache/cascade-bench-kv").is_dir());
+}
+
+#[test]
+fn what_cannot_run_is_refused_before_anything_runs() {
+    let run = Run::new();
+    let unbuilt = run.refusal(&["--use-burst-trace"]);
+    assert!(unbuilt.contains("--use-burst-trace is not built yet"), "{unbuilt}");
+    let unbuilt = run.refusal(&["--trace-speedup", "2"]);
+    assert!(unbuilt.contains("--trace-speedup is not built yet"), "{unbuilt}");
+    let memory = run.refusal(&["--cpu-mem-gb", "100000"]);
+    assert!(memory.contains("are available"), "{memory}");
+    let disk = run.refusal(&["--storage-capacity-gb", "100000"]);
+    assert!(disk.contains("are free"), "{disk}");
+    let rate = run.refusal(&["--request-rate", "-1"]);
+    assert!(rate.contains("--request-rate -1"), "{rate}");
+    let share = run.refusal(&["--target-saturation", "1.5"]);
+    assert!(share.contains("--target-saturation 1.5"), "{share}");
+    let both = run.refusal(&["--prefill-only", "--decode-only"]);
+    assert!(both.contains("cannot be used with"), "{both}");
+    let ranks = run.refusal(&["--num-gpus", "4"]);
+    assert!(ranks.contains("--tensor-parallel 8"), "{ranks}");
+    let tier = run.refusal(&["--cpu-mem-gb", "0.001"]);
+    assert!(tier.contains("four blocks"), "{tier}");
+
+    let unknown = cascade().args(["bench", "kv", "--unoptimised", "--model", "gpt-2"]).output();
+    let unknown = stderr(&unknown.unwrap());
+    assert!(unknown.contains("gpt-2") && unknown.contains("llama3.1-8b"), "{unknown}");
+    let missing = run.path("missing/below");
+    let output = cascade()
+        .args(["bench", "kv", "--unoptimised", "--gpu-mem-gb", "0", "--cpu-mem-gb", "0.1"])
+        .arg("--cache-dir")
+        .arg(missing)
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(stderr(&output).contains("create the directory above it"), "{}", stderr(&output));
+}
+
+/// Waits until a run has blocks in its directory.
+fn wait_for_blocks(cache: &Path) {
+    for _ in 0..1000 {
+        let blocks = fs::read_dir(cache.join("cascade-bench-kv"));
+        if blocks.is_ok_and(|mut entries| entries.next().is_some()) {
+            return;
+        }
+        std::thread::park_timeout(Duration::from_millis(20));
+    }
+    panic!("no blocks in {}", cache.display());
+}
+
+#[test]
+fn an_interrupted_run_reports_and_cleans_up_and_a_second_in_its_directory_is_refused() {
+    let run = Run::new();
+    let mut child = run
+        .command(&["--duration", "600"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    wait_for_blocks(&run.path("cache"));
+    let second = run.command(&[]).output().unwrap();
+    assert_eq!(second.status.code(), Some(2));
+    assert!(stderr(&second).contains("another benchmark runs in"), "{}", stderr(&second));
+
+    let pid = rustix::process::Pid::from_child(&child);
+    // As `timeout --signal=INT` does: twice, which was taken for a second Control-C.
+    for _ in 0..2 {
+        rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
+    }
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    let result = json(&run.path("out.json"));
+    assert_eq!(result["cascade"]["is_partial"], true);
+    assert!(!run.path("cache").exists());
+}

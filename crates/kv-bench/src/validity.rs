@@ -1,0 +1,204 @@
+//! Whether the figures of a run can be trusted, and if not, why.
+
+use cascade_replay::kernel_io::KernelIo;
+use serde::Serialize;
+
+/// Share of the file tier's bytes that have to come from a device.
+const DEVICE_SHARE_MIN: f64 = 0.9;
+
+/// Whether a run is valid.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Validity {
+    /// Whether nothing speaks against it.
+    pub is_valid: bool,
+    /// What does.
+    pub reasons: Vec<Reason>,
+}
+
+/// Why a run is not valid.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Reason {
+    /// A name that programs can compare.
+    pub code: &'static str,
+    /// What happened.
+    pub text: String,
+}
+
+/// What is known of a run.
+#[derive(Debug, Clone, Copy)]
+pub struct Evidence<'a> {
+    /// Whether bytes were compared.
+    pub verifies: bool,
+    /// Whether the requests read what they wrote.
+    pub expects_reads: bool,
+    /// Blocks with wrong bytes.
+    pub wrong_blocks: u64,
+    /// Says that the build was not optimised, if so.
+    pub build_warning: Option<&'a str>,
+    /// Bytes that were read.
+    pub read_bytes: u64,
+    /// Bytes that the file tier gave.
+    pub storage_read_bytes: u64,
+    /// Bytes that the file tier took.
+    pub storage_written_bytes: u64,
+    /// What the kernel counted for this process. `None` if it does not tell.
+    pub process: Option<KernelIo>,
+    /// How it is known what came from a device.
+    pub proof: DeviceProof,
+}
+
+/// How it is known that the bytes of the file tier went to and came from a device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DeviceProof {
+    /// The kernel counts them.
+    Kernel,
+    /// It does not, as they go over a network, and the page cache is bypassed.
+    DirectIo,
+    /// It does not, and the page cache is used.
+    Missing,
+}
+
+/// Types of file systems whose bytes come over a network or from user space.
+const WITHOUT_DEVICE: [&str; 13] = [
+    "9p", "afs", "beegfs", "ceph", "cifs", "fuse", "gpfs", "lustre", "nfs", "nfs4", "smb3",
+    "virtiofs", "wekafs",
+];
+
+impl DeviceProof {
+    /// The proof on a file system of this type.
+    pub fn on(file_system: &str, has_direct_io: bool) -> Self {
+        let kind = file_system.split('.').next().unwrap_or(file_system);
+        match (WITHOUT_DEVICE.contains(&kind), has_direct_io) {
+            (false, _) => Self::Kernel,
+            (true, true) => Self::DirectIo,
+            (true, false) => Self::Missing,
+        }
+    }
+}
+
+impl Validity {
+    /// The code of an unoptimised build.
+    pub const UNOPTIMISED: &'static str = "unoptimised";
+
+    /// Judges the evidence.
+    pub fn of(evidence: &Evidence<'_>) -> Self {
+        let mut reasons = Vec::new();
+        let mut add = |code, text: String| reasons.push(Reason { code, text });
+        if evidence.wrong_blocks > 0 {
+            let count = evidence.wrong_blocks;
+            add("wrong_bytes", format!("{count} blocks had other bytes than were written"));
+        }
+        if !evidence.verifies {
+            add("unverified", "bytes were not compared with what was written".to_owned());
+        }
+        if let Some(warning) = evidence.build_warning {
+            add(Self::UNOPTIMISED, warning.to_owned());
+        }
+        if evidence.read_bytes == 0 && evidence.expects_reads {
+            add("nothing_read", "nothing was read from the store".to_owned());
+        }
+        let read = evidence.storage_read_bytes;
+        let written = evidence.storage_written_bytes;
+        if evidence.proof == DeviceProof::Missing && read > 0 {
+            add(
+                "page_cache",
+                "the file system has no direct I/O, and the kernel does not tell what came from \
+                 the page cache"
+                    .to_owned(),
+            );
+        }
+        if evidence.proof != DeviceProof::Kernel {
+            return Self { is_valid: reasons.is_empty(), reasons };
+        }
+        let is_less = |io: u64, bytes: u64| (io as f64) < bytes as f64 * DEVICE_SHARE_MIN;
+        match evidence.process {
+            None if read + written > 0 => add(
+                "device_unknown",
+                "the kernel does not tell what went to and came from a device, so that the page \
+                 cache cannot be excluded"
+                    .to_owned(),
+            ),
+            Some(io) if is_less(io.read_bytes, read) => add(
+                "page_cache",
+                format!(
+                    "the file tier gave {read} bytes, of which {} came from a device: the rest \
+                     came from memory",
+                    io.read_bytes
+                ),
+            ),
+            Some(io) if is_less(io.written_bytes, written) => add(
+                "page_cache",
+                format!(
+                    "the file tier took {written} bytes, of which {} went to a device: the rest \
+                     is in memory",
+                    io.written_bytes
+                ),
+            ),
+            _ => {}
+        }
+        Self { is_valid: reasons.is_empty(), reasons }
+    }
+
+    /// Whether an unoptimised build is all that speaks against the run.
+    pub fn is_only_unoptimised(&self) -> bool {
+        self.reasons.iter().all(|reason| reason.code == Self::UNOPTIMISED)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GOOD: Evidence<'_> = Evidence {
+        verifies: true,
+        expects_reads: true,
+        wrong_blocks: 0,
+        build_warning: None,
+        read_bytes: 2000,
+        storage_read_bytes: 1000,
+        storage_written_bytes: 500,
+        process: Some(KernelIo { read_bytes: 1000, written_bytes: 500 }),
+        proof: DeviceProof::Kernel,
+    };
+
+    fn codes(evidence: &Evidence<'_>) -> Vec<&'static str> {
+        let validity = Validity::of(evidence);
+        assert_eq!(validity.is_valid, validity.reasons.is_empty());
+        validity.reasons.iter().map(|reason| reason.code).collect()
+    }
+
+    #[test]
+    fn file_systems_of_a_network_have_no_device() {
+        for (kind, has_direct_io, proof) in [
+            ("ext4", true, DeviceProof::Kernel),
+            ("tmpfs", false, DeviceProof::Kernel),
+            ("lustre", true, DeviceProof::DirectIo),
+            ("fuse.x", false, DeviceProof::Missing),
+        ] {
+            assert_eq!(DeviceProof::on(kind, has_direct_io), proof, "{kind}");
+        }
+    }
+
+    #[test]
+    fn each_reason_makes_a_run_invalid() {
+        assert!(codes(&GOOD).is_empty());
+        assert_eq!(codes(&Evidence { wrong_blocks: 1, ..GOOD }), ["wrong_bytes"]);
+        assert_eq!(codes(&Evidence { verifies: false, ..GOOD }), ["unverified"]);
+        assert_eq!(codes(&Evidence { build_warning: Some("slow"), ..GOOD }), ["unoptimised"]);
+        let nothing = Evidence { read_bytes: 0, storage_read_bytes: 0, ..GOOD };
+        assert_eq!(codes(&nothing), ["nothing_read"]);
+        assert!(codes(&Evidence { expects_reads: false, ..nothing }).is_empty(), "prefill alone");
+        let cached = Some(KernelIo { read_bytes: 899, written_bytes: 500 });
+        assert_eq!(codes(&Evidence { process: cached, ..GOOD }), ["page_cache"]);
+        let cached = Some(KernelIo { read_bytes: 1000, written_bytes: 0 });
+        assert_eq!(codes(&Evidence { process: cached, ..GOOD }), ["page_cache"]);
+        assert_eq!(codes(&Evidence { process: None, ..GOOD }), ["device_unknown"]);
+        let remote = Evidence { proof: DeviceProof::DirectIo, process: None, ..GOOD };
+        assert!(codes(&remote).is_empty());
+        let cached = Evidence { proof: DeviceProof::Missing, ..remote };
+        assert_eq!(codes(&cached), ["page_cache"]);
+        let from_memory =
+            Evidence { storage_read_bytes: 0, storage_written_bytes: 0, process: None, ..GOOD };
+        assert!(codes(&from_memory).is_empty(), "DRAM alone gave everything");
+    }
+}
