@@ -4,6 +4,7 @@ pub(crate) mod breaker;
 pub(crate) mod mover;
 pub(crate) mod prober;
 pub(crate) mod rate_limiter;
+mod room;
 pub(crate) mod scrub;
 pub(crate) mod settle;
 mod shrink;

@@ -4,6 +4,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use cascade_block::with_causes;
 use cascade_disk::conformance::{
     StoredBlock, append, assert_gone, assert_hits, assert_recovered, block, deadline, key, open,
     pool,
@@ -164,7 +165,7 @@ fn a_tier_that_holds_more_than_its_capacity_at_opening_shrinks() {
 fn a_capacity_out_of_range_is_refused_and_nothing_changes() {
     let (directory, pool) = (tempfile::tempdir().unwrap(), pool());
     let files = open_at(&config(directory.path(), 4 * MIB, MIB), &pool);
-    let refused = files.resize(MIB - 1, deadline()).unwrap_err().to_string();
+    let refused = with_causes(&files.resize(MIB - 1, deadline()).unwrap_err());
     assert!(refused.contains("at least 1 MiB"), "{refused}");
     let stored = append(&files, &pool, &numbered(0..30));
     assert_hits(&files, &pool, &stored);

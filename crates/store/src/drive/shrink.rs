@@ -8,7 +8,7 @@ use cascade_runtime::Deadline;
 use crate::core::circuit::Direction;
 use crate::core::health_signal::HealthSignal;
 use crate::drive::breaker::record_health;
-use crate::drive::mover::make_room;
+use crate::drive::room::make_room;
 use crate::shared::StoreCore;
 
 /// Steps in a row that keep at least as many blocks as they drop. The next step keeps none, to make
