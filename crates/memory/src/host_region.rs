@@ -8,8 +8,8 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use rustix::fs::{
-    FallocateFlags, MemfdFlags, Mode, SealFlags, fallocate, fchmod, fcntl_add_seals, ftruncate,
-    memfd_create,
+    FallocateFlags, MemfdFlags, Mode, SealFlags, fallocate, fchmod, fcntl_add_seals, fstatvfs,
+    ftruncate, memfd_create,
 };
 
 use crate::available::available_here;
@@ -162,6 +162,12 @@ impl HostRegion {
     /// No other thread accesses the range, and it holds no data.
     pub(crate) unsafe fn restore_pages(&self, offset: usize, bytes: usize) -> io::Result<()> {
         assert!(offset.checked_add(bytes).is_some_and(|end| end <= self.bytes()), "in the region");
+        // Others may have filled the file system meanwhile: touching its pages would be a SIGBUS.
+        let room = fstatvfs(&self.file)?;
+        let is_limited = room.f_blocks > 0;
+        if is_limited && room.f_bfree.saturating_mul(room.f_frsize) < bytes as u64 {
+            return Err(io::ErrorKind::StorageFull.into());
+        }
         if self.pages.source == PageSource::Collapsed {
             let start = offset.next_multiple_of(HUGE_PAGE);
             let whole = (offset + bytes).saturating_sub(start) / HUGE_PAGE * HUGE_PAGE;
