@@ -12,6 +12,9 @@ use crate::available::available_here;
 use crate::heap::Extent;
 use crate::{HostRegion, MemoryError, PageSource, Region};
 
+/// Extents that are taken at once, so that who waits for the heap does not wait for long.
+const EXTENTS_MAX: usize = 256;
+
 /// The part of a region that the pool does not use.
 #[derive(Debug)]
 pub(super) struct Resize {
@@ -81,7 +84,7 @@ impl Pool {
     }
 
     /// Takes free memory out of the pool, in whole pages: `bytes`, rounded up to a page, or less if
-    /// less is free.
+    /// less is free or it is in many pieces.
     pub fn withhold(&self, bytes: usize) -> WithheldMemory {
         let mut taken = WithheldMemory { pool: Arc::clone(&self.0), extents: Vec::new(), bytes: 0 };
         let Some(host) = self.0.region.host() else { return taken };
@@ -90,6 +93,7 @@ impl Pool {
         let mut heap = self.0.lock_heap();
         self.0.drain_magazines(&mut heap);
         while taken.bytes < wanted
+            && taken.extents.len() < EXTENTS_MAX
             && let Some(extent) = heap.take_pages(page_bytes, wanted - taken.bytes)
         {
             taken.bytes += extent.bytes;
