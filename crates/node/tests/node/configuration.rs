@@ -417,13 +417,13 @@ fn every_tenant_key_has_an_effect() {
 fn a_reload_lists_live_changes_and_those_that_need_a_restart() {
     let old = Case::new("connections_max = 10\n[[tenant]]\nname = \"a\"\nusers = [1]\n");
     let new = Case::new(
-        "connections_max = 20\ndram = \"1GiB\"\n\
+        "connections_max = 20\ndram = \"1GiB\"\nsocket = \"/run/other.sock\"\n\
          [[tenant]]\nname = \"b\"\nusers = [1]\n",
     );
     let (old, new) = (old.load().unwrap(), new.load().unwrap());
     let changes = difference(&old, &new);
-    assert_eq!(changes.live, ["connections_max"]);
-    assert_eq!(changes.restart, ["dram", "tenant \"b\" (new)", "tenant \"a\" (removed)"]);
+    assert_eq!(changes.live, ["dram", "connections_max"]);
+    assert_eq!(changes.restart, ["socket", "tenant \"b\" (new)", "tenant \"a\" (removed)"]);
     assert_eq!(difference(&old, &old), config::ConfigDifference::default());
 }
 
