@@ -2,12 +2,13 @@
 //! own folder may: they are one module and its parts.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use proc_macro2::{TokenStream, TokenTree};
 use quote::ToTokens;
 use syn::{Attribute, Item, UseTree, Visibility};
+
+use crate::sources::SourceFile;
 
 /// A module's path below its crate; empty for the crate's root.
 type Module = Vec<String>;
@@ -23,18 +24,17 @@ struct Source {
     exports: BTreeMap<String, Vec<String>>,
 }
 
-#[test]
-fn files_do_not_depend_on_each_other_in_circles() {
-    let crates = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
-    let mut circles = Vec::new();
-    for entry in fs::read_dir(crates).unwrap() {
-        let directory = entry.unwrap().path();
-        let name = directory.file_name().unwrap().to_str().unwrap().to_owned();
-        for circle in circles_in(&read_crate(&directory.join("src"))) {
-            circles.push(format!("crates/{name}: {circle}"));
-        }
+/// Each circle of files, with the crate that it is in.
+pub(crate) fn violations(files: &[SourceFile]) -> Vec<String> {
+    let mut crates: BTreeMap<&str, Crate> = BTreeMap::new();
+    for file in files {
+        let modules = crates.entry(&file.crate_name).or_default();
+        modules.insert(module_of(&file.below), source(&file.items));
     }
-    assert!(circles.is_empty(), "\n{}", circles.join("\n"));
+    let circles = |(name, modules)| {
+        circles_in(modules).into_iter().map(move |circle| format!("crates/{name}: {circle}"))
+    };
+    crates.iter().flat_map(circles).collect()
 }
 
 #[test]
@@ -59,40 +59,23 @@ fn parsed(sources: &[(&str, &str)]) -> Crate {
     let module = |name: &str| -> Module {
         name.split("::").filter(|it| !it.is_empty()).map(str::to_owned).collect()
     };
-    sources.iter().map(|(name, text)| (module(name), source(text))).collect()
+    let read = |text: &str| source(&syn::parse_file(text).expect("it compiles").items);
+    sources.iter().map(|(name, text)| (module(name), read(text))).collect()
 }
 
-fn read_crate(directory: &Path) -> Crate {
-    let mut files = Vec::new();
-    list(directory, &mut files);
-    let read = |path: &PathBuf| {
-        let text = fs::read_to_string(path).expect("sources are readable");
-        let below = path.strip_prefix(directory).expect("it was listed there").with_extension("");
-        let mut module: Module =
-            below.iter().map(|part| part.to_string_lossy().into_owned()).collect();
-        if module.last().is_some_and(|last| ["mod", "lib", "main"].contains(&&**last)) {
-            module.pop();
-        }
-        (module, source(&text))
-    };
-    files.iter().map(read).collect()
-}
-
-fn list(directory: &Path, files: &mut Vec<PathBuf>) {
-    for entry in fs::read_dir(directory).expect("a crate has src") {
-        let path = entry.expect("sources are readable").path();
-        if path.is_dir() {
-            list(&path, files);
-        } else if path.extension().is_some_and(|extension| extension == "rs") {
-            files.push(path);
-        }
+fn module_of(below: &Path) -> Module {
+    let below = below.with_extension("");
+    let mut module: Module = below.iter().map(|part| part.to_string_lossy().into_owned()).collect();
+    if module.last().is_some_and(|last| ["mod", "lib", "main"].contains(&&**last)) {
+        module.pop();
     }
+    module
 }
 
-fn source(text: &str) -> Source {
+fn source(items: &[Item]) -> Source {
     let mut source = Source::default();
-    for item in syn::parse_file(text).expect("sources compile").items {
-        add_item(&mut source, &item);
+    for item in items {
+        add_item(&mut source, item);
     }
     source
 }

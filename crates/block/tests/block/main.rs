@@ -4,4 +4,5 @@ mod circles;
 mod keys;
 mod layers;
 mod methods;
+mod sources;
 mod tidy;

@@ -3,11 +3,12 @@
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use quote::ToTokens;
 use syn::{Attribute, ImplItem, Item, Type};
+
+use crate::sources::SourceFile;
 
 const METHODS_MAX: usize = 50;
 const FILES_MAX: usize = 5;
@@ -69,12 +70,15 @@ struct Methods {
 /// By crate and name. Types of one crate with the same name count as one.
 type Types = BTreeMap<(String, String), Methods>;
 
-#[test]
-fn no_type_has_too_many_methods() {
-    let types = types_of_all_crates();
+/// Each type with too many methods or files, and each exception that is not needed.
+pub(crate) fn violations(files: &[SourceFile]) -> Vec<String> {
+    let mut types = Types::new();
+    for file in files {
+        add_items(&mut types, &file.crate_name, &file.below, &file.items);
+    }
     let mut violations: Vec<String> = types.iter().filter_map(violation).collect();
     violations.extend(LARGE.iter().filter_map(|large| useless_exception(&types, large)));
-    assert!(violations.is_empty(), "\n{}", violations.join("\n"));
+    violations
 }
 
 #[test]
@@ -84,16 +88,18 @@ fn methods_are_counted_over_all_files() {
     let two = "impl<T> super::A<T> where T: Copy { fn c() {} } \
         mod inner { impl A { fn d() {} } } #[cfg(test)] mod tests { impl A { fn e() {} } } \
         #[cfg(test)] impl A { fn f() {} }";
-    add(&mut types, "x", Path::new("one.rs"), one);
-    add(&mut types, "x", Path::new("two.rs"), two);
+    let mut add = |file: &str, text: &str| {
+        add_items(&mut types, "x", Path::new(file), &syn::parse_file(text).unwrap().items);
+    };
+    add("one.rs", one);
+    add("two.rs", two);
+    let methods: Vec<String> = (0..=METHODS_MAX).map(|at| format!("fn f{at}() {{}}")).collect();
+    add("one.rs", &format!("impl B {{ {} }}", methods.concat()));
+    for at in 0..=FILES_MAX {
+        add(&format!("{at}.rs"), "impl C { fn f() {} }");
+    }
     let found = &types[&("x".to_owned(), "A".to_owned())];
     assert_eq!((found.count, found.files.len()), (4, 2));
-    let methods: Vec<String> = (0..=METHODS_MAX).map(|at| format!("fn f{at}() {{}}")).collect();
-    let methods = methods.concat();
-    add(&mut types, "x", Path::new("one.rs"), &format!("impl B {{ {methods} }}"));
-    for at in 0..=FILES_MAX {
-        add(&mut types, "x", Path::new(&format!("{at}.rs")), "impl C { fn f() {} }");
-    }
     let violations: Vec<String> = types.iter().filter_map(violation).collect();
     assert_eq!(violations.len(), 2, "{violations:?}");
     let large = Large { crate_name: "x", type_name: "A", methods: 60, files: 2, reason: "why" };
@@ -124,36 +130,6 @@ fn useless_exception(types: &Types, large: &Large) -> Option<String> {
     let is_needed = |it: &Methods| it.count > METHODS_MAX || it.files.len() > FILES_MAX;
     let is_useless = !types.get(&name).is_some_and(is_needed) || large.reason.is_empty();
     is_useless.then(|| format!("crates/{}: {} needs no exception", name.0, name.1))
-}
-
-fn types_of_all_crates() -> Types {
-    let crates = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
-    let mut types = Types::new();
-    for entry in fs::read_dir(crates).unwrap() {
-        let directory = entry.unwrap().path();
-        let name = directory.file_name().unwrap().to_str().unwrap().to_owned();
-        let mut files = Vec::new();
-        list(&directory.join("src"), &mut files);
-        for file in files {
-            add(&mut types, &name, &file, &fs::read_to_string(&file).unwrap());
-        }
-    }
-    types
-}
-
-fn list(directory: &Path, files: &mut Vec<PathBuf>) {
-    for entry in fs::read_dir(directory).unwrap() {
-        let path = entry.unwrap().path();
-        if path.is_dir() {
-            list(&path, files);
-        } else if path.extension().is_some_and(|extension| extension == "rs") {
-            files.push(path);
-        }
-    }
-}
-
-fn add(types: &mut Types, crate_name: &str, file: &Path, text: &str) {
-    add_items(types, crate_name, file, &syn::parse_file(text).unwrap().items);
 }
 
 fn add_items(types: &mut Types, crate_name: &str, file: &Path, items: &[Item]) {

@@ -13,6 +13,7 @@ use cascade_store::{
 
 use crate::blocks::{MIB, StopOnDrop, bytes_of, check, dram, keys, put, wait_until};
 use crate::named_pool;
+use crate::third_party::{flush, open};
 
 const BLOCK: usize = 60 << 10;
 
@@ -210,5 +211,26 @@ fn files_get_smaller_in_the_background_and_larger_at_once() {
     drop(store);
     let store = Store::open(config).unwrap();
     assert_eq!(hits(&store, 3000..3020), 20);
+    store.close().unwrap();
+}
+
+/// As a file tier whose segments are all in use: asking it in a loop would take a whole processor.
+#[test]
+fn a_stage_that_has_nothing_to_give_back_is_asked_again_after_a_pause() {
+    let (store, stage) = open(dram(8));
+    stage.gives_nothing_back.store(true, Ordering::Relaxed);
+    store.resize("map", MIB, now()).unwrap();
+    wait_until("the stage is asked", || stage.rooms.load(Ordering::Relaxed) > 0);
+    cascade_runtime::sleep(Duration::from_millis(300));
+    let rooms = stage.rooms.load(Ordering::Relaxed);
+    assert!(rooms < 20, "asked {rooms} times");
+    // The pause does not hold up what there is to write.
+    for at in 0..20 {
+        put(&store, &keys(at..at + 1), BLOCK);
+        flush(&store);
+    }
+    assert_eq!(stage.block_count(), 20);
+    stage.gives_nothing_back.store(false, Ordering::Relaxed);
+    wait_until("the stage is asked again", || stage.rooms.load(Ordering::Relaxed) > rooms);
     store.close().unwrap();
 }

@@ -116,6 +116,10 @@ pub(crate) struct MapStage {
     pub(crate) has_one_block_a_key: AtomicBool,
     /// Making room drops blocks without asking the store, such as those that have expired.
     pub(crate) drops_unasked: AtomicBool,
+    /// Has to give space back, and has none that it can give.
+    pub(crate) gives_nothing_back: AtomicBool,
+    /// Calls to make room.
+    pub(crate) rooms: AtomicU64,
     /// Removing names fails.
     pub(crate) fails_removes: AtomicBool,
     /// Calls that remove names.
@@ -456,6 +460,10 @@ impl Tier for MapStage {
         keep: &mut dyn FnMut(&BlockKey, Address) -> bool,
         _deadline: Deadline,
     ) -> Result<MakeRoomOutcome, TierError> {
+        self.rooms.fetch_add(1, Ordering::Relaxed);
+        if self.gives_nothing_back.load(Ordering::Relaxed) {
+            return Ok(MakeRoomOutcome::default());
+        }
         let names: Vec<(u64, Vec<BlockKey>)> = {
             let blocks = self.blocks.lock().unwrap();
             let oldest = blocks.iter().take(8);
@@ -474,6 +482,14 @@ impl Tier for MapStage {
         }
         self.rooms_held.wait();
         Ok(room)
+    }
+
+    fn resize(&self, _capacity_bytes: u64, _deadline: Deadline) -> Result<(), TierError> {
+        Ok(())
+    }
+
+    fn is_shrinking(&self) -> bool {
+        self.gives_nothing_back.load(Ordering::Relaxed)
     }
 
     fn recover(&self) -> Vec<(BlockFacts, Address)> {
