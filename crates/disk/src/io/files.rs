@@ -110,7 +110,7 @@ pub trait FileOperations: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// `InvalidInput` if the file system does not support `direct`. `IsADirectory` for a directory,
-    /// in every mode. `PermissionDenied`, and [`is_not_own`], for a symbolic link and everything
+    /// in every mode. `PermissionDenied`, and `is_not_own`, for a symbolic link and everything
     /// else that is not a regular file, and for a file to write that another user owns or that has
     /// another hard link. `AlreadyExists` if the file to create exists; a file that was created but
     /// whose bytes could not be allocated is removed again.
@@ -178,7 +178,7 @@ pub trait FileOperations: Send + Sync + fmt::Debug {
     /// a problem. An implementation without users keeps this default: no other user has any.
     ///
     /// # Errors
-    /// `PermissionDenied`, and [`is_not_own`], for a directory of another user, and for one in
+    /// `PermissionDenied`, and `is_not_own`, for a directory of another user, and for one in
     /// which all users may create files.
     fn check_directory(&self, directory: &Path) -> io::Result<u32> {
         let _ = directory;
@@ -189,7 +189,7 @@ pub trait FileOperations: Send + Sync + fmt::Debug {
     /// links keeps this default.
     ///
     /// # Errors
-    /// `PermissionDenied`, and [`is_not_own`], for a symbolic link; `NotFound` if there is nothing.
+    /// `PermissionDenied`, and `is_not_own`, for a symbolic link; `NotFound` if there is nothing.
     fn check_not_link(&self, path: &Path) -> io::Result<()> {
         let _ = path;
         Ok(())
