@@ -10,6 +10,7 @@ use cascade_replay::random::mix;
 const PROMPTS: u64 = u64::MAX;
 const DOCUMENTS: u64 = u64::MAX - 1;
 const PRECONDITION: u64 = u64::MAX - 2;
+const OBJECTS: u64 = u64::MAX - 3;
 
 /// Derives the keys of one seed.
 #[derive(Debug, Clone, Copy)]
@@ -25,28 +26,34 @@ impl BlockNames {
 
     /// A block of a conversation, from its first own block.
     pub fn of_conversation(self, user: u32, conversation: u32, index: u64) -> BlockKey {
-        self.key(u64::from(user), u64::from(conversation), index)
+        self.key(&[u64::from(user), u64::from(conversation), index])
     }
 
     /// A block of a shared system prompt.
     pub fn of_prompt(self, prompt: u8, index: u64) -> BlockKey {
-        self.key(PROMPTS, u64::from(prompt), index)
+        self.key(&[PROMPTS, u64::from(prompt), index])
     }
 
     /// A block of a document for retrieval.
     pub fn of_document(self, document: u32, index: u64) -> BlockKey {
-        self.key(DOCUMENTS, u64::from(document), index)
+        self.key(&[DOCUMENTS, u64::from(document), index])
     }
 
     /// A block that is written before the window and removed again.
     pub fn of_precondition(self, index: u64) -> BlockKey {
-        self.key(PRECONDITION, 0, index)
+        self.key(&[PRECONDITION, 0, index])
     }
 
-    fn key(self, owner: u64, part: u64, index: u64) -> BlockKey {
+    /// A piece of an entry of the original's workload: of a user's conversation and turn.
+    pub fn of_object(self, user: u32, turn: [u32; 2], piece: u64) -> BlockKey {
+        let [conversation, turn] = turn.map(u64::from);
+        self.key(&[OBJECTS, u64::from(user), conversation, turn, piece])
+    }
+
+    fn key(self, numbers: &[u64]) -> BlockKey {
         // Each step is one to one in what it adds, so that a key depends on all of it.
         let mut state = mix(self.seed ^ 0x6b76_5f62_656e_6368);
-        for number in [owner, part, index] {
+        for number in numbers {
             state = mix(state.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ mix(number.wrapping_add(1)));
         }
         let mut bytes = [0; 32];

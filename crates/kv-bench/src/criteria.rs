@@ -46,12 +46,17 @@ pub struct Assessment {
 }
 
 impl Criterion {
-    fn below(name: &'static str, target: f64, actual: Option<f64>) -> Self {
+    pub(crate) fn below(name: &'static str, target: f64, actual: Option<f64>) -> Self {
         let passed = actual.map(|actual| actual < target);
         Self { name, target, actual, unit: "ms", passed }
     }
 
-    fn above(name: &'static str, target: f64, unit: &'static str, actual: Option<f64>) -> Self {
+    pub(crate) fn above(
+        name: &'static str,
+        target: f64,
+        unit: &'static str,
+        actual: Option<f64>,
+    ) -> Self {
         Self { name, target, actual, unit, passed: actual.map(|actual| actual > target) }
     }
 }
@@ -88,7 +93,7 @@ impl Assessment {
         })
     }
 
-    fn from(criteria: Vec<Criterion>) -> Self {
+    pub(crate) fn from(criteria: Vec<Criterion>) -> Self {
         let count = |passed| criteria.iter().filter(|it| it.passed == passed).count();
         let (passed_count, not_judged_count) = (count(Some(true)), count(None));
         let overall_status = match (count(Some(false)), passed_count) {

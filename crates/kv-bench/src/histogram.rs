@@ -53,6 +53,16 @@ impl LatencyHistogram {
         self.sum += latency;
     }
 
+    /// Adds all latencies of another histogram.
+    ///
+    /// # Panics
+    /// Never: all histograms have the same range.
+    pub fn add(&mut self, other: &Self) {
+        let added = self.histogram.add(&other.histogram);
+        added.expect("all histograms have the same range");
+        self.sum += other.sum;
+    }
+
     /// Number of latencies.
     pub fn count(&self) -> u64 {
         self.histogram.len()

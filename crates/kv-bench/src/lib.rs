@@ -3,12 +3,13 @@
 //! A run is deterministic in what it does: a seed determines each user's requests and each byte of
 //! each block. It is honest in what it counts: rates are of bytes that moved within the window,
 //! each byte read is compared with the one that was written, and a run that cannot be trusted says
-//! why.
+//! why. [`compatible`] runs the workload as the original does, on files.
 #![expect(clippy::cast_precision_loss, reason = "53 bits are enough for printed figures")]
 
 pub mod autoscaler;
 pub mod backend;
 pub mod block_names;
+pub mod compatible;
 pub mod criteria;
 pub mod devices;
 pub mod directory;
@@ -16,6 +17,7 @@ mod error;
 pub mod histogram;
 pub mod measurements;
 pub mod model;
+mod permits;
 pub mod plan;
 pub mod prepare;
 pub mod progress;

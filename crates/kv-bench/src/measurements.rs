@@ -8,7 +8,6 @@ use cascade_replay::random::mix;
 
 use crate::backend::KvTier;
 use crate::histogram::LatencyHistogram;
-use crate::plan::PlannedRequest;
 use crate::qos::QosClass;
 use crate::samples::Samples;
 use crate::timeline::{Slice, Timeline};
@@ -66,6 +65,27 @@ pub struct Moved {
     pub window_bytes: u64,
 }
 
+impl Moved {
+    /// Adds what moved.
+    pub fn add(&mut self, other: Self) {
+        self.bytes += other.bytes;
+        self.window_bytes += other.window_bytes;
+    }
+}
+
+/// What the figures need of a request.
+#[derive(Debug, Clone, Copy)]
+pub struct RequestFacts {
+    /// The user.
+    pub user: u32,
+    /// Its number, in the order of the plan.
+    pub number: u64,
+    /// The user's class.
+    pub class: QosClass,
+    /// Tokens to generate.
+    pub generated_tokens: u64,
+}
+
 /// A digest of operations that does not depend on their order.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct OperationsDigest {
@@ -78,7 +98,7 @@ pub struct OperationsDigest {
 
 impl OperationsDigest {
     /// Adds the operation on one block.
-    pub fn add(&mut self, request: &PlannedRequest, what: u64, key: &BlockKey, bytes: u64) {
+    pub fn add(&mut self, request: RequestFacts, what: u64, key: &BlockKey, bytes: u64) {
         let parts = [u64::from(request.user), request.number, what, key.fingerprint(), bytes];
         let operation = parts.iter().fold(0, |state, part| mix(state ^ mix(part.wrapping_add(1))));
         self.sum = self.sum.wrapping_add(operation);
@@ -348,7 +368,7 @@ impl Measurements {
     }
 
     /// Counts a request that was answered.
-    pub fn answered(&mut self, window: Window, request: &PlannedRequest, times: Answered) {
+    pub fn answered(&mut self, window: Window, request: RequestFacts, times: Answered) {
         self.requests += 1;
         self.last_end = self.last_end.max(times.at);
         self.tokens += request.generated_tokens;
@@ -456,7 +476,7 @@ mod tests {
         let digest = |operations: &[(u64, u64, u64)]| {
             let mut digest = OperationsDigest::default();
             for (what, index, bytes) in operations {
-                digest.add(&request, *what, &key(*index), *bytes);
+                digest.add(request.facts(), *what, &key(*index), *bytes);
             }
             digest.text()
         };

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use cascade_replay::random::{SplitMix64, mix};
 
+use crate::measurements::RequestFacts;
 use crate::model::KvModel;
 use crate::qos::QosClass;
 use crate::retrieval::{Documents, Retrieval};
@@ -119,6 +120,16 @@ impl PlannedRequest {
     /// How often the whole context is read while tokens are generated.
     pub fn decode_reads(&self) -> u64 {
         self.generated_tokens.div_ceil(TOKENS_PER_DECODE_READ).max(1)
+    }
+
+    /// What the figures need of it.
+    pub fn facts(&self) -> RequestFacts {
+        RequestFacts {
+            user: self.user,
+            number: self.number,
+            class: self.class,
+            generated_tokens: self.generated_tokens,
+        }
     }
 
     /// Blocks that the prefill stores.

@@ -88,7 +88,7 @@ impl<'a> Preparation<'a> {
 }
 
 /// Calls `work` with 0, 1, 2 and so on from several threads, until it returns false in each.
-fn in_parallel(threads: usize, work: &(dyn Fn(usize) -> bool + Sync)) {
+pub(crate) fn in_parallel(threads: usize, work: &(dyn Fn(usize) -> bool + Sync)) {
     let next = AtomicUsize::new(0);
     thread::scope(|scope| {
         for _ in 0..threads.max(1) {

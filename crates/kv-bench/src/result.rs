@@ -8,6 +8,9 @@ use serde_json::{Map, Value, json};
 
 use crate::GIB;
 use crate::backend::KvTier;
+use crate::compatible::figures::ObjectFigures;
+use crate::compatible::plan::COUNTED_PROMPT_TOKENS;
+use crate::compatible::waterfall::TierContents;
 use crate::criteria::Assessment;
 use crate::histogram::{LatencyHistogram, Percentiles};
 use crate::measurements::{Measurements, Moved};
@@ -16,6 +19,20 @@ use crate::qos::QosClass;
 use crate::run::{RunOptions, RunOutcome};
 use crate::store_backend::TierSizes;
 use crate::validity::Validity;
+
+/// The figures of what kept the KV.
+#[derive(Debug)]
+pub enum Detail {
+    /// Cascade's store.
+    Store {
+        /// Statistics of the store after the run.
+        stats: Box<StoreStats>,
+        /// Statistics of the simulated GPU tier.
+        gpu_stats: Option<Box<StoreStats>>,
+    },
+    /// Whole entries, as in the original.
+    Objects(Box<ObjectFigures>),
+}
 
 /// What a run was, did and found.
 #[derive(Debug)]
@@ -30,10 +47,8 @@ pub struct KvResult {
     pub sizes: TierSizes,
     /// What happened.
     pub outcome: RunOutcome,
-    /// Statistics of the store after the run.
-    pub stats: StoreStats,
-    /// Statistics of the simulated GPU tier.
-    pub gpu_stats: Option<StoreStats>,
+    /// What kept the KV.
+    pub detail: Detail,
     /// Whether its limits are kept.
     pub assessment: Assessment,
     /// Whether its figures can be trusted.
@@ -56,6 +71,43 @@ impl KvResult {
     /// Bytes within the window in GiB a second.
     pub fn gib_per_second(&self, window_bytes: u64) -> f64 {
         ratio(window_bytes as f64 / GIB, self.seconds())
+    }
+
+    /// The bytes that its rates count: those within the window, or all of them as in the original.
+    pub fn counted(&self, moved: Moved) -> u64 {
+        match self.detail {
+            Detail::Store { .. } => moved.window_bytes,
+            Detail::Objects(_) => moved.bytes,
+        }
+    }
+
+    /// Bytes that were written, by tier. Cascade's store writes through all of them.
+    pub fn written_by_tier(&self) -> [Moved; 3] {
+        let has = [self.sizes.gpu_bytes > 0, self.sizes.cpu_bytes > 0, true];
+        match &self.detail {
+            Detail::Store { .. } => {
+                has.map(|has| if has { self.figures().written } else { Moved::default() })
+            }
+            Detail::Objects(objects) => objects.written,
+        }
+    }
+
+    /// What each tier contains after the run.
+    pub fn tier_contents(&self) -> [TierContents; 3] {
+        let (stats, gpu) = match &self.detail {
+            Detail::Store { stats, gpu_stats } => (stats, gpu_stats),
+            Detail::Objects(objects) => return objects.contents,
+        };
+        let dram = |stats: &StoreStats| TierContents {
+            entries: stats.dram_blocks,
+            bytes: stats.dram_bytes,
+        };
+        let cpu = if self.sizes.cpu_bytes > 0 { dram(stats) } else { TierContents::default() };
+        let files = TierContents {
+            entries: stats.stage_blocks.first().copied().unwrap_or(0),
+            bytes: stats.stages.first().map_or(0, |(_, stage)| stage.used_bytes),
+        };
+        [gpu.as_deref().map_or_else(TierContents::default, dram), cpu, files]
     }
 
     /// Processor time of this process for each GiB read or written: all of it, and without making
@@ -169,22 +221,20 @@ impl KvResult {
     fn cache_stats(&self) -> Value {
         let figures = self.figures();
         let read = figures.read_total();
-        let counters = &self.stats.counters;
-        let gpu = self.gpu_stats.as_ref();
-        let storage_read = figures.read[KvTier::Storage.index()].bytes;
-        let in_cpu = self.sizes.cpu_bytes > 0;
+        let [gpu, cpu, files] = self.tier_contents();
+        let (offloads_cpu, offloads_storage) = self.offloads();
         let mut all = object(json!({
             "cache_hit_rate": figures.hit_rate().unwrap_or(0.0),
             "cache_hits": figures.hits,
             "cache_misses": figures.misses,
-            "gpu_entries": gpu.map_or(0, |stats| stats.dram_blocks),
-            "cpu_entries": if in_cpu { self.stats.dram_blocks } else { 0 },
-            "storage_entries": self.stats.stage_blocks.first().copied().unwrap_or(0),
-            "gpu_memory_used_gb": gib(gpu.map_or(0, |stats| stats.dram_bytes)),
-            "cpu_memory_used_gb": gib(if in_cpu { self.stats.dram_bytes } else { 0 }),
-            "offloads_cpu": gpu.map_or(0, |stats| stats.counters.evicted_blocks),
-            "offloads_storage": counters.demoted_blocks,
-            "storage_health": self.assessment,
+            "gpu_entries": gpu.entries,
+            "cpu_entries": cpu.entries,
+            "storage_entries": files.entries,
+            "gpu_memory_used_gb": gib(gpu.bytes),
+            "cpu_memory_used_gb": gib(cpu.bytes),
+            "offloads_cpu": offloads_cpu,
+            "offloads_storage": offloads_storage,
+            "storage_health": self.stated_assessment(),
             "prefill_writes": figures.prefills,
             "decode_reads": figures.decode_reads,
             "system_prompt_hits": figures.prompt_hits,
@@ -198,19 +248,19 @@ impl KvResult {
             "read_write_ratio": ratio(read.bytes as f64, figures.written.bytes as f64),
             "read_iops": figures.read_blocks - figures.misses,
             "write_iops": figures.written_blocks,
-            "storage_tokens_processed":
-                storage_read as f64 / self.workload.model.bytes_per_token as f64,
+            "storage_tokens_processed": self.storage_tokens(),
         }));
         self.add_tiers(&mut all);
         let storage = &figures.read_by_tier[KvTier::Storage.index()];
-        for (direction, histogram) in [("read", storage), ("write", &figures.write)] {
-            add_percentiles(&mut all, &format!("storage_{direction}"), histogram);
-            for part in ["device", "host"] {
-                for (suffix, _) in named(&histogram.percentiles()) {
-                    // Not measured apart: a transfer and its checksum overlap.
-                    all.insert(format!("storage_{direction}_{part}_{suffix}_ms"), Value::Null);
-                }
-            }
+        let write =
+            self.objects().map_or(&figures.write, |it| &it.write_by_tier[KvTier::Storage.index()]);
+        add_percentiles(&mut all, "storage_read", storage);
+        add_percentiles(&mut all, "storage_write", write);
+        // A store does not measure the parts: a transfer and its checksum overlap.
+        let unknown = LatencyHistogram::default();
+        let parts = self.objects().map_or([&unknown; 4], ObjectFigures::parts);
+        for (name, histogram) in PARTS.into_iter().zip(parts) {
+            add_percentiles(&mut all, name, histogram);
         }
         // The founding document's names of the same figures.
         let renamed = all.iter().filter_map(|(name, value)| {
@@ -224,25 +274,25 @@ impl KvResult {
 
     fn add_tiers(&self, all: &mut Map<String, Value>) {
         let figures = self.figures();
-        let has = |tier| match tier {
-            KvTier::Gpu => self.sizes.gpu_bytes > 0,
-            KvTier::Cpu => self.sizes.cpu_bytes > 0,
-            KvTier::Storage => true,
-        };
+        let all_written = self.written_by_tier();
         for tier in KvTier::ALL {
             let read = figures.read[tier.index()];
-            let written = if has(tier) { figures.written } else { Moved::default() };
+            let written = all_written[tier.index()];
             for (direction, moved) in [("read", read), ("written", written)] {
                 let name = format!("tier_{}_kv_bytes_{direction}_gb", tier.name());
                 all.insert(name, json!(gib(moved.bytes)));
             }
             for (direction, moved) in [("read", read), ("write", written)] {
                 let name = format!("tier_{}_{direction}_bandwidth_gbps", tier.name());
-                all.insert(name, json!(self.gib_per_second(moved.window_bytes)));
+                all.insert(name, json!(self.gib_per_second(self.counted(moved))));
             }
             if tier != KvTier::Storage {
                 let histogram = &figures.read_by_tier[tier.index()];
                 add_percentiles(all, &format!("{}_read", tier.name()), histogram);
+                if let Some(objects) = self.objects() {
+                    let histogram = &objects.write_by_tier[tier.index()];
+                    add_percentiles(all, &format!("{}_write", tier.name()), histogram);
+                }
             }
         }
     }
@@ -277,7 +327,8 @@ impl KvResult {
         let starved: Vec<&str> =
             figures.starved_classes().into_iter().map(QosClass::name).collect();
         json!({
-            "mode": "store",
+            "mode": self.mode(),
+            "assessment": self.assessment,
             "validity": self.validity,
             "is_partial": outcome.was_stopped,
             "window": {
@@ -288,10 +339,8 @@ impl KvResult {
             },
             "workload": self.workload_facts(),
             "tiers": self.tier_facts(),
-            "rates": {
-                "read_gib_per_second": self.gib_per_second(read.window_bytes),
-                "written_gib_per_second": self.gib_per_second(figures.written.window_bytes),
-            },
+            "rates": self.rates(|moved| moved.window_bytes),
+            "rates_with_tail": self.objects().map(|_| self.rates(|moved| moved.bytes)),
             "bytes": {
                 "read": read.bytes,
                 "read_in_window": read.window_bytes,
@@ -333,29 +382,43 @@ impl KvResult {
                 "slices": figures.timeline.slices().iter().map(|(_, it)| it).collect::<Vec<_>>(),
             },
             "simulated": self.simulated(),
-            "not_measured": ["storage_*_device_*", "storage_*_host_*"],
+            "not_measured": self.not_measured(),
             "notes": self.notes(),
-            "store": self.stats.counters,
+            "store": self.store_counters(),
+            "objects": self.object_facts(),
             "environment": self.environment,
+        })
+    }
+
+    fn rates(&self, bytes: impl Fn(Moved) -> u64) -> Value {
+        let figures = self.figures();
+        json!({
+            "read_gib_per_second": self.gib_per_second(bytes(figures.read_total())),
+            "written_gib_per_second": self.gib_per_second(bytes(figures.written)),
         })
     }
 
     /// What operators should know, such as a file system without direct I/O.
     pub fn notes(&self) -> Vec<String> {
-        let stages = self.stats.stages.iter().flat_map(|(_, stage)| stage.notes.clone());
-        self.stats.notes.iter().cloned().chain(stages).collect()
+        let Detail::Store { stats, .. } = &self.detail else { return Vec::new() };
+        let stages = stats.stages.iter().flat_map(|(_, stage)| stage.notes.clone());
+        stats.notes.iter().cloned().chain(stages).collect()
     }
 
     fn workload_facts(&self) -> Value {
         let (workload, options) = (&self.workload, &self.options);
         let model = &workload.model;
+        let (has_blocks, prompt_tokens) = match self.detail {
+            Detail::Store { .. } => (true, PROMPT_TOKENS),
+            Detail::Objects(_) => (false, COUNTED_PROMPT_TOKENS),
+        };
         json!({
             "model": model.name,
             "bytes_per_token": model.model_bytes_per_token,
             "bytes_per_token_of_rank": model.bytes_per_token,
-            "block_tokens": model.block_tokens,
-            "block_bytes": model.block_bytes,
-            "batch_blocks_max": options.batch_blocks,
+            "block_tokens": has_blocks.then_some(model.block_tokens),
+            "block_bytes": has_blocks.then_some(model.block_bytes),
+            "batch_blocks_max": has_blocks.then_some(options.batch_blocks),
             "users": workload.users,
             "workers": options.workers,
             "seed": workload.seed,
@@ -365,13 +428,13 @@ impl KvResult {
             "prefills_at_once_max": options.prefills_max,
             "has_multi_turn": workload.has_multi_turn,
             "has_shared_prompts": workload.has_shared_prompts,
-            "prompt_tokens": PROMPT_TOKENS,
+            "prompt_tokens": prompt_tokens,
             "preconditioned_bytes": options.precondition.map_or(0, |it| it.bytes),
             "blocks_stored_before": self.outcome.blocks_before,
             "phases": workload.phases.name(),
             "documents": workload.documents.count,
             "turns_max": TURNS_MAX,
-            "context_tokens_max": CONTEXT_TOKENS_MAX,
+            "context_tokens_max": has_blocks.then_some(CONTEXT_TOKENS_MAX),
             "tokens_per_decode_read": TOKENS_PER_DECODE_READ,
         })
     }
@@ -379,10 +442,11 @@ impl KvResult {
     fn tier_facts(&self) -> Value {
         let sizes = &self.sizes;
         let staging = if sizes.cpu_bytes == 0 { sizes.staging_bytes } else { 0 };
+        let write = if self.objects().is_some() { "first tier with room" } else { "through" };
         json!({
             "gpu": { "bytes": sizes.gpu_bytes, "is_simulated": true },
             "cpu": { "bytes": sizes.cpu_bytes, "staging_bytes": staging },
-            "storage": { "bytes": sizes.files_bytes, "write": "through" },
+            "storage": { "bytes": sizes.files_bytes, "write": write },
         })
     }
 
@@ -407,6 +471,10 @@ impl KvResult {
         all.into_iter().map(|(name, histogram)| (name, histogram.percentiles())).collect()
     }
 }
+
+/// The names of the parts of [`ObjectFigures::parts`].
+const PARTS: [&str; 4] =
+    ["storage_read_device", "storage_read_host", "storage_write_device", "storage_write_host"];
 
 fn add_percentiles(all: &mut Map<String, Value>, prefix: &str, histogram: &LatencyHistogram) {
     let has_samples = histogram.count() > 0;

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -16,6 +16,7 @@ use crate::backend::{Backend, KvTier, NewBlock, Read, Stored};
 use crate::block_names::BlockNames;
 use crate::devices::{Device, KernelCounters};
 use crate::measurements::{Answered, Measurements, ReadPurpose, Span, WrittenBlocks};
+use crate::permits::Permits;
 use crate::plan::{Phases, PlannedRequest, Workload};
 use crate::prepare::{Precondition, precondition, store_before};
 use crate::progress::Progress;
@@ -104,8 +105,7 @@ pub fn run(
         window: planned,
         names: BlockNames::new(workload.seed),
         figures: Mutex::default(),
-        prefills: Mutex::new(0),
-        prefill_ended: Condvar::new(),
+        prefills: Permits::new(options.prefills_max),
         is_peak_found: AtomicBool::new(false),
     };
     let mut scaling =
@@ -147,9 +147,7 @@ struct Shared<'a> {
     window: Window,
     names: BlockNames,
     figures: Mutex<Measurements>,
-    /// Prefills under way.
-    prefills: Mutex<usize>,
-    prefill_ended: Condvar,
+    prefills: Permits,
     /// Whether autoscaling has ended the run.
     is_peak_found: AtomicBool,
 }
@@ -199,20 +197,6 @@ impl Shared<'_> {
     fn check_time(&self) -> Result<(), Cut> {
         if self.is_over() { Err(Cut) } else { Ok(()) }
     }
-
-    /// Waits until fewer than the limit of prefills are under way.
-    fn begin_prefill(&self) {
-        let limit = self.options.prefills_max;
-        let lock = self.prefills.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_full = |count: &mut usize| limit > 0 && *count >= limit;
-        let waited = self.prefill_ended.wait_while(lock, is_full);
-        *waited.unwrap_or_else(PoisonError::into_inner) += 1;
-    }
-
-    fn end_prefill(&self) {
-        *self.prefills.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
-        self.prefill_ended.notify_one();
-    }
 }
 
 /// One thread.
@@ -235,7 +219,7 @@ impl Worker<'_> {
         while let Some(task) = queue.take(shared.clock, &|| shared.is_over()) {
             match self.serve(&task) {
                 Ok(times) if times.at <= shared.window.end => {
-                    shared.figures().answered(shared.window, &task.request, times);
+                    shared.figures().answered(shared.window, task.request.facts(), times);
                     shared.progress.requests.fetch_add(1, Ordering::Relaxed);
                     queue.finish(task.plan, times.at);
                 }
@@ -311,7 +295,7 @@ impl Worker<'_> {
             let bytes = self.shared.workload.model.block_bytes as u64;
             let mut figures = self.shared.figures();
             for key in &self.chain[from..to] {
-                figures.operations.add(request, 1, key, bytes);
+                figures.operations.add(request.facts(), 1, key, bytes);
             }
         }
         self.shared.figures().prefilled(took);
@@ -320,10 +304,7 @@ impl Worker<'_> {
 
     /// Writes some blocks of the chain. Returns the time in the store.
     fn put(&self, positions: &[usize], is_again: bool) -> Duration {
-        self.shared.begin_prefill();
-        let took = self.put_now(positions, is_again);
-        self.shared.end_prefill();
-        took
+        self.shared.prefills.with(|| self.put_now(positions, is_again))
     }
 
     fn put_now(&self, positions: &[usize], is_again: bool) -> Duration {
@@ -446,7 +427,7 @@ impl Worker<'_> {
             ReadPurpose::Decode => 4 + pass.number,
         };
         for key in keys {
-            figures.operations.add(request, what, key, block_bytes as u64);
+            figures.operations.add(request.facts(), what, key, block_bytes as u64);
         }
         progress.read_bytes.fetch_add(bytes_by_tier.iter().sum(), Ordering::Relaxed);
         (span.took(), missing, slowest)

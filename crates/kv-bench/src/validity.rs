@@ -102,8 +102,7 @@ impl Validity {
         if evidence.proof == DeviceProof::Missing && read > 0 {
             add(
                 "page_cache",
-                "the file system has no direct I/O, and the kernel does not tell what came from \
-                 the page cache"
+                "no direct I/O was used, and the kernel does not tell what came from the page cache"
                     .to_owned(),
             );
         }

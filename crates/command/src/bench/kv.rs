@@ -11,15 +11,17 @@ use std::thread;
 use std::time::Duration;
 
 use cascade_kv_bench::backend::KvTier;
+use cascade_kv_bench::compatible::run::{self as objects, Pace};
+use cascade_kv_bench::compatible::waterfall::{Waterfall, WaterfallSizes};
 use cascade_kv_bench::criteria::Assessment;
 use cascade_kv_bench::devices::Device;
 use cascade_kv_bench::directory::BenchDirectory;
 use cascade_kv_bench::plan::Phases;
 use cascade_kv_bench::progress::Progress;
 use cascade_kv_bench::report;
-use cascade_kv_bench::result::KvResult;
+use cascade_kv_bench::result::{Detail, KvResult};
 use cascade_kv_bench::run::{self, RunOptions, RunOutcome};
-use cascade_kv_bench::store_backend::StoreBackend;
+use cascade_kv_bench::store_backend::{StoreBackend, TierSizes};
 use cascade_kv_bench::validity::{DeviceProof, Evidence, Validity};
 use cascade_kv_bench::{GIB, KvBenchError};
 use cascade_replay::environment::Environment;
@@ -69,64 +71,113 @@ pub(super) fn run(args: &KvArgs, screen: &mut Screen) -> Result<i32, Failure> {
 /// Opens the store, runs, and closes it.
 fn measure(
     args: &KvArgs,
-    setup: Setup,
+    mut setup: Setup,
     directory: &BenchDirectory,
     environment: Environment,
     screen: &mut Screen,
 ) -> Result<KvResult, Failure> {
-    let Setup { workload, sizes, mut options, .. } = setup;
-    let backend = StoreBackend::open(&directory.blocks(), sizes)?;
-    options.device = Device::of(&directory.blocks());
-    if !screen.is_interactive {
-        let seconds = options.duration.as_secs();
-        screen.notice(format!("running for up to {seconds} s; Control-C stops and reports"))?;
-    }
-    let outcome = with_progress(screen, &options, workload.requests_max, |progress| {
-        run::run(&backend, &workload, &options, progress, &SystemClock)
-    })?;
-    let (stats, gpu_stats) = (backend.stats(), backend.gpu_stats());
-    let has_direct_io = backend.has_direct_io();
-    backend.close()?;
+    let measured = if setup.is_compatible {
+        measure_objects(&mut setup, directory, screen)?
+    } else {
+        measure_store(&mut setup, directory, screen)?
+    };
+    let Measured { outcome, detail, has_direct_io } = measured;
+    let Setup { workload, sizes, options, .. } = setup;
     let figures = &outcome.figures;
-    let read = figures.read_total();
+    let profile = args.performance_profile.profile();
+    let (written_bytes, assessment) = match &detail {
+        Detail::Store { .. } => {
+            (figures.written.bytes, Assessment::of(figures, outcome.window, profile))
+        }
+        Detail::Objects(objects) => (
+            objects.written_to_files(),
+            Assessment::of_objects(figures, objects, outcome.window, profile),
+        ),
+    };
     let file_system = environment.disk.as_ref().map_or("", |disk| disk.file_system.as_str());
     let validity = Validity::of(&Evidence {
         verifies: options.verifies,
         expects_reads: workload.phases != Phases::PrefillOnly,
         wrong_blocks: figures.wrong_blocks,
         build_warning: environment.warning,
-        read_bytes: read.bytes,
+        read_bytes: figures.read_total().bytes,
         storage_read_bytes: figures.read[KvTier::Storage.index()].bytes,
-        storage_written_bytes: figures.written.bytes,
+        storage_written_bytes: written_bytes,
         process: outcome.kernel.process,
         proof: DeviceProof::on(file_system, has_direct_io),
     });
-    let assessment = Assessment::of(figures, outcome.window, args.performance_profile.profile());
     Ok(KvResult {
         workload,
         options,
         generation_mode: args.generation_mode.name(),
         sizes,
         outcome,
-        stats,
-        gpu_stats,
+        detail,
         assessment,
         validity,
         environment,
     })
 }
 
+/// What a run gives.
+struct Measured {
+    outcome: RunOutcome,
+    detail: Detail,
+    has_direct_io: bool,
+}
+
+fn measure_store(
+    setup: &mut Setup,
+    directory: &BenchDirectory,
+    screen: &mut Screen,
+) -> Result<Measured, Failure> {
+    let backend = StoreBackend::open(&directory.blocks(), setup.sizes)?;
+    let outcome = with_progress(setup, directory, screen, |setup, progress| {
+        run::run(&backend, &setup.workload, &setup.options, progress, &SystemClock)
+    })?;
+    let (stats, gpu_stats) = (Box::new(backend.stats()), backend.gpu_stats().map(Box::new));
+    let has_direct_io = backend.has_direct_io();
+    backend.close()?;
+    Ok(Measured { outcome, detail: Detail::Store { stats, gpu_stats }, has_direct_io })
+}
+
+fn measure_objects(
+    setup: &mut Setup,
+    directory: &BenchDirectory,
+    screen: &mut Screen,
+) -> Result<Measured, Failure> {
+    let TierSizes { gpu_bytes, cpu_bytes, files_bytes, .. } = setup.sizes;
+    let sizes = WaterfallSizes { gpu_bytes, cpu_bytes, files_bytes };
+    let seed = setup.workload.seed;
+    let waterfall = Waterfall::new(&directory.blocks(), sizes, seed, &SystemClock)?;
+    let (outcome, objects) = with_progress(setup, directory, screen, |setup, progress| {
+        let pace = Pace { think_scale: 1.0 };
+        let (workload, options) = (&setup.workload, &setup.options);
+        objects::run(&waterfall, workload, options, pace, progress, &SystemClock)
+    })?;
+    // Files are read through the page cache, as in the original; only the kernel's counters tell
+    // that the bytes came from a device.
+    Ok(Measured { outcome, detail: Detail::Objects(Box::new(objects)), has_direct_io: false })
+}
+
 /// Runs in a thread while this one updates the progress bar and handles Control-C.
-fn with_progress(
-    screen: &Screen,
-    options: &RunOptions,
-    requests_max: Option<u64>,
-    run: impl FnOnce(&Progress) -> Result<RunOutcome, KvBenchError> + Send,
-) -> Result<RunOutcome, KvBenchError> {
+fn with_progress<T: Send>(
+    setup: &mut Setup,
+    directory: &BenchDirectory,
+    screen: &mut Screen,
+    run: impl FnOnce(&Setup, &Progress) -> Result<T, KvBenchError> + Send,
+) -> Result<T, Failure> {
+    setup.options.device = Device::of(&directory.blocks());
+    if !screen.is_interactive {
+        let seconds = setup.options.duration.as_secs();
+        screen.notice(format!("running for up to {seconds} s; Control-C stops and reports"))?;
+    }
+    let setup = &*setup;
+    let requests_max = setup.workload.requests_max;
     let progress = Progress::default();
-    let bar = progress_bar(options, requests_max, screen);
+    let bar = progress_bar(&setup.options, requests_max, screen);
     let outcome = thread::scope(|scope| {
-        let running = scope.spawn(|| run(&progress));
+        let running = scope.spawn(|| run(setup, &progress));
         while !running.is_finished() {
             if interrupt::is_requested() {
                 progress.is_stopped.store(true, Ordering::Relaxed);
@@ -138,7 +189,7 @@ fn with_progress(
     });
     bar.finish_and_clear();
     match outcome {
-        Ok(outcome) => outcome,
+        Ok(outcome) => Ok(outcome?),
         Err(panic) => std::panic::resume_unwind(panic),
     }
 }

@@ -190,6 +190,80 @@ fn documents_and_preconditioning_come_before_the_window_and_blocks_can_be_kept()
 }
 
 #[test]
+fn compatible_mode_stores_files_and_says_what_it_counts() {
+    let run = Run::new();
+    let report = run.path("report.html");
+    let (output, result) = run.run(&[
+        "--compatible",
+        "--max-requests",
+        "6",
+        "--cpu-mem-gb",
+        "0",
+        "--keep",
+        "--report",
+        report.to_str().unwrap(),
+    ]);
+    has_keys(&result, TOP);
+    has_keys(&result["summary"], SUMMARY);
+    let cache = &result["summary"]["cache_stats"];
+    has_keys(cache, CACHE_STATS);
+    let ours = &result["cascade"];
+    has_keys(ours, OURS);
+    has_keys(ours, "rates_with_tail assessment objects");
+    assert_eq!(ours["mode"], "compatible");
+    assert_eq!((&result["requests_completed"], &cache["storage_entries"]), (&6.into(), &6.into()));
+    assert_eq!(ours["objects"]["written_bytes"]["storage"], cache["total_write_bytes"]);
+    assert!(cache["storage_write_device_p95_ms"].as_f64().unwrap() > 0.0);
+    // The original leaves out what has no samples. We say that it was not judged.
+    assert_eq!(cache["storage_health"]["total_count"], 3);
+    assert_eq!(ours["assessment"]["criteria"][2]["passed"], Value::Null);
+    let files = fs::read_dir(run.path("cache/cascade-bench-kv")).unwrap();
+    let bytes: u64 = files.map(|file| file.unwrap().metadata().unwrap().len()).sum();
+    assert_eq!(cache["total_write_bytes"], bytes);
+
+    let text = String::from_utf8(output.stdout).unwrap();
+    let page = fs::read_to_string(report).unwrap();
+    for part in ["mode: compatible", "bytes of requests that ended after the window count"] {
+        assert!(text.contains(part), "{part} is not in\n{text}");
+        assert!(page.contains(part), "{part} is not in the report");
+    }
+    for part in ["As in the original: ", "CPU RAM P95 < 150ms: not judged, no samples"] {
+        assert!(text.contains(part), "{part} is not in\n{text}");
+    }
+}
+
+/// A request that began within the window is served to its end, and the divisor stays the window.
+#[test]
+fn compatible_mode_divides_all_bytes_by_the_window() {
+    let (_, result) = Run::new().run(&["--compatible", "--duration", "1", "--cpu-mem-gb", "0"]);
+    let summary = &result["summary"];
+    let cache = &summary["cache_stats"];
+    let number = |value: &Value| value.as_f64().unwrap();
+    assert!((number(&summary["elapsed_time"]) - 1.0).abs() < 1e-9);
+    for (rate, bytes) in [("read", "read"), ("write", "written")] {
+        let rate = number(&cache[format!("tier_storage_{rate}_bandwidth_gbps")]);
+        let bytes = number(&cache[format!("tier_storage_kv_bytes_{bytes}_gb")]);
+        assert!((rate - bytes).abs() < 1e-9, "{rate} a second, {bytes}");
+    }
+    let window = &result["cascade"]["window"];
+    assert_eq!(window["cut_requests"], 0);
+}
+
+#[test]
+fn what_compatible_mode_cannot_do_is_refused_by_name() {
+    let run = Run::new();
+    for options in [&["--enable-autoscaling"][..], &["--request-rate", "5"], &["--enable-rag"]] {
+        let refusal = run.refusal(&[&["--compatible"], options].concat());
+        let name = options[0];
+        assert!(
+            refusal.contains(&format!("--compatible and {name} cannot be combined")),
+            "{refusal}"
+        );
+        assert!(refusal.contains(&format!("leave out {name}")), "{refusal}");
+    }
+}
+
+#[test]
 fn what_cannot_run_is_refused_before_anything_runs() {
     let run = Run::new();
     let unbuilt = run.refusal(&["--use-burst-trace"]);
@@ -239,9 +313,14 @@ fn wait_for_blocks(cache: &Path) {
 
 #[test]
 fn an_interrupted_run_reports_and_cleans_up_and_a_second_in_its_directory_is_refused() {
+    interrupt(&[]);
+    interrupt(&["--compatible", "--cpu-mem-gb", "0"]);
+}
+
+fn interrupt(options: &[&str]) {
     let run = Run::new();
     let mut child = run
-        .command(&["--duration", "600"])
+        .command(&[&["--duration", "600"], options].concat())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()

@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
 mod backends;
+mod compatible;
 
 use std::fs::{self, File};
 use std::io;

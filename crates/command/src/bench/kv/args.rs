@@ -30,6 +30,10 @@ Examples:
   cascade bench kv --gpu-mem-gb 0 --cpu-mem-gb 0 --generation-mode none --cache-dir /mnt/nvme \\
       --seed 42 --report report.html
       Storage alone, with plots.
+  cascade bench kv --compatible --model llama3.1-8b --num-users 200 --duration 300 \\
+      --gpu-mem-gb 0 --cpu-mem-gb 0 --max-concurrent-allocs 16 --generation-mode none --seed 42 \\
+      --cache-dir /mnt/nvme
+      As the original benchmark stores and counts, to put beside its published results.
   cascade bench kv --max-requests 200 --duration 3600 --gpu-mem-gb 0 --cpu-mem-gb 4 --seed 42 \\
       --cache-dir /mnt/nvme
       The same 200 requests in each run: digests of two runs are equal.
@@ -41,10 +45,18 @@ of the conversations share a system prompt. Each byte is unique and compared whe
 are of bytes that moved within the window; what ends later is reported as its tail.
 docs/benchmark.md explains each figure.
 
+--compatible does what the original benchmark does: each turn is one file, tiers in memory move
+their least recently used entries down, nothing moves up, system prompts are counted and not stored,
+users do not wait for answers, and bytes of requests that end after the window count.
+
 --gpu-mem-gb simulates the memory of a GPU in memory of this host. Token generation is simulated,
 too: time passes, nothing is computed. A run that cannot be trusted is marked INVALID with the
 reason (exit code 1). Exit code 130: interrupted; the figures until then are reported.")]
 pub(crate) struct KvArgs {
+    /// Store whole requests as files and count as the original benchmark does, so that figures can
+    /// be put beside its published results. Measures the disk, not Cascade's store.
+    #[arg(long, help_heading = "Workload")]
+    pub(super) compatible: bool,
     /// Model whose KV is stored: tiny-1b, mistral-7b, llama2-7b, llama3.1-8b,
     /// llama3.1-70b-instruct, deepseek-v3, qwen3-32b, gpt-oss-120b, gpt-oss-20b.
     #[arg(long, value_name = "MODEL", default_value = "llama3.1-8b", help_heading = "Workload")]
@@ -294,6 +306,7 @@ impl KvArgs {
                 "leave one of them out",
             ));
         }
+        self.check_compatible()?;
         if self.tensor_parallel > self.num_gpus {
             return Err(Failure::usage(
                 format!(
@@ -304,5 +317,29 @@ impl KvArgs {
             ));
         }
         Ok(())
+    }
+
+    /// Refuses options that the original has and that change nothing there, or are not built here.
+    fn check_compatible(&self) -> Result<(), Failure> {
+        let refused = [
+            (
+                self.enable_autoscaling,
+                "--enable-autoscaling",
+                "the original counts other users and starts none",
+            ),
+            (
+                self.request_rate > 0.0,
+                "--request-rate",
+                "the original's simulated users ask at their own times",
+            ),
+            (self.enable_rag, "--enable-rag", "documents are not built in this mode"),
+        ];
+        let given = refused.into_iter().find(|(is_given, ..)| self.compatible && *is_given);
+        given.map_or(Ok(()), |(_, name, reason)| {
+            Err(Failure::usage(
+                format!("--compatible and {name} cannot be combined: {reason}"),
+                format!("leave out {name}, or leave out --compatible to measure Cascade's store"),
+            ))
+        })
     }
 }

@@ -4,6 +4,8 @@ use std::time::Duration;
 
 use cascade_block::ByteSize;
 use cascade_kv_bench::GIB;
+use cascade_kv_bench::compatible::entry::PIECE_BYTES;
+use cascade_kv_bench::compatible::plan::{self as object_plan, STORED_TOKENS, Schedule};
 use cascade_kv_bench::directory::BenchDirectory;
 use cascade_kv_bench::model::KvModel;
 use cascade_kv_bench::plan::{UserPlan, Workload};
@@ -17,6 +19,8 @@ use crate::bench::kv::args::KvArgs;
 /// Most threads that serve requests. More of them do not make a disk faster; other requests wait in
 /// the queue, by class.
 const WORKERS_MAX: u64 = 64;
+/// Most threads that serve requests in compatible mode, as in the original: one for each user.
+const OBJECT_WORKERS_MAX: u32 = 500;
 /// Most bytes of one call.
 const BATCH_BYTES_MAX: u64 = 32 << 20;
 /// Least size of the pool that blocks pass through without a DRAM tier.
@@ -34,6 +38,8 @@ pub(super) struct Setup {
     pub(super) workload: Workload,
     pub(super) sizes: TierSizes,
     pub(super) options: RunOptions,
+    /// Whether it does what the original does.
+    pub(super) is_compatible: bool,
     /// What the user should know before.
     pub(super) notes: Vec<String>,
 }
@@ -44,6 +50,9 @@ impl Setup {
         model: KvModel,
         directory: &BenchDirectory,
     ) -> Result<Self, Failure> {
+        if args.compatible {
+            return Self::of_objects(args, model, directory);
+        }
         let mut notes = Vec::new();
         let block_bytes = model.block_bytes as u64;
         // Autoscaling may add any number of users.
@@ -70,41 +79,80 @@ impl Setup {
                 ByteSize(pool).rounded()
             ));
         }
-        let seed = match args.seed {
-            Some(seed) => seed,
-            None => cascade_runtime::random_u64()
-                .map_err(|error| Failure::other("choose a seed", error))?,
-        };
-        let workload = Workload {
-            model,
-            users: args.num_users,
-            seed,
-            has_multi_turn: !args.disable_multi_turn,
-            has_shared_prompts: !args.disable_prefix_caching,
-            documents: args.documents(),
-            phases: args.phases(),
-            requests_max: (args.max_requests > 0).then_some(args.max_requests),
-        };
-        let files_bytes = files_bytes(args, &workload, directory, &mut notes)?;
+        let workload = workload(args, model)?;
+        let largest = (0..workload.users)
+            .map(|user| UserPlan::new(&workload, user).next_request(&workload).total_blocks)
+            .max()
+            .unwrap_or(0);
+        let needs =
+            FilesNeed { largest: largest * block_bytes, stored: workload.stored_bytes(), above: 0 };
+        let files_bytes = files_bytes(args, &workload, &needs, directory, &mut notes)?;
         let sizes = TierSizes { gpu_bytes, cpu_bytes, staging_bytes, files_bytes };
-        let options = RunOptions {
-            workers: usize::try_from(workers).unwrap_or(1),
-            batch_blocks,
-            duration: Duration::from_secs(args.duration),
-            request_rate: (args.request_rate > 0.0).then_some(args.request_rate),
-            token_time: args.generation_mode.token_time(),
-            prefills_max: args.max_concurrent_allocs,
-            verifies: !args.no_verify,
-            device: None,
-            precondition: precondition(args, workers),
-            autoscaling: args.autoscaling(),
+        let options = options(args, usize::try_from(workers).unwrap_or(1), batch_blocks);
+        Ok(Self { workload, sizes, options, is_compatible: false, notes })
+    }
+
+    /// A run as the original does it.
+    fn of_objects(
+        args: &KvArgs,
+        model: KvModel,
+        directory: &BenchDirectory,
+    ) -> Result<Self, Failure> {
+        let mut notes = Vec::new();
+        let workers = args.num_users.min(OBJECT_WORKERS_MAX);
+        let gpu_bytes = bytes(args.gpu_mem_gb * f64::from(args.num_gpus));
+        let cpu_bytes = bytes(args.cpu_mem_gb);
+        check_memory(args, gpu_bytes + cpu_bytes + u64::from(workers) * PIECE_BYTES as u64)?;
+        let workload = workload(args, model)?;
+        let tokens = Schedule::new(&workload).context_tokens_max().max(STORED_TOKENS);
+        let needs = FilesNeed {
+            largest: tokens * workload.model.bytes_per_token,
+            stored: object_plan::stored_bytes(&workload),
+            above: gpu_bytes + cpu_bytes,
         };
-        Ok(Self { workload, sizes, options, notes })
+        let files_bytes = files_bytes(args, &workload, &needs, directory, &mut notes)?;
+        let sizes = TierSizes { gpu_bytes, cpu_bytes, staging_bytes: 0, files_bytes };
+        let options = options(args, usize::try_from(workers).unwrap_or(1), 1);
+        Ok(Self { workload, sizes, options, is_compatible: true, notes })
+    }
+}
+
+fn workload(args: &KvArgs, model: KvModel) -> Result<Workload, Failure> {
+    let seed = match args.seed {
+        Some(seed) => seed,
+        None => {
+            cascade_runtime::random_u64().map_err(|error| Failure::other("choose a seed", error))?
+        }
+    };
+    Ok(Workload {
+        model,
+        users: args.num_users,
+        seed,
+        has_multi_turn: !args.disable_multi_turn,
+        has_shared_prompts: !args.disable_prefix_caching,
+        documents: args.documents(),
+        phases: args.phases(),
+        requests_max: (args.max_requests > 0).then_some(args.max_requests),
+    })
+}
+
+fn options(args: &KvArgs, workers: usize, batch_blocks: usize) -> RunOptions {
+    RunOptions {
+        workers,
+        batch_blocks,
+        duration: Duration::from_secs(args.duration),
+        request_rate: (args.request_rate > 0.0).then_some(args.request_rate),
+        token_time: args.generation_mode.token_time(),
+        prefills_max: args.max_concurrent_allocs,
+        verifies: !args.no_verify,
+        device: None,
+        precondition: precondition(args, workers),
+        autoscaling: args.autoscaling(),
     }
 }
 
 /// What is written before the window.
-fn precondition(args: &KvArgs, workers: u64) -> Option<Precondition> {
+fn precondition(args: &KvArgs, workers: usize) -> Option<Precondition> {
     let gib = match args.precondition_size_gb {
         gib if gib > 0.0 => gib,
         _ => 2.0 * args.storage_capacity_gb,
@@ -114,7 +162,7 @@ fn precondition(args: &KvArgs, workers: u64) -> Option<Precondition> {
         threads => threads,
     };
     // Each thread holds a block of the pool, which has room for those of all workers.
-    let threads = threads.min(usize::try_from(workers).unwrap_or(1));
+    let threads = threads.min(workers);
     args.precondition.then(|| Precondition { bytes: bytes(gib), threads })
 }
 
@@ -138,22 +186,29 @@ fn check_memory(args: &KvArgs, tiers: u64) -> Result<(), Failure> {
     }
 }
 
+/// What a run needs of files, in bytes.
+struct FilesNeed {
+    /// Its largest request.
+    largest: u64,
+    /// All that is stored, as far as it is known.
+    stored: u64,
+    /// What of it stays in tiers above, without being in files, too.
+    above: u64,
+}
+
 /// The size of the file tier. Refuses one that cannot work, notes one that evicts.
 fn files_bytes(
     args: &KvArgs,
     workload: &Workload,
+    needs: &FilesNeed,
     directory: &BenchDirectory,
     notes: &mut Vec<String>,
 ) -> Result<u64, Failure> {
     let free = directory.free_bytes().unwrap_or(u64::MAX / 2);
     let asked = bytes(args.storage_capacity_gb);
     let size = if asked > 0 { asked } else { free / 10 * 9 };
-    let largest = (0..workload.users)
-        .map(|user| UserPlan::new(workload, user).next_request(workload).total_blocks)
-        .max()
-        .unwrap_or(0);
     // The largest request twice, because a reclaim drops a quarter of a small tier at once.
-    let least = FILES_BYTES_MIN.max(2 * largest * workload.model.block_bytes as u64);
+    let least = FILES_BYTES_MIN.max(2 * needs.largest);
     if size > free || size < least {
         return Err(Failure::usage(
             format!(
@@ -165,14 +220,19 @@ fn files_bytes(
             "give a --cache-dir with more space, another --storage-capacity-gb, or a smaller model",
         ));
     }
-    let stored = workload.stored_bytes();
+    let stored = needs.stored.saturating_sub(needs.above);
     if stored > size / 10 * 9 {
         let what = match workload.requests_max {
             Some(requests) => format!("{requests} requests"),
             None => "the first requests of all users".to_owned(),
         };
+        let lost = if args.compatible {
+            "the least recently used entries will be dropped"
+        } else {
+            "blocks will be evicted and computed again"
+        };
         notes.push(format!(
-            "{what} store {}, and the file tier has {}: blocks will be evicted and computed again",
+            "{what} store {}, and the file tier has {}: {lost}",
             ByteSize(stored).rounded(),
             ByteSize(size).rounded(),
         ));

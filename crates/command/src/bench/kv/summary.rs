@@ -2,6 +2,7 @@
 
 use cascade_kv_bench::GIB;
 use cascade_kv_bench::backend::KvTier;
+use cascade_kv_bench::compatible::figures::ObjectFigures;
 use cascade_kv_bench::histogram::LatencyHistogram;
 use cascade_kv_bench::report::{actual_text, headline};
 use cascade_kv_bench::result::KvResult;
@@ -32,6 +33,9 @@ fn show_validity(result: &KvResult, screen: &mut Screen) -> Result<(), Failure> 
     if result.outcome.was_stopped {
         screen.line("PARTIAL: interrupted; the figures are those until then")?;
     }
+    for note in result.mode_notes() {
+        screen.line(note)?;
+    }
     for part in result.simulated() {
         screen.line(format!("simulated: {part}"))?;
     }
@@ -51,6 +55,14 @@ fn show_assessment(result: &KvResult, screen: &mut Screen) -> Result<(), Failure
     };
     let (passed, total) = (assessment.passed_count, assessment.total_count);
     screen.line(format!("  Criteria Passed: {passed}/{total}{not_judged}"))?;
+    if result.objects().is_some() {
+        let stated = result.stated_assessment();
+        let (passed, total) = (stated.passed_count, stated.total_count);
+        screen.line(format!(
+            "  As in the original: {}, {passed}/{total}. It leaves out criteria without samples",
+            stated.overall_status
+        ))?;
+    }
     for criterion in &assessment.criteria {
         let text = format!("{}: {}", criterion.name, actual_text(criterion));
         let line = match criterion.passed {
@@ -66,8 +78,8 @@ fn show_assessment(result: &KvResult, screen: &mut Screen) -> Result<(), Failure
 fn show_overall(result: &KvResult, screen: &mut Screen) -> Result<(), Failure> {
     let figures = result.figures();
     let seconds = result.seconds().max(1e-9);
-    let rate = |bytes| result.gib_per_second(bytes);
-    let [gpu, cpu, storage] = figures.read.map(|it| rate(it.window_bytes));
+    let rate = |moved| result.gib_per_second(result.counted(moved));
+    let [gpu, cpu, storage] = figures.read.map(rate);
     let gpu = if result.sizes.gpu_bytes > 0 {
         format!(", simulated GPU {gpu:.2}")
     } else {
@@ -79,18 +91,30 @@ fn show_overall(result: &KvResult, screen: &mut Screen) -> Result<(), Failure> {
     screen.line(format!("  Throughput: {:.2} tok/s", figures.tokens as f64 / seconds))?;
     screen.line(format!(
         "  Read: {:.2} GiB/s (files {storage:.2}, DRAM {cpu:.2}{gpu})",
-        rate(figures.read_total().window_bytes)
+        rate(figures.read_total())
     ))?;
-    screen.line(format!(
-        "  Written through to files: {:.2} GiB/s",
-        rate(figures.written.window_bytes)
-    ))?;
+    show_written(result, screen)?;
     screen.line(format!(
         "  Window: {seconds:.1} s; operations in flight at its end took {:.3} s more, cut \
          requests: {}",
         result.outcome.tail.as_secs_f64(),
         grouped(figures.cut_requests),
     ))
+}
+
+fn show_written(result: &KvResult, screen: &mut Screen) -> Result<(), Failure> {
+    let rate = |moved| result.gib_per_second(result.counted(moved));
+    let written = rate(result.figures().written);
+    if result.objects().is_none() {
+        return screen.line(format!("  Written through to files: {written:.2} GiB/s"));
+    }
+    let [gpu, cpu, storage] = result.written_by_tier().map(rate);
+    let gpu = if result.sizes.gpu_bytes > 0 {
+        format!(", simulated GPU {gpu:.2}")
+    } else {
+        String::new()
+    };
+    screen.line(format!("  Written: {written:.2} GiB/s (files {storage:.2}, DRAM {cpu:.2}{gpu})"))
 }
 
 fn show_scaling(result: &KvResult, screen: &mut Screen) -> Result<(), Failure> {
@@ -141,23 +165,25 @@ fn show_latencies(result: &KvResult, screen: &mut Screen) -> Result<(), Failure>
 }
 
 fn show_tiers(result: &KvResult, screen: &mut Screen) -> Result<(), Failure> {
-    let stats = &result.stats;
-    let gpu = result.gpu_stats.as_ref();
     let gib = |bytes: u64| bytes as f64 / GIB;
-    let has_cpu = result.sizes.cpu_bytes > 0;
-    let (gpu_blocks, gpu_bytes) = gpu.map_or((0, 0), |it| (it.dram_blocks, it.dram_bytes));
-    let (cpu_blocks, cpu_bytes) =
-        if has_cpu { (stats.dram_blocks, stats.dram_bytes) } else { (0, 0) };
-    let files = stats.stage_blocks.first().copied().unwrap_or(0);
-    let files_bytes = stats.stages.first().map_or(0, |(_, stage)| stage.used_bytes);
-    let label = if gpu.is_some() { " (simulated)" } else { "" };
+    let [gpu, cpu, files] = result.tier_contents();
+    let label = if result.sizes.gpu_bytes > 0 { " (simulated)" } else { "" };
     screen.line("\n### CACHE TIER DISTRIBUTION ###")?;
-    for (name, blocks, bytes) in [
-        (format!("GPU Entries{label}"), gpu_blocks, gpu_bytes),
-        ("CPU Entries".to_owned(), cpu_blocks, cpu_bytes),
-        ("File Entries".to_owned(), files, files_bytes),
+    for (name, it) in [
+        (format!("GPU Entries{label}"), gpu),
+        ("CPU Entries".to_owned(), cpu),
+        ("File Entries".to_owned(), files),
     ] {
-        screen.line(format!("  {name}: {} ({:.2} GiB)", grouped(blocks), gib(bytes)))?;
+        screen.line(format!("  {name}: {} ({:.2} GiB)", grouped(it.entries), gib(it.bytes)))?;
+    }
+    if let Some(objects) = result.objects() {
+        let moved = &objects.moved;
+        screen.line(format!(
+            "  Went to CPU: {}, to files: {}; dropped from files: {}",
+            grouped(moved.to_cpu),
+            grouped(moved.to_files),
+            grouped(moved.dropped),
+        ))?;
     }
     Ok(())
 }
@@ -169,7 +195,8 @@ fn show_honesty(result: &KvResult, screen: &mut Screen) -> Result<(), Failure> {
     screen.line("\n### BEHIND THE FIGURES ###")?;
     let verified = grouped(figures.verified_blocks);
     let wrong = figures.wrong_blocks;
-    let line = format!("  Blocks compared: {verified}, with wrong bytes: {wrong}");
+    let what = if result.objects().is_some() { "Entries" } else { "Blocks" };
+    let line = format!("  {what} compared: {verified}, with wrong bytes: {wrong}");
     let line = if wrong > 0 { screen.verdict(false, &line) } else { line };
     screen.line(line)?;
     for example in &figures.wrong_examples {
@@ -185,7 +212,8 @@ fn show_honesty(result: &KvResult, screen: &mut Screen) -> Result<(), Failure> {
         "  Processor time: {all:.3} s a GiB, {store:.3} s without making and comparing bytes"
     ))?;
     let storage = figures.read[KvTier::Storage.index()].bytes as f64 / GIB;
-    let written = figures.written.bytes as f64 / GIB;
+    let written = result.objects().map_or(figures.written.bytes, ObjectFigures::written_to_files);
+    let written = written as f64 / GIB;
     screen.line(format!("  Program: {storage:.2} GiB from files, {written:.2} GiB to files"))?;
     if let Some(io) = &result.outcome.kernel.process {
         let (read, written) = (io.read_bytes as f64 / GIB, io.written_bytes as f64 / GIB);

@@ -5,7 +5,7 @@ use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches};
 use crate::Failure;
 
 /// Options without a value.
-const FLAGS: [&str; 3] = ["compatible", "enable-latency-tracing", "use-burst-trace"];
+const FLAGS: [&str; 2] = ["enable-latency-tracing", "use-burst-trace"];
 
 /// Options with a value.
 const VALUES: [&str; 9] = [

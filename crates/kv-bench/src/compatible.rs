@@ -1,0 +1,16 @@
+//! The workload as the original benchmark runs it: whole requests as files, counted as it counts.
+//!
+//! The default mode measures Cascade's store. This one measures the disk as the original does, so
+//! that its figures can stand beside published results. It shares the figures, the criteria and the
+//! result file with the default mode, and neither the store nor the plan of its requests.
+
+pub mod criteria;
+pub mod entry;
+pub mod figures;
+pub mod mersenne_twister;
+mod object_file;
+pub mod plan;
+mod queue;
+mod result;
+pub mod run;
+pub mod waterfall;

@@ -1,0 +1,311 @@
+//! The requests of the original's simulated users, in the order in which they arrive.
+//!
+//! The original draws from one generator of Python. This plan draws the same numbers in the same
+//! order: first all users, then for each arrival its turn and the user's next pause, then whether
+//! it has a known prompt. So a seed gives the users that it gives there, and for one user also the
+//! same requests. With several users, the order there depends on threads.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::time::Duration;
+
+use crate::compatible::entry::EntryName;
+use crate::compatible::mersenne_twister::MersenneTwister;
+use crate::measurements::RequestFacts;
+use crate::plan::{Phases, TOKENS_PER_DECODE_READ, TURNS_MAX, Workload};
+use crate::qos::QosClass;
+
+/// New tokens from which a request only writes.
+const WRITES_ONLY_TOKENS: u32 = 10_000;
+/// Tokens of the system prompts that are counted, and not stored.
+pub const COUNTED_PROMPT_TOKENS: [u64; 3] = [5, 9, 6];
+/// Share of requests that begin with one of them.
+const HAS_PROMPT: f64 = 0.2;
+/// A number from which on a conversation ends.
+const ENDS_FROM: f64 = 0.8;
+/// Contexts for each user that are stored before the window, with decode alone.
+pub const STORED_PER_USER: u32 = 10;
+/// Tokens of such a context, and of an entry that is written by preconditioning.
+pub const STORED_TOKENS: u64 = 2048;
+
+/// The kinds of users: context, generated tokens, seconds of thinking.
+const KINDS: [Kind; 3] = [
+    // Chatbot, coding assistant, document analysis.
+    Kind { context: (512, 4096), generated: (50, 200), think: (0.1, 0.5) },
+    Kind { context: (4096, 25_000), generated: (100, 500), think: (0.2, 1.0) },
+    Kind { context: (4096, 16_384), generated: (200, 800), think: (0.3, 1.5) },
+];
+
+#[derive(Debug, Clone, Copy)]
+struct Kind {
+    context: (u32, u32),
+    generated: (u32, u32),
+    think: (f64, f64),
+}
+
+/// A request of the original.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ObjectRequest {
+    /// The user.
+    pub user: u32,
+    /// Its number among all requests, in the order of arrival.
+    pub number: u64,
+    /// The user's class.
+    pub class: QosClass,
+    /// The conversation, counted by user.
+    pub conversation: u32,
+    /// The turn in it, from 1.
+    pub turn: u32,
+    /// When it arrives, from the start of the window.
+    pub arrival: Duration,
+    /// The system prompt that it is counted to begin with.
+    pub prompt: Option<u8>,
+    /// Tokens whose KV it stores. Those of the system prompt are taken off.
+    pub context_tokens: u64,
+    /// Tokens to generate.
+    pub generated_tokens: u64,
+    /// Whether it is so long that it only writes.
+    pub only_writes: bool,
+    /// With decode alone: the stored context that it reads.
+    pub stored_context: Option<u32>,
+}
+
+impl ObjectRequest {
+    /// Reads of its entry after the first one, one for each 32 generated tokens.
+    pub fn decode_reads(&self) -> u64 {
+        self.generated_tokens.div_ceil(TOKENS_PER_DECODE_READ).max(1)
+    }
+
+    /// The entry of a turn of its conversation.
+    pub fn entry_of(&self, turn: u32) -> EntryName {
+        EntryName::Turn { user: self.user, conversation: self.conversation, turn }
+    }
+
+    /// What the figures need of it.
+    pub fn facts(&self) -> RequestFacts {
+        RequestFacts {
+            user: self.user,
+            number: self.number,
+            class: self.class,
+            generated_tokens: self.generated_tokens,
+        }
+    }
+}
+
+#[derive(Debug, Clone)]
+struct User {
+    class: QosClass,
+    context_tokens: u32,
+    generated_tokens: u32,
+    think_seconds: f64,
+    conversation: u32,
+    /// The last turn of the conversation; 0 before the first.
+    turn: u32,
+}
+
+/// All requests of all users, in the order of arrival. It never ends.
+#[derive(Debug, Clone)]
+pub struct Schedule {
+    random: MersenneTwister,
+    users: Vec<User>,
+    arrivals: BinaryHeap<Reverse<(Duration, u32)>>,
+    requests: u64,
+    has_multi_turn: bool,
+    counts_prompts: bool,
+    phases: Phases,
+}
+
+impl Schedule {
+    /// The users before their first requests.
+    pub fn new(workload: &Workload) -> Self {
+        let mut random = MersenneTwister::new(workload.seed);
+        let users: Vec<User> = (0..workload.users).map(|_| User::new(&mut random)).collect();
+        let mut arrivals = BinaryHeap::new();
+        for (number, user) in (0..).zip(&users) {
+            arrivals.push(Reverse((user.pause(&mut random), number)));
+        }
+        Self {
+            random,
+            users,
+            arrivals,
+            requests: 0,
+            has_multi_turn: workload.has_multi_turn,
+            counts_prompts: workload.has_shared_prompts,
+            phases: workload.phases,
+        }
+    }
+
+    /// Most tokens of a request.
+    pub fn context_tokens_max(&self) -> u64 {
+        u64::from(self.users.iter().map(|user| user.context_tokens).max().unwrap_or(0))
+    }
+
+    /// The class of a user, its context, generated tokens and seconds of thinking.
+    pub fn user(&self, user: usize) -> Option<(QosClass, u32, u32, f64)> {
+        let it = self.users.get(user)?;
+        Some((it.class, it.context_tokens, it.generated_tokens, it.think_seconds))
+    }
+
+    fn draw_prompt(&mut self) -> Option<u8> {
+        if !self.counts_prompts || self.random.unit() >= HAS_PROMPT {
+            return None;
+        }
+        Some(match self.random.below(3) {
+            0 => 0,
+            1 => 1,
+            _ => 2,
+        })
+    }
+}
+
+impl Iterator for Schedule {
+    type Item = ObjectRequest;
+
+    fn next(&mut self) -> Option<ObjectRequest> {
+        let Reverse((arrival, number)) = self.arrivals.pop()?;
+        let user = &mut self.users[number as usize];
+        user.begin_turn(self.has_multi_turn, &mut self.random);
+        let context = self.random.between(((user.context_tokens / 4).max(1), user.context_tokens));
+        let generated =
+            self.random.between(((user.generated_tokens / 4).max(1), user.generated_tokens));
+        let (class, conversation, turn) = (user.class, user.conversation, user.turn);
+        let next = arrival + user.pause(&mut self.random);
+        self.arrivals.push(Reverse((next, number)));
+        let prompt = self.draw_prompt();
+        let known = prompt.map_or(0, |prompt| COUNTED_PROMPT_TOKENS[usize::from(prompt)]);
+        let only_writes = context >= WRITES_ONLY_TOKENS;
+        let reads_stored = self.phases == Phases::DecodeOnly && !only_writes;
+        let stored = u32::try_from(self.users.len()).unwrap_or(u32::MAX) * STORED_PER_USER;
+        let request = ObjectRequest {
+            user: number,
+            number: self.requests,
+            class,
+            conversation,
+            turn,
+            arrival,
+            prompt,
+            context_tokens: u64::from(context).saturating_sub(known),
+            generated_tokens: u64::from(generated),
+            only_writes,
+            stored_context: reads_stored.then(|| self.random.below(stored)),
+        };
+        self.requests += 1;
+        Some(request)
+    }
+}
+
+impl User {
+    fn new(random: &mut MersenneTwister) -> Self {
+        let kind = KINDS[random.below(3) as usize];
+        let class = QosClass::of_share(random.unit());
+        Self {
+            class,
+            context_tokens: random.between(kind.context),
+            generated_tokens: random.between(kind.generated),
+            think_seconds: random.uniform(kind.think),
+            conversation: 0,
+            turn: 0,
+        }
+    }
+
+    /// The time until the user's next request. It does not wait for an answer.
+    fn pause(&self, random: &mut MersenneTwister) -> Duration {
+        let seconds = self.think_seconds * random.uniform((0.8, 1.2));
+        Duration::try_from_secs_f64(seconds).unwrap_or_default()
+    }
+
+    /// Goes on with the conversation, or begins one.
+    fn begin_turn(&mut self, has_multi_turn: bool, random: &mut MersenneTwister) {
+        let goes_on =
+            has_multi_turn && self.turn > 0 && random.unit() < ENDS_FROM && self.turn < TURNS_MAX;
+        if goes_on {
+            self.turn += 1;
+        } else {
+            self.conversation += 1;
+            self.turn = 1;
+        }
+    }
+}
+
+/// Bytes that the run stores: of all requests if their number is limited, else of one of each user.
+pub fn stored_bytes(workload: &Workload) -> u64 {
+    let tokens: u64 = if workload.phases == Phases::DecodeOnly {
+        u64::from(workload.users) * u64::from(STORED_PER_USER) * STORED_TOKENS
+    } else {
+        let requests = workload.requests_max.unwrap_or(u64::from(workload.users));
+        let requests = usize::try_from(requests).unwrap_or(usize::MAX);
+        Schedule::new(workload).take(requests).map(|request| request.context_tokens).sum()
+    };
+    tokens * workload.model.bytes_per_token
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::KvModel;
+    use crate::retrieval::Documents;
+
+    fn workload(users: u32) -> Workload {
+        Workload {
+            model: KvModel::new("tiny-1b", 1).unwrap(),
+            users,
+            seed: 42,
+            has_multi_turn: true,
+            has_shared_prompts: true,
+            requests_max: None,
+            documents: Documents::default(),
+            phases: Phases::Both,
+        }
+    }
+
+    /// What the original makes of `--seed 42`.
+    #[test]
+    fn a_seed_gives_the_users_of_the_original() {
+        let schedule = Schedule::new(&workload(6));
+        for (at, (class, context, generated, think)) in [
+            (QosClass::Interactive, 16_245, 481, 0.593_870_224_564_171_4),
+            (QosClass::Batch, 3283, 189, 0.134_775_533_051_766_48),
+            (QosClass::Interactive, 7166, 211, 0.386_128_714_712_591_7),
+            (QosClass::Interactive, 7353, 758, 0.803_423_785_153_990_5),
+            (QosClass::Batch, 4308, 488, 0.844_655_401_466_246_4),
+            (QosClass::Responsive, 8648, 359, 0.558_376_514_529_106_5),
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            assert_eq!(schedule.user(at), Some((class, context, generated, think)));
+        }
+    }
+
+    #[test]
+    fn requests_arrive_in_order_and_have_the_published_shares() {
+        let all: Vec<_> = Schedule::new(&workload(50)).take(10_000).collect();
+        assert!(all.is_sorted_by(|one, next| one.arrival <= next.arrival));
+        assert!((0..).zip(&all).all(|(number, request)| request.number == number));
+        let share = |is: &dyn Fn(&&ObjectRequest) -> bool| {
+            all.iter().filter(|it| is(it)).count() as f64 / all.len() as f64
+        };
+        let prompts = share(&|it| it.prompt.is_some());
+        assert!((prompts - 0.2).abs() < 0.02, "{prompts}");
+        let first = share(&|it| it.turn == 1);
+        assert!((first - 0.2).abs() < 0.03, "{first}");
+        assert!(all.iter().all(|it| it.turn <= TURNS_MAX && it.context_tokens >= 119));
+        for request in &all {
+            let longest = request.context_tokens + if request.prompt.is_some() { 9 } else { 0 };
+            assert!(request.context_tokens < 10_000 || request.only_writes, "{request:?}");
+            assert!(longest >= 10_000 || !request.only_writes, "{request:?}");
+        }
+        assert!(all.iter().any(|it| it.only_writes) && !all.iter().all(|it| it.only_writes));
+    }
+
+    #[test]
+    fn without_conversations_each_request_is_one_of_its_own() {
+        let alone = Workload { has_multi_turn: false, has_shared_prompts: false, ..workload(3) };
+        let all: Vec<_> = Schedule::new(&alone).take(60).collect();
+        assert!(all.iter().all(|it| it.turn == 1 && it.prompt.is_none()));
+        let mut entries: Vec<_> = all.iter().map(|it| (it.user, it.conversation)).collect();
+        entries.sort_unstable();
+        entries.dedup();
+        assert_eq!(entries.len(), 60);
+    }
+}

@@ -1,0 +1,412 @@
+//! Runs the original's workload: workers take requests that have arrived, write and read entries.
+//!
+//! A request that began within the window is served to its end, and all its bytes count.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::Ordering;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use cascade_runtime::{Clock, thread_cpu_time};
+
+use crate::KvBenchError;
+use crate::backend::KvTier;
+use crate::compatible::entry::EntryName;
+use crate::compatible::figures::ObjectFigures;
+use crate::compatible::plan::{
+    COUNTED_PROMPT_TOKENS, ObjectRequest, STORED_PER_USER, STORED_TOKENS, Schedule,
+};
+use crate::compatible::queue::ObjectQueue;
+pub use crate::compatible::queue::Pace;
+use crate::compatible::waterfall::{ObjectRead, Waterfall};
+use crate::devices::KernelCounters;
+use crate::measurements::{Answered, Measurements, Moved, Span, WrittenBlocks};
+use crate::permits::Permits;
+use crate::plan::{Phases, Workload};
+use crate::prepare::in_parallel;
+use crate::progress::Progress;
+use crate::run::{RunOptions, RunOutcome};
+use crate::window::Window;
+
+/// How long a worker sleeps at once while tokens are generated.
+const GENERATION_POLL: Duration = Duration::from_millis(100);
+
+/// The run was interrupted, so the operation did not begin.
+struct Cut;
+
+/// Runs the workload until the end of the window, of the requests, or until it is stopped.
+///
+/// # Errors
+/// If what requests expect to be there cannot be stored.
+pub fn run(
+    waterfall: &Waterfall<'_>,
+    workload: &Workload,
+    options: &RunOptions,
+    pace: Pace,
+    progress: &Progress,
+    clock: &dyn Clock,
+) -> Result<(RunOutcome, ObjectFigures), KvBenchError> {
+    let entries_before = store_before(waterfall, workload, options, progress)?;
+    waterfall.reset_counts();
+    let before = KernelCounters::now(options.device);
+    let start = clock.monotonic();
+    let planned = Window { start, end: start + options.duration };
+    let started_ns = u64::try_from(start.as_nanos()).unwrap_or(u64::MAX).max(1);
+    progress.started_ns.store(started_ns, Ordering::Relaxed);
+    let queue = ObjectQueue::new(Schedule::new(workload), workload.requests_max, pace, start);
+    let shared = Shared {
+        waterfall,
+        workload,
+        options,
+        progress,
+        clock,
+        window: planned,
+        figures: Mutex::default(),
+        prefills: Permits::new(options.prefills_max),
+    };
+    thread::scope(|scope| {
+        for _ in 0..options.workers.max(1) {
+            scope.spawn(|| Worker { shared: &shared, piece: Vec::new() }.work(&queue));
+        }
+    });
+    let kernel = KernelCounters::now(options.device).since(&before);
+    let all = shared.figures.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let Figures { common: mut figures, mut objects } = all;
+    note_failures(&mut figures, waterfall.take_failures());
+    objects.contents = waterfall.contents();
+    objects.moved = waterfall.moved();
+    let rank_bytes = workload.model.bytes_per_token.max(1);
+    objects.storage_tokens += (objects.moved.demoted_bytes / rank_bytes) as f64;
+    let was_stopped = progress.is_stopped.load(Ordering::Relaxed);
+    let end = if was_stopped || clock.monotonic() < planned.end {
+        figures.last_end.clamp(start, planned.end)
+    } else {
+        planned.end
+    };
+    let outcome = RunOutcome {
+        tail: figures.last_end.saturating_sub(end),
+        window: Window { start, end },
+        figures,
+        was_stopped,
+        kernel,
+        blocks_before: entries_before,
+        scaling: None,
+    };
+    Ok((outcome, objects))
+}
+
+fn note_failures(figures: &mut Measurements, failures: BTreeMap<String, u64>) {
+    for (reason, count) in failures {
+        (0..count).for_each(|_| figures.failed(&reason));
+    }
+}
+
+/// Writes what preconditioning writes, which stays, and the contexts of decode alone. Returns how
+/// many of those there are.
+fn store_before(
+    waterfall: &Waterfall<'_>,
+    workload: &Workload,
+    options: &RunOptions,
+    progress: &Progress,
+) -> Result<u64, KvBenchError> {
+    let bytes = STORED_TOKENS * workload.model.bytes_per_token;
+    let failure = Mutex::new(None);
+    let store = |name: EntryName| {
+        if progress.is_stopped.load(Ordering::Relaxed) {
+            return false;
+        }
+        let names = waterfall.names();
+        let mut fill = |number, piece: &mut [u8]| name.fill(names, number, piece);
+        let written = waterfall.write(name, bytes, &mut fill, &mut Vec::new());
+        let mut failure = failure.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Err(reason) = written {
+            failure.get_or_insert(reason);
+        }
+        failure.is_none()
+    };
+    if let Some(precondition) = options.precondition {
+        let count = precondition.bytes.div_ceil(bytes);
+        in_parallel(precondition.threads, &|index| {
+            let number = u32::try_from(index).unwrap_or(u32::MAX);
+            u64::from(number) < count && store(EntryName::Precondition(number))
+        });
+    }
+    let contexts = match workload.phases {
+        Phases::DecodeOnly => workload.users.saturating_mul(STORED_PER_USER),
+        _ => 0,
+    };
+    in_parallel(options.workers, &|index| {
+        let number = u32::try_from(index).unwrap_or(u32::MAX);
+        number < contexts && store(EntryName::Context(number))
+    });
+    let failure = failure.into_inner().unwrap_or_else(PoisonError::into_inner);
+    failure.map_or(Ok(u64::from(contexts)), |reason| Err(KvBenchError::Prepare(reason)))
+}
+
+#[derive(Default)]
+struct Figures {
+    common: Measurements,
+    objects: ObjectFigures,
+}
+
+/// What all workers share.
+struct Shared<'a> {
+    waterfall: &'a Waterfall<'a>,
+    workload: &'a Workload,
+    options: &'a RunOptions,
+    progress: &'a Progress,
+    clock: &'a dyn Clock,
+    window: Window,
+    figures: Mutex<Figures>,
+    prefills: Permits,
+}
+
+impl Shared<'_> {
+    fn figures(&self) -> MutexGuard<'_, Figures> {
+        self.figures.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.progress.is_stopped.load(Ordering::Relaxed)
+    }
+
+    /// Whether no further request begins.
+    fn is_over(&self) -> bool {
+        self.is_stopped() || self.clock.monotonic() >= self.window.end
+    }
+}
+
+/// One thread.
+struct Worker<'a> {
+    shared: &'a Shared<'a>,
+    /// Memory for a piece of an entry.
+    piece: Vec<u8>,
+}
+
+/// The outcome of a read, for its caller.
+#[derive(Debug, Clone, Copy)]
+struct ReadOutcome {
+    is_hit: bool,
+    took: Duration,
+}
+
+impl Worker<'_> {
+    fn work(mut self, queue: &ObjectQueue) {
+        let shared = self.shared;
+        while let Some(request) = queue.take(shared.clock, &|| shared.is_over()) {
+            match self.serve(&request, queue.due(&request)) {
+                Ok(times) => {
+                    let mut figures = shared.figures();
+                    figures.common.answered(shared.window, request.facts(), times);
+                    drop(figures);
+                    shared.progress.requests.fetch_add(1, Ordering::Relaxed);
+                }
+                Err(Cut) => shared.figures().common.cut_requests += 1,
+            }
+            queue.finish(request.user);
+        }
+    }
+
+    fn serve(&mut self, request: &ObjectRequest, due: Duration) -> Result<Answered, Cut> {
+        let shared = self.shared;
+        let taken = shared.clock.monotonic();
+        let phases = shared.workload.phases;
+        let mut storage = Duration::ZERO;
+        self.count_prompt(request);
+        if phases != Phases::DecodeOnly {
+            for turn in 1..request.turn {
+                let read = self.read(request, request.entry_of(turn), 3)?;
+                storage += read.took;
+                let mut figures = shared.figures();
+                if read.is_hit {
+                    figures.common.turn_hits += 1;
+                } else {
+                    figures.common.turn_misses += 1;
+                }
+            }
+            storage += self.write(request, false)?;
+        }
+        if phases != Phases::PrefillOnly && !request.only_writes {
+            storage += self.decode(request)?;
+        }
+        let tokens = u32::try_from(request.generated_tokens).unwrap_or(u32::MAX);
+        let generation = shared.options.token_time.saturating_mul(tokens);
+        self.generate(generation)?;
+        let at = shared.clock.monotonic();
+        Ok(Answered { due, taken, storage, generation, at })
+    }
+
+    /// Counts the system prompt. Its KV is looked up and never there: the original stores none.
+    fn count_prompt(&self, request: &ObjectRequest) {
+        if !self.shared.workload.has_shared_prompts {
+            return;
+        }
+        let mut figures = self.shared.figures();
+        let figures = &mut figures.common;
+        figures.prompt_requests[usize::from(request.prompt.is_none())] += 1;
+        if let Some(prompt) = request.prompt {
+            let tokens = COUNTED_PROMPT_TOKENS[usize::from(prompt)];
+            figures.prompt_bytes_saved += tokens * self.shared.workload.model.model_bytes_per_token;
+            figures.misses += 1;
+            figures.read_blocks += 1;
+        }
+    }
+
+    /// Writes the entry of a request. Returns the time in the tier.
+    fn write(&mut self, request: &ObjectRequest, is_again: bool) -> Result<Duration, Cut> {
+        let shared = self.shared;
+        if shared.is_stopped() {
+            return Err(Cut);
+        }
+        let (waterfall, clock) = (shared.waterfall, shared.clock);
+        let name = request.entry_of(request.turn);
+        let bytes = request.context_tokens * shared.workload.model.bytes_per_token;
+        let mut filling = Duration::ZERO;
+        let mut fill = |number, piece: &mut [u8]| {
+            let began = thread_cpu_time();
+            name.fill(waterfall.names(), number, piece);
+            filling += thread_cpu_time().saturating_sub(began);
+        };
+        let piece = &mut self.piece;
+        let (began, written) = shared
+            .prefills
+            .with(|| (clock.monotonic(), waterfall.write(name, bytes, &mut fill, piece)));
+        let span = Span { began, ended: clock.monotonic() };
+        let mut figures = shared.figures();
+        let Figures { common, objects } = &mut *figures;
+        common.payload += filling;
+        if !is_again {
+            let key = name.key(waterfall.names(), 0);
+            common.operations.add(request.facts(), 1, &key, bytes);
+        }
+        let written = match written {
+            Ok(Some(written)) => written,
+            Ok(None) => return Ok(Duration::ZERO),
+            Err(reason) => {
+                common.failed(&reason);
+                return Ok(Duration::ZERO);
+            }
+        };
+        let took = written.times.total();
+        let what = WrittenBlocks { blocks: 1, bytes, is_again };
+        common.wrote(shared.window, span, took, what);
+        common.prefilled(took);
+        let tier = written.tier.index();
+        let counted = shared.window.clip(bytes, span.began, span.ended);
+        objects.written[tier].add(Moved { bytes, window_bytes: counted });
+        objects.write_by_tier[tier].record(took);
+        if written.tier == KvTier::Storage {
+            objects.wrote_file(written.times.device, written.times.host);
+            objects.storage_tokens += request.context_tokens as f64;
+        }
+        drop(figures);
+        shared.progress.written_bytes.fetch_add(bytes, Ordering::Relaxed);
+        Ok(took)
+    }
+
+    /// Reads the entry of a request once, and once more for each 32 generated tokens.
+    fn decode(&mut self, request: &ObjectRequest) -> Result<Duration, Cut> {
+        let own = request.entry_of(request.turn);
+        let name = request.stored_context.map_or(own, EntryName::Context);
+        let first = self.read(request, name, 4)?;
+        let (mut took, mut again, mut hits) = (first.took, Duration::ZERO, 0);
+        if first.is_hit {
+            hits += 1;
+            for number in 1..=request.decode_reads() {
+                let read = self.read(request, name, 4 + number)?;
+                took += read.took;
+                hits += u64::from(read.is_hit);
+            }
+        } else if request.stored_context.is_none() {
+            again = self.write(request, true)?;
+        }
+        let mut figures = self.shared.figures();
+        let figures = &mut figures.common;
+        // Hits of a request with a system prompt are counted as hits of the prompt.
+        if request.prompt.is_some() {
+            figures.prompt_hits += hits;
+        } else {
+            figures.decode_hits += hits;
+        }
+        figures.decode.record(took);
+        figures.samples.decode.offer(took.as_secs_f64());
+        Ok(took + again)
+    }
+
+    /// Reads an entry.
+    fn read(
+        &mut self,
+        request: &ObjectRequest,
+        name: EntryName,
+        what: u64,
+    ) -> Result<ReadOutcome, Cut> {
+        let shared = self.shared;
+        if shared.is_stopped() {
+            return Err(Cut);
+        }
+        let (names, verifies) = (shared.waterfall.names(), shared.options.verifies);
+        let (mut checking, mut wrong) = (Duration::ZERO, None);
+        let mut look = |number, piece: &[u8]| {
+            if verifies {
+                let began = thread_cpu_time();
+                wrong = wrong.or_else(|| name.first_wrong(names, number, piece));
+                checking += thread_cpu_time().saturating_sub(began);
+            }
+        };
+        let began = shared.clock.monotonic();
+        let read = shared.waterfall.read(name, &mut self.piece, &mut look);
+        let span = Span { began, ended: shared.clock.monotonic() };
+        let mut figures = shared.figures();
+        let Figures { common, objects } = &mut *figures;
+        common.payload += checking;
+        common.read_blocks += 1;
+        let (tier, bytes, times) = match read {
+            Ok(ObjectRead::Hit { tier, bytes, times }) => (tier, bytes, times),
+            missed => {
+                if let Err(reason) = missed {
+                    common.failed(&reason);
+                }
+                common.misses += 1;
+                return Ok(ReadOutcome { is_hit: false, took: Duration::ZERO });
+            }
+        };
+        let took = times.total();
+        common.hits += 1;
+        common.decode_reads += 1;
+        common.operations.add(request.facts(), what, &name.key(names, 0), bytes);
+        let mut bytes_by_tier = [0; 3];
+        bytes_by_tier[tier.index()] = bytes;
+        common.read(shared.window, span, bytes_by_tier);
+        common.read_by_tier[tier.index()].record(took);
+        common.verified_blocks += u64::from(verifies);
+        if let Some(offset) = wrong {
+            let (file, tier) = (name.file_name(), tier.name());
+            common.wrong(|| format!("entry {file} from {tier}: byte {offset} differs"));
+        }
+        if tier == KvTier::Storage {
+            objects.read_file(times.device, times.host);
+            let token_bytes = shared.workload.model.model_bytes_per_token as f64;
+            objects.storage_tokens += bytes as f64 / token_bytes;
+        }
+        drop(figures);
+        shared.progress.read_bytes.fetch_add(bytes, Ordering::Relaxed);
+        Ok(ReadOutcome { is_hit: true, took })
+    }
+
+    /// Lets the time pass that generation would take. The worker is busy during it.
+    fn generate(&self, time: Duration) -> Result<(), Cut> {
+        let clock = self.shared.clock;
+        let until = clock.monotonic() + time;
+        loop {
+            let left = until.saturating_sub(clock.monotonic());
+            if left.is_zero() {
+                return Ok(());
+            }
+            if self.shared.is_stopped() {
+                return Err(Cut);
+            }
+            cascade_runtime::sleep(left.min(GENERATION_POLL));
+        }
+    }
+}
