@@ -21,6 +21,7 @@ pub mod prepare;
 pub mod progress;
 pub mod qos;
 mod queue;
+pub mod recorded;
 pub mod report;
 pub mod result;
 pub mod retrieval;
@@ -28,6 +29,7 @@ pub mod run;
 pub mod samples;
 pub mod store_backend;
 pub mod timeline;
+pub mod validation;
 pub mod validity;
 pub mod window;
 

@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
 mod backends;
+mod recorded;
 
 use std::fs::{self, File};
 use std::io;
@@ -44,6 +45,7 @@ fn workload(requests_max: Option<u64>) -> Workload {
         requests_max,
         documents: Documents::default(),
         phases: Phases::Both,
+        recorded: None,
     }
 }
 

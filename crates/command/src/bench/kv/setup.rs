@@ -1,5 +1,6 @@
 //! What a run needs: sizes of the tiers, workers, batches. Refuses what the machine cannot give.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use cascade_block::ByteSize;
@@ -8,6 +9,7 @@ use cascade_kv_bench::directory::BenchDirectory;
 use cascade_kv_bench::model::KvModel;
 use cascade_kv_bench::plan::{UserPlan, Workload};
 use cascade_kv_bench::prepare::Precondition;
+use cascade_kv_bench::recorded::Recorded;
 use cascade_kv_bench::run::RunOptions;
 use cascade_kv_bench::store_backend::TierSizes;
 
@@ -42,12 +44,14 @@ impl Setup {
     pub(super) fn new(
         args: &KvArgs,
         model: KvModel,
+        recorded: Option<Arc<Recorded>>,
         directory: &BenchDirectory,
     ) -> Result<Self, Failure> {
         let mut notes = Vec::new();
         let block_bytes = model.block_bytes as u64;
         // Autoscaling may add any number of users.
-        let users = if args.enable_autoscaling { WORKERS_MAX } else { u64::from(args.num_users) };
+        let num_users = recorded.as_ref().map_or(args.num_users, |it| it.users(args.num_users));
+        let users = if args.enable_autoscaling { WORKERS_MAX } else { u64::from(num_users) };
         let users = users.min(WORKERS_MAX);
         let cpu_bytes = bytes(args.cpu_mem_gb);
         let staging_bytes = STAGING_BYTES_MIN.max(users * block_bytes * SHARES_OF_POOL);
@@ -77,14 +81,16 @@ impl Setup {
         };
         let workload = Workload {
             model,
-            users: args.num_users,
+            users: num_users,
             seed,
             has_multi_turn: !args.disable_multi_turn,
-            has_shared_prompts: !args.disable_prefix_caching,
+            has_shared_prompts: !args.disable_prefix_caching && recorded.is_none(),
             documents: args.documents(),
             phases: args.phases(),
-            requests_max: (args.max_requests > 0).then_some(args.max_requests),
+            requests_max: requests_max(args, recorded.as_deref()),
+            recorded,
         };
+        notes.extend(workload.recorded.as_ref().map(|recorded| recorded.text()));
         let files_bytes = files_bytes(args, &workload, directory, &mut notes)?;
         let sizes = TierSizes { gpu_bytes, cpu_bytes, staging_bytes, files_bytes };
         let options = RunOptions {
@@ -101,6 +107,13 @@ impl Setup {
         };
         Ok(Self { workload, sizes, options, notes })
     }
+}
+
+/// The limit of the number of requests: that of the user, or the passes through a trace.
+fn requests_max(args: &KvArgs, recorded: Option<&Recorded>) -> Option<u64> {
+    let given = (args.max_requests > 0).then_some(args.max_requests);
+    let limits = given.into_iter().chain(recorded.and_then(Recorded::requests_max));
+    limits.min()
 }
 
 /// What is written before the window.
@@ -152,6 +165,8 @@ fn files_bytes(
         .map(|user| UserPlan::new(workload, user).next_request(workload).total_blocks)
         .max()
         .unwrap_or(0);
+    let recorded = workload.recorded.as_ref().map(|it| it.context_tokens_max());
+    let largest = largest.max(workload.model.whole_blocks(recorded.unwrap_or(0)));
     // The largest request twice, because a reclaim drops a quarter of a small tier at once.
     let least = FILES_BYTES_MIN.max(2 * largest * workload.model.block_bytes as u64);
     if size > free || size < least {
