@@ -129,6 +129,7 @@ impl Failure {
             | Self::KvBench(
                 KvBenchError::Model(_)
                 | KvBenchError::Usage { .. }
+                | KvBenchError::Trace { .. }
                 | KvBenchError::Directory { .. }
                 | KvBenchError::Busy { .. },
             ) => EXIT_USAGE,

@@ -4,6 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use cascade_block::UnknownModel;
+use cascade_replay::trace::TraceError;
 use cascade_store::StoreError;
 use thiserror::Error;
 
@@ -21,6 +22,15 @@ pub enum KvBenchError {
         what: String,
         /// What to do.
         advice: String,
+    },
+    /// A trace or a data set cannot be used.
+    #[error("{option} cannot be used\n  docs/traces.md describes the formats")]
+    Trace {
+        /// The option that names it.
+        option: &'static str,
+        /// The cause.
+        #[source]
+        source: Box<TraceError>,
     },
     /// The directory cannot be used.
     #[error("cannot {action} {}\n  {advice}", path.display())]

@@ -23,6 +23,7 @@ pub mod prepare;
 pub mod progress;
 pub mod qos;
 mod queue;
+pub mod recorded;
 pub mod report;
 pub mod result;
 pub mod retrieval;
@@ -30,6 +31,7 @@ pub mod run;
 pub mod samples;
 pub mod store_backend;
 pub mod timeline;
+pub mod validation;
 pub mod validity;
 pub mod window;
 

@@ -470,6 +470,7 @@ mod tests {
             requests_max: None,
             documents: Documents::default(),
             phases: Phases::Both,
+            recorded: None,
         };
         let request = UserPlan::new(&workload, 0).next_request(&workload);
         let key = |index| crate::block_names::BlockNames::new(1).of_conversation(0, 1, index);

@@ -4,6 +4,7 @@
 //! user's number, in the order of the user's requests. So a request depends on no other user and on
 //! no time.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use cascade_replay::random::{SplitMix64, mix};
@@ -11,6 +12,7 @@ use cascade_replay::random::{SplitMix64, mix};
 use crate::measurements::RequestFacts;
 use crate::model::KvModel;
 use crate::qos::QosClass;
+use crate::recorded::{Position, Recorded};
 use crate::retrieval::{Documents, Retrieval};
 
 /// Most turns of a conversation.
@@ -61,6 +63,8 @@ pub struct Workload {
     pub documents: Documents,
     /// Which phases of a request are run.
     pub phases: Phases,
+    /// Requests of a trace or a data set, in the place of generated ones.
+    pub recorded: Option<Arc<Recorded>>,
 }
 
 /// Which phases of a request are run.
@@ -155,6 +159,21 @@ pub struct UserPlan {
     conversation: Option<Conversation>,
     /// With decode alone, what is stored before the window.
     stored_context: Option<PlannedRequest>,
+    /// Where it is in a data set.
+    position: Position,
+    /// Whether the data set ended before its last request.
+    is_exhausted: bool,
+}
+
+/// The next turn of a user, before it is known which blocks it needs.
+#[derive(Debug, Clone, Copy)]
+struct Turn {
+    class: QosClass,
+    think: Duration,
+    goes_on: bool,
+    prompt: Option<u8>,
+    context_tokens: u64,
+    generated_tokens: u64,
 }
 
 #[derive(Debug, Clone)]
@@ -187,8 +206,13 @@ impl Workload {
             if self.phases == Phases::DecodeOnly {
                 return plan.next_request(self).total_blocks;
             }
-            let requests = self.requests_of(user).unwrap_or(1);
-            (0..requests).map(|_| plan.next_request(self).new_blocks()).sum::<u64>()
+            let ends_users = self.recorded.as_ref().is_some_and(|it| it.ends_users());
+            let requests = self.requests_of(user).unwrap_or(if ends_users { u64::MAX } else { 1 });
+            let blocks = (0..requests).map_while(|_| {
+                let request = plan.next_request(self);
+                (!plan.is_exhausted()).then(|| request.new_blocks())
+            });
+            blocks.sum::<u64>()
         });
         let prompts = if self.has_shared_prompts { 0..3 } else { 0..0 };
         let shared = prompts.map(|prompt| self.prompt_blocks(prompt));
@@ -220,7 +244,14 @@ impl UserPlan {
             conversations: 0,
             conversation: None,
             stored_context: None,
+            position: Position::default(),
+            is_exhausted: false,
         }
+    }
+
+    /// Whether the requests that are recorded for it ended before the one that it gave last.
+    pub fn is_exhausted(&self) -> bool {
+        self.is_exhausted
     }
 
     /// The user's number.
@@ -248,13 +279,42 @@ impl UserPlan {
     }
 
     fn next_turn(&mut self, workload: &Workload) -> PlannedRequest {
+        let turn = match &workload.recorded {
+            Some(recorded) => self.recorded_turn(workload, recorded),
+            None => self.generated_turn(workload),
+        };
+        self.request_of(workload, turn)
+    }
+
+    /// Users of a trace or a data set do not think.
+    fn recorded_turn(&mut self, workload: &Workload, recorded: &Recorded) -> Turn {
+        let users = (self.user, workload.users);
+        let next = recorded.next(users, self.requests, self.position, workload.seed);
+        (self.position, self.is_exhausted) = (next.after, next.is_beyond_end);
+        Turn {
+            class: QosClass::of_share(self.random.unit()),
+            think: Duration::ZERO,
+            goes_on: next.goes_on && workload.has_multi_turn,
+            prompt: None,
+            context_tokens: u64::from(next.lengths.context_tokens),
+            generated_tokens: u64::from(next.lengths.generated_tokens),
+        }
+    }
+
+    fn generated_turn(&mut self, workload: &Workload) -> Turn {
         let think = Duration::from_millis(self.think_ms).mul_f64(0.8 + 0.4 * self.random.unit());
         let goes_on = self.random.unit() < CONTINUES && workload.has_multi_turn;
         let shares = self.random.unit() < HAS_SYSTEM_PROMPT && workload.has_shared_prompts;
         let prompt = below_three(&mut self.random);
         let context_tokens = below_or_at(&mut self.random, self.context_tokens);
         let generated_tokens = below_or_at(&mut self.random, self.generated_tokens);
+        let prompt = shares.then_some(prompt);
+        Turn { class: self.class, think, goes_on, prompt, context_tokens, generated_tokens }
+    }
 
+    /// The request of a turn: it continues the user's conversation, or begins another.
+    fn request_of(&mut self, workload: &Workload, turn: Turn) -> PlannedRequest {
+        let Turn { class, think, goes_on, prompt, context_tokens, generated_tokens } = turn;
         let fits = |it: &Conversation| {
             it.turn < TURNS_MAX && it.tokens + context_tokens <= CONTEXT_TOKENS_MAX
         };
@@ -262,7 +322,6 @@ impl UserPlan {
             Some(conversation) if goes_on => conversation,
             _ => {
                 self.conversations += 1;
-                let prompt = shares.then_some(prompt);
                 Conversation { turn: 0, prompt, tokens: 0, stored_blocks: 0 }
             }
         };
@@ -272,7 +331,7 @@ impl UserPlan {
         let request = PlannedRequest {
             user: self.user,
             number: self.requests,
-            class: self.class,
+            class,
             conversation: self.conversations,
             turn: conversation.turn,
             prompt: conversation.prompt,
@@ -328,6 +387,7 @@ mod tests {
             requests_max: None,
             documents: Documents::default(),
             phases: Phases::Both,
+            recorded: None,
         }
     }
 

@@ -38,6 +38,15 @@ pub(crate) enum Arrivals {
     AfterAnswer,
     /// Requests arrive at a rate a second, whatever the store does.
     AtRate(f64),
+    /// Requests arrive at the times of a trace, whatever the store does.
+    Recorded,
+}
+
+impl Arrivals {
+    pub(crate) fn of(workload: &Workload, rate: Option<f64>) -> Self {
+        let is_trace = workload.recorded.as_ref().is_some_and(|it| it.has_arrivals());
+        if is_trace { Self::Recorded } else { rate.map_or(Self::AfterAnswer, Self::AtRate) }
+    }
 }
 
 #[derive(Debug, Default)]
@@ -136,14 +145,17 @@ impl<'a> RequestQueue<'a> {
     fn schedule(&self, mut plan: UserPlan, answered: Duration) {
         let request = plan.next_request(self.workload);
         let limit = self.workload.requests_of(request.user);
-        if limit.is_some_and(|limit| request.number >= limit) {
+        if plan.is_exhausted() || limit.is_some_and(|limit| request.number >= limit) {
             return;
         }
+        let number = request.number * u64::from(self.workload.users) + u64::from(request.user);
         let due = match self.arrivals {
             Arrivals::AfterAnswer => answered + request.think,
+            Arrivals::Recorded => {
+                let due = self.workload.recorded.as_ref().map(|it| it.due(number));
+                self.start + due.unwrap_or_default()
+            }
             Arrivals::AtRate(rate) => {
-                let users = u64::from(self.workload.users);
-                let number = request.number * users + u64::from(request.user);
                 let seconds = number as f64 / rate;
                 self.start + Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX / 2)
             }
@@ -214,6 +226,7 @@ mod tests {
             requests_max: Some(requests_max),
             documents: Documents::default(),
             phases: Phases::Both,
+            recorded: None,
         }
     }
 

@@ -433,6 +433,7 @@ impl KvResult {
             "blocks_stored_before": self.outcome.blocks_before,
             "phases": workload.phases.name(),
             "documents": workload.documents.count,
+            "recorded": workload.recorded.as_ref().map(|it| it.facts()),
             "turns_max": TURNS_MAX,
             "context_tokens_max": has_blocks.then_some(CONTEXT_TOKENS_MAX),
             "tokens_per_decode_read": TOKENS_PER_DECODE_READ,

@@ -94,7 +94,7 @@ pub fn run(
     let start = clock.monotonic();
     let planned = Window { start, end: start + options.duration };
     progress.started_ns.store(nanoseconds(start).max(1), Ordering::Relaxed);
-    let arrivals = options.request_rate.map_or(Arrivals::AfterAnswer, Arrivals::AtRate);
+    let arrivals = Arrivals::of(workload, options.request_rate);
     let queue = RequestQueue::new(workload, arrivals, start);
     let shared = Shared {
         backend,

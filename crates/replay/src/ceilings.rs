@@ -93,7 +93,7 @@ pub fn unbounded_cache_hits(trace: &Trace) -> Vec<u64> {
 
 #[cfg(test)]
 mod tests {
-    use crate::trace::{TraceSource, parse};
+    use crate::trace::{ReadOptions, TraceSource, parse};
 
     use super::*;
 
@@ -104,7 +104,8 @@ mod tests {
             format!("{{\"timestamp\":0,{lengths},\"hash_ids\":{ids:?}}}")
         };
         let lines = [[0, 1, 9], [0, 2, 1], [3, 0, 1]].map(line).join("\n");
-        let trace = parse("t", &[TraceSource { name: "t", bytes: lines.as_bytes() }]).unwrap();
+        let source = TraceSource { name: "t", bytes: lines.as_bytes() };
+        let trace = parse("t", &[source], ReadOptions::default()).unwrap();
         assert_eq!(unbounded_cache_hits(&trace), [0, 1, 0]);
     }
 }

@@ -13,6 +13,11 @@ pub fn headline(result: &ReplayResult) -> String {
     } else {
         String::new()
     };
+    if result.ceilings.unbounded <= 0.0 && result.blocks_hit == 0 {
+        text += "The hit rate is 0.0 %, which is ideal: no request shares a block with an earlier \
+                 one.";
+        return text;
+    }
     let reached = ratio(result.hit_rate, result.ceilings.unbounded);
     let saved = result.blocks_hit * u64::from(result.trace.block_tokens);
     write!(
@@ -25,6 +30,26 @@ pub fn headline(result: &ReplayResult) -> String {
     )
     .expect("writing to a String does not fail");
     text
+}
+
+/// What the trace is and how it was read, in lines: the format with its rows, the skipped rows, and
+/// which requests share blocks.
+pub fn trace_lines(result: &ReplayResult) -> Vec<String> {
+    let trace = &result.trace;
+    let rows = grouped(trace.rows_read);
+    let mut lines = vec![format!(
+        "trace: {}, {rows} rows read, {} tokens of a prompt per block; {}",
+        trace.format, trace.block_tokens, trace.times_text
+    )];
+    for (reason, count) in &trace.rows_skipped {
+        lines.push(format!("skipped rows: {} {reason}", grouped(*count)));
+    }
+    if trace.rows_out_of_order > 0 {
+        let count = grouped(trace.rows_out_of_order);
+        lines.push(format!("{count} rows were earlier than the row before; sorted by time"));
+    }
+    lines.push(trace.sharing.clone());
+    lines
 }
 
 /// The block size of this replay, compared with that of the model.

@@ -89,6 +89,22 @@ pub struct TraceFacts {
     pub block_tokens: u32,
     /// Recorded time until the last request.
     pub seconds: f64,
+    /// Its formats, such as `mooncake`.
+    pub format: String,
+    /// Rows that became requests: lines, rows of CSV, elements of an array, sessions or
+    /// conversations.
+    pub rows_read: u64,
+    /// Rows that did not, by reason.
+    pub rows_skipped: BTreeMap<&'static str, u64>,
+    /// Rows with an earlier time than the row before them; requests are sorted by time.
+    pub rows_out_of_order: u64,
+    /// What its times are: `seconds`, `milliseconds`, `microseconds`, `dates` or `none`.
+    pub times: &'static str,
+    /// The same, with the rule that decided.
+    #[serde(skip)]
+    pub times_text: String,
+    /// Which requests share blocks, in a sentence.
+    pub sharing: String,
     /// Why the times may be of another unit than was assumed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub time_note: Option<String>,

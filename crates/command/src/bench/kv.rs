@@ -3,6 +3,7 @@
 mod args;
 mod setup;
 mod summary;
+mod trace_args;
 mod unbuilt;
 
 use std::path::{Path, PathBuf};
@@ -22,6 +23,7 @@ use cascade_kv_bench::report;
 use cascade_kv_bench::result::{Detail, KvResult};
 use cascade_kv_bench::run::{self, RunOptions, RunOutcome};
 use cascade_kv_bench::store_backend::{StoreBackend, TierSizes};
+use cascade_kv_bench::validation::ValidationTrace;
 use cascade_kv_bench::validity::{DeviceProof, Evidence, Validity};
 use cascade_kv_bench::{GIB, KvBenchError};
 use cascade_replay::environment::Environment;
@@ -40,6 +42,7 @@ const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 
 pub(super) fn run(args: &KvArgs, screen: &mut Screen) -> Result<i32, Failure> {
     args.check()?;
+    let (recorded, validation) = (args.traces.recorded()?, args.traces.validation()?);
     let cache_dir = args.cache_dir();
     let environment = Environment::capture(built::build(), Some(&cache_dir));
     let model = args.model()?;
@@ -47,7 +50,7 @@ pub(super) fn run(args: &KvArgs, screen: &mut Screen) -> Result<i32, Failure> {
     if directory.is_new() {
         screen.notice(format!("created {} for this run", cache_dir.display()))?;
     }
-    let setup = Setup::new(args, model, &directory)?;
+    let setup = Setup::new(args, model, recorded, &directory)?;
     for note in &setup.notes {
         screen.notice(format!("note: {note}"))?;
     }
@@ -58,7 +61,7 @@ pub(super) fn run(args: &KvArgs, screen: &mut Screen) -> Result<i32, Failure> {
     }
     // Before the results: a result that cannot be written must not leave the blocks behind.
     drop(directory);
-    write_results(args, &result, screen)?;
+    write_results(args, &result, validation.as_ref(), screen)?;
     // A run that was interrupted at once has read nothing, and is still only interrupted.
     let has_wrong_bytes = result.figures().wrong_blocks > 0;
     Ok(match (has_wrong_bytes, result.outcome.was_stopped) {
@@ -228,13 +231,26 @@ fn progress_bar(options: &RunOptions, requests_max: Option<u64>, screen: &Screen
 }
 
 /// Writes the summary, JSON and report. There is no summary if JSON goes to standard output.
-fn write_results(args: &KvArgs, result: &KvResult, screen: &mut Screen) -> Result<(), Failure> {
+fn write_results(
+    args: &KvArgs,
+    result: &KvResult,
+    validation: Option<&ValidationTrace>,
+    screen: &mut Screen,
+) -> Result<(), Failure> {
     let output = args.output.clone().unwrap_or_else(default_output);
     let is_json_on_screen = output == Path::new("-");
     if !is_json_on_screen {
         summary::show(result, screen)?;
     }
-    write_json(&output, &result.to_json(), screen)?;
+    let mut json = result.to_json();
+    if let Some(trace) = validation {
+        let hit_rate = result.figures().hit_rate().unwrap_or(0.0);
+        json["validation"] = trace.compare(hit_rate);
+        if !is_json_on_screen {
+            screen.line(format!("  {}", trace.text(hit_rate)))?;
+        }
+    }
+    write_json(&output, &json, screen)?;
     if !is_json_on_screen {
         screen.notice(format!("results: {}", output.display()))?;
     }

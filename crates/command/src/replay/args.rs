@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use cascade_block::{DigestAlgorithm, DigestMode};
-use cascade_replay::trace::TimeUnit;
+use cascade_replay::trace::{TimeUnit, TraceFormat};
 use cascade_store::{FilesConfig, IoEngine, PolicyKind, StoreConfig, WritePolicy};
 use clap::{Args, ValueEnum};
 
@@ -20,6 +20,8 @@ Examples:
       Two tiers, results as JSON and an HTML report with plots.
   cascade replay conversation_trace.jsonl --metadata-only --dram-blocks 9140 --policy lru
       The hit rate of a policy at a capacity in blocks, without payload. Takes about a second.
+  cascade replay BurstGPT_1.csv --limit 10000 --metadata-only
+      Arrivals and lengths only: the output says that no request shares a block.
   cascade replay sessions/*.json --model llama3.1-8b --limit 500 --dram 8GiB
       Blocks of the size that this model has.
 
@@ -28,10 +30,13 @@ engine can use nothing else. Every byte that the store returns is compared with 
 one is wrong, the exit code is 1.")]
 #[expect(clippy::struct_excessive_bools, reason = "each is a switch of the command line")]
 pub struct ReplayArgs {
-    /// Trace files or directories: Mooncake JSONL, CSV with the same columns, or recorded agent
-    /// sessions (JSON); also compressed with gzip or zstd.
+    /// Trace files or directories, as JSON lines, a JSON array or CSV; also compressed with gzip or
+    /// zstd. docs/traces.md has the formats.
     #[arg(required = true, value_name = "TRACE")]
     pub traces: Vec<PathBuf>,
+    /// Format of the trace; auto: by the fields of each file.
+    #[arg(long, value_enum, value_name = "FORMAT", default_value_t = FormatChoice::Auto)]
+    pub format: FormatChoice,
 
     /// Tiers from fast to slow [default: Dram|Files with --files, else Dram].
     #[arg(long, value_name = "STAGES", help_heading = "Store")]
@@ -97,8 +102,8 @@ pub struct ReplayArgs {
     #[arg(long, value_name = "N|P%", default_value = "0", value_parser = WarmUp::parse)]
     #[arg(help_heading = "Workload")]
     pub warm_up: WarmUp,
-    /// Unit of the timestamps of JSONL and CSV [default: ms, with a note if they look like
-    /// another].
+    /// Unit of timestamps that are numbers [default: that of the format; for mooncake ms, with a
+    /// note if they look like another].
     #[arg(long, value_enum, value_name = "UNIT", help_heading = "Workload")]
     pub time_unit: Option<TimeUnitChoice>,
     /// Replay only the first N requests of the trace.
@@ -124,6 +129,25 @@ pub enum PolicyChoice {
     Arc,
     Waterfall,
     PrefixCost,
+}
+
+/// `--format`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum FormatChoice {
+    Auto,
+    /// Times in ms, lengths, ids of blocks of 512 tokens; also recorded by connectors.
+    Mooncake,
+    /// Times in s, lengths, ids of blocks of 16 tokens, chats.
+    QwenBailian,
+    /// Dates and lengths.
+    Azure,
+    /// Times in s and lengths.
+    Burstgpt,
+    /// Sessions of coding agents with ids of blocks, such as cc-traces.
+    #[value(alias = "cc-traces")]
+    Agents,
+    /// Conversations as text.
+    Sharegpt,
 }
 
 /// `--time-unit`.
@@ -160,6 +184,21 @@ pub enum EngineChoice {
     Uring,
     /// preadv and pwritev.
     Psync,
+}
+
+impl FormatChoice {
+    /// The format of the trace; none if the content decides.
+    pub fn format(self) -> Option<TraceFormat> {
+        Some(match self {
+            Self::Auto => return None,
+            Self::Mooncake => TraceFormat::Mooncake,
+            Self::QwenBailian => TraceFormat::QwenBailian,
+            Self::Azure => TraceFormat::Azure,
+            Self::Burstgpt => TraceFormat::BurstGpt,
+            Self::Agents => TraceFormat::Agents,
+            Self::Sharegpt => TraceFormat::ShareGpt,
+        })
+    }
 }
 
 impl TimeUnitChoice {

@@ -13,7 +13,7 @@ use cascade_replay::result::{
 };
 use cascade_replay::run::RunOutcome;
 use cascade_replay::study::reuse_distances;
-use cascade_replay::trace::{Trace, TraceError};
+use cascade_replay::trace::{ReadOptions, Times, Trace, TraceError};
 use cascade_replay::workload::Workload;
 use cascade_store::StoreStats;
 
@@ -203,6 +203,7 @@ impl<'a> Plan<'a> {
 
     fn trace_facts(&self) -> TraceFacts {
         let trace = &self.trace;
+        let skipped = trace.import.rows_skipped.iter();
         TraceFacts {
             name: trace.name.clone(),
             files: self.args.traces.iter().map(|path| path.display().to_string()).collect(),
@@ -211,6 +212,13 @@ impl<'a> Plan<'a> {
             unique_blocks: unique_blocks(trace),
             block_tokens: trace.block_tokens,
             seconds: trace.requests.last().map_or(0.0, |request| request.at.as_secs_f64()),
+            format: trace.import.format_names(),
+            rows_read: trace.import.rows_read,
+            rows_skipped: skipped.map(|(reason, count)| (reason.text(), *count)).collect(),
+            rows_out_of_order: trace.import.rows_out_of_order,
+            times: trace.import.times.map_or("none", Times::name),
+            times_text: trace.import.times.map(Times::text).unwrap_or_default(),
+            sharing: trace.import.sharing(),
             time_note: self.time_note.clone(),
         }
     }
@@ -222,8 +230,12 @@ fn read_trace(args: &ReplayArgs) -> Result<Trace, Failure> {
         1 => first.into_owned(),
         many => format!("{first} and {} more", many - 1),
     };
-    let unit = args.time_unit.map(TimeUnitChoice::unit).unwrap_or_default();
-    Trace::read_files(&name, &args.traces, unit).map_err(|error| Failure::Read {
+    let options = ReadOptions {
+        format: args.format.format(),
+        time_unit: args.time_unit.map(TimeUnitChoice::unit),
+        rows_max: None,
+    };
+    Trace::read_files(&name, &args.traces, options).map_err(|error| Failure::Read {
         path: match &error {
             TraceError::Read { path, .. } => path.clone(),
             _ => args.traces[0].clone(),

@@ -1,7 +1,7 @@
 //! The summary of a replay in the terminal, and the formats of numbers that other output shares.
 
 use cascade_block::ByteSize;
-use cascade_replay::figures::{duration, grouped, headline, payload_line, percent};
+use cascade_replay::figures::{duration, grouped, headline, payload_line, percent, trace_lines};
 use cascade_replay::latency::LatencySummary;
 use cascade_replay::result::{ReplayResult, ratio};
 
@@ -15,6 +15,10 @@ pub(super) fn show(result: &ReplayResult, screen: &mut Screen) -> Result<(), Fai
     screen.line(headline)?;
     let payload = screen.dim(&payload_line(result));
     screen.line(payload)?;
+    for line in trace_lines(result) {
+        let line = screen.dim(&line);
+        screen.line(line)?;
+    }
     screen.line("")?;
     show_hits(result, screen)?;
     show_ceilings(result, screen)?;

@@ -252,7 +252,13 @@ fn compatible_mode_divides_all_bytes_by_the_window() {
 #[test]
 fn what_compatible_mode_cannot_do_is_refused_by_name() {
     let run = Run::new();
-    for options in [&["--enable-autoscaling"][..], &["--request-rate", "5"], &["--enable-rag"]] {
+    for options in [
+        &["--enable-autoscaling"][..],
+        &["--request-rate", "5"],
+        &["--enable-rag"],
+        &["--dataset-path", "x.json"],
+        &["--use-burst-trace", "--burst-trace-path", "x.csv"],
+    ] {
         let refusal = run.refusal(&[&["--compatible"], options].concat());
         let name = options[0];
         assert!(
@@ -264,12 +270,81 @@ fn what_compatible_mode_cannot_do_is_refused_by_name() {
 }
 
 #[test]
+fn recorded_requests_that_cannot_run_are_refused_before_anything_runs() {
+    let run = Run::new();
+    let trace = run.path("burst.csv");
+    fs::write(&trace, "Timestamp,Request tokens,Response tokens\n1,x,1\n").unwrap();
+    let trace = trace.to_str().unwrap();
+    let burst = ["--use-burst-trace", "--burst-trace-path", trace];
+    for (options, reason) in [
+        (&["--use-burst-trace"][..], "https://github.com/HPMLL/BurstGPT"),
+        (&burst[1..], "no effect without --use-burst-trace"),
+        (&["--trace-speedup", "2"], "no effect without --use-burst-trace"),
+        (&["--replay-cycles", "2"], "no effect without --use-burst-trace or --dataset-path"),
+        (&["--max-conversations", "2"], "no effect without --dataset-path"),
+        (&["--dataset-path", "none.json"], "none.json"),
+        (&["--validation-trace", trace], "--validation-trace"),
+        (&burst, ":2: field `Request tokens`: expected an integer"),
+    ] {
+        let refused = run.refusal(options);
+        assert!(refused.contains(reason), "{options:?}: {refused}");
+    }
+    for other in [
+        &["--dataset-path", "x.json"][..],
+        &["--enable-rag"],
+        &["--enable-autoscaling"],
+        &["--decode-only"],
+        &["--request-rate", "5"],
+    ] {
+        let refused = run.refusal(&[&burst, other].concat());
+        let expected = format!("--use-burst-trace and {} contradict each other", other[0]);
+        assert!(refused.contains(&expected), "{refused}");
+    }
+    let slow = run.refusal(&[&burst[..], &["--trace-speedup", "-1"]].concat());
+    assert!(slow.contains("--trace-speedup -1 is not a factor"), "{slow}");
+}
+
+#[test]
+fn a_trace_is_replayed_and_its_hit_rate_compared() {
+    let run = Run::new();
+    let (trace, real) = (run.path("burst.csv"), run.path("real.json"));
+    fs::write(&trace, "Timestamp,Request tokens,Response tokens\n5,600,30\n9,1500,1\n10,7,0\n")
+        .unwrap();
+    let entry = |is_hit: bool| {
+        format!(
+            "{{\"cache_hit\": {is_hit}, \"read_bytes\": 2, \"write_bytes\": 1, \
+             \"context_tokens\": 1, \"generation_tokens\": 1}}"
+        )
+    };
+    fs::write(&real, format!("[{}, {}]", entry(true), entry(false))).unwrap();
+    let paths = [&trace, &real].map(|path| path.to_str().unwrap());
+    let (output, result) = run.run(&[
+        "--use-burst-trace",
+        "--burst-trace-path",
+        paths[0],
+        "--trace-speedup",
+        "0",
+        "--replay-cycles",
+        "2",
+        "--validation-trace",
+        paths[1],
+    ]);
+    assert_eq!(result["requests_completed"], 4);
+    let recorded = &result["cascade"]["workload"]["recorded"];
+    assert_eq!((&recorded["rows_read"], &recorded["cycles"]), (&2.into(), &2.into()));
+    assert_eq!(recorded["rows_skipped"]["zero response tokens (a failed request)"], 1);
+    assert_eq!(result["cascade"]["workload"]["users"], 2);
+    assert!(stderr(&output).contains("2 requests, all due at once"), "{}", stderr(&output));
+    // Each block is read after it was written, and half of the trace's requests hit.
+    assert_eq!(result["validation"]["passed"], false);
+    assert_eq!(result["validation"]["avg_error_pct"], 100.0);
+}
+
+#[test]
 fn what_cannot_run_is_refused_before_anything_runs() {
     let run = Run::new();
-    let unbuilt = run.refusal(&["--use-burst-trace"]);
-    assert!(unbuilt.contains("--use-burst-trace is not built yet"), "{unbuilt}");
-    let unbuilt = run.refusal(&["--trace-speedup", "2"]);
-    assert!(unbuilt.contains("--trace-speedup is not built yet"), "{unbuilt}");
+    let unbuilt = run.refusal(&["--io-trace-log", "out.csv"]);
+    assert!(unbuilt.contains("--io-trace-log is not built yet"), "{unbuilt}");
     let memory = run.refusal(&["--cpu-mem-gb", "100000"]);
     assert!(memory.contains("are available"), "{memory}");
     let disk = run.refusal(&["--storage-capacity-gb", "100000"]);

@@ -167,6 +167,42 @@ fn times_that_look_like_another_unit_are_noted_unless_the_unit_is_given() {
 }
 
 #[test]
+fn a_trace_without_blocks_is_replayed_and_the_output_says_so() {
+    let replay = Replay::new();
+    let trace = replay.path("burst.csv");
+    let rows = "5,472,18\n4,1.0e3,230\n118,417,0\n1";
+    fs::write(&trace, format!("Timestamp,Request tokens,Response tokens\n{rows}")).unwrap();
+    let run = |options: &[&str]| {
+        let mut command = cascade();
+        command.arg("replay").arg(&trace).args(options).output().unwrap()
+    };
+    let result = run(&["--dram", "64MiB", "--block-bytes", "4KiB", "--json", "-"]);
+    let result: Value = serde_json::from_slice(&result.stdout).unwrap();
+    let facts = &result["trace"];
+    assert_eq!((&facts["format"], &facts["times"]), (&"burstgpt".into(), &"seconds".into()));
+    assert_eq!((&facts["rows_read"], &facts["block_tokens"]), (&2.into(), &64.into()));
+    let skipped = &facts["rows_skipped"];
+    assert_eq!(skipped["zero response tokens (a failed request)"], 1);
+    assert_eq!(skipped["cut off at the end of the file"], 1);
+    assert_eq!(facts["rows_out_of_order"], 1);
+    assert_eq!((&result["hit_rate"], &result["ceilings"]["endless"]), (&0.0.into(), &0.0.into()));
+    assert_eq!(count(&result, "wrong_blocks"), 0);
+    let summary = String::from_utf8(run(&["--metadata-only"]).stdout).unwrap();
+    for line in [
+        "trace: burstgpt, 2 rows read, 64 tokens of a prompt per block; times in seconds (by the",
+        "skipped rows: 1 cut off at the end of the file",
+        "1 rows were earlier than the row before; sorted by time",
+        "the trace names no blocks: no request shares any",
+        "The hit rate is 0.0 %, which is ideal: no request shares a block with an earlier one.",
+    ] {
+        assert!(summary.contains(line), "{summary}");
+    }
+    let other = run(&["--format", "azure"]);
+    assert_eq!(other.status.code(), Some(2), "{}", stderr(&other));
+    assert!(stderr(&other).contains(":1: field `ContextTokens`: expected a column"));
+}
+
+#[test]
 fn damaged_files_are_misses_not_wrong_bytes() {
     let replay = Replay::new();
     let files = replay.files();

@@ -255,6 +255,7 @@ mod tests {
             requests_max: None,
             documents: Documents::default(),
             phases: Phases::Both,
+            recorded: None,
         }
     }
 

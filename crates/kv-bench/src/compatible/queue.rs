@@ -193,6 +193,7 @@ mod tests {
             requests_max,
             documents: Documents::default(),
             phases: Phases::Both,
+            recorded: None,
         };
         let pace = Pace { think_scale: 1.0 };
         ObjectQueue::new(Schedule::new(&workload), requests_max, pace, Duration::ZERO)

@@ -4,6 +4,7 @@
 
 mod backends;
 mod compatible;
+mod recorded;
 
 use std::fs::{self, File};
 use std::io;
@@ -45,6 +46,7 @@ fn workload(requests_max: Option<u64>) -> Workload {
         requests_max,
         documents: Documents::default(),
         phases: Phases::Both,
+        recorded: None,
     }
 }
 

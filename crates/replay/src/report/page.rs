@@ -3,7 +3,9 @@
 use cascade_block::ByteSize;
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 
-use crate::figures::{duration, grouped, headline, payload_line, percent, short_count, span};
+use crate::figures::{
+    duration, grouped, headline, payload_line, percent, short_count, span, trace_lines,
+};
 use crate::report::palette::Hue;
 use crate::report::{PlotError, STYLE, captions, charts};
 use crate::result::ReplayResult;
@@ -30,6 +32,7 @@ pub fn page(result: &ReplayResult) -> Result<String, PlotError> {
                         p.kicker { (kicker(result)) }
                         h1 { (headline(result)) }
                         p.payload { (payload_line(result)) }
+                        @for line in trace_lines(result) { p.payload { (line) } }
                     }
                     (alarms(result))
                     (tiles(result))

@@ -6,7 +6,7 @@
 use std::time::Duration;
 
 use crate::random::SplitMix64;
-use crate::trace::{Trace, TraceRequest};
+use crate::trace::{Import, Trace, TraceRequest};
 
 const BLOCK_TOKENS: u32 = 512;
 const DOCUMENTS: u64 = 400;
@@ -49,7 +49,13 @@ pub fn generated(seed: u64) -> Trace {
     }
     requests.sort_by_key(|request| request.at);
     let unique_blocks = renumber(&mut requests, next_block);
-    Trace { name: "generated".to_owned(), block_tokens: BLOCK_TOKENS, requests, unique_blocks }
+    Trace {
+        name: "generated".to_owned(),
+        block_tokens: BLOCK_TOKENS,
+        requests,
+        unique_blocks,
+        import: Import::default(),
+    }
 }
 
 /// Numbers blocks densely by their first use, because no session requests some documents.

@@ -1,4 +1,4 @@
-//! Sessions of coding agents: one JSON object per file, requests in order, sub-agents nested.
+//! Sessions of coding agents: a JSON object for each, requests in order, sub-agents nested.
 //!
 //! `t` is in seconds from the start of the session; inside a sub-agent, from the start of the
 //! sub-agent. Block ids of a sub-agent are those of its session. A sub-agent counts as a separate
@@ -7,12 +7,10 @@
 use std::time::Duration;
 
 use cascade_store::eviction::StopReason;
-use serde_json::Value;
 
-use super::field::{TraceObject, shown};
-use super::{
-    BLOCK_TOKENS_MAX, Parser, SESSION_STARTS_WITHIN, TraceError, TraceRequest, TraceSource,
-};
+use super::field::{IdScope, TraceObject, shown};
+use super::parser::{Parser, RowOutcome};
+use super::{BLOCK_TOKENS_MAX, SESSION_STARTS_WITHIN, TraceError, TraceFormat, TraceRequest};
 
 /// Limit of the nesting of sub-agents.
 const DEPTH_MAX: u32 = 8;
@@ -21,42 +19,30 @@ const DEPTH_MAX: u32 = 8;
 #[derive(Debug, Clone, Copy)]
 struct SessionScope {
     block_tokens: u32,
-    is_global: bool,
+    ids: IdScope,
 }
 
-pub(super) fn parse(
+pub(super) fn row(
     parser: &mut Parser,
-    source: TraceSource<'_>,
-    session: &Value,
-) -> Result<(), TraceError> {
-    refuse_trailing_bytes(source)?;
-    let object = TraceObject { file: source.name, line: 1, prefix: "", value: session };
+    _format: TraceFormat,
+    object: TraceObject<'_>,
+) -> Result<RowOutcome, TraceError> {
     let block_tokens = object.integer("block_size", 1, BLOCK_TOKENS_MAX)?;
-    parser.check_block_tokens(source.name, block_tokens)?;
-    let is_global = match object.text("hash_id_scope", "local")? {
-        "local" => false,
-        "global" => true,
+    parser.check_block_tokens(object.file, block_tokens)?;
+    let ids = match object.text("hash_id_scope", "local")? {
+        "local" => IdScope::Session,
+        "global" => IdScope::Everywhere,
         other => {
             let expected = "\"local\" or \"global\"";
             return Err(object.error("hash_id_scope", expected, format!("{other:?}")));
         }
     };
+    parser.begin_scope();
     let begin = parser.requests.len();
-    let file = source.name;
-    requests(parser, SessionScope { block_tokens, is_global }, object, Duration::ZERO, 0)?;
-    let name = object.text("id", file)?;
+    requests(parser, SessionScope { block_tokens, ids }, object, Duration::ZERO, 0)?;
+    let name = object.text("id", object.file)?;
     parser.relative_times.push((begin..parser.requests.len(), session_start(name)));
-    Ok(())
-}
-
-/// A file has one session. More bytes after it mean that files were concatenated.
-fn refuse_trailing_bytes(source: TraceSource<'_>) -> Result<(), TraceError> {
-    let whole: Result<serde::de::IgnoredAny, _> = serde_json::from_slice(source.bytes);
-    whole.map(|_| ()).map_err(|error| TraceError::Syntax {
-        file: source.name.to_owned(),
-        line: error.line(),
-        reason: error.to_string(),
-    })
+    Ok(RowOutcome::Read)
 }
 
 fn requests(
@@ -66,8 +52,7 @@ fn requests(
     begin: Duration,
     depth: u32,
 ) -> Result<(), TraceError> {
-    let number = parser.sessions;
-    parser.sessions += 1;
+    let number = parser.new_session();
     for (index, value) in parent.list("requests", "a list of requests")?.iter().enumerate() {
         let prefix = format!("{}requests[{index}].", parent.prefix);
         let object = TraceObject { prefix: &prefix, value, ..parent };
@@ -97,7 +82,7 @@ fn request(
 ) -> Result<TraceRequest, TraceError> {
     let input_tokens = object.integer("in", 0, u32::MAX)?;
     let output_tokens = object.integer("out", 0, u32::MAX)?;
-    let blocks = object.blocks(parser, scope.is_global)?;
+    let blocks = object.blocks(parser, scope.ids)?;
     let tokens = scope.block_tokens;
     let partial_tail = object.has_partial_tail("in", input_tokens, tokens, blocks.len())?;
     let stop = match object.text("stop", "")? {

@@ -27,7 +27,6 @@ const FORMATS: &[(&[u8], &str, &str)] = &[
     (b"BZh", "compressed with bzip2", "bzcat FILE > trace.jsonl"),
     (b"\x04\x22\x4d\x18", "compressed with lz4", "lz4 -d FILE trace.jsonl"),
     (b"PK\x03\x04", "a zip archive", "unzip -p FILE > trace.jsonl"),
-    (b"[", "one JSON array, not one JSON object per line", "jq -c '.[]' FILE > trace.jsonl"),
 ];
 
 /// Refuses other formats by the first bytes of a file.

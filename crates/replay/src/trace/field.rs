@@ -2,7 +2,8 @@
 
 use serde_json::Value;
 
-use super::{BlockName, Parser, REQUEST_BLOCKS_MAX, TraceError};
+use super::parser::{BlockName, Parser};
+use super::{REQUEST_BLOCKS_MAX, TraceError, date};
 
 /// A JSON object of a trace file and its position.
 #[derive(Debug, Clone, Copy)]
@@ -37,11 +38,11 @@ impl<'a> TraceObject<'a> {
         found.ok_or_else(|| self.error(field, expected, "nothing".to_owned()))
     }
 
-    /// An integer in `min..=max`.
+    /// An integer in `min..=max`. `1.0e5` is one.
     pub(super) fn integer(&self, field: &str, min: u32, max: u32) -> Result<u32, TraceError> {
         let expected = format!("an integer from {min} to {max}");
         let value = self.required(field, &expected)?;
-        let integer = value.as_u64().and_then(|integer| u32::try_from(integer).ok());
+        let integer = whole_number(value).and_then(|integer| u32::try_from(integer).ok());
         let inside = integer.filter(|integer| (min..=max).contains(integer));
         inside.ok_or_else(|| self.error(field, &expected, shown(value)))
     }
@@ -60,6 +61,28 @@ impl<'a> TraceObject<'a> {
         Ok(std::time::Duration::from_secs_f64(seconds))
     }
 
+    /// A date with a time of day, as the time since 1970.
+    pub(super) fn date(&self, field: &str) -> Result<std::time::Duration, TraceError> {
+        let value = self.required(field, date::EXPECTED)?;
+        let found = value.as_str().and_then(date::since_1970);
+        found.ok_or_else(|| self.error(field, date::EXPECTED, shown(value)))
+    }
+
+    /// A length of which blocks are made.
+    pub(super) fn made_block_tokens(
+        &self,
+        field: &str,
+        block_tokens: u32,
+    ) -> Result<u32, TraceError> {
+        let blocks_max = u32::try_from(REQUEST_BLOCKS_MAX).unwrap_or(u32::MAX);
+        self.integer(field, 0, blocks_max.saturating_mul(block_tokens))
+    }
+
+    pub(super) fn required_text(&self, field: &str) -> Result<&'a str, TraceError> {
+        let value = self.required(field, "a string")?;
+        value.as_str().ok_or_else(|| self.error(field, "a string", shown(value)))
+    }
+
     pub(super) fn text(&self, field: &str, default: &'a str) -> Result<&'a str, TraceError> {
         let Some(value) = self.optional(field) else { return Ok(default) };
         value.as_str().ok_or_else(|| self.error(field, "a string", shown(value)))
@@ -71,22 +94,22 @@ impl<'a> TraceObject<'a> {
         Ok(list)
     }
 
-    /// The blocks of a request: integers, or keys in hexadecimal.
+    /// The blocks of a request: integers, also as decimal text, or keys in hexadecimal. Keys are
+    /// global unless the format says that ids are of one session.
     pub(super) fn blocks(
         &self,
         parser: &mut Parser,
-        is_global: bool,
+        scope: IdScope,
     ) -> Result<Vec<u64>, TraceError> {
         let list = self.list("hash_ids", "a list of block ids")?;
         if list.len() > REQUEST_BLOCKS_MAX {
             let expected = format!("at most {REQUEST_BLOCKS_MAX} block ids");
             return Err(self.error("hash_ids", &expected, list.len().to_string()));
         }
-        let source = if is_global { u32::MAX } else { parser.sources };
         let mut blocks = Vec::with_capacity(list.len());
         for (index, value) in list.iter().enumerate() {
-            let name = block_name(value, source).ok_or_else(|| {
-                let expected = "an integer that is not negative, or 1 to 64 hex digits";
+            let name = block_name(value, scope, parser.scope()).ok_or_else(|| {
+                let expected = "an integer from 0 to 2^64 - 1, or 1 to 64 hex digits";
                 self.error(&format!("hash_ids[{index}]"), expected, shown(value))
             })?;
             blocks.push(parser.number(name));
@@ -118,9 +141,25 @@ impl<'a> TraceObject<'a> {
     }
 }
 
-fn block_name(value: &Value, source: u32) -> Option<BlockName> {
-    if let Some(id) = value.as_u64() {
-        return Some(BlockName::Local { source, id });
+/// Which blocks an id names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum IdScope {
+    /// Integers name blocks of their source, keys in hexadecimal those of all sources.
+    Source,
+    /// All ids name blocks of their session.
+    Session,
+    /// All ids name blocks of all sources.
+    Everywhere,
+}
+
+/// The scope number of ids that are global.
+const EVERYWHERE: u32 = u32::MAX;
+
+fn block_name(value: &Value, scope: IdScope, local: u32) -> Option<BlockName> {
+    let number = value.as_u64().or_else(|| decimal(value.as_str()?));
+    if let Some(id) = number {
+        let scope = if scope == IdScope::Everywhere { EVERYWHERE } else { local };
+        return Some(BlockName::Local { scope, id });
     }
     let text = value.as_str().filter(|text| (1..=64).contains(&text.len()))?;
     let digits = u8::try_from(text.len()).ok()?;
@@ -129,7 +168,32 @@ fn block_name(value: &Value, source: u32) -> Option<BlockName> {
         let nibble = u8::try_from(char::from(digit).to_digit(16)?).ok()?;
         key[31 - at / 2] |= nibble << (4 * (at % 2));
     }
-    Some(BlockName::Global { digits, key })
+    Some(match scope {
+        IdScope::Session => BlockName::LocalKey { scope: local, digits, key },
+        IdScope::Source | IdScope::Everywhere => BlockName::Global { digits, key },
+    })
+}
+
+/// An integer as some programs write it, which have no integers of 64 bits. Keys in hexadecimal are
+/// longer, or have letters or a leading zero.
+fn decimal(text: &str) -> Option<u64> {
+    let is_plain = text == "0" || !text.starts_with('0');
+    let is_number = is_plain && text.bytes().all(|digit| digit.is_ascii_digit());
+    if is_number { text.parse().ok() } else { None }
+}
+
+/// A number without a fraction.
+fn whole_number(value: &Value) -> Option<u64> {
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "a whole number of 32 bits, which was checked"
+    )]
+    let whole = |number: f64| {
+        let is_whole = number.fract() == 0.0 && (0.0..=f64::from(u32::MAX)).contains(&number);
+        is_whole.then_some(number as u64)
+    };
+    value.as_u64().or_else(|| whole(value.as_f64()?))
 }
 
 /// The first characters of a value, for an error.

@@ -1,4 +1,4 @@
-//! The bytes of a trace as lines: opens files and pipes, decompresses, and bounds every size.
+//! The bytes of a trace as rows: opens files and pipes, decompresses, and bounds every size.
 
 use std::fs::OpenOptions;
 use std::io::{self, BufRead, BufReader, Cursor, Read};
@@ -8,7 +8,10 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::OFlags;
+use serde::de::IgnoredAny;
+use serde_json::Value;
 
+use super::array::{ArrayState, ElementScan, Found};
 use super::compression::Compression;
 use super::{FILE_BYTES_MAX, HELD_BYTES_MAX, TraceError, content, limit};
 
@@ -18,14 +21,43 @@ const PIPE_TIMEOUT: Duration = Duration::from_secs(10);
 const HEAD_BYTES: u64 = 512;
 const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
 
-/// The lines of one trace.
+/// A row of JSON.
+#[derive(Debug)]
+pub(super) struct Record {
+    /// The line at which it begins.
+    pub(super) line: usize,
+    pub(super) text: Vec<u8>,
+    /// Whether the file ends with it, without a line break or the end of the array.
+    pub(super) ends_file: bool,
+}
+
+impl Record {
+    /// Whether the file ends within it.
+    pub(super) fn is_incomplete(&self) -> bool {
+        let parsed = serde_json::from_slice::<IgnoredAny>(&self.text);
+        self.ends_file && parsed.is_err_and(|error| error.is_eof())
+    }
+
+    pub(super) fn parse(&self, file: &str) -> Result<Value, TraceError> {
+        // Without the line break, behind which the parser would see one line more.
+        let text = self.text.trim_ascii_end();
+        serde_json::from_slice(text).map_err(|error| TraceError::Syntax {
+            file: file.to_owned(),
+            line: self.line + error.line().saturating_sub(1),
+            reason: error.to_string(),
+        })
+    }
+}
+
+/// The lines of one trace, or the elements of its array.
 pub(super) struct Lines<'a> {
     /// Its name in errors.
     pub(super) file: &'a str,
-    reader: Box<dyn BufRead + 'a>,
+    pub(super) reader: Box<dyn BufRead + 'a>,
     /// Number of the last line, from 1.
     pub(super) line: usize,
     bytes: u64,
+    array: Option<ArrayState>,
 }
 
 impl<'a> Lines<'a> {
@@ -41,17 +73,39 @@ impl<'a> Lines<'a> {
             head.drain(..BYTE_ORDER_MARK.len());
         }
         content::refuse_other_formats(file, &head)?;
+        let array = head.trim_ascii_start().starts_with(b"[").then(ArrayState::default);
         let reader = Box::new(Cursor::new(head).chain(rest));
-        Ok(Self { file, reader, line: 0, bytes: 0 })
+        Ok(Self { file, reader, line: 0, bytes: 0, array })
     }
 
-    /// Lines of text that was read before. Counting starts again at line 1.
-    pub(super) fn of_text(file: &'a str, text: &'a [u8]) -> Self {
-        Self { file, reader: Box::new(text), line: 0, bytes: 0 }
+    /// Whether the rows are elements of one array.
+    pub(super) fn is_array(&self) -> bool {
+        self.array.is_some()
     }
 
-    /// The next line that is not blank; `None` at the end.
-    pub(super) fn next_line(&mut self) -> Result<Option<Vec<u8>>, TraceError> {
+    /// The next row: a line that is not blank, or an element of the array. `None` at the end.
+    pub(super) fn next_record(&mut self) -> Result<Option<Record>, TraceError> {
+        if let Some(state) = self.array.take() {
+            let (state, element) = self.next_element(state)?;
+            self.array = Some(state);
+            return Ok(element);
+        }
+        let Some(text) = self.next_line()? else { return Ok(None) };
+        let ends_file = !text.ends_with(b"\n");
+        Ok(Some(Record { line: self.line, text, ends_file }))
+    }
+
+    /// The first row, with all that is left if it is an object that goes on in the next line.
+    pub(super) fn whole_object(&mut self, mut first: Record) -> Result<Record, TraceError> {
+        let goes_on = !self.is_array()
+            && serde_json::from_slice::<IgnoredAny>(&first.text).is_err_and(|it| it.is_eof());
+        if goes_on {
+            self.read_rest(&mut first.text)?;
+        }
+        Ok(first)
+    }
+
+    fn next_line(&mut self) -> Result<Option<Vec<u8>>, TraceError> {
         loop {
             let mut line = Vec::new();
             let mut bounded = self.reader.by_ref().take(HELD_BYTES_MAX + 1);
@@ -69,20 +123,56 @@ impl<'a> Lines<'a> {
     }
 
     /// Appends all that is left.
-    pub(super) fn read_rest(&mut self, text: &mut Vec<u8>) -> Result<(), TraceError> {
+    fn read_rest(&mut self, text: &mut Vec<u8>) -> Result<(), TraceError> {
         let room = (HELD_BYTES_MAX + 1).saturating_sub(text.len() as u64);
         let found = self.reader.by_ref().take(room).read_to_end(text);
         let found = found.map_err(|error| self.read_error(error))?;
         self.count(found as u64, text.len())
     }
 
-    fn count(&mut self, found: u64, held: usize) -> Result<(), TraceError> {
+    /// The next element of the array, as text that may be no JSON.
+    fn next_element(
+        &mut self,
+        mut state: ArrayState,
+    ) -> Result<(ArrayState, Option<Record>), TraceError> {
+        self.line = self.line.max(1);
+        let mut scan = ElementScan::new(self.line);
+        loop {
+            let available = match self.reader.fill_buf() {
+                Ok(available) => available,
+                Err(error) => return Err(self.read_error(error)),
+            };
+            if available.is_empty() {
+                let record = (!state.has_ended).then(|| scan.record(true));
+                state.has_ended = true;
+                return Ok((state, record));
+            }
+            let (used, found) = scan.feed(available, &mut state);
+            self.reader.consume(used);
+            self.line = scan.line;
+            self.count(used as u64, scan.text.len())?;
+            match found {
+                Found::More => {}
+                Found::Element => return Ok((state, Some(scan.record(false)))),
+                Found::Trailing => {
+                    return Err(TraceError::Syntax {
+                        file: self.file.to_owned(),
+                        line: self.line,
+                        reason: "trailing characters after the array".to_owned(),
+                    });
+                }
+            }
+        }
+    }
+
+    /// Counts bytes that were read, and bounds them and those that are held.
+    pub(super) fn count(&mut self, found: u64, held: usize) -> Result<(), TraceError> {
         self.bytes += found;
         limit(self.file, "its size in bytes, decompressed,", self.bytes, FILE_BYTES_MAX)?;
         limit(self.file, "the size of one session or line in bytes", held, HELD_BYTES_MAX)
     }
 
-    fn read_error(&self, source: io::Error) -> TraceError {
+    pub(super) fn read_error(&self, source: io::Error) -> TraceError {
         TraceError::Read { path: self.file.into(), source }
     }
 }

@@ -9,7 +9,7 @@ use cascade_replay::study::{
     HintSet, ShadowTier, StudyOptions, bundled_traces, generated, optimum, replay_metadata,
     reuse_distances, shadow_row, studied_policies, study_table,
 };
-use cascade_replay::trace::{Trace, TraceRequest};
+use cascade_replay::trace::{Import, Trace, TraceRequest};
 use cascade_store::PolicyKind;
 use cascade_store::eviction::policy;
 use proptest::prelude::*;
@@ -157,7 +157,13 @@ fn small_traces() -> impl Strategy<Value = Trace> {
             }
         };
         let requests = paths.into_iter().enumerate().map(request).collect();
-        Trace { name: "small".to_owned(), block_tokens: 1, requests, unique_blocks: 14 }
+        Trace {
+            name: "small".to_owned(),
+            block_tokens: 1,
+            requests,
+            unique_blocks: 14,
+            import: Import::default(),
+        }
     })
 }
 

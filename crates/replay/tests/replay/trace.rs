@@ -5,7 +5,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use cascade_replay::trace::{Trace, TraceError, TraceSource, parse};
+use cascade_replay::trace::{ReadOptions, Trace, TraceError, TraceSource, parse};
 use cascade_store::eviction::StopReason;
 use proptest::prelude::*;
 
@@ -14,7 +14,8 @@ fn bundled(name: &str) -> PathBuf {
 }
 
 fn one(text: &str) -> Result<Trace, TraceError> {
-    parse("test", &[TraceSource { name: "test.jsonl", bytes: text.as_bytes() }])
+    let source = TraceSource { name: "test.jsonl", bytes: text.as_bytes() };
+    parse("test", &[source], ReadOptions::default())
 }
 
 fn error_of(text: &str) -> String {
@@ -73,8 +74,8 @@ fn a_session_keeps_its_start_when_others_are_added() {
     let texts = ["a", "b", "c"].map(session);
     let sources: Vec<_> =
         texts.iter().map(|text| TraceSource { name: "s", bytes: text.as_bytes() }).collect();
-    let two = parse("two", &sources[..2]).unwrap();
-    let three = parse("three", &sources).unwrap();
+    let two = parse("two", &sources[..2], ReadOptions::default()).unwrap();
+    let three = parse("three", &sources, ReadOptions::default()).unwrap();
     let at = |trace: &Trace, block| {
         trace.requests.iter().find(|request| request.blocks == [block]).unwrap().at
     };
@@ -89,7 +90,7 @@ fn hexadecimal_ids_are_global_and_integer_ids_are_local_to_a_file() {
     let upper = hex.replace("fF", "FF");
     let sources = [hex, integer, integer, hex, &upper]
         .map(|text| TraceSource { name: "x", bytes: text.as_bytes() });
-    let trace = parse("x", &sources).unwrap();
+    let trace = parse("x", &sources, ReadOptions::default()).unwrap();
     let blocks: Vec<_> = trace.requests.iter().map(|request| request.blocks[0]).collect();
     assert_eq!(blocks, [0, 1, 2, 0, 0]);
 }
@@ -111,6 +112,7 @@ fn absolute_times_count_from_the_first_request() {
         "recorded",
         &[older.as_str(), newer.as_str()]
             .map(|text| TraceSource { name: "recorded", bytes: text.as_bytes() }),
+        ReadOptions::default(),
     )
     .unwrap();
     let at: Vec<_> = trace.requests.iter().map(|request| request.at.as_millis()).collect();
@@ -136,7 +138,7 @@ fn an_error_names_file_line_and_field() {
     let short = after(&LINE.replace(", 9]", "]").replace("1100", "2000"));
     assert!(short.contains("3 block ids or one more for input_length = 2000"), "{short}");
     assert!(after("[]").contains("expected a JSON object, found []"));
-    assert!(error_of("\n \n").contains("has no request"));
+    assert!(error_of("\n \n").contains("has no requests"));
     let concatenated = format!("{{\"block_size\": 2, \"requests\": []}}{LINE}");
     assert!(error_of(&concatenated).contains("not JSON (trailing characters"));
     let nested = r#"{"block_size": 2, "requests": [
@@ -147,7 +149,7 @@ fn an_error_names_file_line_and_field() {
 #[test]
 fn a_directory_without_traces_is_an_error() {
     let error = Trace::read(&bundled("..").join("../docs")).unwrap_err();
-    assert!(error.to_string().contains("has no request"), "{error}");
+    assert!(error.to_string().contains("has no requests"), "{error}");
     assert!(matches!(Trace::read(&bundled("missing.jsonl")), Err(TraceError::Read { .. })));
 }
 
@@ -162,7 +164,8 @@ proptest! {
         let mut bytes = format!("{LINE}\n{prefix}").into_bytes();
         let at = at.min(bytes.len() - 1);
         bytes[at] = byte;
-        if let Ok(trace) = parse("noise", &[TraceSource { name: "noise", bytes: &bytes }]) {
+        let source = TraceSource { name: "noise", bytes: &bytes };
+        if let Ok(trace) = parse("noise", &[source], ReadOptions::default()) {
             for request in &trace.requests {
                 prop_assert!(request.blocks.iter().all(|block| *block < trace.unique_blocks));
                 prop_assert!(request.blocks.len() * 512 < request.input_tokens as usize + 512);

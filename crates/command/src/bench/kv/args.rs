@@ -11,6 +11,7 @@ use cascade_kv_bench::retrieval::Documents;
 use clap::{Args, ValueEnum};
 
 use crate::Failure;
+use crate::bench::kv::trace_args::TraceArgs;
 use crate::bench::kv::unbuilt::UnbuiltOptions;
 
 /// Most GiB of a tier; above are typing errors.
@@ -37,6 +38,9 @@ Examples:
   cascade bench kv --max-requests 200 --duration 3600 --gpu-mem-gb 0 --cpu-mem-gb 4 --seed 42 \\
       --cache-dir /mnt/nvme
       The same 200 requests in each run: digests of two runs are equal.
+  cascade bench kv --use-burst-trace --burst-trace-path BurstGPT_1.csv --trace-speedup 60 \\
+      --gpu-mem-gb 0 --cpu-mem-gb 4 --cache-dir /mnt/nvme
+      The arrivals and lengths of a real service, an hour of them in a minute.
 
 A user asks, waits for the answer, thinks, and asks again. A request writes the KV of its new tokens
 as blocks of 2 to 4 MiB, through to files (prefill), and reads its whole context once per 32 tokens
@@ -174,6 +178,9 @@ pub(crate) struct KvArgs {
     pub(super) no_verify: bool,
 
     #[command(flatten)]
+    pub(super) traces: TraceArgs,
+
+    #[command(flatten)]
     pub(super) unbuilt: UnbuiltOptions,
 }
 
@@ -266,6 +273,7 @@ impl KvArgs {
     /// Refuses options that are not built, make no sense, or contradict each other.
     pub(super) fn check(&self) -> Result<(), Failure> {
         self.unbuilt.check()?;
+        self.traces.check(self)?;
         let sizes = [
             ("--gpu-mem-gb", self.gpu_mem_gb),
             ("--cpu-mem-gb", self.cpu_mem_gb),
@@ -333,6 +341,16 @@ impl KvArgs {
                 "the original's simulated users ask at their own times",
             ),
             (self.enable_rag, "--enable-rag", "documents are not built in this mode"),
+            (
+                self.traces.use_burst_trace,
+                "--use-burst-trace",
+                "recorded requests are not built in this mode",
+            ),
+            (
+                self.traces.dataset_path.is_some(),
+                "--dataset-path",
+                "recorded requests are not built in this mode",
+            ),
         ];
         let given = refused.into_iter().find(|(is_given, ..)| self.compatible && *is_given);
         given.map_or(Ok(()), |(_, name, reason)| {

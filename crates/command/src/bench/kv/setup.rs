@@ -1,5 +1,6 @@
 //! What a run needs: sizes of the tiers, workers, batches. Refuses what the machine cannot give.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use cascade_block::ByteSize;
@@ -10,6 +11,7 @@ use cascade_kv_bench::directory::BenchDirectory;
 use cascade_kv_bench::model::KvModel;
 use cascade_kv_bench::plan::{UserPlan, Workload};
 use cascade_kv_bench::prepare::Precondition;
+use cascade_kv_bench::recorded::Recorded;
 use cascade_kv_bench::run::RunOptions;
 use cascade_kv_bench::store_backend::TierSizes;
 
@@ -48,6 +50,7 @@ impl Setup {
     pub(super) fn new(
         args: &KvArgs,
         model: KvModel,
+        recorded: Option<Arc<Recorded>>,
         directory: &BenchDirectory,
     ) -> Result<Self, Failure> {
         if args.compatible {
@@ -56,7 +59,8 @@ impl Setup {
         let mut notes = Vec::new();
         let block_bytes = model.block_bytes as u64;
         // Autoscaling may add any number of users.
-        let users = if args.enable_autoscaling { WORKERS_MAX } else { u64::from(args.num_users) };
+        let num_users = recorded.as_ref().map_or(args.num_users, |it| it.users(args.num_users));
+        let users = if args.enable_autoscaling { WORKERS_MAX } else { u64::from(num_users) };
         let users = users.min(WORKERS_MAX);
         let cpu_bytes = bytes(args.cpu_mem_gb);
         let staging_bytes = STAGING_BYTES_MIN.max(users * block_bytes * SHARES_OF_POOL);
@@ -79,11 +83,14 @@ impl Setup {
                 ByteSize(pool).rounded()
             ));
         }
-        let workload = workload(args, model)?;
+        let workload = workload(args, model, num_users, recorded)?;
+        notes.extend(workload.recorded.as_ref().map(|recorded| recorded.text()));
         let largest = (0..workload.users)
             .map(|user| UserPlan::new(&workload, user).next_request(&workload).total_blocks)
             .max()
             .unwrap_or(0);
+        let recorded = workload.recorded.as_ref().map(|it| it.context_tokens_max());
+        let largest = largest.max(workload.model.whole_blocks(recorded.unwrap_or(0)));
         let needs =
             FilesNeed { largest: largest * block_bytes, stored: workload.stored_bytes(), above: 0 };
         let files_bytes = files_bytes(args, &workload, &needs, directory, &mut notes)?;
@@ -103,7 +110,7 @@ impl Setup {
         let gpu_bytes = bytes(args.gpu_mem_gb * f64::from(args.num_gpus));
         let cpu_bytes = bytes(args.cpu_mem_gb);
         check_memory(args, gpu_bytes + cpu_bytes + u64::from(workers) * PIECE_BYTES as u64)?;
-        let workload = workload(args, model)?;
+        let workload = workload(args, model, args.num_users, None)?;
         let tokens = Schedule::new(&workload).context_tokens_max().max(STORED_TOKENS);
         let needs = FilesNeed {
             largest: tokens * workload.model.bytes_per_token,
@@ -117,7 +124,12 @@ impl Setup {
     }
 }
 
-fn workload(args: &KvArgs, model: KvModel) -> Result<Workload, Failure> {
+fn workload(
+    args: &KvArgs,
+    model: KvModel,
+    users: u32,
+    recorded: Option<Arc<Recorded>>,
+) -> Result<Workload, Failure> {
     let seed = match args.seed {
         Some(seed) => seed,
         None => {
@@ -126,13 +138,14 @@ fn workload(args: &KvArgs, model: KvModel) -> Result<Workload, Failure> {
     };
     Ok(Workload {
         model,
-        users: args.num_users,
+        users,
         seed,
         has_multi_turn: !args.disable_multi_turn,
-        has_shared_prompts: !args.disable_prefix_caching,
+        has_shared_prompts: !args.disable_prefix_caching && recorded.is_none(),
         documents: args.documents(),
         phases: args.phases(),
-        requests_max: (args.max_requests > 0).then_some(args.max_requests),
+        requests_max: requests_max(args, recorded.as_deref()),
+        recorded,
     })
 }
 
@@ -149,6 +162,13 @@ fn options(args: &KvArgs, workers: usize, batch_blocks: usize) -> RunOptions {
         precondition: precondition(args, workers),
         autoscaling: args.autoscaling(),
     }
+}
+
+/// The limit of the number of requests: that of the user, or the passes through a trace.
+fn requests_max(args: &KvArgs, recorded: Option<&Recorded>) -> Option<u64> {
+    let given = (args.max_requests > 0).then_some(args.max_requests);
+    let limits = given.into_iter().chain(recorded.and_then(Recorded::requests_max));
+    limits.min()
 }
 
 /// What is written before the window.

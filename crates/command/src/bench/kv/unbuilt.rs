@@ -5,20 +5,10 @@ use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches};
 use crate::Failure;
 
 /// Options without a value.
-const FLAGS: [&str; 2] = ["enable-latency-tracing", "use-burst-trace"];
+const FLAGS: [&str; 1] = ["enable-latency-tracing"];
 
 /// Options with a value.
-const VALUES: [&str; 9] = [
-    "burst-trace-path",
-    "config",
-    "dataset-path",
-    "io-trace-log",
-    "log-level",
-    "max-conversations",
-    "replay-cycles",
-    "trace-speedup",
-    "validation-trace",
-];
+const VALUES: [&str; 3] = ["config", "io-trace-log", "log-level"];
 
 /// An export that stays out: JSON has all of it.
 const SPREADSHEET: &str = "xlsx-output";
