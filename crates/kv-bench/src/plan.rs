@@ -12,14 +12,11 @@ use cascade_replay::random::{SplitMix64, mix};
 use crate::measurements::RequestFacts;
 use crate::model::KvModel;
 use crate::qos::QosClass;
-use crate::recorded::{Position, Recorded};
+use crate::recorded::{CONTEXT_TOKENS_MAX, Position, Recorded};
 use crate::retrieval::{Documents, Retrieval};
 
 /// Most turns of a conversation.
 pub const TURNS_MAX: u32 = 50;
-/// Most tokens of a conversation; the next turn beyond them starts a new one. It bounds what one
-/// request reads, because here a conversation grows, while each turn of the original is on its own.
-pub const CONTEXT_TOKENS_MAX: u64 = 32_768;
 /// Generated tokens for each read of the context.
 pub const TOKENS_PER_DECODE_READ: u64 = 32;
 /// Share of turns after which a conversation goes on.

@@ -9,8 +9,10 @@ use cascade_replay::trace::{Import, ReadOptions, Trace, TraceFormat};
 use serde_json::{Value, json};
 
 use crate::KvBenchError;
-use crate::plan::CONTEXT_TOKENS_MAX;
 
+/// Most tokens of a conversation; the next turn beyond them starts a new one. It bounds what one
+/// request reads, because here a conversation grows, while each turn of the original is on its own.
+pub const CONTEXT_TOKENS_MAX: u64 = 32_768;
 /// Most users among whom the requests of a trace are divided, as in the original.
 pub const TRACE_USERS_MAX: u32 = 1000;
 /// Most tokens of a turn of a data set.

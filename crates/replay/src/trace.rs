@@ -19,7 +19,10 @@ mod input;
 mod lengths;
 mod mooncake;
 mod parser;
+mod record;
+mod row;
 mod sharegpt;
+mod source;
 mod times;
 
 use std::path::{Path, PathBuf};
@@ -126,7 +129,7 @@ impl Trace {
         limit(name, "the number of files", files.len(), FILES_MAX)?;
         let mut parser = Parser::new(options);
         for path in &files {
-            parser.source(&path.display().to_string(), input::open(path)?)?;
+            source::read(&mut parser, &path.display().to_string(), input::open(path)?)?;
         }
         parser.finish(name)
     }
@@ -160,7 +163,7 @@ pub fn parse(
     limit(name, "the number of files", sources.len(), FILES_MAX)?;
     let mut parser = Parser::new(options);
     for source in sources {
-        parser.source(source.name, Box::new(source.bytes))?;
+        source::read(&mut parser, source.name, Box::new(source.bytes))?;
     }
     parser.finish(name)
 }

@@ -1,7 +1,7 @@
 //! Splits the text of a JSON array into its elements, which are parsed one by one, so that an array
 //! takes no more memory than its largest element.
 
-use super::input::Record;
+use super::record::Record;
 
 /// Where the reading of an array is.
 #[derive(Debug, Clone, Copy, Default)]

@@ -6,9 +6,10 @@ use csv::{ByteRecord, Reader, ReaderBuilder, StringRecord, Terminator, Trim};
 use serde_json::{Map, Value};
 
 use super::field::TraceObject;
-use super::format::{expected_fields, is_column};
+use super::format::{expected_fields, is_column, named_fields};
 use super::input::Lines;
-use super::parser::{Parser, RowReader, named_fields, reader_of};
+use super::parser::Parser;
+use super::row::RowReader;
 use super::{SkipReason, TraceError, TraceFormat};
 
 /// Whether a first line has columns.
@@ -22,6 +23,7 @@ pub(super) fn parse(
     parser: &mut Parser,
     lines: &mut Lines<'_>,
     header: Vec<u8>,
+    reader_of: fn(TraceFormat) -> RowReader,
 ) -> Result<(), TraceError> {
     let source = CsvSource::new(lines, header);
     let mut options = ReaderBuilder::new();

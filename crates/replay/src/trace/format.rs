@@ -157,3 +157,13 @@ pub(super) fn expected_fields() -> String {
     let all = TraceFormat::ALL.iter().map(one).collect::<Vec<_>>();
     format!("expected the fields of a format: {}", all.join("; "))
 }
+
+/// The first names of fields or columns, for an error.
+pub(super) fn named_fields<'a>(names: impl Iterator<Item = &'a str>) -> String {
+    const SHOWN_MAX: usize = 300;
+    let names = names.collect::<Vec<_>>().join(", ");
+    if names.is_empty() {
+        return "no fields".to_owned();
+    }
+    format!("the fields {}", names.chars().take(SHOWN_MAX).collect::<String>())
+}

@@ -9,10 +9,10 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::OFlags;
 use serde::de::IgnoredAny;
-use serde_json::Value;
 
 use super::array::{ArrayState, ElementScan, Found};
 use super::compression::Compression;
+use super::record::Record;
 use super::{FILE_BYTES_MAX, HELD_BYTES_MAX, TraceError, content, limit};
 
 /// A pipe to which nothing is written for this time is an error.
@@ -20,34 +20,6 @@ const PIPE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Bytes from which the content is recognised.
 const HEAD_BYTES: u64 = 512;
 const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
-
-/// A row of JSON.
-#[derive(Debug)]
-pub(super) struct Record {
-    /// The line at which it begins.
-    pub(super) line: usize,
-    pub(super) text: Vec<u8>,
-    /// Whether the file ends with it, without a line break or the end of the array.
-    pub(super) ends_file: bool,
-}
-
-impl Record {
-    /// Whether the file ends within it.
-    pub(super) fn is_incomplete(&self) -> bool {
-        let parsed = serde_json::from_slice::<IgnoredAny>(&self.text);
-        self.ends_file && parsed.is_err_and(|error| error.is_eof())
-    }
-
-    pub(super) fn parse(&self, file: &str) -> Result<Value, TraceError> {
-        // Without the line break, behind which the parser would see one line more.
-        let text = self.text.trim_ascii_end();
-        serde_json::from_slice(text).map_err(|error| TraceError::Syntax {
-            file: file.to_owned(),
-            line: self.line + error.line().saturating_sub(1),
-            reason: error.to_string(),
-        })
-    }
-}
 
 /// The lines of one trace, or the elements of its array.
 pub(super) struct Lines<'a> {

@@ -1,19 +1,13 @@
-//! Collects the requests of all sources: recognises formats, numbers blocks, counts rows.
+//! Collects the requests of all sources: numbers blocks and sessions, counts rows.
 
 use std::collections::HashMap;
-use std::io::Read;
 use std::ops::Range;
 use std::time::Duration;
 
-use serde_json::Value;
-
-use super::field::TraceObject;
-use super::format::expected_fields;
-use super::input::{Lines, Record};
 use super::times::Times;
 use super::{
     ABSOLUTE_TIMES_FROM, Import, MADE_BLOCKS_MAX, ReadOptions, SkipReason, Trace, TraceError,
-    TraceFormat, TraceRequest, agents, csv, lengths, limit, mooncake, sharegpt,
+    TraceFormat, TraceRequest, limit,
 };
 
 /// The name of a block in a trace.
@@ -36,10 +30,6 @@ pub(super) enum RowOutcome {
     /// It gives no request.
     Skipped(SkipReason),
 }
-
-/// Reads a row of one format.
-pub(super) type RowReader =
-    fn(&mut Parser, TraceFormat, TraceObject<'_>) -> Result<RowOutcome, TraceError>;
 
 /// The requests parsed so far.
 #[derive(Debug, Default)]
@@ -71,69 +61,21 @@ impl Parser {
         Self { options, ..Self::default() }
     }
 
-    pub(super) fn source<'a>(
-        &mut self,
-        name: &'a str,
-        bytes: Box<dyn Read + 'a>,
-    ) -> Result<(), TraceError> {
-        let before = self.requests.len();
+    /// Begins a file or another source. Returns how many requests came before.
+    pub(super) fn begin_source(&mut self) -> usize {
         self.scopes += 1;
         self.named_sessions.clear();
         (self.times, self.last_at, self.source_rows) = (None, None, 0);
-        let mut lines = Lines::new(name, bytes)?;
-        if let Some(first) = lines.next_record()? {
-            self.records_of(&mut lines, first)?;
-        }
-        if self.requests.len() == before {
-            let reason = self.import.skipped();
-            return Err(TraceError::Empty { file: name.to_owned(), reason });
-        }
-        Ok(())
+        self.requests.len()
     }
 
-    /// Reads a record and all after it in the format of the record.
-    fn records_of(&mut self, lines: &mut Lines<'_>, first: Record) -> Result<(), TraceError> {
-        if !lines.is_array() && csv::is_header(&first.text) {
-            return csv::parse(self, lines, first.text);
+    /// Refuses a source without requests.
+    pub(super) fn end_source(&self, name: &str, before: usize) -> Result<(), TraceError> {
+        if self.requests.len() > before {
+            return Ok(());
         }
-        let mut next = Some(lines.whole_object(first)?);
-        let mut format = None;
-        while let Some(record) = next {
-            let value = match record.parse(lines.file) {
-                Err(_) if record.is_incomplete() && self.has_rows() => {
-                    self.skip(SkipReason::CutOff);
-                    return Ok(());
-                }
-                other => other?,
-            };
-            let format = match format {
-                Some(format) => format,
-                None => *format.insert(self.begin_format(lines.file, &value)?),
-            };
-            let object =
-                TraceObject { file: lines.file, line: record.line, prefix: "", value: &value };
-            if !value.is_object() {
-                return Err(object.error("", "a JSON object", super::field::shown(&value)));
-            }
-            let outcome = reader_of(format)(self, format, object)?;
-            self.count(outcome);
-            next = if self.is_enough() { None } else { lines.next_record()? };
-        }
-        Ok(())
-    }
-
-    fn begin_format(&mut self, file: &str, first: &Value) -> Result<TraceFormat, TraceError> {
-        let format = self.options.format.or_else(|| TraceFormat::of_record(first));
-        let format = format.ok_or_else(|| {
-            let names = first.as_object().into_iter().flat_map(serde_json::Map::keys);
-            TraceError::Unsupported {
-                file: file.to_owned(),
-                found: format!("JSON with {}", named_fields(names.map(String::as_str))),
-                advice: expected_fields(),
-            }
-        })?;
-        self.begin(format);
-        Ok(format)
+        let reason = self.import.skipped();
+        Err(TraceError::Empty { file: name.to_owned(), reason })
     }
 
     /// Notes the format of this source.
@@ -274,24 +216,4 @@ impl Parser {
             import: self.import,
         })
     }
-}
-
-/// What reads a row of a format.
-pub(super) fn reader_of(format: TraceFormat) -> RowReader {
-    match format {
-        TraceFormat::Mooncake | TraceFormat::QwenBailian => mooncake::row,
-        TraceFormat::Azure | TraceFormat::BurstGpt => lengths::row,
-        TraceFormat::Agents => agents::row,
-        TraceFormat::ShareGpt => sharegpt::row,
-    }
-}
-
-/// The first names of fields or columns, for an error.
-pub(super) fn named_fields<'a>(names: impl Iterator<Item = &'a str>) -> String {
-    const SHOWN_MAX: usize = 300;
-    let names = names.collect::<Vec<_>>().join(", ");
-    if names.is_empty() {
-        return "no fields".to_owned();
-    }
-    format!("the fields {}", names.chars().take(SHOWN_MAX).collect::<String>())
 }

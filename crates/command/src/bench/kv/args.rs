@@ -273,7 +273,14 @@ impl KvArgs {
     /// Refuses options that are not built, make no sense, or contradict each other.
     pub(super) fn check(&self) -> Result<(), Failure> {
         self.unbuilt.check()?;
-        self.traces.check(self)?;
+        let generated = [
+            ("--enable-rag", self.enable_rag),
+            ("--enable-autoscaling", self.enable_autoscaling),
+            ("--decode-only", self.decode_only),
+            ("--request-rate", self.request_rate > 0.0),
+        ];
+        let given = generated.into_iter().filter_map(|(name, is_given)| is_given.then_some(name));
+        self.traces.check(&given.collect::<Vec<_>>())?;
         let sizes = [
             ("--gpu-mem-gb", self.gpu_mem_gb),
             ("--cpu-mem-gb", self.cpu_mem_gb),

@@ -8,7 +8,6 @@ use cascade_kv_bench::validation::ValidationTrace;
 use clap::Args;
 
 use crate::Failure;
-use crate::bench::kv::args::KvArgs;
 
 /// Conversations of a data set, unless --max-conversations says otherwise.
 const CONVERSATIONS_MAX: u64 = 500;
@@ -42,8 +41,9 @@ pub(super) struct TraceArgs {
 }
 
 impl TraceArgs {
-    /// Refuses options that have no effect, or contradict each other.
-    pub(super) fn check(&self, args: &KvArgs) -> Result<(), Failure> {
+    /// Refuses options that have no effect, or contradict each other. `others` are the names of
+    /// those that were given for generated requests.
+    pub(super) fn check(&self, others: &[&str]) -> Result<(), Failure> {
         let needs = |name: &str, other: &str| {
             let advice = format!("add {other}, or leave {name} out");
             Err(Failure::usage(format!("{name} has no effect without {other}"), advice))
@@ -80,34 +80,27 @@ impl TraceArgs {
                  requests at once",
             ));
         }
-        self.check_others(args)
+        self.check_others(others)
     }
 
     /// Refuses options that recorded requests leave without effect.
-    fn check_others(&self, args: &KvArgs) -> Result<(), Failure> {
+    fn check_others(&self, others: &[&str]) -> Result<(), Failure> {
         let this = if self.use_burst_trace { "--use-burst-trace" } else { "--dataset-path" };
-        let others = [
-            (
-                self.use_burst_trace && self.dataset_path.is_some(),
-                "--dataset-path",
-                "a run has one kind of requests",
-            ),
-            (args.enable_rag, "--enable-rag", "the recorded requests read no documents"),
-            (
-                args.enable_autoscaling,
-                "--enable-autoscaling",
-                "more users would not ask more of what is recorded",
-            ),
-            (args.decode_only, "--decode-only", "the contexts of recorded requests are not stored"),
-            (
-                self.use_burst_trace && args.request_rate > 0.0,
-                "--request-rate",
-                "the trace says when requests arrive",
-            ),
-        ];
-        match others.into_iter().find(|(is_given, ..)| *is_given) {
+        let other = others.iter().find_map(|other| {
+            let reason = match *other {
+                "--enable-rag" => "the recorded requests read no documents",
+                "--enable-autoscaling" => "more users would not ask more of what is recorded",
+                "--decode-only" => "the contexts of recorded requests are not stored",
+                "--request-rate" if self.use_burst_trace => "the trace says when requests arrive",
+                _ => return None,
+            };
+            Some((*other, reason))
+        });
+        let has_both = self.use_burst_trace && self.dataset_path.is_some();
+        let both = has_both.then_some(("--dataset-path", "a run has one kind of requests"));
+        match both.or(other) {
             None => Ok(()),
-            Some((_, other, reason)) => Err(Failure::usage(
+            Some((other, reason)) => Err(Failure::usage(
                 format!("{this} and {other} contradict each other: {reason}"),
                 "leave one of them out",
             )),
