@@ -33,6 +33,8 @@ pub struct Evidence<'a> {
     pub expects_reads: bool,
     /// Blocks with wrong bytes.
     pub wrong_blocks: u64,
+    /// Operations that failed.
+    pub failed: u64,
     /// Says that the build was not optimised, if so.
     pub build_warning: Option<&'a str>,
     /// Bytes that were read.
@@ -87,6 +89,13 @@ impl Validity {
         if evidence.wrong_blocks > 0 {
             let count = evidence.wrong_blocks;
             add("wrong_bytes", format!("{count} blocks had other bytes than were written"));
+        }
+        if evidence.failed > 0 {
+            let count = evidence.failed;
+            add(
+                "failed",
+                format!("{count} operations failed; the figures lack what they would move"),
+            );
         }
         if !evidence.verifies {
             add("unverified", "bytes were not compared with what was written".to_owned());
@@ -152,6 +161,7 @@ mod tests {
         verifies: true,
         expects_reads: true,
         wrong_blocks: 0,
+        failed: 0,
         build_warning: None,
         read_bytes: 2000,
         storage_read_bytes: 1000,
@@ -182,6 +192,7 @@ mod tests {
     fn each_reason_makes_a_run_invalid() {
         assert!(codes(&GOOD).is_empty());
         assert_eq!(codes(&Evidence { wrong_blocks: 1, ..GOOD }), ["wrong_bytes"]);
+        assert_eq!(codes(&Evidence { failed: 1, ..GOOD }), ["failed"]);
         assert_eq!(codes(&Evidence { verifies: false, ..GOOD }), ["unverified"]);
         assert_eq!(codes(&Evidence { build_warning: Some("slow"), ..GOOD }), ["unoptimised"]);
         let nothing = Evidence { read_bytes: 0, storage_read_bytes: 0, ..GOOD };

@@ -102,6 +102,7 @@ fn measure(
         verifies: options.verifies,
         expects_reads: workload.phases != Phases::PrefillOnly,
         wrong_blocks: figures.wrong_blocks,
+        failed: figures.failures.values().sum(),
         build_warning: environment.warning,
         read_bytes: figures.read_total().bytes,
         storage_read_bytes: figures.read[KvTier::Storage.index()].bytes,

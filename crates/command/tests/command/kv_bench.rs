@@ -249,6 +249,23 @@ fn compatible_mode_divides_all_bytes_by_the_window() {
     assert_eq!(window["cut_requests"], 0);
 }
 
+/// No file may have more than 2 MiB, so that some entries cannot be written.
+#[test]
+fn a_run_with_failed_operations_is_invalid() {
+    let run = Run::new();
+    let command = run.command(&["--compatible", "--max-requests", "8", "--cpu-mem-gb", "0"]);
+    let limits = "trap '' XFSZ; ulimit -f 2048; exec \"$@\"";
+    let mut limited = Command::new("bash");
+    limited.args(["-c", limits, "bash"]).arg(command.get_program()).args(command.get_args());
+    let output = limited.output().unwrap();
+    assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
+    let result = json(&run.path("out.json"));
+    let reasons = result["cascade"]["validity"]["reasons"].as_array().unwrap();
+    assert!(reasons.iter().any(|reason| reason["code"] == "failed"), "{reasons:?}");
+    let failures = result["cascade"]["failures"].as_object().unwrap();
+    assert!(failures.keys().any(|reason| reason.contains("cannot write an entry")), "{failures:?}");
+}
+
 #[test]
 fn what_compatible_mode_cannot_do_is_refused_by_name() {
     let run = Run::new();

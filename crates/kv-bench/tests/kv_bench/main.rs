@@ -75,6 +75,7 @@ fn validity(outcome: &RunOutcome) -> Validity {
         verifies: true,
         expects_reads: true,
         wrong_blocks: outcome.figures.wrong_blocks,
+        failed: outcome.figures.failures.values().sum(),
         build_warning: None,
         read_bytes: outcome.figures.read_total().bytes,
         storage_read_bytes: 0,
