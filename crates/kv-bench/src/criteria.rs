@@ -51,6 +51,17 @@ impl Criterion {
         Self { name, target, actual, unit: "ms", passed }
     }
 
+    /// That bytes were read from files, and written to them.
+    pub(crate) fn rates(read_bytes: u64, written_bytes: u64, window: Window) -> Vec<Self> {
+        let rate = |bytes: u64| {
+            (bytes > 0).then(|| bytes as f64 / crate::GIB / window.seconds().max(1e-9))
+        };
+        vec![
+            Self::above("Storage KV Read Bandwidth", 0.0, "GiB/s", rate(read_bytes)),
+            Self::above("Storage KV Write Bandwidth", 0.0, "GiB/s", rate(written_bytes)),
+        ]
+    }
+
     pub(crate) fn above(
         name: &'static str,
         target: f64,
@@ -65,9 +76,6 @@ impl Assessment {
     /// Judges a run.
     pub fn of(figures: &Measurements, window: Window, profile: PerformanceProfile) -> Self {
         let p95 = |tier: KvTier| figures.read_by_tier[tier.index()].ms_at(0.95);
-        let rate = |bytes: u64| {
-            (bytes > 0).then(|| bytes as f64 / crate::GIB / window.seconds().max(1e-9))
-        };
         let storage = KvTier::Storage.index();
         Self::from(match profile {
             PerformanceProfile::Latency => vec![
@@ -76,20 +84,11 @@ impl Assessment {
                 Criterion::below("CPU RAM P95 < 150ms", 150.0, p95(KvTier::Cpu)),
                 Criterion::above("Cache Hit Rate > 30%", 0.3, "ratio", figures.hit_rate()),
             ],
-            PerformanceProfile::Throughput => vec![
-                Criterion::above(
-                    "Storage KV Read Bandwidth",
-                    0.0,
-                    "GiB/s",
-                    rate(figures.read[storage].window_bytes),
-                ),
-                Criterion::above(
-                    "Storage KV Write Bandwidth",
-                    0.0,
-                    "GiB/s",
-                    rate(figures.written.window_bytes),
-                ),
-            ],
+            PerformanceProfile::Throughput => Criterion::rates(
+                figures.read[storage].window_bytes,
+                figures.written.window_bytes,
+                window,
+            ),
         })
     }
 

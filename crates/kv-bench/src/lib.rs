@@ -31,6 +31,7 @@ pub mod run;
 pub mod samples;
 pub mod store_backend;
 pub mod timeline;
+mod user_kind;
 pub mod validation;
 pub mod validity;
 pub mod window;

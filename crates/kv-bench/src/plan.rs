@@ -14,6 +14,7 @@ use crate::model::KvModel;
 use crate::qos::QosClass;
 use crate::recorded::{CONTEXT_TOKENS_MAX, Position, Recorded};
 use crate::retrieval::{Documents, Retrieval};
+use crate::user_kind::KINDS;
 
 /// Most turns of a conversation.
 pub const TURNS_MAX: u32 = 50;
@@ -25,21 +26,6 @@ const CONTINUES: f64 = 0.8;
 const HAS_SYSTEM_PROMPT: f64 = 0.2;
 /// Tokens of the shared system prompts, rounded up to whole blocks.
 pub const PROMPT_TOKENS: [u64; 3] = [512, 1024, 2048];
-
-/// The kinds of users: context, generated tokens, thinking time in milliseconds.
-const KINDS: [Kind; 3] = [
-    // Chatbot, coding assistant, document analysis.
-    Kind { context: (512, 4096), generated: (50, 200), think_ms: (100, 500) },
-    Kind { context: (4096, 25_000), generated: (100, 500), think_ms: (200, 1000) },
-    Kind { context: (4096, 16_384), generated: (200, 800), think_ms: (300, 1500) },
-];
-
-#[derive(Debug, Clone, Copy)]
-struct Kind {
-    context: (u64, u64),
-    generated: (u64, u64),
-    think_ms: (u64, u64),
-}
 
 /// The workload of a run.
 #[derive(Debug, Clone)]
@@ -225,9 +211,11 @@ impl UserPlan {
         let mut random = SplitMix64(mix(workload.seed) ^ mix(u64::from(user) + 1));
         let kind = KINDS[usize::from(below_three(&mut random))];
         let class = QosClass::of_share(random.unit());
-        let context_tokens = between(&mut random, kind.context);
-        let generated_tokens = between(&mut random, kind.generated);
-        let think_ms = between(&mut random, kind.think_ms);
+        let mut habit =
+            |(least, most): (u32, u32)| between(&mut random, (u64::from(least), u64::from(most)));
+        let context_tokens = habit(kind.context);
+        let generated_tokens = habit(kind.generated);
+        let think_ms = habit(kind.think_ms);
         let retrieval_random = SplitMix64(mix(!workload.seed) ^ mix(u64::from(user) + 1));
         Self {
             random,

@@ -133,7 +133,7 @@ impl Recorded {
         Self { option, file: path.display().to_string(), import, cycles, requests }
     }
 
-    /// Number of users: those asked for, or among whom a trace is divided.
+    /// Number of users: as many as asked for, or for a trace, as many as share its requests.
     pub fn users(&self, asked: u32) -> u32 {
         match &self.requests {
             Requests::Arrivals { all, .. } => {

@@ -4,7 +4,7 @@ use cascade_block::ByteSize;
 use cascade_replay::figures::{duration, grouped, percent};
 use cascade_replay::report::palette::Hue;
 use cascade_replay::report::plot::{Axis, WIDE, failed, svg};
-use cascade_replay::report::{PlotError, STYLE};
+use cascade_replay::report::{PlotError, STYLE, environment_table};
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 use plotters::prelude::*;
 
@@ -343,16 +343,5 @@ fn environment(result: &KvResult) -> Markup {
         ("build", format!("{}, {}, opt-level {}", build.commit, build.profile, build.opt_level)),
         ("digest of all operations", result.figures().operations.text()),
     ];
-    html! {
-        details {
-            summary { "Environment of the measurement" }
-            div.scroll {
-                table { @for (name, value) in rows { tr { th { (name) } td { (value) } } } }
-            }
-            p {
-                "This page contains all figures as JSON, in the element "
-                code { "cascade-bench-kv" } "."
-            }
-        }
-    }
+    environment_table(&rows, "cascade-bench-kv")
 }

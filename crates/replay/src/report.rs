@@ -6,7 +6,7 @@ mod page;
 pub mod palette;
 pub mod plot;
 
-pub use page::page;
+pub use page::{environment_table, page};
 
 /// The style sheet of a page, with light and dark colours for each [`palette::Hue`].
 pub const STYLE: &str = include_str!("report/style.css");

@@ -18,9 +18,6 @@ impl Assessment {
         profile: PerformanceProfile,
     ) -> Self {
         let storage = KvTier::Storage.index();
-        let rate = |bytes: u64| {
-            (bytes > 0).then(|| bytes as f64 / crate::GIB / window.seconds().max(1e-9))
-        };
         Self::from(match profile {
             PerformanceProfile::Latency => vec![
                 Criterion::below(
@@ -40,20 +37,11 @@ impl Assessment {
                 ),
                 Criterion::above("Cache Hit Rate > 30%", 0.3, "ratio", figures.hit_rate()),
             ],
-            PerformanceProfile::Throughput => vec![
-                Criterion::above(
-                    "Storage KV Read Bandwidth",
-                    0.0,
-                    "GiB/s",
-                    rate(figures.read[storage].bytes),
-                ),
-                Criterion::above(
-                    "Storage KV Write Bandwidth",
-                    0.0,
-                    "GiB/s",
-                    rate(objects.written[storage].bytes),
-                ),
-            ],
+            PerformanceProfile::Throughput => Criterion::rates(
+                figures.read[storage].bytes,
+                objects.written[storage].bytes,
+                window,
+            ),
         })
     }
 

@@ -38,7 +38,7 @@ impl EntryName {
         }
     }
 
-    /// The key of which the bytes of a piece are a function.
+    /// The key of a piece. It determines the bytes of the piece.
     pub fn key(self, names: BlockNames, piece: u64) -> BlockKey {
         let (user, conversation, turn) = match self {
             Self::Turn { user, conversation, turn } => (user, conversation, turn),

@@ -14,6 +14,7 @@ use crate::compatible::mersenne_twister::MersenneTwister;
 use crate::measurements::RequestFacts;
 use crate::plan::{Phases, TOKENS_PER_DECODE_READ, TURNS_MAX, Workload};
 use crate::qos::QosClass;
+use crate::user_kind::KINDS;
 
 /// New tokens from which a request only writes.
 const WRITES_ONLY_TOKENS: u32 = 10_000;
@@ -27,21 +28,6 @@ const ENDS_FROM: f64 = 0.8;
 pub const STORED_PER_USER: u32 = 10;
 /// Tokens of such a context, and of an entry that is written by preconditioning.
 pub const STORED_TOKENS: u64 = 2048;
-
-/// The kinds of users: context, generated tokens, seconds of thinking.
-const KINDS: [Kind; 3] = [
-    // Chatbot, coding assistant, document analysis.
-    Kind { context: (512, 4096), generated: (50, 200), think: (0.1, 0.5) },
-    Kind { context: (4096, 25_000), generated: (100, 500), think: (0.2, 1.0) },
-    Kind { context: (4096, 16_384), generated: (200, 800), think: (0.3, 1.5) },
-];
-
-#[derive(Debug, Clone, Copy)]
-struct Kind {
-    context: (u32, u32),
-    generated: (u32, u32),
-    think: (f64, f64),
-}
 
 /// A request of the original.
 #[derive(Debug, Clone, PartialEq)]
@@ -197,12 +183,14 @@ impl Iterator for Schedule {
 impl User {
     fn new(random: &mut MersenneTwister) -> Self {
         let kind = KINDS[random.below(3) as usize];
+        let (least, most) = kind.think_ms;
+        let seconds = |ms: u32| f64::from(ms) / 1000.0;
         let class = QosClass::of_share(random.unit());
         Self {
             class,
             context_tokens: random.between(kind.context),
             generated_tokens: random.between(kind.generated),
-            think_seconds: random.uniform(kind.think),
+            think_seconds: random.uniform((seconds(least), seconds(most))),
             conversation: 0,
             turn: 0,
         }

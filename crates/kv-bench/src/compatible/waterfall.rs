@@ -174,7 +174,7 @@ impl<'a> Waterfall<'a> {
         std::mem::take(&mut self.state().failures)
     }
 
-    /// The names of which the bytes of entries are a function.
+    /// What gives pieces of entries their keys, which determine their bytes.
     pub(crate) fn names(&self) -> BlockNames {
         self.names
     }

@@ -206,6 +206,11 @@ fn environment(result: &ReplayResult) -> Markup {
         ("commit", build.commit.clone()),
         ("wall time", format!("{:.1} s, {} worker(s)", result.seconds, result.run.threads)),
     ];
+    environment_table(&rows, "cascade-replay")
+}
+
+/// The table of what was measured with, which opens on demand. `element` has the figures.
+pub fn environment_table(rows: &[(&str, String)], element: &str) -> Markup {
     html! {
         details {
             summary { "Environment of the measurement" }
@@ -214,7 +219,7 @@ fn environment(result: &ReplayResult) -> Markup {
             }
             p {
                 "This page contains all figures as JSON, in the element "
-                code { "cascade-replay" } "."
+                code { (element) } "."
             }
         }
     }

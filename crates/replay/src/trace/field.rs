@@ -68,7 +68,7 @@ impl<'a> TraceObject<'a> {
         found.ok_or_else(|| self.error(field, date::EXPECTED, shown(value)))
     }
 
-    /// A length of which blocks are made.
+    /// Tokens of a prompt for which the trace names no blocks, so that they are made here.
     pub(super) fn made_block_tokens(
         &self,
         field: &str,
