@@ -53,8 +53,8 @@ PROFILE ?= release
 STRIP ?= --strip
 STRIP_PROGRAM = $(if $(STRIP),-- -C strip=symbols)
 # Limits of stripped wheels in bytes.
-WHEEL_LIMIT_dist := 11000000
-WHEEL_LIMIT_release := 12600000
+WHEEL_LIMIT_dist := 12000000
+WHEEL_LIMIT_release := 13500000
 # `prove-wheel WHEEL` for a wheel of the given profile.
 PROVE_WHEEL = limit=$(if $(STRIP),$(WHEEL_LIMIT_$(1))) python=$(abspath $(BIN)/python) \
 	bash .ci/prove-wheel
