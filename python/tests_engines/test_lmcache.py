@@ -162,22 +162,28 @@ def test_weights_are_told_apart(adapt, serve, tmp_path):
     assert look_up(adapt(address), named) == [False] * 2
 
 
-def test_files_of_a_model_are_looked_at_once_a_second(adapt, tmp_path, monkeypatch, eventually):
+def test_looks_at_the_files_of_a_model_take_a_bounded_share_of_the_time(
+    adapt, tmp_path, monkeypatch, eventually
+):
     """All files of the model were looked at for each put, lookup and load."""
     facts, looks = lmcache_keys.facts_of, []
     monkeypatch.setattr(lmcache_keys, "facts_of", lambda place: looks.append(place) or facts(place))
-    monkeypatch.setattr(lmcache_keys, "CHECK_S", 3600.0)
+    monkeypatch.setattr(lmcache_keys, "CHECK_PAUSES", 1e12)
+    monkeypatch.setattr(lmcache_keys, "CHECK_PAUSE_MAX_S", 3600.0)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"first weights")
     adapter, keys = adapt(), keys_of(range(2), model=str(tmp_path))
     for _ in range(5):
         store(adapter, keys)
         assert look_up(adapter, keys) == load(adapter, keys) == [True] * 2
-    assert looks == [tmp_path]
-    # The pause is over, which is when a change is found.
-    monkeypatch.setattr(lmcache_keys, "CHECK_S", 0.1)
+    # When the model was first used, and the first check of it.
+    assert looks == [tmp_path] * 2
+    # A change is found once the pause is over. That of a fresh server is short.
+    monkeypatch.undo()
+    following = adapt()
+    store(following, keys)
     weights.write_bytes(b"other weights")
-    eventually(lambda: look_up(adapter, keys) == [False] * 2)
+    eventually(lambda: look_up(following, keys) == [False] * 2)
 
 
 def test_a_server_that_outlives_the_weights_finds_nothing_of_them(
@@ -188,7 +194,7 @@ def test_a_server_that_outlives_the_weights_finds_nothing_of_them(
     An engine that was restarted with other weights got the KV of the earlier ones. An engine that
     still has them may go on to store, so the server cannot know whose objects it gets.
     """
-    monkeypatch.setattr(lmcache_keys, "CHECK_S", 0.0)
+    monkeypatch.setattr(lmcache_keys, "CHECK_PAUSES", 0.0)
     node = serve("--dram", "64MiB")
     address = {"cascade.node": f"unix:{node.socket}"}
     model = tmp_path / "model"

@@ -28,8 +28,10 @@ __all__ = ["KeySpace", "Layout", "layout_of"]
 
 logger = logging.getLogger(__name__)
 
-CHECK_S = 1.0
-"""Least time between two looks at the files of a model."""
+CHECK_PAUSES = 10.0
+"""Least time from one look at the files of a model to the next, as a multiple of what it took."""
+CHECK_PAUSE_MAX_S = 1.0
+"""The most of it."""
 _IN_KEYS = frozenset(("chunk_hash", "model_name", "kv_rank", "object_group_id", "cache_salt"))
 """Fields of LMCache's keys that block keys and manifests have by themselves."""
 
@@ -65,25 +67,28 @@ class _Model:
         self.weights = weights
         self._facts = facts
         self._change: str | None = None
-        self._checked = time.monotonic()
+        self._next_check = 0.0
 
     def check(self) -> None:
-        """Raise `RefusedError` if the files were changed. Looks at them once a second.
+        """Raise `RefusedError` if the files were changed.
 
         An engine with the old weights may still run beside one with the new weights, and LMCache
-        does not say which one computed an object.
+        does not say which one computed an object. Looks take at most a tenth of the time, because
+        a file system can take milliseconds for each file: local files are looked at again after
+        milliseconds, which is before an engine can have loaded what replaced them.
         """
         now = time.monotonic()
-        is_due = self._change is None and self._facts is not None and now - self._checked >= CHECK_S
-        if is_due:
-            self._checked = now
-        if is_due and _facts(self.name) != self._facts:
-            self._change = f"the files of {self.name} were changed while this server runs"
-            logger.error(
-                "Cascade: %s; nothing of it is stored or found until the engines and then this "
-                "server are restarted",
-                self._change,
-            )
+        if self._change is None and self._facts is not None and now >= self._next_check:
+            facts = _facts(self.name)
+            took = time.monotonic() - now
+            self._next_check = now + took + min(CHECK_PAUSES * took, CHECK_PAUSE_MAX_S)
+            if facts != self._facts:
+                self._change = f"the files of {self.name} were changed while this server runs"
+                logger.error(
+                    "Cascade: %s; nothing of it is stored or found until the engines and then "
+                    "this server are restarted",
+                    self._change,
+                )
         if self._change is not None:
             raise RefusedError(self._change)
 
