@@ -9,6 +9,7 @@ use clap::Args;
 use serde_json::json;
 
 use crate::connection::ConnectionArgs;
+use crate::keys::check_beginning;
 use crate::{Count, EXIT_OK, Failure, Screen, write_json};
 
 /// The keys to list.
@@ -49,6 +50,7 @@ pub(super) struct KeysArgs {
 }
 
 pub(super) fn run(args: &KeysArgs, screen: &mut Screen) -> Result<i32, Failure> {
+    args.prefix.as_deref().map_or(Ok(()), check_beginning)?;
     let limit = usize::try_from(args.limit.get()).unwrap_or(usize::MAX);
     let connection = args.connection.connect()?;
     let mut cursor = args.cursor.clone();

@@ -24,6 +24,19 @@ pub(super) fn check(keys: &[String]) -> Result<(), Failure> {
     }
 }
 
+/// Refuses texts with which no key begins, before a node is asked.
+pub(super) fn check_beginning(digits: &str) -> Result<(), Failure> {
+    let is_beginning = digits.bytes().all(|digit| digit.is_ascii_hexdigit())
+        && (1..=DIGITS_MAX).contains(&digits.len());
+    if is_beginning {
+        return Ok(());
+    }
+    Err(Failure::usage(
+        format!("no key begins with {:?}", digits.chars().take(80).collect::<String>()),
+        "give 1 to 64 hexadecimal digits",
+    ))
+}
+
 /// The parser of a text key: the digits of its block key.
 pub(super) fn of_text() -> ValueParser {
     let digits = |text: String| cascade_block::text_key(&text).to_string();
