@@ -13,6 +13,7 @@ use serde_json::{Map, Value};
 
 use super::launcher::Ranks;
 use crate::bench::kv::args::KvArgs;
+use crate::bench::kv::mlperf_args::DivisionChoice;
 use crate::{Failure, built};
 
 /// Options that say how a submission is run, not what each rank does.
@@ -49,7 +50,7 @@ impl Plan {
     /// Refuses what the division does not permit, before anything runs.
     pub(super) fn new(args: &KvArgs, ranks: Ranks) -> Result<Self, Failure> {
         let mlperf = &args.mlperf;
-        let division = mlperf.mlperf.map_or(Division::Closed, |choice| choice.division());
+        let division = mlperf.mlperf.map_or(Division::Closed, DivisionChoice::division);
         check_given(division, args)?;
         let Some(results_dir) = mlperf.results_dir.clone() else {
             return Err(Failure::usage(

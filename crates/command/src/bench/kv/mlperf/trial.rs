@@ -173,12 +173,14 @@ fn wait_for_processes(running: &mut [Running], longest: Duration) -> Result<(), 
         }
         let is_ending = interrupt::is_requested() || deadline.has_passed(&SystemClock);
         if is_ending && stopping.is_none() {
-            running.iter_mut().for_each(|rank| rank.process.stop());
+            for rank in running.iter_mut() {
+                rank.process.stop();
+            }
             stopping = Some(Deadline::after(&SystemClock, STOPPING));
         }
         if stopping.is_some_and(|deadline| deadline.has_passed(&SystemClock)) {
-            let left = running.iter_mut().filter(|rank| rank.status.is_none());
-            return left.map(|rank| rank.process.kill()).collect();
+            let mut left = running.iter_mut().filter(|rank| rank.status.is_none());
+            return left.try_for_each(|rank| rank.process.kill());
         }
         thread::park_timeout(POLL);
     }
@@ -223,8 +225,8 @@ fn rank_of(directory: &Path, missing: &[PathBuf], longest: Duration) -> RankOfTr
 fn result_of(directory: &Path) -> Option<(PathBuf, RankFigures)> {
     let entries = fs::read_dir(directory).ok()?;
     entries.filter_map(Result::ok).map(|entry| entry.path()).find_map(|path| {
-        let name = path.file_name()?.to_str()?;
-        let is_result = name.starts_with("kvcache_results_") && name.ends_with(".json");
+        let is_result = path.file_stem()?.to_str()?.starts_with("kvcache_results_")
+            && path.extension().is_some_and(|extension| extension == "json");
         let text = is_result.then(|| fs::read(&path).ok())??;
         let figures = RankFigures::of(&serde_json::from_slice(&text).ok()?)?;
         Some((path, figures))
