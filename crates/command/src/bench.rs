@@ -3,6 +3,7 @@
 mod eviction;
 mod gpu;
 mod kv;
+mod own_process;
 mod shadow;
 mod transfer;
 mod transport;

@@ -33,6 +33,11 @@ pub(super) fn install_handler() -> Result<(), Failure> {
     installed.clone().map_err(|reason| Failure::other("install a handler for Control-C", reason))
 }
 
+/// Acts as if Control-C was pressed, for a process whose parent has ended or wants it to stop.
+pub(super) fn request() {
+    IS_REQUESTED.store(true, Ordering::Relaxed);
+}
+
 /// Whether Control-C was pressed.
 pub(super) fn is_requested() -> bool {
     IS_REQUESTED.load(Ordering::Relaxed)

@@ -30,6 +30,7 @@ pub mod retrieval;
 pub mod run;
 pub mod samples;
 pub mod store_backend;
+pub mod submission;
 pub mod timeline;
 mod user_kind;
 pub mod validation;

@@ -396,6 +396,10 @@ impl KvResult {
         json!({
             "read_gib_per_second": self.gib_per_second(bytes(figures.read_total())),
             "written_gib_per_second": self.gib_per_second(bytes(figures.written)),
+            "storage_read_gib_per_second":
+                self.gib_per_second(bytes(figures.read[KvTier::Storage.index()])),
+            "storage_written_gib_per_second":
+                self.gib_per_second(bytes(self.written_by_tier()[KvTier::Storage.index()])),
         })
     }
 

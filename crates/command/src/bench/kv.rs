@@ -1,6 +1,8 @@
 //! `cascade bench kv`: `MLPerf` Storage's KV cache benchmark, from this program.
 
 mod args;
+mod mlperf;
+mod mlperf_args;
 mod setup;
 mod summary;
 mod trace_args;
@@ -32,6 +34,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 pub(super) use self::args::KvArgs;
 use self::setup::Setup;
+use crate::bench::own_process;
 use crate::{
     EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Failure, Screen, built, interrupt, write_file,
     write_json,
@@ -41,7 +44,13 @@ use crate::{
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 
 pub(super) fn run(args: &KvArgs, screen: &mut Screen) -> Result<i32, Failure> {
+    if args.mlperf.mlperf.is_some() {
+        return mlperf::run(args, screen);
+    }
     args.check()?;
+    if args.mlperf.ends_with_input {
+        own_process::end_with_input()?;
+    }
     let (recorded, validation) = (args.traces.recorded()?, args.traces.validation()?);
     let cache_dir = args.cache_dir();
     let environment = Environment::capture(built::build(), Some(&cache_dir));

@@ -11,6 +11,7 @@ use cascade_kv_bench::retrieval::Documents;
 use clap::{Args, ValueEnum};
 
 use crate::Failure;
+use crate::bench::kv::mlperf_args::{GivenOptions, MlperfArgs};
 use crate::bench::kv::trace_args::TraceArgs;
 use crate::bench::kv::unbuilt::UnbuiltOptions;
 
@@ -41,6 +42,8 @@ Examples:
   cascade bench kv --use-burst-trace --burst-trace-path BurstGPT_1.csv --trace-speedup 60 \\
       --gpu-mem-gb 0 --cpu-mem-gb 4 --cache-dir /mnt/nvme
       The arrivals and lengths of a real service, an hour of them in a minute.
+  cascade bench kv --mlperf closed --cache-dir /mnt/nvme --results-dir results --ranks 4
+      The three closed options of MLPerf Storage with four processes: about 75 minutes.
 
 A user asks, waits for the answer, thinks, and asks again. A request writes the KV of its new tokens
 as blocks of 2 to 4 MiB, through to files (prefill), and reads its whole context once per 32 tokens
@@ -57,6 +60,9 @@ users do not wait for answers, and bytes of requests that end after the window c
 too: time passes, nothing is computed. A run that cannot be trusted is marked INVALID with the
 reason (exit code 1). Exit code 130: interrupted; the figures until then are reported.")]
 pub(crate) struct KvArgs {
+    /// Before all others, which take their values out of what was parsed.
+    #[command(flatten)]
+    pub(super) given: GivenOptions,
     /// Store whole requests as files and count as the original benchmark does, so that figures can
     /// be put beside its published results. Measures the disk, not Cascade's store.
     #[arg(long, help_heading = "Workload")]
@@ -179,6 +185,9 @@ pub(crate) struct KvArgs {
 
     #[command(flatten)]
     pub(super) traces: TraceArgs,
+
+    #[command(flatten)]
+    pub(super) mlperf: MlperfArgs,
 
     #[command(flatten)]
     pub(super) unbuilt: UnbuiltOptions,
