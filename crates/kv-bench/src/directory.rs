@@ -78,6 +78,12 @@ impl BenchDirectory {
         self.root.join(BLOCKS)
     }
 
+    /// The error of a run whose blocks were removed. None if they are there.
+    pub fn missing(&self) -> Option<KvBenchError> {
+        let path = self.blocks();
+        (!path.is_dir()).then_some(KvBenchError::Removed { path })
+    }
+
     /// Whether the run created the directory itself.
     pub fn is_new(&self) -> bool {
         self.is_new

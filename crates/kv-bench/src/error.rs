@@ -8,6 +8,10 @@ use cascade_replay::trace::TraceError;
 use cascade_store::StoreError;
 use thiserror::Error;
 
+/// What to do if the store fails.
+const ADVICE: &str = "check that the disk of --cache-dir has free space, works and can be written, \
+    or give another --cache-dir";
+
 /// A benchmark that could not run.
 #[derive(Debug, Error)]
 #[non_exhaustive]
@@ -55,7 +59,7 @@ pub enum KvBenchError {
         path: PathBuf,
     },
     /// The store could not be opened or closed.
-    #[error("the store failed while {doing}")]
+    #[error("the store failed while {doing}\n  {ADVICE}")]
     Store {
         /// The call.
         doing: &'static str,
@@ -64,8 +68,18 @@ pub enum KvBenchError {
         source: StoreError,
     },
     /// The blocks that the run needs before its start could not be stored.
-    #[error("cannot store the blocks that requests expect to be there: {0}")]
+    #[error("cannot store the blocks that requests expect to be there: {0}\n  {ADVICE}")]
     Prepare(String),
+    /// The directory of the blocks was removed while the run used it.
+    #[error(
+        "{} was removed during the run, so that its figures are not valid\n  leave the directory \
+         alone until the end, and run again",
+        path.display()
+    )]
+    Removed {
+        /// The directory.
+        path: PathBuf,
+    },
 }
 
 impl KvBenchError {

@@ -6,6 +6,7 @@
 //! why. [`compatible`] runs the workload as the original does, on files.
 #![expect(clippy::cast_precision_loss, reason = "53 bits are enough for printed figures")]
 
+mod audit;
 pub mod autoscaler;
 pub mod backend;
 pub mod block_names;

@@ -1,10 +1,11 @@
 //! The figures of a run. Their memory does not depend on its length.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 use cascade_block::BlockKey;
 use cascade_replay::random::mix;
+use serde::Serialize;
 
 use crate::backend::KvTier;
 use crate::histogram::LatencyHistogram;
@@ -17,6 +18,9 @@ use crate::window::Window;
 const SAMPLES_MAX: usize = 10_000;
 /// Most different failures that are described.
 const FAILURES_MAX: usize = 20;
+
+/// Blocks that are kept in mind as those that were stored last.
+const LAST_STORED_MAX: usize = 32;
 
 /// Why blocks are read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -119,6 +123,30 @@ pub struct ClassFigures {
     pub latency: LatencyHistogram,
 }
 
+/// The blocks that were stored last.
+#[derive(Debug, Default)]
+pub struct LastStored {
+    pub(crate) keys: VecDeque<BlockKey>,
+}
+
+/// What was read again after the window.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct AuditCounts {
+    /// Blocks that were read again.
+    pub blocks: u64,
+    /// Blocks that no tier had.
+    pub missing: u64,
+}
+
+impl LastStored {
+    pub(crate) fn add(&mut self, key: BlockKey) {
+        if self.keys.len() == LAST_STORED_MAX {
+            self.keys.pop_front();
+        }
+        self.keys.push_back(key);
+    }
+}
+
 /// All figures of a run.
 #[derive(Debug)]
 pub struct Measurements {
@@ -196,6 +224,10 @@ pub struct Measurements {
     pub wrong_blocks: u64,
     /// The first of them.
     pub wrong_examples: Vec<String>,
+    /// The blocks that were stored last.
+    pub last_stored: LastStored,
+    /// Those blocks, read again after the window.
+    pub audit: AuditCounts,
     /// Failures by message.
     pub failures: BTreeMap<String, u64>,
     /// Processor time for making and comparing bytes.
@@ -296,6 +328,8 @@ impl Default for Measurements {
             verified_blocks: 0,
             wrong_blocks: 0,
             wrong_examples: Vec::new(),
+            last_stored: LastStored::default(),
+            audit: AuditCounts::default(),
             failures: BTreeMap::new(),
             payload: Duration::ZERO,
             last_end: Duration::ZERO,

@@ -331,7 +331,7 @@ impl KvResult {
             "mode": self.mode(),
             "assessment": self.assessment,
             "validity": self.validity,
-            "is_partial": outcome.was_stopped,
+            "is_partial": outcome.was_stopped || outcome.gave_up,
             "window": {
                 "seconds": self.seconds(),
                 "planned_seconds": self.options.duration.as_secs_f64(),
@@ -354,12 +354,7 @@ impl KvResult {
                 "count": figures.operations.count,
                 "bytes": figures.operations.bytes,
             },
-            "verification": {
-                "is_on": self.options.verifies,
-                "blocks": figures.verified_blocks,
-                "wrong_blocks": figures.wrong_blocks,
-                "wrong_examples": figures.wrong_examples,
-            },
+            "verification": self.verification(),
             "failures": figures.failures,
             "latency_ms": self.latencies(),
             "classes_without_requests": starved,
@@ -388,6 +383,17 @@ impl KvResult {
             "store": self.store_counters(),
             "objects": self.object_facts(),
             "environment": self.environment,
+        })
+    }
+
+    fn verification(&self) -> Value {
+        let figures = self.figures();
+        json!({
+            "is_on": self.options.verifies,
+            "blocks": figures.verified_blocks,
+            "wrong_blocks": figures.wrong_blocks,
+            "wrong_examples": figures.wrong_examples,
+            "last_blocks_read_again": figures.audit,
         })
     }
 

@@ -1,7 +1,7 @@
 //! Runs the workload: workers take requests that are due, read and write their blocks, and count.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
@@ -11,6 +11,7 @@ use cascade_replay::payload;
 use cascade_runtime::{Clock, thread_cpu_time};
 
 use crate::KvBenchError;
+use crate::audit::audit;
 use crate::autoscaler::{Autoscaler, AutoscalerOptions, Interval, ScaleAction};
 use crate::backend::{Backend, KvTier, NewBlock, Read, Stored};
 use crate::block_names::BlockNames;
@@ -26,6 +27,13 @@ use crate::window::Window;
 
 /// How often autoscaling looks whether the run is over.
 const SCALE_POLL: Duration = Duration::from_millis(50);
+
+/// Operations that fail one after another until the run ends: the store does not work any more.
+const FAILED_IN_A_ROW_MAX: u64 = 256;
+/// Why an operation without an outcome failed.
+const NO_OUTCOME: &str = "the store gave no outcome of a block";
+/// Why a new block that is said to be present failed. Each block is unique.
+const WAS_NEVER_STORED: &str = "the store took a block as present that was never stored";
 
 /// How a run is driven.
 #[derive(Debug, Clone, Copy)]
@@ -70,6 +78,8 @@ pub struct RunOutcome {
     pub blocks_before: u64,
     /// How users were added and taken away.
     pub scaling: Option<Autoscaler>,
+    /// Whether it ended early, because the store did not work any more.
+    pub gave_up: bool,
 }
 
 /// The operation did not begin, because the run is over.
@@ -107,6 +117,7 @@ pub fn run(
         figures: Mutex::default(),
         prefills: Permits::new(options.prefills_max),
         is_peak_found: AtomicBool::new(false),
+        failed_in_a_row: AtomicU64::new(0),
     };
     let mut scaling =
         options.autoscaling.as_ref().map(|it| (Autoscaler::new(it, workload.users), it.interval));
@@ -119,13 +130,17 @@ pub fn run(
         }
     });
     let kernel = KernelCounters::now(options.device).since(&before);
-    let figures = shared.figures.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let gave_up = shared.has_given_up();
+    let mut figures = shared.figures.into_inner().unwrap_or_else(PoisonError::into_inner);
     let was_stopped = progress.is_stopped.load(Ordering::Relaxed);
     let end = if was_stopped || clock.monotonic() < planned.end {
         figures.last_end.clamp(start, planned.end)
     } else {
         planned.end
     };
+    if !was_stopped && !gave_up {
+        audit(backend, workload, &mut figures, options.verifies, clock);
+    }
     Ok(RunOutcome {
         tail: figures.last_end.saturating_sub(end),
         window: Window { start, end },
@@ -134,6 +149,7 @@ pub fn run(
         kernel,
         blocks_before,
         scaling: scaling.map(|(autoscaler, _)| autoscaler),
+        gave_up,
     })
 }
 
@@ -150,6 +166,8 @@ struct Shared<'a> {
     prefills: Permits,
     /// Whether autoscaling has ended the run.
     is_peak_found: AtomicBool,
+    /// Operations that failed since the last one that did not.
+    failed_in_a_row: AtomicU64,
 }
 
 impl Shared<'_> {
@@ -160,7 +178,29 @@ impl Shared<'_> {
     fn is_over(&self) -> bool {
         self.progress.is_stopped.load(Ordering::Relaxed)
             || self.is_peak_found.load(Ordering::Relaxed)
+            || self.has_given_up()
             || self.clock.monotonic() >= self.window.end
+    }
+
+    fn has_given_up(&self) -> bool {
+        self.failed_in_a_row.load(Ordering::Relaxed) >= FAILED_IN_A_ROW_MAX
+    }
+
+    /// Counts the outcomes of a call.
+    fn note_outcomes(&self, succeeded: usize, failed: usize) {
+        let counter = &self.failed_in_a_row;
+        let next = |count: u64| match succeeded {
+            _ if count >= FAILED_IN_A_ROW_MAX => count,
+            0 => count + failed as u64,
+            _ => 0,
+        };
+        // Once given up, always given up: workers have ended.
+        let mut count = counter.load(Ordering::Relaxed);
+        while let Err(newer) =
+            counter.compare_exchange_weak(count, next(count), Ordering::Relaxed, Ordering::Relaxed)
+        {
+            count = newer;
+        }
     }
 
     /// Adds users and takes them away until the run is over.
@@ -291,7 +331,7 @@ impl Worker<'_> {
         for from in (first..self.chain.len()).step_by(self.shared.options.batch_blocks) {
             self.shared.check_time()?;
             let to = (from + self.shared.options.batch_blocks).min(self.chain.len());
-            took += self.put(&(from..to).collect::<Vec<_>>(), false);
+            took += self.put(&(from..to).collect::<Vec<_>>(), false)?;
             let bytes = self.shared.workload.model.block_bytes as u64;
             let mut figures = self.shared.figures();
             for key in &self.chain[from..to] {
@@ -303,8 +343,12 @@ impl Worker<'_> {
     }
 
     /// Writes some blocks of the chain. Returns the time in the store.
-    fn put(&self, positions: &[usize], is_again: bool) -> Duration {
-        self.shared.prefills.with(|| self.put_now(positions, is_again))
+    fn put(&self, positions: &[usize], is_again: bool) -> Result<Duration, Cut> {
+        self.shared.prefills.with(|| {
+            // Waiting for the permit may have taken long.
+            self.shared.check_time()?;
+            Ok(self.put_now(positions, is_again))
+        })
     }
 
     fn put_now(&self, positions: &[usize], is_again: bool) -> Duration {
@@ -312,6 +356,7 @@ impl Worker<'_> {
         let block_bytes = workload.model.block_bytes;
         let (mut waited, mut filling) = (Duration::ZERO, Duration::ZERO);
         let mut blocks = Vec::with_capacity(positions.len());
+        let mut refused = Vec::new();
         for at in positions {
             let began = clock.monotonic();
             let reserved = backend.reserve(block_bytes);
@@ -324,25 +369,39 @@ impl Worker<'_> {
                     let parent = at.checked_sub(1).map(|before| self.chain[before]);
                     blocks.push(NewBlock { key, parent, space });
                 }
-                Err(reason) => self.shared.figures().failed(&reason),
+                Err(reason) => refused.push(reason),
             }
             filling += thread_cpu_time().saturating_sub(filled_from);
         }
+        let keys: Vec<BlockKey> = blocks.iter().map(|block| block.key).collect();
         let began = clock.monotonic();
-        let outcomes = backend.put(blocks);
+        let mut outcomes = backend.put(blocks);
         let span = Span { began, ended: clock.monotonic() };
+        outcomes.resize_with(keys.len(), || Stored::No(NO_OUTCOME.to_owned()));
         waited += span.took();
-        let stored = outcomes.iter().filter(|it| matches!(it, Stored::Yes)).count() as u64;
-        let bytes = stored * block_bytes as u64;
         let mut figures = self.shared.figures();
         figures.payload += filling;
-        for outcome in outcomes {
-            if let Stored::No(reason) = outcome {
-                figures.failed(&reason);
+        let mut stored = 0;
+        for (key, outcome) in keys.into_iter().zip(outcomes) {
+            match outcome {
+                Stored::Yes => {
+                    stored += 1;
+                    figures.last_stored.add(key);
+                }
+                // Another request may have computed it again.
+                Stored::Present if is_again => {}
+                Stored::Present => refused.push(WAS_NEVER_STORED.to_owned()),
+                Stored::No(reason) => refused.push(reason),
             }
         }
+        for reason in &refused {
+            figures.failed(reason);
+        }
+        let bytes = stored * block_bytes as u64;
         let what = WrittenBlocks { blocks: stored, bytes, is_again };
         figures.wrote(self.shared.window, span, waited, what);
+        drop(figures);
+        self.shared.note_outcomes(usize::try_from(stored).unwrap_or(usize::MAX), refused.len());
         self.shared.progress.written_bytes.fetch_add(bytes, Ordering::Relaxed);
         waited
     }
@@ -363,7 +422,7 @@ impl Worker<'_> {
             took += call;
             slowest = slowest.max(tier);
             if !missing.is_empty() {
-                again += self.put(&missing, true);
+                again += self.put(&missing, true)?;
             }
         }
         self.shared.figures().read_context(pass.purpose, slowest, took);
@@ -381,8 +440,9 @@ impl Worker<'_> {
         let Shared { backend, clock, workload, progress, options, .. } = *self.shared;
         let keys = &self.chain[batch.clone()];
         let began = clock.monotonic();
-        let outcomes = backend.read(keys);
+        let mut outcomes = backend.read(keys);
         let span = Span { began, ended: clock.monotonic() };
+        outcomes.resize_with(keys.len(), || Read::Failed(NO_OUTCOME.to_owned()));
         let block_bytes = workload.model.block_bytes;
         let checked_from = thread_cpu_time();
         let mut bytes_by_tier = [0; 3];
@@ -429,6 +489,8 @@ impl Worker<'_> {
         for key in keys {
             figures.operations.add(request.facts(), what, key, block_bytes as u64);
         }
+        drop(figures);
+        self.shared.note_outcomes(keys.len() - missing.len(), failures.len());
         progress.read_bytes.fetch_add(bytes_by_tier.iter().sum(), Ordering::Relaxed);
         (span.took(), missing, slowest)
     }

@@ -3,8 +3,17 @@
 use cascade_replay::kernel_io::KernelIo;
 use serde::Serialize;
 
+use crate::backend::KvTier;
+use crate::plan::{Phases, Workload};
+use crate::run::{RunOptions, RunOutcome};
+use crate::store_backend::TierSizes;
+
 /// Share of the file tier's bytes that have to come from a device.
 const DEVICE_SHARE_MIN: f64 = 0.9;
+
+/// A file tier that is filled to one part in this many has room: it drops blocks to make some only
+/// when it is fuller.
+const ROOM_SHARE: u64 = 2;
 
 /// Whether a run is valid.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -35,6 +44,16 @@ pub struct Evidence<'a> {
     pub wrong_blocks: u64,
     /// Operations that failed.
     pub failed: u64,
+    /// Whether the run ended early, because the store did not work any more.
+    pub gave_up: bool,
+    /// Whether the requests write.
+    pub expects_writes: bool,
+    /// Bytes that were written, to whichever tier.
+    pub written_bytes: u64,
+    /// Blocks that were stored and not found, although there was room for all.
+    pub lost_blocks: u64,
+    /// Bytes that are said to come from a tier that the run does not have, and its name.
+    pub from_no_tier: Option<(&'static str, u64)>,
     /// Says that the build was not optimised, if so.
     pub build_warning: Option<&'a str>,
     /// Bytes that were read.
@@ -47,6 +66,51 @@ pub struct Evidence<'a> {
     pub process: Option<KernelIo>,
     /// How it is known what came from a device.
     pub proof: DeviceProof,
+}
+
+impl<'a> Evidence<'a> {
+    /// What is known of a run on Cascade's store.
+    pub fn of_store(
+        (workload, options): (&Workload, &RunOptions),
+        sizes: &TierSizes,
+        outcome: &RunOutcome,
+        build_warning: Option<&'a str>,
+        proof: DeviceProof,
+    ) -> Self {
+        let figures = &outcome.figures;
+        let has = [sizes.gpu_bytes > 0, sizes.cpu_bytes > 0, true];
+        let missing_tier = KvTier::ALL.into_iter().find_map(|tier| {
+            let bytes = figures.read[tier.index()].bytes;
+            (bytes > 0 && !has[tier.index()]).then_some((tier.name(), bytes))
+        });
+        Self {
+            verifies: options.verifies,
+            expects_reads: workload.phases != Phases::PrefillOnly,
+            expects_writes: workload.phases != Phases::DecodeOnly,
+            wrong_blocks: figures.wrong_blocks,
+            failed: figures.failures.values().sum(),
+            gave_up: outcome.gave_up,
+            build_warning,
+            read_bytes: figures.read_total().bytes,
+            written_bytes: figures.written.bytes,
+            lost_blocks: lost_blocks(workload, sizes, outcome),
+            from_no_tier: missing_tier,
+            storage_read_bytes: figures.read[KvTier::Storage.index()].bytes,
+            storage_written_bytes: figures.written.bytes,
+            process: outcome.kernel.process,
+            proof,
+        }
+    }
+}
+
+/// Blocks that were not found, if the store had no reason to drop any.
+fn lost_blocks(workload: &Workload, sizes: &TierSizes, outcome: &RunOutcome) -> u64 {
+    let figures = &outcome.figures;
+    let before = outcome.blocks_before * workload.model.block_bytes as u64;
+    let stored = before + figures.written.bytes.saturating_sub(figures.recomputed.bytes);
+    // A block that failed to be stored is rightly missed.
+    let may_miss = stored > sizes.files_bytes / ROOM_SHARE || !figures.failures.is_empty();
+    if may_miss { 0 } else { figures.misses + figures.audit.missing }
 }
 
 /// How it is known that the bytes of the file tier went to and came from a device.
@@ -85,71 +149,106 @@ impl Validity {
     /// Judges the evidence.
     pub fn of(evidence: &Evidence<'_>) -> Self {
         let mut reasons = Vec::new();
-        let mut add = |code, text: String| reasons.push(Reason { code, text });
-        if evidence.wrong_blocks > 0 {
-            let count = evidence.wrong_blocks;
-            add("wrong_bytes", format!("{count} blocks had other bytes than were written"));
-        }
-        if evidence.failed > 0 {
-            let count = evidence.failed;
-            add(
-                "failed",
-                format!("{count} operations failed; the figures lack what they would move"),
-            );
-        }
-        if !evidence.verifies {
-            add("unverified", "bytes were not compared with what was written".to_owned());
-        }
-        if let Some(warning) = evidence.build_warning {
-            add(Self::UNOPTIMISED, warning.to_owned());
-        }
-        if evidence.read_bytes == 0 && evidence.expects_reads {
-            add("nothing_read", "nothing was read from the store".to_owned());
-        }
-        let read = evidence.storage_read_bytes;
-        let written = evidence.storage_written_bytes;
-        if evidence.proof == DeviceProof::Missing && read > 0 {
-            add(
-                "page_cache",
-                "no direct I/O was used, and the kernel does not tell what came from the page cache"
-                    .to_owned(),
-            );
-        }
-        if evidence.proof != DeviceProof::Kernel {
-            return Self { is_valid: reasons.is_empty(), reasons };
-        }
-        let is_less = |io: u64, bytes: u64| (io as f64) < bytes as f64 * DEVICE_SHARE_MIN;
-        match evidence.process {
-            None if read + written > 0 => add(
-                "device_unknown",
-                "the kernel does not tell what went to and came from a device, so that the page \
-                 cache cannot be excluded"
-                    .to_owned(),
-            ),
-            Some(io) if is_less(io.read_bytes, read) => add(
-                "page_cache",
-                format!(
-                    "the file tier gave {read} bytes, of which {} came from a device: the rest \
-                     came from memory",
-                    io.read_bytes
-                ),
-            ),
-            Some(io) if is_less(io.written_bytes, written) => add(
-                "page_cache",
-                format!(
-                    "the file tier took {written} bytes, of which {} went to a device: the rest \
-                     is in memory",
-                    io.written_bytes
-                ),
-            ),
-            _ => {}
-        }
+        judge_operations(evidence, &mut reasons);
+        judge_device(evidence, &mut reasons);
         Self { is_valid: reasons.is_empty(), reasons }
     }
 
     /// Whether an unoptimised build is all that speaks against the run.
     pub fn is_only_unoptimised(&self) -> bool {
         self.reasons.iter().all(|reason| reason.code == Self::UNOPTIMISED)
+    }
+}
+
+/// What the operations say.
+fn judge_operations(evidence: &Evidence<'_>, reasons: &mut Vec<Reason>) {
+    let mut add = |is_true: bool, code, text: String| {
+        if is_true {
+            reasons.push(Reason { code, text });
+        }
+    };
+    let Evidence { wrong_blocks, failed, lost_blocks, .. } = *evidence;
+    add(
+        wrong_blocks > 0,
+        "wrong_bytes",
+        format!("{wrong_blocks} blocks had other bytes than were written"),
+    );
+    add(
+        lost_blocks > 0,
+        "lost_blocks",
+        format!(
+            "{lost_blocks} blocks that were stored were not found, although the file tier had \
+             room for all: the figures are of a store that loses blocks"
+        ),
+    );
+    add(
+        failed > 0,
+        "failed",
+        format!("{failed} operations failed; the figures lack what they would move"),
+    );
+    add(
+        evidence.gave_up,
+        "store_failed",
+        "the run ended early: every operation failed at last".to_owned(),
+    );
+    add(
+        !evidence.verifies,
+        "unverified",
+        "bytes were not compared with what was written".to_owned(),
+    );
+    if let Some(warning) = evidence.build_warning {
+        add(true, Validity::UNOPTIMISED, warning.to_owned());
+    }
+    let has_no_reads = evidence.read_bytes == 0 && evidence.expects_reads;
+    add(has_no_reads, "nothing_read", "nothing was read from the store".to_owned());
+    let has_no_writes = evidence.written_bytes == 0 && evidence.expects_writes;
+    add(has_no_writes, "nothing_written", "nothing was written to the store".to_owned());
+    if let Some((tier, bytes)) = evidence.from_no_tier {
+        let text = format!("{bytes} bytes came from tier {tier:?}, which this run does not have");
+        add(true, "wrong_tier", text);
+    }
+}
+
+/// What the kernel says of the file tier.
+fn judge_device(evidence: &Evidence<'_>, reasons: &mut Vec<Reason>) {
+    let mut add = |code, text: String| reasons.push(Reason { code, text });
+    let read = evidence.storage_read_bytes;
+    let written = evidence.storage_written_bytes;
+    if evidence.proof == DeviceProof::Missing && read > 0 {
+        add(
+            "page_cache",
+            "no direct I/O was used, and the kernel does not tell what came from the page cache"
+                .to_owned(),
+        );
+    }
+    if evidence.proof != DeviceProof::Kernel {
+        return;
+    }
+    let is_less = |io: u64, bytes: u64| (io as f64) < bytes as f64 * DEVICE_SHARE_MIN;
+    match evidence.process {
+        None if read + written > 0 => add(
+            "device_unknown",
+            "the kernel does not tell what went to and came from a device, so that the page \
+             cache cannot be excluded"
+                .to_owned(),
+        ),
+        Some(io) if is_less(io.read_bytes, read) => add(
+            "page_cache",
+            format!(
+                "the file tier gave {read} bytes, of which {} came from a device: the rest \
+                 came from memory",
+                io.read_bytes
+            ),
+        ),
+        Some(io) if is_less(io.written_bytes, written) => add(
+            "page_cache",
+            format!(
+                "the file tier took {written} bytes, of which {} went to a device: the rest \
+                 is in memory",
+                io.written_bytes
+            ),
+        ),
+        _ => {}
     }
 }
 
@@ -162,6 +261,11 @@ mod tests {
         expects_reads: true,
         wrong_blocks: 0,
         failed: 0,
+        gave_up: false,
+        expects_writes: true,
+        written_bytes: 500,
+        lost_blocks: 0,
+        from_no_tier: None,
         build_warning: None,
         read_bytes: 2000,
         storage_read_bytes: 1000,
@@ -198,6 +302,16 @@ mod tests {
         let nothing = Evidence { read_bytes: 0, storage_read_bytes: 0, ..GOOD };
         assert_eq!(codes(&nothing), ["nothing_read"]);
         assert!(codes(&Evidence { expects_reads: false, ..nothing }).is_empty(), "prefill alone");
+        assert_eq!(codes(&Evidence { lost_blocks: 1, ..GOOD }), ["lost_blocks"]);
+        assert_eq!(
+            codes(&Evidence { failed: 1, gave_up: true, ..GOOD }),
+            ["failed", "store_failed"]
+        );
+        let unwritten = Evidence { written_bytes: 0, storage_written_bytes: 0, ..GOOD };
+        assert_eq!(codes(&unwritten), ["nothing_written"]);
+        assert!(codes(&Evidence { expects_writes: false, ..unwritten }).is_empty(), "decode alone");
+        let from_no_tier = Some(("cpu", 7));
+        assert_eq!(codes(&Evidence { from_no_tier, ..GOOD }), ["wrong_tier"]);
         let cached = Some(KernelIo { read_bytes: 899, written_bytes: 500 });
         assert_eq!(codes(&Evidence { process: cached, ..GOOD }), ["page_cache"]);
         let cached = Some(KernelIo { read_bytes: 1000, written_bytes: 0 });

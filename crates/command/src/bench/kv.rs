@@ -13,13 +13,11 @@ use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::Duration;
 
-use cascade_kv_bench::backend::KvTier;
 use cascade_kv_bench::compatible::run::{self as objects, Pace};
 use cascade_kv_bench::compatible::waterfall::{Waterfall, WaterfallSizes};
 use cascade_kv_bench::criteria::Assessment;
 use cascade_kv_bench::devices::Device;
 use cascade_kv_bench::directory::BenchDirectory;
-use cascade_kv_bench::plan::Phases;
 use cascade_kv_bench::progress::Progress;
 use cascade_kv_bench::report;
 use cascade_kv_bench::result::{Detail, KvResult};
@@ -43,6 +41,10 @@ use crate::{
 /// How often the progress bar is redrawn.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 
+/// What Control-C waits for.
+const STOPPING: &str = "stopping: the calls that are under way end first, within 5 minutes on a \
+    disk that does not answer; Control-C again ends at once, without a report";
+
 pub(super) fn run(args: &KvArgs, screen: &mut Screen) -> Result<i32, Failure> {
     if args.mlperf.mlperf.is_some() {
         return mlperf::run(args, screen);
@@ -64,13 +66,16 @@ pub(super) fn run(args: &KvArgs, screen: &mut Screen) -> Result<i32, Failure> {
         screen.notice(format!("note: {note}"))?;
     }
     interrupt::install_handler()?;
-    let result = measure(args, setup, &directory, environment, screen)?;
+    let (result, fault) = measure(args, setup, &directory, environment, screen)?;
     if args.keep {
         screen.notice(format!("blocks: {}", directory.blocks().display()))?;
     }
     // Before the results: a result that cannot be written must not leave the blocks behind.
     drop(directory);
     write_results(args, &result, validation.as_ref(), screen)?;
+    if let Some(fault) = fault {
+        return Err(fault.into());
+    }
     // A run that was interrupted at once has read nothing, and is still only interrupted.
     let has_wrong_bytes = result.figures().wrong_blocks > 0;
     Ok(match (has_wrong_bytes, result.outcome.was_stopped) {
@@ -80,46 +85,41 @@ pub(super) fn run(args: &KvArgs, screen: &mut Screen) -> Result<i32, Failure> {
     })
 }
 
-/// Opens the store, runs, and closes it.
+/// Opens the store, runs, and closes it. A store that failed after the run has figures, too.
 fn measure(
     args: &KvArgs,
     mut setup: Setup,
     directory: &BenchDirectory,
     environment: Environment,
     screen: &mut Screen,
-) -> Result<KvResult, Failure> {
+) -> Result<(KvResult, Option<KvBenchError>), Failure> {
     let measured = if setup.is_compatible {
         measure_objects(&mut setup, directory, screen)?
     } else {
         measure_store(&mut setup, directory, screen)?
     };
-    let Measured { outcome, detail, has_direct_io } = measured;
+    let Measured { outcome, detail, has_direct_io, fault } = measured;
     let Setup { workload, sizes, options, .. } = setup;
     let figures = &outcome.figures;
     let profile = args.performance_profile.profile();
-    let (written_bytes, assessment) = match &detail {
-        Detail::Store { .. } => {
-            (figures.written.bytes, Assessment::of(figures, outcome.window, profile))
-        }
+    let file_system = environment.disk.as_ref().map_or("", |disk| disk.file_system.as_str());
+    let proof = DeviceProof::on(file_system, has_direct_io);
+    let plan = (&workload, &options);
+    let evidence = Evidence::of_store(plan, &sizes, &outcome, environment.warning, proof);
+    let (evidence, assessment) = match &detail {
+        Detail::Store { .. } => (evidence, Assessment::of(figures, outcome.window, profile)),
         Detail::Objects(objects) => (
-            objects.written_to_files(),
+            Evidence {
+                storage_written_bytes: objects.written_to_files(),
+                // System prompts are never there, and files drop entries.
+                lost_blocks: 0,
+                ..evidence
+            },
             Assessment::of_objects(figures, objects, outcome.window, profile),
         ),
     };
-    let file_system = environment.disk.as_ref().map_or("", |disk| disk.file_system.as_str());
-    let validity = Validity::of(&Evidence {
-        verifies: options.verifies,
-        expects_reads: workload.phases != Phases::PrefillOnly,
-        wrong_blocks: figures.wrong_blocks,
-        failed: figures.failures.values().sum(),
-        build_warning: environment.warning,
-        read_bytes: figures.read_total().bytes,
-        storage_read_bytes: figures.read[KvTier::Storage.index()].bytes,
-        storage_written_bytes: written_bytes,
-        process: outcome.kernel.process,
-        proof: DeviceProof::on(file_system, has_direct_io),
-    });
-    Ok(KvResult {
+    let validity = Validity::of(&evidence);
+    let result = KvResult {
         workload,
         options,
         generation_mode: args.generation_mode.name(),
@@ -129,7 +129,8 @@ fn measure(
         assessment,
         validity,
         environment,
-    })
+    };
+    Ok((result, fault))
 }
 
 /// What a run gives.
@@ -137,6 +138,8 @@ struct Measured {
     outcome: RunOutcome,
     detail: Detail,
     has_direct_io: bool,
+    /// What failed after the window.
+    fault: Option<KvBenchError>,
 }
 
 fn measure_store(
@@ -145,13 +148,17 @@ fn measure_store(
     screen: &mut Screen,
 ) -> Result<Measured, Failure> {
     let backend = StoreBackend::open(&directory.blocks(), setup.sizes)?;
-    let outcome = with_progress(setup, directory, screen, |setup, progress| {
+    let mut outcome = with_progress(setup, directory, screen, |setup, progress| {
         run::run(&backend, &setup.workload, &setup.options, progress, &SystemClock)
     })?;
     let (stats, gpu_stats) = (Box::new(backend.stats()), backend.gpu_stats().map(Box::new));
     let has_direct_io = backend.has_direct_io();
-    backend.close()?;
-    Ok(Measured { outcome, detail: Detail::Store { stats, gpu_stats }, has_direct_io })
+    let closed = backend.close();
+    let fault = directory.missing().or(closed.err());
+    if let Some(fault) = &fault {
+        outcome.figures.failed(&cascade_block::with_causes(fault));
+    }
+    Ok(Measured { outcome, detail: Detail::Store { stats, gpu_stats }, has_direct_io, fault })
 }
 
 fn measure_objects(
@@ -163,14 +170,19 @@ fn measure_objects(
     let sizes = WaterfallSizes { gpu_bytes, cpu_bytes, files_bytes };
     let seed = setup.workload.seed;
     let waterfall = Waterfall::new(&directory.blocks(), sizes, seed, &SystemClock)?;
-    let (outcome, objects) = with_progress(setup, directory, screen, |setup, progress| {
+    let (mut outcome, objects) = with_progress(setup, directory, screen, |setup, progress| {
         let pace = Pace { think_scale: 1.0 };
         let (workload, options) = (&setup.workload, &setup.options);
         objects::run(&waterfall, workload, options, pace, progress, &SystemClock)
     })?;
     // Files are read through the page cache, as in the original; only the kernel's counters tell
     // that the bytes came from a device.
-    Ok(Measured { outcome, detail: Detail::Objects(Box::new(objects)), has_direct_io: false })
+    let fault = directory.missing();
+    if let Some(fault) = &fault {
+        outcome.figures.failed(&cascade_block::with_causes(fault));
+    }
+    let detail = Detail::Objects(Box::new(objects));
+    Ok(Measured { outcome, detail, has_direct_io: false, fault })
 }
 
 /// Runs in a thread while this one updates the progress bar and handles Control-C.
@@ -189,11 +201,14 @@ fn with_progress<T: Send>(
     let requests_max = setup.workload.requests_max;
     let progress = Progress::default();
     let bar = progress_bar(&setup.options, requests_max, screen);
+    let mut told = Ok(());
     let outcome = thread::scope(|scope| {
         let running = scope.spawn(|| run(setup, &progress));
         while !running.is_finished() {
-            if interrupt::is_requested() {
-                progress.is_stopped.store(true, Ordering::Relaxed);
+            let is_first =
+                interrupt::is_requested() && !progress.is_stopped.swap(true, Ordering::Relaxed);
+            if is_first {
+                told = bar.suspend(|| screen.notice(STOPPING));
             }
             show_progress(&bar, &progress, requests_max.is_some());
             thread::park_timeout(PROGRESS_INTERVAL);
@@ -201,6 +216,7 @@ fn with_progress<T: Send>(
         running.join()
     });
     bar.finish_and_clear();
+    told?;
     match outcome {
         Ok(outcome) => Ok(outcome?),
         Err(panic) => std::panic::resume_unwind(panic),

@@ -391,6 +391,49 @@ fn what_cannot_run_is_refused_before_anything_runs() {
     assert!(stderr(&output).contains("create the directory above it"), "{}", stderr(&output));
 }
 
+/// The figures until then are reported, and the error says what happened and what to do.
+#[test]
+fn a_directory_that_is_removed_during_the_run_is_reported_with_what_was_measured() {
+    for options in [&["--duration", "4"][..], &["--compatible", "--duration", "4"]] {
+        let run = Run::new();
+        let mut command = run.command(&[options, &["--cpu-mem-gb", "0"]].concat());
+        let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        wait_for_blocks(&run.path("cache"));
+        // New files may appear while it is removed.
+        while run.path("cache").exists() {
+            drop(fs::remove_dir_all(run.path("cache")));
+        }
+        let output = child.wait_with_output().unwrap();
+        let text = stderr(&output);
+        assert_eq!(output.status.code(), Some(1), "{options:?}: {text}");
+        if !run.path("out.json").exists() {
+            // It was removed before the window.
+            assert!(text.contains("check that the disk of --cache-dir"), "{options:?}: {text}");
+            continue;
+        }
+        assert!(text.contains("was removed during the run"), "{options:?}: {text}");
+        assert!(text.contains("leave the directory alone"), "{options:?}: {text}");
+        let validity = &json(&run.path("out.json"))["cascade"]["validity"];
+        let reasons = validity["reasons"].as_array().unwrap();
+        assert!(reasons.iter().any(|reason| reason["code"] == "failed"), "{reasons:?}");
+    }
+}
+
+/// No file may have more than 2 MiB, so that the store cannot keep what a run needs.
+#[test]
+fn a_disk_without_room_before_the_window_is_an_error_with_a_remedy() {
+    let run = Run::new();
+    let command = run.command(&["--max-requests", "8", "--cpu-mem-gb", "0"]);
+    let limits = "trap '' XFSZ; ulimit -f 2048; exec \"$@\"";
+    let mut limited = Command::new("bash");
+    limited.args(["-c", limits, "bash"]).arg(command.get_program()).args(command.get_args());
+    let output = limited.output().unwrap();
+    assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
+    let text = stderr(&output);
+    assert!(text.contains("check that the disk of --cache-dir has free space"), "{text}");
+    assert!(!run.path("cache").exists());
+}
+
 /// Waits until a run has blocks in its directory.
 fn wait_for_blocks(cache: &Path) {
     for _ in 0..1000 {
@@ -406,6 +449,8 @@ fn wait_for_blocks(cache: &Path) {
 #[test]
 fn an_interrupted_run_reports_and_cleans_up_and_a_second_in_its_directory_is_refused() {
     interrupt(&[]);
+    // Before the window.
+    interrupt(&["--precondition", "--precondition-size-gb", "200"]);
     interrupt(&["--compatible", "--cpu-mem-gb", "0"]);
 }
 

@@ -126,6 +126,11 @@ impl Schedule {
         u64::from(self.users.iter().map(|user| user.context_tokens).max().unwrap_or(0))
     }
 
+    /// Whether a user has this class.
+    pub(crate) fn has_class(&self, class: QosClass) -> bool {
+        self.users.iter().any(|user| user.class == class)
+    }
+
     /// The class of a user, its context, generated tokens and seconds of thinking.
     pub fn user(&self, user: usize) -> Option<(QosClass, u32, u32, f64)> {
         let it = self.users.get(user)?;

@@ -92,6 +92,7 @@ pub fn run(
         kernel,
         blocks_before: entries_before,
         scaling: None,
+        gave_up: false,
     };
     Ok((outcome, objects))
 }
@@ -269,9 +270,13 @@ impl Worker<'_> {
             filling += thread_cpu_time().saturating_sub(began);
         };
         let piece = &mut self.piece;
-        let (began, written) = shared
-            .prefills
-            .with(|| (clock.monotonic(), waterfall.write(name, bytes, &mut fill, piece)));
+        let (began, written) = shared.prefills.with(|| {
+            // Waiting for the permit may have taken long.
+            if shared.is_stopped() {
+                return Err(Cut);
+            }
+            Ok((clock.monotonic(), waterfall.write(name, bytes, &mut fill, piece)))
+        })?;
         let span = Span { began, ended: clock.monotonic() };
         let mut figures = shared.figures();
         let Figures { common, objects } = &mut *figures;

@@ -4,6 +4,7 @@
 
 mod backends;
 mod compatible;
+mod dishonest;
 mod recorded;
 
 use std::fs::{self, File};
@@ -15,7 +16,7 @@ use std::time::Duration;
 
 use cascade_block::BlockKey;
 use cascade_kv_bench::autoscaler::{AutoscalerMode, AutoscalerOptions};
-use cascade_kv_bench::backend::{Backend, Held, KvTier, NewBlock, Read, Space, Stored};
+use cascade_kv_bench::backend::{Backend, KvTier, NewBlock, Read, Space, Stored};
 use cascade_kv_bench::model::KvModel;
 use cascade_kv_bench::plan::{Phases, Workload};
 use cascade_kv_bench::prepare::Precondition;
@@ -70,25 +71,17 @@ fn run_on(backend: &dyn Backend, requests: u64, options: &RunOptions) -> RunOutc
     run(backend, &workload(Some(requests)), options, &Progress::default(), &SystemClock).unwrap()
 }
 
-fn validity(outcome: &RunOutcome) -> Validity {
-    Validity::of(&Evidence {
-        verifies: true,
-        expects_reads: true,
-        wrong_blocks: outcome.figures.wrong_blocks,
-        failed: outcome.figures.failures.values().sum(),
-        build_warning: None,
-        read_bytes: outcome.figures.read_total().bytes,
-        storage_read_bytes: 0,
-        storage_written_bytes: 0,
-        process: None,
-        proof: DeviceProof::Kernel,
-    })
+fn sizes(gpu_bytes: u64, cpu_bytes: u64) -> TierSizes {
+    TierSizes { gpu_bytes, cpu_bytes, staging_bytes: 16 << 20, files_bytes: 512 << 20 }
+}
+
+fn validity(outcome: &RunOutcome, tiers: &TierSizes) -> Validity {
+    let plan = (&workload(None), &options(1));
+    Validity::of(&Evidence::of_store(plan, tiers, outcome, None, DeviceProof::DirectIo))
 }
 
 fn store(directory: &Path, cpu_bytes: u64) -> StoreBackend {
-    let sizes =
-        TierSizes { gpu_bytes: 0, cpu_bytes, staging_bytes: 16 << 20, files_bytes: 512 << 20 };
-    StoreBackend::open(directory, sizes).unwrap()
+    StoreBackend::open(directory, sizes(0, cpu_bytes)).unwrap()
 }
 
 #[test]
@@ -111,12 +104,6 @@ fn a_seed_determines_operations_and_bytes_whatever_the_threads() {
 #[test]
 fn a_store_serves_the_same_operations_from_dram_files_and_a_simulated_gpu() {
     let expected = run_on(&MapBackend::default(), 40, &options(4)).figures.operations;
-    let sizes = |gpu_bytes, cpu_bytes| TierSizes {
-        gpu_bytes,
-        cpu_bytes,
-        staging_bytes: 16 << 20,
-        files_bytes: 512 << 20,
-    };
     for (gpu, cpu, tier) in
         [(0, 64 << 20, KvTier::Cpu), (0, 0, KvTier::Storage), (64 << 20, 16 << 20, KvTier::Gpu)]
     {
@@ -130,7 +117,8 @@ fn a_store_serves_the_same_operations_from_dram_files_and_a_simulated_gpu() {
         assert!(figures.failures.is_empty(), "{:?}", figures.failures);
         let from_tier = figures.read[tier.index()].bytes;
         assert_eq!(from_tier, figures.read_total().bytes, "{tier:?}: {:?}", figures.read);
-        assert!(validity(&outcome).is_valid);
+        let validity = validity(&outcome, &sizes(gpu, cpu));
+        assert!(validity.is_valid, "{validity:?}");
     }
 }
 
@@ -188,48 +176,6 @@ fn preconditioning_leaves_no_block_and_changes_no_operation() {
     assert_eq!(backend.most_blocks(), 1000);
     let stored = outcome.figures.written_blocks + outcome.blocks_before;
     assert!(stored < 1000 && backend.len() as u64 == stored);
-}
-
-/// A backend that gives other bytes than were written, now and then.
-#[derive(Default)]
-struct WrongBytes(MapBackend);
-
-impl Backend for WrongBytes {
-    fn reserve(&self, bytes: usize) -> Result<Space, String> {
-        self.0.reserve(bytes)
-    }
-
-    fn put(&self, blocks: Vec<NewBlock>) -> Vec<Stored> {
-        self.0.put(blocks)
-    }
-
-    fn read(&self, keys: &[BlockKey]) -> Vec<Read> {
-        let mut reads = self.0.read(keys);
-        for (key, read) in keys.iter().zip(&mut reads) {
-            if let (0, Read::Hit { held: Held::Owned(bytes), .. }) = (key.as_bytes()[0] % 50, read)
-            {
-                bytes[5000] ^= 1;
-            }
-        }
-        reads
-    }
-
-    fn clear(&self) {
-        self.0.clear();
-    }
-}
-
-#[test]
-fn a_backend_with_wrong_bytes_makes_the_run_invalid() {
-    let outcome = run_on(&WrongBytes::default(), 40, &options(4));
-    let figures = &outcome.figures;
-    assert!(figures.wrong_blocks > 0 && figures.wrong_blocks < figures.verified_blocks / 10);
-    assert!(figures.wrong_examples[0].contains("byte 5000 differs"), "{figures:?}");
-    assert_eq!(validity(&outcome).reasons[0].code, "wrong_bytes");
-
-    let unverified = RunOptions { verifies: false, ..options(4) };
-    let outcome = run_on(&WrongBytes::default(), 40, &unverified);
-    assert_eq!((outcome.figures.wrong_blocks, outcome.figures.verified_blocks), (0, 0));
 }
 
 /// A store whose files are damaged once, after the prefills of some requests.
