@@ -38,16 +38,14 @@ pub struct Reason {
 pub struct Evidence<'a> {
     /// Whether bytes were compared.
     pub verifies: bool,
-    /// Whether the requests read what they wrote.
-    pub expects_reads: bool,
+    /// What the requests did: read, write, or both.
+    pub phases: Phases,
     /// Blocks with wrong bytes.
     pub wrong_blocks: u64,
     /// Operations that failed.
     pub failed: u64,
     /// Whether the run ended early, because the store did not work any more.
     pub gave_up: bool,
-    /// Whether the requests write.
-    pub expects_writes: bool,
     /// Bytes that were written, to whichever tier.
     pub written_bytes: u64,
     /// Blocks that were stored and not found, although there was room for all.
@@ -85,8 +83,7 @@ impl<'a> Evidence<'a> {
         });
         Self {
             verifies: options.verifies,
-            expects_reads: workload.phases != Phases::PrefillOnly,
-            expects_writes: workload.phases != Phases::DecodeOnly,
+            phases: workload.phases,
             wrong_blocks: figures.wrong_blocks,
             failed: figures.failures.values().sum(),
             gave_up: outcome.gave_up,
@@ -199,9 +196,9 @@ fn judge_operations(evidence: &Evidence<'_>, reasons: &mut Vec<Reason>) {
     if let Some(warning) = evidence.build_warning {
         add(true, Validity::UNOPTIMISED, warning.to_owned());
     }
-    let has_no_reads = evidence.read_bytes == 0 && evidence.expects_reads;
+    let has_no_reads = evidence.read_bytes == 0 && evidence.phases != Phases::PrefillOnly;
     add(has_no_reads, "nothing_read", "nothing was read from the store".to_owned());
-    let has_no_writes = evidence.written_bytes == 0 && evidence.expects_writes;
+    let has_no_writes = evidence.written_bytes == 0 && evidence.phases != Phases::DecodeOnly;
     add(has_no_writes, "nothing_written", "nothing was written to the store".to_owned());
     if let Some((tier, bytes)) = evidence.from_no_tier {
         let text = format!("{bytes} bytes came from tier {tier:?}, which this run does not have");
@@ -258,11 +255,10 @@ mod tests {
 
     const GOOD: Evidence<'_> = Evidence {
         verifies: true,
-        expects_reads: true,
+        phases: Phases::Both,
         wrong_blocks: 0,
         failed: 0,
         gave_up: false,
-        expects_writes: true,
         written_bytes: 500,
         lost_blocks: 0,
         from_no_tier: None,
@@ -301,7 +297,10 @@ mod tests {
         assert_eq!(codes(&Evidence { build_warning: Some("slow"), ..GOOD }), ["unoptimised"]);
         let nothing = Evidence { read_bytes: 0, storage_read_bytes: 0, ..GOOD };
         assert_eq!(codes(&nothing), ["nothing_read"]);
-        assert!(codes(&Evidence { expects_reads: false, ..nothing }).is_empty(), "prefill alone");
+        assert!(
+            codes(&Evidence { phases: Phases::PrefillOnly, ..nothing }).is_empty(),
+            "prefill alone"
+        );
         assert_eq!(codes(&Evidence { lost_blocks: 1, ..GOOD }), ["lost_blocks"]);
         assert_eq!(
             codes(&Evidence { failed: 1, gave_up: true, ..GOOD }),
@@ -309,7 +308,10 @@ mod tests {
         );
         let unwritten = Evidence { written_bytes: 0, storage_written_bytes: 0, ..GOOD };
         assert_eq!(codes(&unwritten), ["nothing_written"]);
-        assert!(codes(&Evidence { expects_writes: false, ..unwritten }).is_empty(), "decode alone");
+        assert!(
+            codes(&Evidence { phases: Phases::DecodeOnly, ..unwritten }).is_empty(),
+            "decode alone"
+        );
         let from_no_tier = Some(("cpu", 7));
         assert_eq!(codes(&Evidence { from_no_tier, ..GOOD }), ["wrong_tier"]);
         let cached = Some(KernelIo { read_bytes: 899, written_bytes: 500 });

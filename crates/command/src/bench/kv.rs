@@ -155,9 +155,7 @@ fn measure_store(
     let has_direct_io = backend.has_direct_io();
     let closed = backend.close();
     let fault = directory.missing().or(closed.err());
-    if let Some(fault) = &fault {
-        outcome.figures.failed(&cascade_block::with_causes(fault));
-    }
+    count_fault(fault.as_ref(), &mut outcome);
     Ok(Measured { outcome, detail: Detail::Store { stats, gpu_stats }, has_direct_io, fault })
 }
 
@@ -178,11 +176,16 @@ fn measure_objects(
     // Files are read through the page cache, as in the original; only the kernel's counters tell
     // that the bytes came from a device.
     let fault = directory.missing();
-    if let Some(fault) = &fault {
-        outcome.figures.failed(&cascade_block::with_causes(fault));
-    }
+    count_fault(fault.as_ref(), &mut outcome);
     let detail = Detail::Objects(Box::new(objects));
     Ok(Measured { outcome, detail, has_direct_io: false, fault })
+}
+
+/// Counts what failed after the window, so that the run is not valid. The advice is printed later.
+fn count_fault(fault: Option<&KvBenchError>, outcome: &mut RunOutcome) {
+    if let Some(text) = fault.map(ToString::to_string) {
+        outcome.figures.failed(text.lines().next().unwrap_or(&text));
+    }
 }
 
 /// Runs in a thread while this one updates the progress bar and handles Control-C.

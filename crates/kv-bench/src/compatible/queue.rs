@@ -59,7 +59,7 @@ impl ObjectQueue {
     /// # Panics
     /// If an endless number of requests would be there at once.
     pub(crate) fn new(
-        schedule: Schedule,
+        schedule: &Schedule,
         requests_max: Option<u64>,
         pace: Pace,
         start: Duration,
@@ -247,7 +247,12 @@ mod tests {
 
     fn queue(requests_max: Option<u64>) -> ObjectQueue {
         let pace = Pace { think_scale: 1.0 };
-        ObjectQueue::new(Schedule::new(&workload(requests_max)), requests_max, pace, Duration::ZERO)
+        ObjectQueue::new(
+            &Schedule::new(&workload(requests_max)),
+            requests_max,
+            pace,
+            Duration::ZERO,
+        )
     }
 
     /// A user asks on, whether its last request was answered or not.

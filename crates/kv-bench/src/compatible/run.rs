@@ -54,7 +54,7 @@ pub fn run(
     let planned = Window { start, end: start + options.duration };
     let started_ns = u64::try_from(start.as_nanos()).unwrap_or(u64::MAX).max(1);
     progress.started_ns.store(started_ns, Ordering::Relaxed);
-    let queue = ObjectQueue::new(Schedule::new(workload), workload.requests_max, pace, start);
+    let queue = ObjectQueue::new(&Schedule::new(workload), workload.requests_max, pace, start);
     let shared = Shared {
         waterfall,
         workload,

@@ -69,8 +69,8 @@ impl Dishonest {
     fn hit(&self, key: &BlockKey, held: &Held, first: &BlockKey) -> Vec<u8> {
         let mut bytes = held.bytes().to_vec();
         match self.fault {
-            Fault::FlipsABit if key.as_bytes()[0] % 50 == 0 => bytes[5000] ^= 1,
-            Fault::CutsTheEndOfBlocks if key.as_bytes()[0] % 50 == 0 => {
+            Fault::FlipsABit if key.as_bytes()[0].is_multiple_of(50) => bytes[5000] ^= 1,
+            Fault::CutsTheEndOfBlocks if key.as_bytes()[0].is_multiple_of(50) => {
                 bytes.truncate(bytes.len() - 1);
             }
             Fault::GivesAnotherBlock => {
@@ -78,7 +78,7 @@ impl Dishonest {
                     bytes = held.bytes().to_vec();
                 }
             }
-            Fault::GivesStaleBytes if key.as_bytes()[0] % 50 == 0 => bytes.fill(0),
+            Fault::GivesStaleBytes if key.as_bytes()[0].is_multiple_of(50) => bytes.fill(0),
             _ => {}
         }
         bytes
