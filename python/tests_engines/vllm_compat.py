@@ -42,3 +42,9 @@ def chunk_ids(spec: Any) -> Sequence[int]:
 def payload_of(stats: Any) -> dict[str, Any]:
     """Return the data of a connector's statistics that is sent between processes."""
     return stats.to_dict() if hasattr(stats, "to_dict") else stats.data
+
+
+def child_payload_of(stats: Any) -> dict[str, Any]:
+    """Return what is sent of the statistics of a child of a `MultiConnector`."""
+    payload = payload_of(stats)
+    return payload if hasattr(stats, "to_dict") else {"data": payload}

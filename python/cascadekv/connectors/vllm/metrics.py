@@ -118,6 +118,16 @@ class CascadeStats(KVConnectorStats):
         if not self.data:
             self.reset()
 
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        """Return `data` by its name.
+
+        An engine of vLLM 0.29 that runs in its front end's process reads a child of a
+        `MultiConnector` like the dictionary that another process would get.
+        """
+        if name != "data":
+            raise KeyError(name)
+        return self.data
+
     def reset(self) -> None:
         """Start a new interval."""
         self.data = {_SUMS: {}, _LABELS: {}, _BUCKETS: {}}
