@@ -71,7 +71,7 @@ fn keys_are_listed_with_their_blocks_and_filtered() {
     assert_eq!(row["tiers"], serde_json::json!(["dram", "files"]));
     assert!(node.refused(1, &["keys", "--tier", "hbm"]).contains("the tiers are dram, files"));
     assert!(node.refused(2, &["keys", "--prefix", "xyz"]).contains("hexadecimal"));
-    assert!(node.refused(1, &["keys", "--prefix", &"0".repeat(65)]).contains("hexadecimal"));
+    assert!(node.refused(2, &["keys", "--prefix", &"0".repeat(65)]).contains("hexadecimal"));
     node.refused(2, &["keys", "--limit", "0"]);
 }
 
