@@ -23,7 +23,7 @@ from cascadekv import BlockKey, BlockKeys, Namespace, Store
 from stopping import stop
 
 MIB = 1 << 20
-START_S = 30
+START_S = 100
 """Time-out for the start of a node."""
 STOP_S = 30
 """Time-out for the end of a node."""

@@ -13,4 +13,5 @@ pub mod plan;
 mod queue;
 mod result;
 pub mod run;
+pub mod tail;
 pub mod waterfall;

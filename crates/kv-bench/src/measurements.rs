@@ -154,7 +154,7 @@ pub struct Measurements {
     pub requests: u64,
     /// Tokens that they generated.
     pub tokens: u64,
-    /// Requests that the end of the window cut off.
+    /// Requests that the end of the window, or of the tail, cut off.
     pub cut_requests: u64,
     /// Reads by tier.
     pub read: [Moved; 3],
@@ -371,6 +371,22 @@ impl Measurements {
         self.read_call.record(span.took());
         self.interval.read_call.record(span.took());
         self.note_end(window, span, slice);
+    }
+
+    /// Counts a call that the end of the run cut off: what it wrote within the window, which is
+    /// returned.
+    pub fn wrote_part(&mut self, window: Window, span: Span, bytes: u64) -> u64 {
+        let counted = window.clip(bytes, span.began, span.ended);
+        self.written.window_bytes += counted;
+        self.note_end(window, span, Slice { written_bytes: counted, ..Slice::default() });
+        counted
+    }
+
+    /// Counts a call that the end of the run cut off: what it read within the window.
+    pub fn read_part(&mut self, window: Window, span: Span, tier: KvTier, bytes: u64) {
+        let counted = window.clip(bytes, span.began, span.ended);
+        self.read[tier.index()].window_bytes += counted;
+        self.note_end(window, span, Slice { read_bytes: counted, ..Slice::default() });
     }
 
     /// The calls since this was called last.

@@ -133,7 +133,8 @@ impl Recorded {
         Self { option, file: path.display().to_string(), import, cycles, requests }
     }
 
-    /// Number of users: as many as asked for, or for a trace, as many as share its requests.
+    /// How many users there are. Those of a trace share its requests, so there may be fewer than
+    /// were asked for.
     pub fn users(&self, asked: u32) -> u32 {
         match &self.requests {
             Requests::Arrivals { all, .. } => {

@@ -110,7 +110,7 @@ pub struct Sequence {
 }
 
 impl Sequence {
-    /// What is not as the rules of a closed submission say, each as a sentence.
+    /// Where this run leaves the rules of a closed submission, a sentence each.
     pub fn deviations(&self) -> Vec<String> {
         let mut all = Vec::new();
         if self.options < OPTIONS.len() {

@@ -229,20 +229,12 @@ fn judge_device(evidence: &Evidence<'_>, reasons: &mut Vec<Reason>) {
              cache cannot be excluded"
                 .to_owned(),
         ),
-        Some(io) if is_less(io.read_bytes, read) => add(
+        Some(io) if is_less(io.read_bytes, read) || is_less(io.written_bytes, written) => add(
             "page_cache",
             format!(
-                "the file tier gave {read} bytes, of which {} came from a device: the rest \
-                 came from memory",
-                io.read_bytes
-            ),
-        ),
-        Some(io) if is_less(io.written_bytes, written) => add(
-            "page_cache",
-            format!(
-                "the file tier took {written} bytes, of which {} went to a device: the rest \
-                 is in memory",
-                io.written_bytes
+                "the file tier gave {read} bytes, of which {} came from a device, and took \
+                 {written}, of which {} went to one: the rest was in memory",
+                io.read_bytes, io.written_bytes
             ),
         ),
         _ => {}

@@ -14,6 +14,7 @@ use std::thread;
 use std::time::Duration;
 
 use cascade_kv_bench::compatible::run::{self as objects, Pace};
+use cascade_kv_bench::compatible::tail::THREAD_WAIT;
 use cascade_kv_bench::compatible::waterfall::{Waterfall, WaterfallSizes};
 use cascade_kv_bench::criteria::Assessment;
 use cascade_kv_bench::devices::Device;
@@ -169,7 +170,7 @@ fn measure_objects(
     let seed = setup.workload.seed;
     let waterfall = Waterfall::new(&directory.blocks(), sizes, seed, &SystemClock)?;
     let (mut outcome, objects) = with_progress(setup, directory, screen, |setup, progress| {
-        let pace = Pace { think_scale: 1.0 };
+        let pace = Pace { think_scale: 1.0, thread_wait: THREAD_WAIT };
         let (workload, options) = (&setup.workload, &setup.options);
         objects::run(&waterfall, workload, options, pace, progress, &SystemClock)
     })?;

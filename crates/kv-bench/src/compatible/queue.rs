@@ -18,6 +18,8 @@ const POLL: Duration = Duration::from_millis(100);
 pub struct Pace {
     /// Real time for each second of thinking; 0: all requests of a limited run are there at once.
     pub think_scale: f64,
+    /// How long each worker is waited for after the window, one after another.
+    pub thread_wait: Duration,
 }
 
 /// The queue of a run.
@@ -246,7 +248,7 @@ mod tests {
     }
 
     fn queue(requests_max: Option<u64>) -> ObjectQueue {
-        let pace = Pace { think_scale: 1.0 };
+        let pace = Pace { think_scale: 1.0, thread_wait: Duration::ZERO };
         ObjectQueue::new(
             &Schedule::new(&workload(requests_max)),
             requests_max,
@@ -268,7 +270,7 @@ mod tests {
         assert!(taken.iter().all(|request| request.arrival <= Duration::from_secs(10)));
     }
 
-    /// Twenty users that nobody answers for a day: all of their requests wait, and none is kept.
+    /// Requests of a day wait, and none of them is kept.
     #[test]
     fn requests_that_wait_take_no_memory() {
         let (queue, clock) = (queue(None), ManualClock::default());

@@ -44,6 +44,13 @@ impl KvResult {
                 rate(written.window_bytes),
             ),
         ];
+        if figures.cut_requests > 0 {
+            notes.push(format!(
+                "{} requests were under way when the tail ended, and count nowhere. As in the \
+                 original, each thread is waited for at most 2 s, one after another",
+                figures.cut_requests
+            ));
+        }
         if objects.moved.demoted_bytes > 0 {
             let gib = objects.moved.demoted_bytes as f64 / crate::GIB;
             notes.push(format!(

@@ -1,8 +1,10 @@
 //! Runs the original's workload: workers take requests that have arrived, write and read entries.
 //!
-//! A request that began within the window is served to its end, and all its bytes count.
+//! A request that began within the window is served on after it, for as long as the original waits
+//! for its threads. All bytes of its entries that were written and read by then count.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::sync::atomic::Ordering;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -19,7 +21,8 @@ use crate::compatible::plan::{
 };
 use crate::compatible::queue::ObjectQueue;
 pub use crate::compatible::queue::Pace;
-use crate::compatible::waterfall::{ObjectRead, Waterfall};
+use crate::compatible::tail::wait_for_workers;
+use crate::compatible::waterfall::{ObjectRead, Unfinished, Waterfall};
 use crate::devices::KernelCounters;
 use crate::measurements::{Answered, Measurements, Moved, Span, WrittenBlocks};
 use crate::permits::Permits;
@@ -32,7 +35,7 @@ use crate::window::Window;
 /// How long a worker sleeps at once while tokens are generated.
 const GENERATION_POLL: Duration = Duration::from_millis(100);
 
-/// The run was interrupted, so the operation did not begin.
+/// The run ended before the operation.
 struct Cut;
 
 /// Runs the workload until the end of the window, of the requests, or until it is stopped.
@@ -48,7 +51,7 @@ pub fn run(
     clock: &dyn Clock,
 ) -> Result<(RunOutcome, ObjectFigures), KvBenchError> {
     let entries_before = store_before(waterfall, workload, options, progress)?;
-    waterfall.reset_counts();
+    waterfall.start_window();
     let before = KernelCounters::now(options.device);
     let start = clock.monotonic();
     let planned = Window { start, end: start + options.duration };
@@ -66,9 +69,12 @@ pub fn run(
         prefills: Permits::new(options.prefills_max),
     };
     thread::scope(|scope| {
-        for _ in 0..options.workers.max(1) {
-            scope.spawn(|| Worker { shared: &shared, piece: Vec::new() }.work(&queue));
-        }
+        let work = || Worker { shared: &shared, piece: Vec::new() }.work(&queue);
+        let workers = (0..options.workers.max(1)).map(|_| scope.spawn(work)).collect::<Vec<_>>();
+        let left = planned.end.saturating_sub(clock.monotonic());
+        wait_for_workers(&workers, left, pace.thread_wait, &|| shared.is_stopped());
+        // What is still under way ends at its next piece, and counts nowhere.
+        waterfall.cut();
     });
     let kernel = KernelCounters::now(options.device).since(&before);
     let all = shared.figures.into_inner().unwrap_or_else(PoisonError::into_inner);
@@ -121,8 +127,8 @@ fn store_before(
         let mut fill = |number, piece: &mut [u8]| name.fill(names, number, piece);
         let written = waterfall.write(name, bytes, &mut fill, &mut Vec::new());
         let mut failure = failure.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Err(reason) = written {
-            failure.get_or_insert(reason);
+        if let Err(Unfinished::Failed(error)) = written {
+            failure.get_or_insert(cannot_write(&error));
         }
         failure.is_none()
     };
@@ -143,6 +149,10 @@ fn store_before(
     });
     let failure = failure.into_inner().unwrap_or_else(PoisonError::into_inner);
     failure.map_or(Ok(u64::from(contexts)), |reason| Err(KvBenchError::Prepare(reason)))
+}
+
+fn cannot_write(error: &io::Error) -> String {
+    format!("cannot write an entry: {error}")
 }
 
 #[derive(Default)]
@@ -170,6 +180,11 @@ impl Shared<'_> {
 
     fn is_stopped(&self) -> bool {
         self.progress.is_stopped.load(Ordering::Relaxed)
+    }
+
+    /// Whether no further operation begins.
+    fn is_cut(&self) -> bool {
+        self.is_stopped() || self.waterfall.is_cut()
     }
 
     /// Whether no further request begins.
@@ -257,7 +272,7 @@ impl Worker<'_> {
     /// Writes the entry of a request. Returns the time in the tier.
     fn write(&mut self, request: &ObjectRequest, is_again: bool) -> Result<Duration, Cut> {
         let shared = self.shared;
-        if shared.is_stopped() {
+        if shared.is_cut() {
             return Err(Cut);
         }
         let (waterfall, clock) = (shared.waterfall, shared.clock);
@@ -272,7 +287,7 @@ impl Worker<'_> {
         let piece = &mut self.piece;
         let (began, written) = shared.prefills.with(|| {
             // Waiting for the permit may have taken long.
-            if shared.is_stopped() {
+            if shared.is_cut() {
                 return Err(Cut);
             }
             Ok((clock.monotonic(), waterfall.write(name, bytes, &mut fill, piece)))
@@ -281,18 +296,23 @@ impl Worker<'_> {
         let mut figures = shared.figures();
         let Figures { common, objects } = &mut *figures;
         common.payload += filling;
+        let written = match written {
+            Ok(written) => written,
+            Err(Unfinished::Cut { tier, bytes }) => {
+                let counted = common.wrote_part(shared.window, span, bytes);
+                objects.written[tier.index()].window_bytes += counted;
+                return Err(Cut);
+            }
+            Err(Unfinished::Failed(error)) => {
+                common.failed(&cannot_write(&error));
+                None
+            }
+        };
         if !is_again {
             let key = name.key(waterfall.names(), 0);
             common.operations.add(request.facts(), 1, &key, bytes);
         }
-        let written = match written {
-            Ok(Some(written)) => written,
-            Ok(None) => return Ok(Duration::ZERO),
-            Err(reason) => {
-                common.failed(&reason);
-                return Ok(Duration::ZERO);
-            }
-        };
+        let Some(written) = written else { return Ok(Duration::ZERO) };
         let took = written.times.total();
         let what = WrittenBlocks { blocks: 1, bytes, is_again };
         common.wrote(shared.window, span, took, what);
@@ -347,7 +367,7 @@ impl Worker<'_> {
         what: u64,
     ) -> Result<ReadOutcome, Cut> {
         let shared = self.shared;
-        if shared.is_stopped() {
+        if shared.is_cut() {
             return Err(Cut);
         }
         let (names, verifies) = (shared.waterfall.names(), shared.options.verifies);
@@ -365,18 +385,26 @@ impl Worker<'_> {
         let mut figures = shared.figures();
         let Figures { common, objects } = &mut *figures;
         common.payload += checking;
-        common.read_blocks += 1;
+        if let Some(offset) = wrong {
+            common.wrong(|| format!("entry {}: byte {offset} differs", name.file_name()));
+        }
         let (tier, bytes, times) = match read {
             Ok(ObjectRead::Hit { tier, bytes, times }) => (tier, bytes, times),
+            Err(Unfinished::Cut { tier, bytes }) => {
+                common.read_part(shared.window, span, tier, bytes);
+                return Err(Cut);
+            }
             missed => {
-                if let Err(reason) = missed {
-                    common.failed(&reason);
+                if let Err(Unfinished::Failed(error)) = missed {
+                    common.failed(&format!("cannot read an entry: {error}"));
                 }
+                common.read_blocks += 1;
                 common.misses += 1;
                 return Ok(ReadOutcome { is_hit: false, took: Duration::ZERO });
             }
         };
         let took = times.total();
+        common.read_blocks += 1;
         common.hits += 1;
         common.decode_reads += 1;
         common.operations.add(request.facts(), what, &name.key(names, 0), bytes);
@@ -385,10 +413,6 @@ impl Worker<'_> {
         common.read(shared.window, span, bytes_by_tier);
         common.read_by_tier[tier.index()].record(took);
         common.verified_blocks += u64::from(verifies);
-        if let Some(offset) = wrong {
-            let (file, tier) = (name.file_name(), tier.name());
-            common.wrong(|| format!("entry {file} from {tier}: byte {offset} differs"));
-        }
         if tier == KvTier::Storage {
             objects.read_file(times.device, times.host);
             let token_bytes = shared.workload.model.model_bytes_per_token as f64;
@@ -408,7 +432,7 @@ impl Worker<'_> {
             if left.is_zero() {
                 return Ok(());
             }
-            if self.shared.is_stopped() {
+            if self.shared.is_cut() {
                 return Err(Cut);
             }
             cascade_runtime::sleep(left.min(GENERATION_POLL));

@@ -6,16 +6,17 @@
 //! goes to the next one, and files are filled to the end.
 
 use std::collections::{BTreeMap, HashMap};
-use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::{fs, io};
 
 use cascade_runtime::Clock;
 
 use crate::KvBenchError;
 use crate::backend::KvTier;
 use crate::block_names::BlockNames;
-use crate::compatible::entry::{EntryName, pieces};
+use crate::compatible::entry::{EntryName, PIECE_BYTES, pieces};
 use crate::compatible::object_file::{IoTimes, ObjectFile};
 
 /// The share of a tier above which entries are moved down.
@@ -76,6 +77,23 @@ pub(crate) enum ObjectRead {
     Miss,
 }
 
+/// Why an entry was not written, read or moved.
+#[derive(Debug)]
+pub(crate) enum Unfinished {
+    /// The run ended before its last piece: the tier, and the bytes of the pieces before.
+    Cut {
+        tier: KvTier,
+        bytes: u64,
+    },
+    Failed(io::Error),
+}
+
+impl From<io::Error> for Unfinished {
+    fn from(error: io::Error) -> Self {
+        Self::Failed(error)
+    }
+}
+
 /// Looks at a piece that was read: its number and its bytes.
 pub(crate) type Look<'a> = dyn FnMut(u64, &[u8]) + 'a;
 
@@ -86,6 +104,7 @@ pub struct Waterfall<'a> {
     names: BlockNames,
     clock: &'a dyn Clock,
     state: Mutex<State>,
+    is_cut: AtomicBool,
 }
 
 #[derive(Debug, Default)]
@@ -151,6 +170,7 @@ impl<'a> Waterfall<'a> {
             names: BlockNames::new(seed),
             clock,
             state: Mutex::default(),
+            is_cut: AtomicBool::new(false),
         })
     }
 
@@ -165,8 +185,19 @@ impl<'a> Waterfall<'a> {
     }
 
     /// Starts to count again, as the original does before its window.
-    pub(crate) fn reset_counts(&self) {
+    pub(crate) fn start_window(&self) {
         self.state().moved = MovedDown::default();
+        self.is_cut.store(false, Ordering::Relaxed);
+    }
+
+    /// Ends what is under way at its next piece: entries may take minutes.
+    pub(crate) fn cut(&self) {
+        self.is_cut.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether no further piece is moved.
+    pub(crate) fn is_cut(&self) -> bool {
+        self.is_cut.load(Ordering::Relaxed)
     }
 
     /// Entries that were lost because they could not be moved, by reason.
@@ -192,7 +223,7 @@ impl<'a> Waterfall<'a> {
         bytes: u64,
         fill: &mut dyn FnMut(u64, &mut [u8]),
         piece: &mut Vec<u8>,
-    ) -> Result<Option<ObjectWrite>, String> {
+    ) -> Result<Option<ObjectWrite>, Unfinished> {
         if self.state().places.contains_key(&name) {
             return Ok(None);
         }
@@ -202,7 +233,7 @@ impl<'a> Waterfall<'a> {
         let written = if tier == KvTier::Storage {
             self.write_file(name, bytes, fill, piece).map(|times| (Body::File, times))
         } else {
-            Ok(self.write_memory(tier, bytes, fill, piece))
+            self.write_memory(tier, bytes, fill, piece)
         };
         let mut state = self.state();
         match written {
@@ -216,11 +247,11 @@ impl<'a> Waterfall<'a> {
                 }
                 Ok(Some(ObjectWrite { tier, times }))
             }
-            Err(error) => {
+            Err(unfinished) => {
                 state.release(tier, bytes);
                 drop(state);
                 drop(fs::remove_file(self.path(name)));
-                Err(format!("cannot write an entry: {error}"))
+                Err(unfinished)
             }
         }
     }
@@ -231,17 +262,14 @@ impl<'a> Waterfall<'a> {
         name: EntryName,
         piece: &mut Vec<u8>,
         look: &mut Look<'_>,
-    ) -> Result<ObjectRead, String> {
+    ) -> Result<ObjectRead, Unfinished> {
         let Some(object) = self.state().touch(name) else { return Ok(ObjectRead::Miss) };
         let body = object.body.lock().unwrap_or_else(PoisonError::into_inner);
-        let read = match &*body {
+        let (tier, times) = match &*body {
             Body::Gone => return Ok(ObjectRead::Miss),
-            Body::Memory(tier, pieces) => Ok((*tier, self.read_memory(pieces, piece, look))),
-            Body::File => self
-                .read_file(name, object.bytes, piece, look)
-                .map(|times| (KvTier::Storage, times)),
+            Body::Memory(tier, pieces) => (*tier, self.read_memory(*tier, pieces, piece, look)?),
+            Body::File => (KvTier::Storage, self.read_file(name, object.bytes, piece, look)?),
         };
-        let (tier, times) = read.map_err(|error| format!("cannot read an entry: {error}"))?;
         Ok(ObjectRead::Hit { tier, bytes: object.bytes, times })
     }
 
@@ -289,18 +317,29 @@ impl<'a> Waterfall<'a> {
             return false;
         }
         let mut body = victim.object.body.lock().unwrap_or_else(PoisonError::into_inner);
-        let Body::Memory(_, pieces) = std::mem::replace(&mut *body, Body::Gone) else {
+        let Body::Memory(held_by, pieces) = std::mem::replace(&mut *body, Body::Gone) else {
             self.state().release(to, bytes);
             return true;
         };
         let moved = match to {
-            KvTier::Storage => self.write_pieces(victim.name, &pieces).map(|()| Body::File),
+            KvTier::Storage => match self.write_pieces(victim.name, &pieces) {
+                Ok(()) => Ok(Body::File),
+                Err(unfinished) => {
+                    // Before another entry can have the name.
+                    drop(fs::remove_file(self.path(victim.name)));
+                    match unfinished {
+                        Unfinished::Failed(error) => Err(error),
+                        Unfinished::Cut { .. } => {
+                            *body = Body::Memory(held_by, pieces);
+                            self.state().keep(victim.name);
+                            self.state().release(to, bytes);
+                            return false;
+                        }
+                    }
+                }
+            },
             tier => Ok(Body::Memory(tier, pieces)),
         };
-        if moved.is_err() {
-            // Before another entry can have the name.
-            drop(fs::remove_file(self.path(victim.name)));
-        }
         let mut state = self.state();
         match moved {
             Ok(moved) => {
@@ -346,22 +385,25 @@ impl<'a> Waterfall<'a> {
         bytes: u64,
         fill: &mut dyn FnMut(u64, &mut [u8]),
         piece: &mut Vec<u8>,
-    ) -> std::io::Result<IoTimes> {
+    ) -> Result<IoTimes, Unfinished> {
         let mut file = ObjectFile::create(&self.path(name), self.clock)?;
         for (number, length) in pieces(bytes) {
+            self.go_on(KvTier::Storage, number)?;
             piece.resize(length, 0);
             fill(number, piece);
             file.write(piece)?;
         }
-        file.sync()
+        Ok(file.sync()?)
     }
 
-    fn write_pieces(&self, name: EntryName, pieces: &[Box<[u8]>]) -> std::io::Result<()> {
+    fn write_pieces(&self, name: EntryName, pieces: &[Box<[u8]>]) -> Result<(), Unfinished> {
         let mut file = ObjectFile::create(&self.path(name), self.clock)?;
-        for piece in pieces {
+        for (number, piece) in (0..).zip(pieces) {
+            self.go_on(KvTier::Storage, number)?;
             file.write(piece)?;
         }
-        file.sync().map(|_| ())
+        file.sync()?;
+        Ok(())
     }
 
     fn write_memory(
@@ -370,34 +412,37 @@ impl<'a> Waterfall<'a> {
         bytes: u64,
         fill: &mut dyn FnMut(u64, &mut [u8]),
         piece: &mut Vec<u8>,
-    ) -> (Body, IoTimes) {
+    ) -> Result<(Body, IoTimes), Unfinished> {
         let mut times = IoTimes::default();
-        let copies = pieces(bytes).map(|(number, length)| {
+        let mut copies = Vec::new();
+        for (number, length) in pieces(bytes) {
+            self.go_on(tier, number)?;
             piece.resize(length, 0);
             fill(number, piece);
             let began = self.clock.monotonic();
-            let copy = piece.clone().into_boxed_slice();
+            copies.push(piece.clone().into_boxed_slice());
             times.device += self.clock.monotonic().saturating_sub(began);
-            copy
-        });
-        (Body::Memory(tier, copies.collect()), times)
+        }
+        Ok((Body::Memory(tier, copies), times))
     }
 
     fn read_memory(
         &self,
+        tier: KvTier,
         pieces: &[Box<[u8]>],
         copy: &mut Vec<u8>,
         look: &mut Look<'_>,
-    ) -> IoTimes {
+    ) -> Result<IoTimes, Unfinished> {
         let mut times = IoTimes::default();
         for (number, piece) in (0..).zip(pieces) {
+            self.go_on(tier, number)?;
             let began = self.clock.monotonic();
             copy.clear();
             copy.extend_from_slice(piece);
             times.device += self.clock.monotonic().saturating_sub(began);
             look(number, copy);
         }
-        times
+        Ok(times)
     }
 
     fn read_file(
@@ -406,14 +451,23 @@ impl<'a> Waterfall<'a> {
         bytes: u64,
         piece: &mut Vec<u8>,
         look: &mut Look<'_>,
-    ) -> std::io::Result<IoTimes> {
+    ) -> Result<IoTimes, Unfinished> {
         let mut file = ObjectFile::open(&self.path(name), self.clock)?;
         for (number, length) in pieces(bytes) {
+            self.go_on(KvTier::Storage, number)?;
             piece.resize(length, 0);
             file.read(piece)?;
             look(number, piece);
         }
         Ok(file.times())
+    }
+
+    /// Whether the piece of this number is moved.
+    fn go_on(&self, tier: KvTier, number: u64) -> Result<(), Unfinished> {
+        if self.is_cut() {
+            return Err(Unfinished::Cut { tier, bytes: number * PIECE_BYTES as u64 });
+        }
+        Ok(())
     }
 
     fn state(&self) -> MutexGuard<'_, State> {

@@ -25,7 +25,9 @@ use tempfile::TempDir;
 use crate::{options, workload};
 
 /// All requests are there at once.
-const AT_ONCE: Pace = Pace { think_scale: 0.0 };
+const AT_ONCE: Pace = Pace { think_scale: 0.0, thread_wait: LONG };
+/// Longer than any request of a test.
+const LONG: Duration = Duration::from_secs(600);
 /// Larger than all that a test writes.
 const LARGE: u64 = 1 << 40;
 
@@ -280,7 +282,7 @@ fn bytes_after_the_window_count_and_the_divisor_is_the_window() {
     // Too short for the first request, whatever the disk does: each call takes some milliseconds.
     let options = RunOptions { duration: Duration::from_millis(12), ..options(1) };
     let progress = Progress::default();
-    let pace = Pace { think_scale: 1e-3 };
+    let pace = Pace { think_scale: 1e-3, thread_wait: LONG };
     let (outcome, _) = run(&waterfall, &workload, &options, pace, &progress, &clock).unwrap();
     let figures = &outcome.figures;
     // It was served to its end, and none began after the window.
@@ -295,6 +297,23 @@ fn bytes_after_the_window_count_and_the_divisor_is_the_window() {
     assert!(outcome.tail > Duration::ZERO && !outcome.was_stopped);
 }
 
+/// The original waits for each of its threads for 2 s, one after another, and then reports.
+#[test]
+fn requests_that_take_longer_than_the_tail_are_cut() {
+    let directory = TempDir::new().unwrap();
+    let workload = workload(None);
+    let waterfall =
+        Waterfall::new(directory.path(), FILES_ONLY, workload.seed, &SystemClock).unwrap();
+    let token_time = Duration::from_secs(3600);
+    let options = RunOptions { duration: Duration::from_secs(2), token_time, ..options(4) };
+    let pace = Pace { think_scale: 1e-3, thread_wait: Duration::from_millis(50) };
+    let progress = Progress::default();
+    let (outcome, _) = run(&waterfall, &workload, &options, pace, &progress, &SystemClock).unwrap();
+    let figures = &outcome.figures;
+    assert_eq!((figures.requests, figures.cut_requests), (0, 4));
+    assert!(!outcome.was_stopped && figures.failures.is_empty(), "{figures:?}");
+}
+
 #[test]
 fn an_interrupted_run_reports_what_it_did_and_leaves_nothing_behind() {
     let root = TempDir::new().unwrap();
@@ -304,7 +323,7 @@ fn an_interrupted_run_reports_what_it_did_and_leaves_nothing_behind() {
     let waterfall =
         Waterfall::new(&directory.blocks(), sizes, workload.seed, &SystemClock).unwrap();
     let (options, progress) = (options(3), Progress::default());
-    let pace = Pace { think_scale: 0.01 };
+    let pace = Pace { think_scale: 0.01, thread_wait: LONG };
     let (outcome, objects) = std::thread::scope(|scope| {
         let running =
             scope.spawn(|| run(&waterfall, &workload, &options, pace, &progress, &SystemClock));
