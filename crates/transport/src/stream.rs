@@ -17,7 +17,7 @@ mod socket_file;
 mod tls;
 
 pub(crate) use accept::{Accepting, listen_tcp, listen_unix};
-pub(crate) use client::StreamConnection;
+pub(crate) use client::{StreamConnection, Until};
 #[cfg(feature = "simulated")]
 pub use simulated::{Conditions, Dialled, Network};
 pub(crate) use socket::{Socket, refused};

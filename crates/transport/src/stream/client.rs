@@ -4,7 +4,9 @@
 mod exchange;
 mod heartbeat;
 mod reception;
+mod rest;
 mod ticket;
+mod until;
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
@@ -19,6 +21,7 @@ use cascade_runtime::{
 use self::heartbeat::Pause;
 use self::reception::Reception;
 use self::ticket::StreamTicket;
+pub(crate) use self::until::Until;
 use super::handshake;
 use super::outgoing::Outgoing;
 use super::socket::{Patience, Socket};
@@ -37,6 +40,8 @@ use crate::wire::{Header, Kind, write_entry};
 
 /// How long a thread that cannot send waits for more of an answer.
 const ANSWER_WAIT: Duration = Duration::from_millis(5);
+/// How often a cancelled batch looks whether the thread that receives has left its memory.
+const LEAVE_WAIT: Duration = Duration::from_millis(50);
 /// How late the planted bug of a deadline is.
 const LATE: Duration = Duration::from_secs(600);
 
@@ -71,6 +76,8 @@ struct Sender {
     spans: Vec<Span>,
     body: Vec<u8>,
     outgoing: Outgoing,
+    /// A thread sends the rest of a frame whose caller has gone.
+    has_rest_thread: bool,
 }
 
 #[derive(Debug)]
@@ -206,7 +213,8 @@ impl StreamConnection {
     ) -> Result<OwnedFd, TransportError> {
         let progress = Arc::new(Progress::default());
         {
-            let mut sender = self.link.lock_sender(deadline)?;
+            let until = Until::deadline(deadline);
+            let mut sender = self.link.lock_sender(until)?;
             let mut body = std::mem::take(&mut sender.body);
             body.clear();
             write_entry(Place { region, offset: 0 }, 0, &mut body);
@@ -217,7 +225,7 @@ impl StreamConnection {
                 header,
                 (&body, &[]),
                 Some(expects),
-                (&progress, deadline),
+                (&progress, until),
             );
             sender.body = body;
             sent?;
@@ -227,6 +235,32 @@ impl StreamConnection {
         let descriptor = progress.descriptor.lock().unwrap_or_else(PoisonError::into_inner).take();
         let lost = || TransportError::lost(&self.link.peer.address, "it sent no descriptor");
         descriptor.ok_or_else(lost)
+    }
+
+    /// As `post`, until the deadline or the flag.
+    pub(crate) fn post_until(
+        &self,
+        batch: &Batch<'_>,
+        until: Until<'_>,
+    ) -> Result<Ticket, TransportError> {
+        let notice = batch.notice.unwrap_or_default();
+        if notice.len() > NOTICE_BYTES_MAX {
+            let (what, value) = ("a notice", notice.len());
+            return Err(TransportError::TooLarge { what, value, limit: NOTICE_BYTES_MAX });
+        }
+        let regions = self.regions();
+        let mut sender = self.link.lock_sender(until)?;
+        let sender = &mut *sender;
+        plan(batch.pieces, PIECE_BYTES_MAX, &mut sender.planned);
+        sender.look_up(&regions)?;
+        let progress = Arc::new(Progress::default());
+        let mut planned = std::mem::take(&mut sender.planned);
+        let posted = self.link.post(sender, &planned, batch, (&regions, &progress, until));
+        planned.clear();
+        sender.planned = planned;
+        posted?;
+        let ticket = StreamTicket { link: Arc::clone(&self.link), progress };
+        Ok(Ticket::pending(ticket))
     }
 
     /// Waits until the peer writes nothing of cancelled batches any more.
@@ -259,24 +293,7 @@ impl Connection for StreamConnection {
     }
 
     fn post(&self, batch: &Batch<'_>, deadline: Deadline) -> Result<Ticket, TransportError> {
-        let notice = batch.notice.unwrap_or_default();
-        if notice.len() > NOTICE_BYTES_MAX {
-            let (what, value) = ("a notice", notice.len());
-            return Err(TransportError::TooLarge { what, value, limit: NOTICE_BYTES_MAX });
-        }
-        let regions = self.regions();
-        let mut sender = self.link.lock_sender(deadline)?;
-        let sender = &mut *sender;
-        plan(batch.pieces, PIECE_BYTES_MAX, &mut sender.planned);
-        sender.look_up(&regions)?;
-        let progress = Arc::new(Progress::default());
-        let mut planned = std::mem::take(&mut sender.planned);
-        let posted = self.link.post(sender, &planned, batch, (&regions, &progress, deadline));
-        planned.clear();
-        sender.planned = planned;
-        posted?;
-        let ticket = StreamTicket { link: Arc::clone(&self.link), progress };
-        Ok(Ticket::pending(ticket))
+        self.post_until(batch, Until::deadline(deadline))
     }
 
     fn is_open(&self) -> bool {
@@ -315,19 +332,25 @@ impl Link {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn lock_sender(&self, deadline: Deadline) -> Result<MutexGuard<'_, Sender>, TransportError> {
-        let late = TransportError::Deadline { what: "waiting for other batches" };
-        let locked = self.sender.lock_until(deadline, &SystemClock).ok_or(late)?;
-        Ok(locked.unwrap_or_else(PoisonError::into_inner))
+    /// The sender, after the rest of earlier frames was sent.
+    fn lock_sender(&self, until: Until<'_>) -> Result<MutexGuard<'_, Sender>, TransportError> {
+        let locked = until.wait(|deadline| {
+            let late = TransportError::Deadline { what: "waiting for other batches" };
+            self.sender.lock_until(deadline, &SystemClock).ok_or(late)
+        });
+        let mut sender = locked?.unwrap_or_else(PoisonError::into_inner);
+        let patience = Patience::until(until.deadline, self.stall).or_when(until.flag);
+        self.send_rest(&mut sender, patience)?;
+        Ok(sender)
     }
 
     /// Sends the frames of a batch.
     fn post(
-        &self,
+        self: &Arc<Self>,
         sender: &mut Sender,
         planned: &[Piece],
         batch: &Batch<'_>,
-        (regions, progress, deadline): (&Snapshot, &Arc<Progress>, Deadline),
+        (regions, progress, until): (&Snapshot, &Arc<Progress>, Until<'_>),
     ) -> Result<(), TransportError> {
         let spans = std::mem::take(&mut sender.spans);
         let mut body = std::mem::take(&mut sender.body);
@@ -359,18 +382,17 @@ impl Link {
                 let regions = Some(regions.clone());
                 Some(Expected { kind: Kind::Data, targets, regions, pieces, bytes })
             };
-            let sent = self.wait_for_room(deadline).and_then(|()| {
+            let sent = self.wait_for_room(until).and_then(|()| {
                 let payload = if is_write { &spans[at..end] } else { &[] };
-                self.send_frame(sender, header, (&body, payload), expected, (progress, deadline))
+                self.send_frame(sender, header, (&body, payload), expected, (progress, until))
             });
-            let sent = sent.map_err(|error| {
-                if at == 0 {
-                    return error;
-                }
-                // The peer waits for the rest of the batch.
-                let reason = format!("a batch was cut: {error}");
-                self.end(&TransportError::lost(&self.peer.address, reason))
-            });
+            // Only a deadline leaves the connection open: in this frame, or before it.
+            let is_whole = is_last && sender.outgoing.rest_bytes() > 0;
+            let has_begun = at > 0 || sender.outgoing.rest_bytes() > 0;
+            if sent.is_err() && has_begun && !is_whole {
+                // The peer waits for the last frame of the batch.
+                self.end_batch(sender, kind, progress);
+            }
             at = end;
             if is_last || sent.is_err() {
                 break sent;
@@ -381,20 +403,23 @@ impl Link {
     }
 
     /// Waits until the connection may have one more frame without an answer.
-    fn wait_for_room(&self, deadline: Deadline) -> Result<(), TransportError> {
-        self.drive(deadline, |state| {
+    fn wait_for_room(&self, until: Until<'_>) -> Result<(), TransportError> {
+        let has_room = |state: &LinkState| {
             state.waiting.len() < FRAMES_IN_FLIGHT_MAX || state.broken.is_some()
-        })
+        };
+        until.wait(|deadline| self.drive(deadline, has_room))
     }
 
     /// Sends one frame. If it is answered, `expected` says with what.
+    ///
+    /// After a deadline the rest of the frame follows, and its answer is thrown away.
     fn send_frame(
-        &self,
+        self: &Arc<Self>,
         sender: &mut Sender,
         header: Header,
         (body, payload): (&[u8], &[Span]),
         expected: Option<Expected>,
-        (progress, deadline): (&Arc<Progress>, Deadline),
+        (progress, until): (&Arc<Progress>, Until<'_>),
     ) -> Result<(), TransportError> {
         sender.frames += 1;
         let header = Header { frame: sender.frames, ..header };
@@ -409,15 +434,18 @@ impl Link {
                 state.waiting.push_back(WaitingFrame { number: header.frame, progress, expected });
             }
         }
-        let mut patience = Patience::until(deadline, self.stall);
-        let mut receive = || self.receive_what_came(deadline);
+        let mut patience = Patience::until(until.deadline, self.stall).or_when(until.flag);
+        let mut receive = || self.receive_what_came(until.deadline);
         let sending: (_, &mut dyn FnMut() -> bool) = (&mut patience, &mut receive);
         let sent = sender.outgoing.send(&self.socket, &header, body, payload, sending);
-        sent.map_err(|error| {
-            // The peer has a part of the frame.
-            let reason = format!("a frame was cut: {error}");
-            self.end(&TransportError::lost(&self.peer.address, reason))
-        })
+        match sent {
+            Err(error @ TransportError::Deadline { .. }) => {
+                self.leave(progress);
+                self.send_rest_later(sender);
+                Err(error)
+            }
+            sent => sent.map_err(|error| self.end(&error)),
+        }
     }
 
     /// Ends the connection: all frames that wait for an answer fail. The one whose answer a thread

@@ -29,7 +29,7 @@ fn send(
     socket: &Socket,
     kind: Kind,
     body: &[u8],
-    patience: &mut Patience,
+    patience: &mut Patience<'_>,
 ) -> Result<(), TransportError> {
     let header = Header::new(kind, 0).with_body(body).to_bytes();
     socket.send(&mut [Span::of_bytes(&header), Span::of_bytes(body)], patience)
@@ -40,7 +40,7 @@ fn send(
 fn receive(
     socket: &Socket,
     kinds: &[Kind],
-    patience: &mut Patience,
+    patience: &mut Patience<'_>,
 ) -> Result<(Kind, Vec<u8>), TransportError> {
     let mut bytes = [0; HEADER_BYTES];
     socket.receive(&mut [Span::of_buffer(&mut bytes)], patience)?;
@@ -72,7 +72,7 @@ fn refusal(socket: &Socket, reason: impl Into<String>) -> TransportError {
 fn of_client(
     socket: &Socket,
     kind: Kind,
-    patience: &mut Patience,
+    patience: &mut Patience<'_>,
 ) -> Result<Vec<u8>, TransportError> {
     receive(socket, &[kind], patience).map(|(_, body)| body)
 }
@@ -81,7 +81,7 @@ fn of_client(
 fn of_server(
     socket: &Socket,
     kind: Kind,
-    patience: &mut Patience,
+    patience: &mut Patience<'_>,
 ) -> Result<Vec<u8>, TransportError> {
     let (received, body) = receive(socket, &[kind, Kind::Refusal], patience)?;
     if received == kind {
@@ -93,7 +93,7 @@ fn of_server(
     Err(refusal(socket, plain))
 }
 
-fn patience(limits: &Limits, deadline: Deadline) -> Patience {
+fn patience(limits: &Limits, deadline: Deadline) -> Patience<'static> {
     Patience::until(deadline, limits.handshake_timeout)
 }
 
@@ -198,7 +198,7 @@ pub(super) fn as_server<'a>(
 fn admit<'a>(
     socket: &Arc<Socket>,
     (state, is_admitted): (&'a EndpointState, &AtomicBool),
-    (patience, deadline): (&mut Patience, Deadline),
+    (patience, deadline): (&mut Patience<'_>, Deadline),
 ) -> Result<(EndpointId, ServedConnection<'a>), TransportError> {
     let invalid = |error| refusal(socket, format!("{error}"));
     let hello_body = of_client(socket, Kind::Hello, patience)?;

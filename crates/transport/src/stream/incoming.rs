@@ -54,7 +54,7 @@ impl Incoming {
         &mut self,
         socket: &Socket,
         pieces: &[Span],
-        (patience, pause): (&mut Patience, Pause<'_>),
+        (patience, pause): (&mut Patience<'_>, Pause<'_>),
     ) -> Result<Option<Whole>, TransportError> {
         loop {
             if self.queue.is_empty() {
@@ -104,7 +104,7 @@ impl Incoming {
     pub(super) fn discard(
         &mut self,
         socket: &Socket,
-        (patience, pause): (&mut Patience, Pause<'_>),
+        (patience, pause): (&mut Patience<'_>, Pause<'_>),
     ) -> Result<bool, TransportError> {
         self.discarded.resize(DISCARD_BYTES, 0);
         while self.left > 0 {
@@ -127,7 +127,7 @@ fn bytes_of(spans: &[Span]) -> usize {
 /// Receives a header.
 pub(super) fn receive_header(
     socket: &Socket,
-    patience: &mut Patience,
+    patience: &mut Patience<'_>,
 ) -> Result<Header, TransportError> {
     let mut bytes = [0; HEADER_BYTES];
     socket.receive(&mut [Span::of_buffer(&mut bytes)], patience)?;

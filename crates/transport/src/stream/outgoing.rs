@@ -18,6 +18,10 @@ const PIECES_AHEAD: usize = 2;
 pub(super) struct Outgoing {
     queue: Vec<Span>,
     sums: Vec<u8>,
+    /// What was not sent of frames whose deadline passed. It comes before the next frame.
+    rest: Vec<u8>,
+    /// Bytes of it that were sent.
+    rest_sent: usize,
 }
 
 impl Outgoing {
@@ -25,14 +29,15 @@ impl Outgoing {
     ///
     /// `receive` is called while the peer takes no bytes, as in `Socket::send_and`.
     ///
-    /// After an error the peer has a part of the frame: the connection cannot go on.
+    /// After a deadline, this keeps a copy of what was not sent, which `send_rest` has to send next.
+    /// After another error the connection cannot go on: the peer has a part of the frame.
     pub(super) fn send(
         &mut self,
         socket: &Socket,
         header: &Header,
         body: &[u8],
         payload: &[Span],
-        (patience, receive): (&mut Patience, &mut dyn FnMut() -> bool),
+        (patience, receive): (&mut Patience<'_>, &mut dyn FnMut() -> bool),
     ) -> Result<(), TransportError> {
         let header = header.to_bytes();
         self.sums.clear();
@@ -49,15 +54,58 @@ impl Outgoing {
                 self.compute_sums(chunk);
             }
             self.queue.extend_from_slice(chunk);
-            socket.send_and(&mut self.queue, patience, receive)?;
-            self.queue.clear();
+            let sent = socket.send_and(&mut self.queue, patience, receive);
             if is_long {
                 self.compute_sums(chunk);
             }
+            if sent.is_err() {
+                self.compute_sums(more);
+                self.queue.extend_from_slice(more);
+                self.queue.push(Span::of_bytes(&self.sums));
+                return self.keep_rest(sent);
+            }
+            self.queue.clear();
             rest = more;
         }
         self.queue.push(Span::of_bytes(&self.sums));
-        socket.send_and(&mut self.queue, patience, receive)
+        let sent = socket.send_and(&mut self.queue, patience, receive);
+        self.keep_rest(sent)
+    }
+
+    /// Copies what a deadline left in the queue.
+    fn keep_rest(&mut self, sent: Result<(), TransportError>) -> Result<(), TransportError> {
+        if matches!(sent, Err(TransportError::Deadline { .. })) {
+            for span in &self.queue {
+                self.rest.extend_from_slice(span.as_slice());
+            }
+        }
+        self.queue.clear();
+        sent
+    }
+
+    /// Bytes that were not sent of earlier frames.
+    pub(super) fn rest_bytes(&self) -> usize {
+        self.rest.len() - self.rest_sent
+    }
+
+    /// Adds a frame without body and payload to the rest.
+    pub(super) fn add_to_rest(&mut self, header: &Header) {
+        self.rest.extend_from_slice(&header.to_bytes());
+    }
+
+    /// Sends the rest of earlier frames. After a deadline, another call goes on.
+    pub(super) fn send_rest(
+        &mut self,
+        socket: &Socket,
+        (patience, receive): (&mut Patience<'_>, &mut dyn FnMut() -> bool),
+    ) -> Result<(), TransportError> {
+        let mut spans = [Span::of_bytes(&self.rest[self.rest_sent..])];
+        let sent = socket.send_and(&mut spans, patience, receive);
+        self.rest_sent = self.rest.len() - spans[0].bytes();
+        if spans[0].bytes() == 0 {
+            (self.rest, self.rest_sent) = (vec![], 0);
+        }
+        sent
     }
 
     fn compute_sums(&mut self, pieces: &[Span]) {

@@ -33,7 +33,7 @@ pub(super) struct Served<'a> {
     socket: &'a Socket,
     state: &'a EndpointState,
     peer: EndpointId,
-    patience: Patience,
+    patience: Patience<'static>,
     incoming: Incoming,
     outgoing: Outgoing,
     body: Vec<u8>,

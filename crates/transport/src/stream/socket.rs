@@ -23,25 +23,37 @@ const RATE_MIN: u64 = 1 << 20;
 
 /// How long a transfer may take, and how far it is.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Patience {
+pub(super) struct Patience<'a> {
     /// The end of the call, or of the frame.
     deadline: Deadline,
     /// The longest time without progress.
     stall: Duration,
     /// The time of the latest progress.
     since: Duration,
+    /// Once this is set, the deadline has come.
+    flag: Option<&'a AtomicBool>,
 }
 
-impl Patience {
+impl<'a> Patience<'a> {
     /// Of a call with this deadline.
     pub(super) fn until(deadline: Deadline, stall: Duration) -> Self {
-        Self { deadline, stall, since: now() }
+        Self { deadline, stall, since: now(), flag: None }
+    }
+
+    /// It ends when this is set, too.
+    pub(super) fn or_when(self, flag: Option<&'a AtomicBool>) -> Self {
+        Self { flag, ..self }
     }
 
     /// The time that the rest of a frame may take: the peer makes progress, and not too slowly.
     pub(super) fn of_frame(stall: Duration, bytes: u64) -> Self {
         let time = stall + time_of(bytes);
         Self::until(Deadline::after(&SystemClock, time), stall)
+    }
+
+    /// Its end.
+    pub(super) fn deadline(&self) -> Deadline {
+        self.deadline
     }
 
     /// The rest of a frame has more bytes than was known.
@@ -61,7 +73,8 @@ impl Patience {
     }
 
     fn check(&self, peer: &str) -> Result<(), TransportError> {
-        if self.deadline.has_passed(&SystemClock) {
+        let is_given_up = self.flag.is_some_and(|flag| flag.load(Ordering::Acquire));
+        if is_given_up || self.deadline.has_passed(&SystemClock) {
             return Err(TransportError::Deadline { what: "moving a batch" });
         }
         if now().saturating_sub(self.since) > self.stall {
@@ -230,11 +243,11 @@ impl Socket {
         self.stream.wait_readable(left).map_err(|error| self.failure(error))
     }
 
-    /// Sends all bytes of all spans. The spans are used up.
+    /// Sends all bytes of all spans. What was sent is taken from them, also if there is an error.
     pub(super) fn send(
         &self,
         spans: &mut [Span],
-        patience: &mut Patience,
+        patience: &mut Patience<'_>,
     ) -> Result<(), TransportError> {
         self.send_and(spans, patience, &mut || false)
     }
@@ -244,7 +257,7 @@ impl Socket {
     pub(super) fn send_and(
         &self,
         spans: &mut [Span],
-        patience: &mut Patience,
+        patience: &mut Patience<'_>,
         receive: &mut dyn FnMut() -> bool,
     ) -> Result<(), TransportError> {
         let send = |spans: &[Span]| {
@@ -259,7 +272,7 @@ impl Socket {
     pub(super) fn receive(
         &self,
         spans: &mut [Span],
-        patience: &mut Patience,
+        patience: &mut Patience<'_>,
     ) -> Result<(), TransportError> {
         self.receive_part(spans, 0, (patience, Pause::NEVER)).map(drop)
     }
@@ -270,7 +283,7 @@ impl Socket {
         &self,
         spans: &mut [Span],
         more: usize,
-        (patience, pause): (&mut Patience, Pause<'_>),
+        (patience, pause): (&mut Patience<'_>, Pause<'_>),
     ) -> Result<usize, TransportError> {
         let receive = |spans: &[Span]| {
             let count = self.stream.receive_some(spans, more, pause.time())?;
@@ -285,7 +298,7 @@ impl Socket {
     fn move_all(
         &self,
         spans: &mut [Span],
-        patience: &mut Patience,
+        patience: &mut Patience<'_>,
         (pause, while_blocked): (Pause<'_>, &mut dyn FnMut() -> bool),
         call: impl Fn(&[Span]) -> io::Result<usize>,
     ) -> Result<usize, TransportError> {
@@ -321,7 +334,7 @@ impl Socket {
         &self,
         bytes: &[u8],
         descriptor: BorrowedFd<'_>,
-        patience: &mut Patience,
+        patience: &mut Patience<'_>,
     ) -> Result<(), TransportError> {
         loop {
             match self.stream.send_descriptor(bytes, descriptor) {
@@ -340,7 +353,7 @@ impl Socket {
         &self,
         into: &mut [u8],
         (filled, descriptor): (&mut usize, &mut Option<OwnedFd>),
-        (patience, pause): (&mut Patience, Pause<'_>),
+        (patience, pause): (&mut Patience<'_>, Pause<'_>),
     ) -> Result<(), TransportError> {
         while *filled < into.len() {
             match self.stream.receive_with_descriptor(&mut into[*filled..], pause.time()) {
@@ -379,12 +392,13 @@ pub(crate) fn refused(peer: &str, error: io::Error) -> TransportError {
     TransportError::Connect { peer: peer.to_owned(), source: Arc::new(error) }
 }
 
-/// What is left of the spans after their first `count` bytes. Leaves out empty spans at the start.
+/// Takes the first `count` bytes from the spans. Returns the spans from the first that is not
+/// empty.
 fn skip(mut spans: &mut [Span], mut count: usize) -> &mut [Span] {
     while let Some(first) = spans.first_mut() {
         let bytes = first.bytes();
+        *first = first.after(bytes.min(count));
         if bytes > count {
-            *first = first.after(count);
             break;
         }
         count -= bytes;

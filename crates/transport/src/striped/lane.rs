@@ -11,14 +11,14 @@ use super::Group;
 use crate::TransportError;
 use crate::connection::{Batch, Connection};
 use crate::piece::{Direction, Piece};
-use crate::stream::StreamConnection;
+use crate::stream::{StreamConnection, Until};
 
 /// How often a thread that waits for its part looks whether the batch was cancelled.
 pub(super) const LOOK: Duration = Duration::from_millis(50);
 /// Time in which the threads notice that a batch is cancelled, and leave its answers.
 pub(super) const LEAVE_TIMEOUT: Duration = LOOK.saturating_mul(3);
 /// The longest time to post a part. A stream without progress ends sooner, by its stall time-out,
-/// and so does one whose batch is cancelled.
+/// and a part whose batch is cancelled is given up.
 const POST_TIMEOUT: Duration = Duration::from_secs(3600);
 /// Time in which a cancelled part has to be answered; then its stream is closed.
 pub(super) const CANCEL_TIMEOUT: Duration = Duration::from_secs(1);
@@ -178,7 +178,13 @@ impl Shared {
 
     /// Posts a batch and waits for its end, or until its group is cancelled.
     fn run_batch(&self, batch: &Batch<'_>, group: &Group) -> Result<(), TransportError> {
-        let mut ticket = self.stream.post(batch, Deadline::after(&SystemClock, POST_TIMEOUT))?;
+        let deadline = Deadline::after(&SystemClock, POST_TIMEOUT);
+        let until = Until { deadline, flag: Some(&group.is_cancelled) };
+        let mut ticket = match self.stream.post_until(batch, until) {
+            // What was sent of it ends in the background.
+            Err(TransportError::Deadline { .. }) if group.is_cancelled() => return Ok(()),
+            posted => posted?,
+        };
         loop {
             match ticket.wait(Deadline::after(&SystemClock, LOOK)) {
                 Err(TransportError::Deadline { .. }) if group.is_cancelled() => {

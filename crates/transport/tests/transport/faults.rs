@@ -11,17 +11,21 @@ use cascade_transport::conformance::{Numbers, soon};
 use cascade_transport::wire::{Challenge, HEADER_BYTES, Header, Hello, Kind};
 use cascade_transport::{
     Access, Batch, Connection, Direction, Endpoint, EndpointConfig, Heartbeat, Limits, Listener,
-    Piece, Place, Refusal, Region, RegionId, TransportError,
+    Piece, Place, Refusal, Region, RegionId, TlsConfig, TransportError,
 };
 
 use crate::proofs::{TOKEN, proof};
 use crate::proxy::Proxy;
+use crate::tls::subject;
 
-const BYTES: usize = 4 << 20;
+pub(crate) const BYTES: usize = 4 << 20;
 
 fn endpoint(access: Access, limits: Limits, streams: usize) -> (Endpoint, RegionId) {
     let token = Some(TOKEN.to_vec());
-    let config = EndpointConfig { token, limits, streams, ..Default::default() };
+    with_region(access, EndpointConfig { token, limits, streams, ..Default::default() })
+}
+
+fn with_region(access: Access, config: EndpointConfig) -> (Endpoint, RegionId) {
     let endpoint = Endpoint::new(config).expect("valid");
     let region = endpoint
         .register(Region::shared(BYTES, access).expect("memory"))
@@ -30,33 +34,41 @@ fn endpoint(access: Access, limits: Limits, streams: usize) -> (Endpoint, Region
 }
 
 /// A server, and a client that is connected to it through a proxy.
-struct Pair {
-    client: Endpoint,
-    local: RegionId,
-    server: Endpoint,
-    remote: RegionId,
-    connection: Arc<dyn Connection>,
-    proxy: Arc<Proxy>,
+pub(crate) struct Pair {
+    pub(crate) client: Endpoint,
+    pub(crate) local: RegionId,
+    pub(crate) server: Endpoint,
+    pub(crate) remote: RegionId,
+    pub(crate) connection: Arc<dyn Connection>,
+    pub(crate) proxy: Arc<Proxy>,
     _listener: Listener,
 }
 
 impl Pair {
-    fn new(limits: Limits) -> Self {
+    pub(crate) fn new(limits: Limits) -> Self {
         Self::with_streams(limits, 1)
     }
 
-    fn with_streams(limits: Limits, streams: usize) -> Self {
-        let (server, remote) = endpoint(Access::BOTH, limits, 1);
+    pub(crate) fn with_streams(limits: Limits, streams: usize) -> Self {
+        Self::of(endpoint(Access::BOTH, limits, 1), endpoint(Access::LOCAL, limits, streams))
+    }
+
+    pub(crate) fn with_tls(client: &TlsConfig, server: &TlsConfig) -> Self {
+        let [server, client] = [(Access::BOTH, server), (Access::LOCAL, client)]
+            .map(|(access, tls)| with_region(access, subject::config(Some(tls.clone()))));
+        Self::of(server, client)
+    }
+
+    fn of((server, remote): (Endpoint, RegionId), (client, local): (Endpoint, RegionId)) -> Self {
         let listener = server
             .listen_tcp("127.0.0.1:0".parse().expect("it works on loopback"))
             .expect("it works on loopback");
         let (proxy, address) = Proxy::start(listener.tcp_address().expect("it works on loopback"));
-        let (client, local) = endpoint(Access::LOCAL, limits, streams);
         let connection = client.connect_tcp(address, soon()).expect("it works on loopback");
         Self { client, local, server, remote, connection, proxy, _listener: listener }
     }
 
-    fn pieces(&self, bytes: usize) -> [Piece; 1] {
+    pub(crate) fn pieces(&self, bytes: usize) -> [Piece; 1] {
         [Piece {
             local: Place { region: self.local, offset: 0 },
             remote: Place { region: self.remote, offset: 0 },
@@ -64,7 +76,11 @@ impl Pair {
         }]
     }
 
-    fn run(&self, direction: Direction, deadline: Deadline) -> Result<(), TransportError> {
+    pub(crate) fn run(
+        &self,
+        direction: Direction,
+        deadline: Deadline,
+    ) -> Result<(), TransportError> {
         let pieces = self.pieces(BYTES);
         let batch = Batch { direction, pieces: &pieces, notice: Some(b"arrived") };
         self.connection.post(&batch, deadline)?.wait(deadline)
@@ -72,7 +88,7 @@ impl Pair {
 }
 
 /// Whether the region of the target has exactly these bytes.
-fn has(endpoint: &Endpoint, region: RegionId, expected: &[u8]) -> bool {
+pub(crate) fn has(endpoint: &Endpoint, region: RegionId, expected: &[u8]) -> bool {
     let mut actual = vec![0; expected.len()];
     endpoint.fetch(region, 0, &mut actual).expect("it works on loopback");
     actual == expected
@@ -208,23 +224,6 @@ fn a_cancelled_read_leaves_its_connection_open() {
         assert!(pair.connection.is_open(), "{streams} streams");
         pair.client.unregister(pair.local, Deadline::at(Duration::ZERO)).unwrap();
     }
-}
-
-#[test]
-fn a_batch_that_cannot_be_sent_whole_ends_its_connection() {
-    // No answer comes back, so that frames wait until no more may be sent.
-    let pair = Pair::new(Limits::default());
-    pair.proxy.freeze_at.store(0, Ordering::Relaxed);
-    let [piece] = pair.pieces(BYTES);
-    // Two pieces fill a frame, and as many frames as may wait are not enough.
-    let pieces = vec![piece; 200];
-    let batch = Batch { direction: Direction::Read, pieces: &pieces, notice: None };
-    let deadline = Deadline::after(&SystemClock, Duration::from_millis(300));
-    let error = pair.connection.post(&batch, deadline).unwrap_err();
-    assert!(matches!(error, TransportError::Lost { .. }), "{error}");
-    // There is no ticket to wait for: the answers of the frames that were sent must not come.
-    assert!(!pair.connection.is_open());
-    pair.client.unregister(pair.local, soon()).unwrap();
 }
 
 #[test]

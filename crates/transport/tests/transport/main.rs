@@ -1,6 +1,7 @@
 //! Connections over TCP, TLS and shared memory: conformance, faults, and peers that lie.
 
 mod faults;
+mod given_up;
 mod kernel_tls;
 mod liar;
 mod lies;

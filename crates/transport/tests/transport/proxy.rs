@@ -17,7 +17,7 @@ pub(crate) struct Proxy {
     pub(crate) flip_at: AtomicU64,
     /// The byte before which both connections are cut.
     pub(crate) cut_at: AtomicU64,
-    /// The byte before which nothing more is passed on.
+    /// The byte before which nothing more is passed on, until this is larger.
     pub(crate) freeze_at: AtomicU64,
     /// The most bytes that are passed on at a time.
     pub(crate) piece: AtomicUsize,
@@ -77,8 +77,8 @@ impl Proxy {
                 drop(into.write_all(&buffer[..usize::try_from(before).expect("inside")]));
                 break;
             }
-            if first >= self.freeze_at.load(Ordering::Relaxed) {
-                sleep(Duration::from_secs(600));
+            while first >= self.freeze_at.load(Ordering::Relaxed) {
+                sleep(Duration::from_millis(5));
             }
             if has(&self.flip_at) {
                 let at = self.flip_at.load(Ordering::Relaxed) - first;

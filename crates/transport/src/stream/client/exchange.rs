@@ -4,7 +4,7 @@ use std::sync::{Arc, PoisonError};
 
 use cascade_runtime::Deadline;
 
-use super::{Expected, Progress, StreamConnection};
+use super::{Expected, Progress, StreamConnection, Until};
 use crate::TransportError;
 use crate::wire::{Header, Kind};
 
@@ -17,11 +17,12 @@ impl StreamConnection {
     ) -> Result<Vec<u8>, TransportError> {
         let progress = Arc::new(Progress::default());
         {
-            let mut sender = self.link.lock_sender(deadline)?;
+            let until = Until::deadline(deadline);
+            let mut sender = self.link.lock_sender(until)?;
             let header = Header::new(Kind::Link, 0).with_body(address);
             let expects = Expected::of_kind(Kind::Linked);
             let body = (address, &[][..]);
-            let waits = (&progress, deadline);
+            let waits = (&progress, until);
             self.link.send_frame(&mut sender, header, body, Some(expects), waits)?;
         }
         self.link.drive(deadline, |_| progress.has_ended())?;

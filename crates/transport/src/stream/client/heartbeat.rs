@@ -7,7 +7,7 @@ use std::time::Duration;
 use cascade_runtime::thread::Builder;
 use cascade_runtime::{Condvar, Deadline, Mutex, SystemClock};
 
-use super::{Expected, Link, Progress};
+use super::{Expected, Link, Progress, Until};
 use crate::TransportError;
 use crate::limits::Heartbeat;
 use crate::wire::{Header, Kind};
@@ -55,7 +55,7 @@ fn beat(link: &Weak<Link>, pause: &Pause, heartbeat: Heartbeat) {
 
 impl Link {
     /// Asks the peer for an answer. Ends the connection if nothing is answered within the limit.
-    fn is_answered(&self, heartbeat: Heartbeat) -> bool {
+    fn is_answered(self: &Arc<Self>, heartbeat: Heartbeat) -> bool {
         let (received, sent) = (self.socket.received(), self.socket.sent());
         let mut has_asked = false;
         let deadline = Deadline::after(&SystemClock, heartbeat.limit);
@@ -82,17 +82,21 @@ impl Link {
 
     /// Reads nothing from the peer, which answers in the order of the frames. `has_asked` is set
     /// before anything is sent.
-    fn ask(&self, has_asked: &mut bool, deadline: Deadline) -> Result<(), TransportError> {
+    fn ask(
+        self: &Arc<Self>,
+        has_asked: &mut bool,
+        deadline: Deadline,
+    ) -> Result<(), TransportError> {
         let progress = Arc::new(Progress::default());
         {
             // Another thread may be sending, by a deadline of its own.
-            let mut sender = self.lock_sender(deadline)?;
-            self.wait_for_room(deadline)?;
+            let until = Until::deadline(deadline);
+            let mut sender = self.lock_sender(until)?;
+            self.wait_for_room(until)?;
             *has_asked = true;
             let header = Header::new(Kind::Read, 0);
             let expects = Expected::of_kind(Kind::Data);
-            let waits = (&progress, deadline);
-            self.send_frame(&mut sender, header, (&[], &[]), Some(expects), waits)?;
+            self.send_frame(&mut sender, header, (&[], &[]), Some(expects), (&progress, until))?;
         }
         self.drive(deadline, |_| progress.has_ended())?;
         progress.result()

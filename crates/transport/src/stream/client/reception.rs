@@ -27,7 +27,7 @@ pub(super) struct Reception {
     answer: Option<Answer>,
     incoming: Incoming,
     /// Of the answer; `None` while none has begun.
-    patience: Option<Patience>,
+    patience: Option<Patience<'static>>,
     /// When the latest thread stopped receiving it.
     paused: Duration,
 }
@@ -128,7 +128,7 @@ impl Link {
     fn receive_rest(
         &self,
         reception: &mut Reception,
-        (patience, at): (&mut Patience, Deadline),
+        (patience, at): (&mut Patience<'_>, Deadline),
     ) -> Result<bool, TransportError> {
         if reception.answer.is_none() {
             let into = (&mut reception.filled, &mut reception.descriptor);
@@ -157,7 +157,7 @@ impl Link {
     fn begin_answer(
         &self,
         reception: &mut Reception,
-        patience: &mut Patience,
+        patience: &mut Patience<'_>,
     ) -> Result<(), TransportError> {
         let lost = |reason: &str| TransportError::lost(&self.peer.address, reason);
         let header = Header::parse(&reception.header).map_err(|error| lost(&error.to_string()))?;
@@ -202,7 +202,7 @@ impl Link {
         &self,
         frame: &mut WaitingFrame,
         incoming: &mut Incoming,
-        (patience, at): (&mut Patience, Deadline),
+        (patience, at): (&mut Patience<'_>, Deadline),
     ) -> Result<bool, TransportError> {
         if !frame.is_cancelled() {
             let flag = Some(&frame.progress.is_cancelled);
@@ -230,7 +230,7 @@ impl Link {
         &self,
         body: &mut [u8],
         incoming: &mut Incoming,
-        (patience, at): (&mut Patience, Deadline),
+        (patience, at): (&mut Patience<'_>, Deadline),
     ) -> Result<bool, TransportError> {
         let target = [Span::of_buffer(body)];
         let waits = (patience, Pause { at, flag: None });
