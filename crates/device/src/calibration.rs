@@ -135,7 +135,8 @@ impl Bench {
             let all_ns = self.time_ns(method, fragment_bytes, count)?;
             let fixed_ns = call_ns + fragment_ns * count as u64;
             let bytes_ns = all_ns.saturating_sub(fixed_ns).max(1);
-            let bytes_per_us = (fragment_bytes * count) as u64 * 1000 / bytes_ns;
+            // A machine that is too busy for a byte in a microsecond copies, all the same.
+            let bytes_per_us = ((fragment_bytes * count) as u64 * 1000 / bytes_ns).max(1);
             rates.push(Rate { fragment_bytes, bytes_per_us });
         }
         Ok(Curve { call_ns, fragment_ns, rates })
