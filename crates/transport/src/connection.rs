@@ -59,6 +59,11 @@ pub trait Connection: fmt::Debug + Send + Sync {
 
     /// Starts to move a batch. The pages of its local pieces must not be changed (of a write) or
     /// used (of a read) until the ticket has ended.
+    ///
+    /// # Errors
+    /// [`TransportError::Deadline`] if it was not sent whole by the deadline, as if it had been
+    /// cancelled: its memory is not used any more, what was begun of it ends in the background, and
+    /// nothing of it arrives after a later batch of this connection was confirmed.
     fn post(&self, batch: &Batch<'_>, deadline: Deadline) -> Result<Ticket, TransportError>;
 
     /// Whether batches can be posted: false once the connection was lost or closed.
