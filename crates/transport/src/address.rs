@@ -11,7 +11,7 @@ use crate::TransportError;
 use crate::stream::refused;
 
 /// Where a peer listens.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct PeerAddress {
     /// `HOST:PORT`, for errors.
     pub(crate) text: String,

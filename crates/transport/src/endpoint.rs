@@ -19,6 +19,7 @@ use crate::piece::RegionId;
 use crate::region::Region;
 use crate::regions::Regions;
 use crate::shm::ShmConnection;
+use crate::small_reads::SmallReads;
 use crate::state::EndpointState;
 use crate::stream::{
     Accepting, ClientTls, Socket, SocketFile, StreamConnection, listen_tcp, listen_unix,
@@ -207,21 +208,26 @@ impl Endpoint {
         Err(last.expect("a name has an address"))
     }
 
-    /// The connection, with as many streams to the same address as are configured.
+    /// The connection, with as many streams to the same address as are configured, and one for
+    /// small reads when it is needed.
     fn with_more_streams(
         &self,
         first: StreamConnection,
         address: &PeerAddress,
         deadline: Deadline,
     ) -> Result<Arc<dyn Connection>, TransportError> {
-        if self.0.config.streams == 1 {
-            return Ok(Arc::new(first));
-        }
-        let mut streams = vec![first];
-        while streams.len() < self.0.config.streams {
-            streams.push(self.open_tcp(address, deadline)?);
-        }
-        Ok(Arc::new(StripedConnection::new(streams)?))
+        let connection: Arc<dyn Connection> = if self.0.config.streams == 1 {
+            Arc::new(first)
+        } else {
+            let mut streams = vec![first];
+            while streams.len() < self.0.config.streams {
+                streams.push(self.open_tcp(address, deadline)?);
+            }
+            Arc::new(StripedConnection::new(streams)?)
+        };
+        let (endpoint, address) = (self.clone(), address.clone());
+        let open = move |deadline| endpoint.open_tcp(&address, deadline);
+        Ok(Arc::new(SmallReads::beside(connection, Box::new(open))))
     }
 
     /// TLS for a connection to `HOST:PORT`.

@@ -20,6 +20,7 @@ mod proof;
 mod region;
 mod regions;
 mod shm;
+mod small_reads;
 mod state;
 mod stream;
 mod striped;

@@ -41,7 +41,7 @@ pub(crate) struct Pair {
     pub(crate) remote: RegionId,
     pub(crate) connection: Arc<dyn Connection>,
     pub(crate) proxy: Arc<Proxy>,
-    _listener: Listener,
+    pub(crate) listener: Listener,
 }
 
 impl Pair {
@@ -65,7 +65,7 @@ impl Pair {
             .expect("it works on loopback");
         let (proxy, address) = Proxy::start(listener.tcp_address().expect("it works on loopback"));
         let connection = client.connect_tcp(address, soon()).expect("it works on loopback");
-        Self { client, local, server, remote, connection, proxy, _listener: listener }
+        Self { client, local, server, remote, connection, proxy, listener }
     }
 
     pub(crate) fn pieces(&self, bytes: usize) -> [Piece; 1] {

@@ -10,6 +10,7 @@ mod partial_answers;
 mod proofs;
 mod proxy;
 mod reconnect;
+mod small_reads;
 mod stream;
 mod streams;
 mod tls;

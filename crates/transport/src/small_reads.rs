@@ -1,0 +1,275 @@
+//! Small reads beside large batches. Behind megabytes of other batches a small read waits for
+//! milliseconds, so it takes a stream of its own, which is opened when it is first needed.
+
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
+
+use cascade_runtime::thread::Builder;
+use cascade_runtime::{Deadline, LeafMutex, SystemClock, now};
+
+use crate::TransportError;
+use crate::connection::{Batch, Completion, Connection, Ticket, TransportKind};
+use crate::peer::Peer;
+use crate::piece::{Direction, Piece};
+use crate::stream::StreamConnection;
+
+/// Bytes of the largest read that takes the other stream.
+const SMALL_BYTES_MAX: u64 = 64 << 10;
+/// Bytes of other batches under way from which on it does.
+const LARGE_BYTES_MIN: u64 = 1 << 20;
+/// Time to open the stream.
+const OPEN_TIMEOUT: Duration = Duration::from_secs(5);
+/// Time until it is tried again, if it could not be opened or was lost.
+const OPEN_PAUSE: Duration = Duration::from_secs(10);
+
+/// Opens another stream to the same peer.
+pub(crate) type Open = dyn Fn(Deadline) -> Result<StreamConnection, TransportError> + Send + Sync;
+
+/// A connection that moves small reads beside large batches.
+#[derive(Debug)]
+pub(crate) struct SmallReads {
+    connection: Arc<dyn Connection>,
+    stream: Arc<SmallStream>,
+}
+
+struct SmallStream {
+    open: Box<Open>,
+    /// Bytes of batches that are not small, and have not ended.
+    under_way: AtomicU64,
+    state: LeafMutex<State>,
+}
+
+#[derive(Debug)]
+enum State {
+    /// It is opened when it is needed, from this time on.
+    Absent(Duration),
+    Opening,
+    Open(Arc<StreamConnection>),
+    /// The connection was closed.
+    Closed,
+}
+
+/// A batch that is not small, until it has ended.
+#[derive(Debug)]
+struct UnderWay {
+    stream: Arc<SmallStream>,
+    bytes: u64,
+}
+
+/// The ticket of a batch that is not small.
+#[derive(Debug)]
+struct LargeTicket {
+    ticket: Option<Ticket>,
+    _under_way: UnderWay,
+}
+
+/// The ticket of a read that took the other stream.
+#[derive(Debug)]
+struct SmallTicket {
+    ticket: Option<Ticket>,
+    /// For another try, if the stream is lost.
+    pieces: Vec<Piece>,
+    connection: Arc<dyn Connection>,
+    is_retried: bool,
+}
+
+impl SmallReads {
+    /// Takes a connection, and what opens another stream to its peer.
+    pub(crate) fn beside(connection: Arc<dyn Connection>, open: Box<Open>) -> Self {
+        let state = LeafMutex::new(State::Absent(Duration::ZERO));
+        let stream = Arc::new(SmallStream { open, under_way: AtomicU64::new(0), state });
+        Self { connection, stream }
+    }
+
+    fn post_small(
+        &self,
+        small: &Arc<StreamConnection>,
+        batch: &Batch<'_>,
+        deadline: Deadline,
+    ) -> Result<Ticket, TransportError> {
+        match small.post(batch, deadline) {
+            Ok(ticket) => Ok(Ticket::pending(SmallTicket {
+                ticket: Some(ticket),
+                pieces: batch.pieces.to_vec(),
+                connection: Arc::clone(&self.connection),
+                is_retried: false,
+            })),
+            Err(TransportError::Lost { .. }) => {
+                self.stream.lost(small);
+                self.connection.post(batch, deadline)
+            }
+            Err(error) => Err(error),
+        }
+    }
+}
+
+impl Connection for SmallReads {
+    fn peer(&self) -> &Peer {
+        self.connection.peer()
+    }
+
+    fn transport(&self) -> TransportKind {
+        self.connection.transport()
+    }
+
+    fn post(&self, batch: &Batch<'_>, deadline: Deadline) -> Result<Ticket, TransportError> {
+        let bytes = batch.pieces.iter().map(|piece| piece.bytes).fold(0, u64::saturating_add);
+        if bytes > SMALL_BYTES_MAX {
+            // While it is sent, small reads pass it, too.
+            let under_way = UnderWay::new(&self.stream, bytes);
+            let ticket = self.connection.post(batch, deadline)?;
+            return Ok(Ticket::pending(LargeTicket {
+                ticket: Some(ticket),
+                _under_way: under_way,
+            }));
+        }
+        let may_pass = batch.direction == Direction::Read && batch.notice.is_none();
+        if may_pass
+            && bytes > 0
+            && self.stream.under_way.load(Ordering::Relaxed) >= LARGE_BYTES_MIN
+            && let Some(small) = self.stream.get(self.peer())
+        {
+            return self.post_small(&small, batch, deadline);
+        }
+        self.connection.post(batch, deadline)
+    }
+
+    fn is_open(&self) -> bool {
+        self.connection.is_open()
+    }
+
+    fn close(&self) {
+        self.stream.close();
+        self.connection.close();
+    }
+}
+
+impl Drop for SmallReads {
+    fn drop(&mut self) {
+        // A thread may be opening it, and has a part of it.
+        self.stream.close();
+    }
+}
+
+impl SmallStream {
+    /// The stream, if it is open. If there is none, a thread opens it.
+    fn get(self: &Arc<Self>, peer: &Peer) -> Option<Arc<StreamConnection>> {
+        {
+            let mut state = self.lock();
+            match &mut *state {
+                State::Open(stream) => {
+                    let stream = Arc::clone(stream);
+                    drop(state);
+                    if stream.is_open() {
+                        return Some(stream);
+                    }
+                    self.lost(&stream);
+                    return None;
+                }
+                State::Absent(since) if *since <= now() => *state = State::Opening,
+                _ => return None,
+            }
+        }
+        let (of_thread, id) = (Arc::clone(self), peer.id);
+        let builder = Builder::new().name("transport-small".to_owned());
+        let started = builder.spawn(move || {
+            let opened = (of_thread.open)(Deadline::after(&SystemClock, OPEN_TIMEOUT));
+            // Through a load balancer, another endpoint may answer.
+            of_thread.opened(opened.ok().filter(|stream| stream.peer().id == id));
+        });
+        if started.is_err() {
+            self.opened(None);
+        }
+        None
+    }
+
+    fn opened(&self, stream: Option<StreamConnection>) {
+        let next = match stream {
+            Some(stream) => State::Open(Arc::new(stream)),
+            None => State::Absent(now() + OPEN_PAUSE),
+        };
+        self.replace(next, |state| matches!(state, State::Opening));
+    }
+
+    /// The stream is not used any more, and another one is opened later.
+    fn lost(&self, stream: &Arc<StreamConnection>) {
+        let is_it = |state: &State| matches!(state, State::Open(it) if Arc::ptr_eq(it, stream));
+        self.replace(State::Absent(now() + OPEN_PAUSE), is_it);
+    }
+
+    fn close(&self) {
+        self.replace(State::Closed, |_| true);
+    }
+
+    /// Replaces the state if it is one of these.
+    fn replace(&self, next: State, is_due: impl Fn(&State) -> bool) {
+        let left = {
+            let mut state = self.lock();
+            if is_due(&state) { std::mem::replace(&mut *state, next) } else { next }
+        };
+        // Without the lock: this may end a connection.
+        if let State::Open(stream) = left {
+            stream.close();
+        }
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl fmt::Debug for SmallStream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SmallStream").field("under_way", &self.under_way).finish_non_exhaustive()
+    }
+}
+
+impl UnderWay {
+    fn new(stream: &Arc<SmallStream>, bytes: u64) -> Self {
+        stream.under_way.fetch_add(bytes, Ordering::Relaxed);
+        Self { stream: Arc::clone(stream), bytes }
+    }
+}
+
+impl Drop for UnderWay {
+    fn drop(&mut self) {
+        self.stream.under_way.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}
+
+impl Completion for LargeTicket {
+    fn wait(&mut self, deadline: Deadline) -> Result<(), TransportError> {
+        self.ticket.as_mut().map_or(Ok(()), |ticket| ticket.wait(deadline))
+    }
+
+    fn cancel(&mut self, deadline: Deadline) {
+        if let Some(ticket) = self.ticket.take() {
+            ticket.cancel(deadline);
+        }
+    }
+}
+
+impl Completion for SmallTicket {
+    fn wait(&mut self, deadline: Deadline) -> Result<(), TransportError> {
+        let Some(ticket) = &mut self.ticket else { return Ok(()) };
+        match ticket.wait(deadline) {
+            Err(TransportError::Lost { .. }) if !self.is_retried => {
+                let (direction, pieces) = (Direction::Read, &*self.pieces);
+                let batch = Batch { direction, pieces, notice: None };
+                // After a deadline the next wait posts it.
+                let again = self.connection.post(&batch, deadline)?;
+                self.is_retried = true;
+                self.ticket.insert(again).wait(deadline)
+            }
+            ended => ended,
+        }
+    }
+
+    fn cancel(&mut self, deadline: Deadline) {
+        if let Some(ticket) = self.ticket.take() {
+            ticket.cancel(deadline);
+        }
+    }
+}
