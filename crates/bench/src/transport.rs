@@ -8,6 +8,7 @@ mod limit;
 mod pair;
 mod peers;
 mod row;
+mod small;
 mod summary;
 mod system_calls;
 mod target;
@@ -56,6 +57,11 @@ const STREAMS: [(Backend, &str, Processing); 2] = [
     (Backend::Tcp, "tcp/checksummed-stream", Processing::Checksums),
     (Backend::Tls, "tls/rustls-stream", Processing::Tls),
 ];
+/// Reads of 4 KiB beside reads of 64 MiB on one connection: the 99th percentile.
+const SMALL_READS: [(Backend, &str); 2] =
+    [(Backend::Tcp, "tcp/small-read-beside-large"), (Backend::Tls, "tls/small-read-beside-large")];
+/// It is at most three times that of small reads alone.
+const SMALL_TARGET: Target = Target::ShareAtLeast(1.0 / 3.0);
 /// The least share of the plain stream over TLS, for blocks from this length on.
 const TLS_SHARE: (u64, f64) = (16 << 10, 0.5);
 /// Block lengths of a short run.
@@ -126,12 +132,21 @@ fn measure_ours(
         let rows: Vec<_> = rows.copied().collect();
         let streams = STREAMS.iter().filter(|(of, name, _)| is_of_pair(*of) && bench.wants(name));
         let streams: Vec<_> = streams.collect();
-        if !rows.is_empty() || !streams.is_empty() {
+        let small_reads =
+            SMALL_READS.iter().filter(|(of, name)| is_of_pair(*of) && bench.wants(name));
+        let small_reads: Vec<_> = small_reads.map(|(_, name)| *name).collect();
+        if !rows.is_empty() || !streams.is_empty() || !small_reads.is_empty() {
             let mut pair = Pair::start(options, has_tls)?;
             for (_, name, processing) in streams {
                 let (rates, (plain, text)) = pair.stream_with(*processing, options)?;
                 let (name, limit) = ((*name).to_owned(), (plain, &*text));
                 (bench.deliver)(Figure::rate(name, "GB/s", rates, limit, Target::None))?;
+            }
+            for name in small_reads {
+                let (beside, (alone, text)) = pair.small_reads(options)?;
+                let target = if options.is_short { Target::None } else { SMALL_TARGET };
+                let limit = (alone, &*text);
+                (bench.deliver)(Figure::cost(name.to_owned(), "us", beside, limit, target))?;
             }
             figures.extend(measure_pair(bench, options, (&mut pair, &rows), notes)?);
         }

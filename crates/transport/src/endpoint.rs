@@ -19,7 +19,7 @@ use crate::piece::RegionId;
 use crate::region::Region;
 use crate::regions::Regions;
 use crate::shm::ShmConnection;
-use crate::small_reads::SmallReads;
+use crate::small_reads::{Sizes, SmallReads};
 use crate::state::EndpointState;
 use crate::stream::{
     Accepting, ClientTls, Socket, SocketFile, StreamConnection, listen_tcp, listen_unix,
@@ -227,7 +227,7 @@ impl Endpoint {
         };
         let (endpoint, address) = (self.clone(), address.clone());
         let open = move |deadline| endpoint.open_tcp(&address, deadline);
-        Ok(Arc::new(SmallReads::beside(connection, Box::new(open))))
+        Ok(Arc::new(SmallReads::beside(connection, Sizes::default(), Box::new(open))))
     }
 
     /// TLS for a connection to `HOST:PORT`.
@@ -330,15 +330,21 @@ impl Endpoint {
         Ok(Listener { accepting, tcp: None, unix: None })
     }
 
-    /// Makes the handshake over a connection of a simulated network.
+    /// Makes the handshake over a connection of a simulated network. `dial` makes another one, for
+    /// small reads, which have at most 512 bytes there.
     #[cfg(feature = "simulated")]
     pub fn connect_simulated(
         &self,
         dialled: Dialled,
+        dial: impl Fn(Deadline) -> Result<Dialled, TransportError> + Send + Sync + 'static,
         deadline: Deadline,
     ) -> Result<Arc<dyn Connection>, TransportError> {
         let connection = StreamConnection::open(dialled.into_socket(), &self.0, deadline)?;
-        Ok(Arc::new(connection))
+        let state = Arc::clone(&self.0);
+        let open =
+            move |deadline| StreamConnection::open(dial(deadline)?.into_socket(), &state, deadline);
+        let sizes = Sizes { small_max: 512, under_way_min: 2048 };
+        Ok(Arc::new(SmallReads::beside(Arc::new(connection), sizes, Box::new(open))))
     }
 }
 

@@ -15,10 +15,21 @@ use crate::peer::Peer;
 use crate::piece::{Direction, Piece};
 use crate::stream::StreamConnection;
 
-/// Bytes of the largest read that takes the other stream.
-const SMALL_BYTES_MAX: u64 = 64 << 10;
-/// Bytes of other batches under way from which on it does.
-const LARGE_BYTES_MIN: u64 = 1 << 20;
+/// Which reads take the other stream, and when.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Sizes {
+    /// Bytes of the largest of them.
+    pub(crate) small_max: u64,
+    /// Bytes of other batches under way from which on they do.
+    pub(crate) under_way_min: u64,
+}
+
+impl Default for Sizes {
+    fn default() -> Self {
+        Self { small_max: 64 << 10, under_way_min: 1 << 20 }
+    }
+}
+
 /// Time to open the stream.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time until it is tried again, if it could not be opened or was lost.
@@ -32,6 +43,7 @@ pub(crate) type Open = dyn Fn(Deadline) -> Result<StreamConnection, TransportErr
 pub(crate) struct SmallReads {
     connection: Arc<dyn Connection>,
     stream: Arc<SmallStream>,
+    sizes: Sizes,
 }
 
 struct SmallStream {
@@ -77,10 +89,10 @@ struct SmallTicket {
 
 impl SmallReads {
     /// Takes a connection, and what opens another stream to its peer.
-    pub(crate) fn beside(connection: Arc<dyn Connection>, open: Box<Open>) -> Self {
+    pub(crate) fn beside(connection: Arc<dyn Connection>, sizes: Sizes, open: Box<Open>) -> Self {
         let state = LeafMutex::new(State::Absent(Duration::ZERO));
         let stream = Arc::new(SmallStream { open, under_way: AtomicU64::new(0), state });
-        Self { connection, stream }
+        Self { connection, stream, sizes }
     }
 
     fn post_small(
@@ -116,7 +128,7 @@ impl Connection for SmallReads {
 
     fn post(&self, batch: &Batch<'_>, deadline: Deadline) -> Result<Ticket, TransportError> {
         let bytes = batch.pieces.iter().map(|piece| piece.bytes).fold(0, u64::saturating_add);
-        if bytes > SMALL_BYTES_MAX {
+        if bytes > self.sizes.small_max {
             // While it is sent, small reads pass it, too.
             let under_way = UnderWay::new(&self.stream, bytes);
             let ticket = self.connection.post(batch, deadline)?;
@@ -128,7 +140,7 @@ impl Connection for SmallReads {
         let may_pass = batch.direction == Direction::Read && batch.notice.is_none();
         if may_pass
             && bytes > 0
-            && self.stream.under_way.load(Ordering::Relaxed) >= LARGE_BYTES_MIN
+            && self.stream.under_way.load(Ordering::Relaxed) >= self.sizes.under_way_min
             && let Some(small) = self.stream.get(self.peer())
         {
             return self.post_small(&small, batch, deadline);

@@ -10,6 +10,7 @@ use cascade_transport::{
 use super::blocks::Sequence;
 use super::in_step::in_step;
 use super::limit::{CopyRates, Limit, LocalCopies};
+use super::small::Reads;
 use super::system_calls::SystemCalls;
 use super::target::{self, Answer, Order};
 use super::{REGION_BYTES, Row, TransportOptions, certificates, failed};
@@ -197,14 +198,37 @@ impl Pair {
         Ok(Ok(counts))
     }
 
-    fn route(&self, row: &Row) -> Result<Route, MeasureError> {
-        let found = self.connections.iter().find(|(of, _)| *of == row.backend);
+    /// Latency of small reads beside large ones, over the first connection.
+    pub(super) fn small_reads(
+        &mut self,
+        options: TransportOptions,
+    ) -> Result<(Vec<f64>, Limit), MeasureError> {
+        self.ask_to_fill()?;
+        let backend = self.connections.first().map(|(backend, _)| *backend);
+        let backend = backend.ok_or_else(|| failed("a backend is not connected"))?;
+        let (connection, remote) = self.connection(backend)?;
+        let reads = Reads { connection, local: self.for_reads, remote };
+        let measured = reads.measure(options)?;
+        reads.verify(&self.client)?;
+        Ok(measured)
+    }
+
+    /// A connection, and the region of the target.
+    fn connection(
+        &self,
+        backend: Backend,
+    ) -> Result<(Arc<dyn Connection>, RegionId), MeasureError> {
+        let found = self.connections.iter().find(|(of, _)| *of == backend);
         let (_, connection) = found.ok_or_else(|| failed("a backend is not connected"))?;
         let remote = connection.peer().regions.first().map(|region| region.id);
         let remote = remote.ok_or_else(|| failed("the target offers no region"))?;
+        Ok((Arc::clone(connection), remote))
+    }
+
+    fn route(&self, row: &Row) -> Result<Route, MeasureError> {
+        let (connection, remote) = self.connection(row.backend)?;
         let is_read = row.direction == Direction::Read;
         let local = if is_read { self.for_reads } else { self.local };
-        let connection = Arc::clone(connection);
         Ok(Route { connection, local, remote, direction: row.direction })
     }
 

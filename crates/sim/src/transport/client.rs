@@ -174,9 +174,11 @@ impl Caller {
         let process = Arc::clone(&self.process);
         let network = self.shared.network.clone();
         let connected = self.timed("a connect", deadline, || {
-            let dialled = network.connect(&from, &to_host, deadline)?;
+            let to_host = to_host.clone();
+            let dial = move |deadline| network.connect(&from, &to_host, deadline);
+            let dialled = dial(deadline)?;
             let number = dialled.number();
-            let connection = process.endpoint.connect_simulated(dialled, deadline)?;
+            let connection = process.endpoint.connect_simulated(dialled, dial, deadline)?;
             Ok((connection, number))
         });
         let (connection, number) = match connected {
@@ -253,8 +255,9 @@ impl Caller {
         let deadline = self.deadline();
         let (from, to) = (host(self.process.number), self.target());
         let connected = self.timed("a connect", deadline, || {
-            let dialled = self.shared.network.connect(&from, &host(to), deadline)?;
-            stranger.connect_simulated(dialled, deadline)
+            let (network, to) = (self.shared.network.clone(), host(to));
+            let dial = move |deadline| network.connect(&from, &to, deadline);
+            stranger.connect_simulated(dial(deadline)?, dial, deadline)
         });
         self.shared.count("strangers");
         if connected.is_ok() {

@@ -34,14 +34,20 @@ fn conforms(seed: u64) {
             network.set_conditions(conditions(&mut random));
             let (client, server, local, remote) = conformance::endpoints(Region::private);
             let listener = server.listen_simulated(&network, "server").expect("nobody else does");
-            let dialled = network.connect("client", "server", soon()).expect("it listens");
-            let connection = client.connect_simulated(dialled, soon()).expect("it accepts");
+            let connection = connect(&client, &network);
             let sees_unregistered = true;
             Subject { client, server, listener, connection, local, remote, sees_unregistered }
         });
     });
     assert_eq!(report.ending, Ending::Finished, "seed {seed}: {:#?}", report.panics);
     assert!(report.panics.is_empty(), "seed {seed}: {:#?}", report.panics);
+}
+
+fn connect(client: &Endpoint, network: &Network) -> Arc<dyn Connection> {
+    let network = network.clone();
+    let dial = move |deadline| network.connect("client", "server", deadline);
+    let dialled = dial(soon()).expect("it listens");
+    client.connect_simulated(dialled, dial, soon()).expect("it accepts")
 }
 
 #[test]
@@ -74,8 +80,7 @@ fn run_race(seed: u64, act: fn(Race)) {
         network.set_conditions(conditions);
         let (client, server, [region, _], [remote, _]) = conformance::endpoints(Region::private);
         let _listener = server.listen_simulated(&network, "server").expect("nobody else does");
-        let dialled = network.connect("client", "server", soon()).expect("it listens");
-        let connection = client.connect_simulated(dialled, soon()).expect("it accepts");
+        let connection = connect(&client, &network);
         let post = |bytes| {
             let place = |region| Place { region, offset: 0 };
             let pieces = [Piece { local: place(region), remote: place(remote), bytes }];
