@@ -7,10 +7,13 @@
 pub mod criteria;
 pub mod entry;
 pub mod figures;
+pub mod io_log;
+pub mod logged;
 pub mod mersenne_twister;
 mod object_file;
 pub mod plan;
 mod queue;
 mod result;
 pub mod run;
+mod unmeasured;
 pub mod waterfall;

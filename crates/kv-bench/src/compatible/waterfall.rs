@@ -16,6 +16,7 @@ use crate::KvBenchError;
 use crate::backend::KvTier;
 use crate::block_names::BlockNames;
 use crate::compatible::entry::{EntryName, pieces};
+use crate::compatible::io_log::{IoLog, LoggedOperation};
 use crate::compatible::object_file::{IoTimes, ObjectFile};
 
 /// The share of a tier above which entries are moved down.
@@ -85,6 +86,8 @@ pub struct Waterfall<'a> {
     limits: [u64; 3],
     names: BlockNames,
     clock: &'a dyn Clock,
+    /// Takes the operations, of which then none is done.
+    log: Option<&'a IoLog<'a>>,
     state: Mutex<State>,
 }
 
@@ -119,6 +122,8 @@ struct Object {
 enum Body {
     Memory(KvTier, Vec<Box<[u8]>>),
     File,
+    /// In this tier, if anything were stored.
+    Logged(KvTier),
     Gone,
 }
 
@@ -150,8 +155,26 @@ impl<'a> Waterfall<'a> {
             limits: [sizes.gpu_bytes, sizes.cpu_bytes, sizes.files_bytes],
             names: BlockNames::new(seed),
             clock,
+            log: None,
             state: Mutex::default(),
         })
+    }
+
+    /// Empty tiers that store nothing: what they would do is logged.
+    pub fn logged(
+        log: &'a IoLog<'a>,
+        sizes: WaterfallSizes,
+        seed: u64,
+        clock: &'a dyn Clock,
+    ) -> Self {
+        Self {
+            directory: PathBuf::new(),
+            limits: [sizes.gpu_bytes, sizes.cpu_bytes, sizes.files_bytes],
+            names: BlockNames::new(seed),
+            clock,
+            log: Some(log),
+            state: Mutex::default(),
+        }
     }
 
     /// What each tier contains.
@@ -199,7 +222,10 @@ impl<'a> Waterfall<'a> {
         let tier = KvTier::ALL.into_iter().find(|tier| self.make_room(*tier, bytes));
         // Files take an entry whatever their size. The file system has the last word.
         let tier = tier.unwrap_or(KvTier::Storage);
-        let written = if tier == KvTier::Storage {
+        let written = if let Some(log) = self.log {
+            log.add(LoggedOperation::Prefill, name, bytes, tier);
+            Ok((Body::Logged(tier), IoTimes::default()))
+        } else if tier == KvTier::Storage {
             self.write_file(name, bytes, fill, piece).map(|times| (Body::File, times))
         } else {
             Ok(self.write_memory(tier, bytes, fill, piece))
@@ -236,6 +262,7 @@ impl<'a> Waterfall<'a> {
         let body = object.body.lock().unwrap_or_else(PoisonError::into_inner);
         let read = match &*body {
             Body::Gone => return Ok(ObjectRead::Miss),
+            Body::Logged(tier) => Ok((*tier, self.log_read(name, object.bytes, *tier))),
             Body::Memory(tier, pieces) => Ok((*tier, self.read_memory(pieces, piece, look))),
             Body::File => self
                 .read_file(name, object.bytes, piece, look)
@@ -289,13 +316,16 @@ impl<'a> Waterfall<'a> {
             return false;
         }
         let mut body = victim.object.body.lock().unwrap_or_else(PoisonError::into_inner);
-        let Body::Memory(_, pieces) = std::mem::replace(&mut *body, Body::Gone) else {
-            self.state().release(to, bytes);
-            return true;
-        };
-        let moved = match to {
-            KvTier::Storage => self.write_pieces(victim.name, &pieces).map(|()| Body::File),
-            tier => Ok(Body::Memory(tier, pieces)),
+        let moved = match (std::mem::replace(&mut *body, Body::Gone), to) {
+            (Body::Logged(_), tier) => Ok(self.log_move(victim.name, bytes, (from, tier))),
+            (Body::Memory(_, pieces), KvTier::Storage) => {
+                self.write_pieces(victim.name, &pieces).map(|()| Body::File)
+            }
+            (Body::Memory(_, pieces), tier) => Ok(Body::Memory(tier, pieces)),
+            (Body::File | Body::Gone, _) => {
+                self.state().release(to, bytes);
+                return true;
+            }
         };
         if moved.is_err() {
             // Before another entry can have the name.
@@ -328,8 +358,8 @@ impl<'a> Waterfall<'a> {
     /// Removes the file of an entry.
     fn drop_file(&self, victim: &Victim) -> bool {
         let mut body = victim.object.body.lock().unwrap_or_else(PoisonError::into_inner);
-        *body = Body::Gone;
-        let removed = fs::remove_file(self.path(victim.name));
+        let is_file = matches!(std::mem::replace(&mut *body, Body::Gone), Body::File);
+        let removed = if is_file { fs::remove_file(self.path(victim.name)) } else { Ok(()) };
         let mut state = self.state();
         state.remove(victim.name, KvTier::Storage, victim.object.bytes);
         state.moved.dropped += 1;
@@ -338,6 +368,21 @@ impl<'a> Waterfall<'a> {
             *state.failures.entry(reason).or_default() += 1;
         }
         true
+    }
+
+    fn log_read(&self, name: EntryName, bytes: u64, tier: KvTier) -> IoTimes {
+        if let Some(log) = self.log {
+            log.add(LoggedOperation::Decode, name, bytes, tier);
+        }
+        IoTimes::default()
+    }
+
+    fn log_move(&self, name: EntryName, bytes: u64, (from, to): (KvTier, KvTier)) -> Body {
+        if let Some(log) = self.log {
+            log.add(LoggedOperation::EvictRead, name, bytes, from);
+            log.add(LoggedOperation::EvictWrite, name, bytes, to);
+        }
+        Body::Logged(to)
     }
 
     fn write_file(

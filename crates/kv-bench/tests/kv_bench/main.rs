@@ -5,6 +5,7 @@
 mod backends;
 mod compatible;
 mod dishonest;
+mod io_log;
 mod recorded;
 
 use std::fs::{self, File};

@@ -124,6 +124,31 @@ impl Setup {
     }
 }
 
+impl Setup {
+    /// A run whose operations are logged and not done: it needs neither memory nor a disk. Without
+    /// a size, the file tier has no limit, or that of the disk that the user names.
+    pub(super) fn of_log(args: &KvArgs) -> Result<Self, Failure> {
+        let workload = workload(args, args.model()?, args.num_users, None)?;
+        let workers = args.num_users.min(OBJECT_WORKERS_MAX);
+        let files_bytes = match (bytes(args.storage_capacity_gb), &args.cache_dir) {
+            (0, None) => u64::MAX,
+            (0, Some(directory)) => BenchDirectory::free_bytes_of(directory)? / 10 * 9,
+            (given, _) => given,
+        };
+        let sizes = TierSizes {
+            gpu_bytes: bytes(args.gpu_mem_gb * f64::from(args.num_gpus)),
+            cpu_bytes: bytes(args.cpu_mem_gb),
+            staging_bytes: 0,
+            files_bytes,
+        };
+        let options = RunOptions {
+            verifies: false,
+            ..options(args, usize::try_from(workers).unwrap_or(1), 1)
+        };
+        Ok(Self { workload, sizes, options, is_compatible: true, notes: Vec::new() })
+    }
+}
+
 fn workload(
     args: &KvArgs,
     model: KvModel,
