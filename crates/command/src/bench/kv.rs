@@ -8,6 +8,7 @@ mod setup;
 mod summary;
 mod trace_args;
 mod unbuilt;
+mod xlsx;
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
@@ -51,6 +52,7 @@ pub(super) fn run(args: &KvArgs, screen: &mut Screen) -> Result<i32, Failure> {
         return mlperf::run(args, screen);
     }
     args.check()?;
+    xlsx::check(args)?;
     if args.mlperf.ends_with_input {
         own_process::end_with_input()?;
     }
@@ -301,6 +303,10 @@ fn write_results(
     if let Some(path) = &args.report {
         write_file(path, report::page(result)?.as_bytes())?;
         screen.notice(format!("report:  {}", path.display()))?;
+    }
+    if let Some(path) = &args.xlsx_output {
+        let path = xlsx::write(args, path, result, &json)?;
+        screen.notice(format!("table:   {}", path.display()))?;
     }
     Ok(())
 }
