@@ -266,6 +266,55 @@ fn a_run_with_failed_operations_is_invalid() {
     assert!(failures.keys().any(|reason| reason.contains("cannot write an entry")), "{failures:?}");
 }
 
+#[test]
+fn a_terminated_run_reports_what_it_did_and_leaves_nothing() {
+    let run = Run::new();
+    let mut command = run.command(&["--duration", "600", "--cpu-mem-gb", "0"]);
+    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    wait_for_blocks(&run.path("cache"));
+    let process = rustix::process::Pid::from_child(&child);
+    rustix::process::kill_process(process, rustix::process::Signal::TERM).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(130), "{}", stderr(&output));
+    assert_eq!(json(&run.path("out.json"))["cascade"]["is_partial"], true);
+    assert!(!run.path("cache").exists());
+}
+
+#[test]
+fn results_are_written_as_a_spreadsheet_and_as_csv() {
+    let run = Run::new();
+    for (name, written) in [("new/a.xlsx", "new/a.xlsx"), ("b.csv", "b.csv"), ("c", "c.csv")] {
+        let path = run.path(name);
+        let options = ["--max-requests", "2", "--xlsx-output", path.to_str().unwrap()];
+        let (output, result) = run.run(&options);
+        let written = run.path(written);
+        assert!(stderr(&output).contains(written.to_str().unwrap()), "{}", stderr(&output));
+        let bytes = fs::read(written).unwrap();
+        if name.ends_with(".xlsx") {
+            assert!(bytes.starts_with(b"PK\x03\x04"));
+            let text = String::from_utf8_lossy(&bytes);
+            let sheets = ["Summary", "Run Parameters", "Performance Metrics", "QoS Metrics"];
+            for part in sheets.into_iter().chain(["Validity", "unoptimised", "tiny-1b"]) {
+                assert!(text.contains(part), "no {part}");
+            }
+            continue;
+        }
+        let text = String::from_utf8(bytes).unwrap();
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!(lines.len(), 2);
+        let columns: Vec<&str> = lines[0].split(',').collect();
+        let value = |column: &str| {
+            let at = columns.iter().position(|it| *it == column).unwrap();
+            lines[1].split(',').nth(at).unwrap()
+        };
+        assert_eq!(columns.len(), lines[1].split(',').count());
+        assert_eq!((value("Model"), value("Num Users"), value("Seed")), ("tiny-1b", "4", "42"));
+        assert_eq!((value("Multi-turn"), value("Total Requests")), ("True", "2"));
+        let read = &result["summary"]["cache_stats"]["total_read_gb"];
+        assert_eq!(value("Total Read (GiB)"), read.to_string());
+    }
+}
+
 /// The rows of a log without their times.
 fn logged_rows(path: &Path) -> Vec<String> {
     let text = fs::read_to_string(path).unwrap();
@@ -439,6 +488,12 @@ fn what_cannot_run_is_refused_before_anything_runs() {
     assert!(unbuilt.contains("--enable-latency-tracing is not built yet"), "{unbuilt}");
     let memory = run.refusal(&["--cpu-mem-gb", "100000"]);
     assert!(memory.contains("are available"), "{memory}");
+    let shared = run.refusal(&["--memory-shares", "1000000000"]);
+    assert!(shared.contains("available for each of 1000000000 ranks"), "{shared}");
+    let shared = run.refusal(&["--disk-shares", "1000000000"]);
+    assert!(shared.contains("are free for each of 1000000000 ranks"), "{shared}");
+    let table = run.refusal(&["--xlsx-output", "-"]);
+    assert!(table.contains("--xlsx-output needs the name of a file"), "{table}");
     let disk = run.refusal(&["--storage-capacity-gb", "100000"]);
     assert!(disk.contains("are free"), "{disk}");
     let rate = run.refusal(&["--request-rate", "-1"]);

@@ -215,15 +215,17 @@ fn precondition(args: &KvArgs, workers: usize) -> Option<Precondition> {
 fn check_memory(args: &KvArgs, tiers: u64) -> Result<(), Failure> {
     let needed = tiers.saturating_add(OTHER_MEMORY_BYTES);
     let available = cascade_memory::available_bytes(&|path| std::fs::read_to_string(path));
-    match available {
+    let shares = args.mlperf.memory_shares;
+    match available.map(|bytes| bytes / shares) {
         Some(available) if available < needed => Err(Failure::usage(
             format!(
-                "--gpu-mem-gb {} x {} and --cpu-mem-gb {} need {} of memory; {} are available",
+                "--gpu-mem-gb {} x {} and --cpu-mem-gb {} need {} of memory; {} are available{}",
                 args.gpu_mem_gb,
                 args.num_gpus,
                 args.cpu_mem_gb,
                 ByteSize(needed).rounded(),
                 ByteSize(available).rounded(),
+                for_each(shares),
             ),
             "lower them: --gpu-mem-gb 0 measures without the simulated GPU tier",
         )),
@@ -249,7 +251,8 @@ fn files_bytes(
     directory: &BenchDirectory,
     notes: &mut Vec<String>,
 ) -> Result<u64, Failure> {
-    let free = directory.free_bytes().unwrap_or(u64::MAX / 2);
+    let shares = args.mlperf.disk_shares;
+    let free = directory.free_bytes().unwrap_or(u64::MAX / 2) / shares;
     let asked = bytes(args.storage_capacity_gb);
     let size = if asked > 0 { asked } else { free / 10 * 9 };
     // The largest request twice, because a reclaim drops a quarter of a small tier at once.
@@ -257,9 +260,10 @@ fn files_bytes(
     if size > free || size < least {
         return Err(Failure::usage(
             format!(
-                "the file tier would have {}, {} are free, and one request needs at least {}",
+                "the file tier would have {}, {} are free{}, and one request needs at least {}",
                 ByteSize(size).rounded(),
                 ByteSize(free).rounded(),
+                for_each(shares),
                 ByteSize(least).rounded(),
             ),
             "give a --cache-dir with more space, another --storage-capacity-gb, or a smaller model",
@@ -283,6 +287,11 @@ fn files_bytes(
         ));
     }
     Ok(size)
+}
+
+/// Says that ranks divide what is there.
+fn for_each(shares: u64) -> String {
+    if shares > 1 { format!(" for each of {shares} ranks") } else { String::new() }
 }
 
 #[expect(
