@@ -7,6 +7,8 @@
 pub mod criteria;
 pub mod entry;
 pub mod figures;
+pub mod io_log;
+pub mod logged;
 pub mod mersenne_twister;
 mod object_file;
 pub mod plan;
@@ -14,4 +16,5 @@ mod queue;
 mod result;
 pub mod run;
 pub mod tail;
+mod unmeasured;
 pub mod waterfall;

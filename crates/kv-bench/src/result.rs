@@ -124,6 +124,9 @@ impl KvResult {
     /// The parts of the run that are simulated.
     pub fn simulated(&self) -> Vec<&'static str> {
         let mut parts = Vec::new();
+        if self.log().is_some() {
+            return vec!["all tiers, and time: operations take none"];
+        }
         if !self.options.token_time.is_zero() {
             parts.push("token generation: time passes, nothing is computed");
         }
@@ -137,7 +140,7 @@ impl KvResult {
     pub fn to_json(&self) -> Value {
         let figures = self.figures();
         let samples = &figures.samples;
-        json!({
+        let mut all = json!({
             "requests_completed": figures.requests,
             "total_tokens_generated": figures.tokens,
             "total_storage_io_latency": figures.storage.sum().as_secs_f64(),
@@ -153,7 +156,9 @@ impl KvResult {
             "seed": self.workload.seed,
             "summary": self.summary(),
             "cascade": self.ours(),
-        })
+        });
+        self.hide_unmeasured(&mut all);
+        all
     }
 
     /// Tokens a second from the start to the end of each slice, as in the original.
@@ -382,6 +387,7 @@ impl KvResult {
             "notes": self.notes(),
             "store": self.store_counters(),
             "objects": self.object_facts(),
+            "io_trace_log": self.log_facts(),
             "environment": self.environment,
         })
     }
@@ -451,6 +457,11 @@ impl KvResult {
         })
     }
 
+    /// The size of the file tier. `None`: nothing is stored in it, and it has no limit.
+    pub fn files_bytes(&self) -> Option<u64> {
+        (self.sizes.files_bytes < u64::MAX).then_some(self.sizes.files_bytes)
+    }
+
     fn tier_facts(&self) -> Value {
         let sizes = &self.sizes;
         let staging = if sizes.cpu_bytes == 0 { sizes.staging_bytes } else { 0 };
@@ -458,7 +469,7 @@ impl KvResult {
         json!({
             "gpu": { "bytes": sizes.gpu_bytes, "is_simulated": true },
             "cpu": { "bytes": sizes.cpu_bytes, "staging_bytes": staging },
-            "storage": { "bytes": sizes.files_bytes, "write": write },
+            "storage": { "bytes": self.files_bytes(), "write": write },
         })
     }
 

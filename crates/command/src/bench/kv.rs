@@ -1,12 +1,14 @@
 //! `cascade bench kv`: `MLPerf` Storage's KV cache benchmark, from this program.
 
 mod args;
+mod io_log;
 mod mlperf;
 mod mlperf_args;
 mod setup;
 mod summary;
 mod trace_args;
 mod unbuilt;
+mod xlsx;
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
@@ -51,8 +53,12 @@ pub(super) fn run(args: &KvArgs, screen: &mut Screen) -> Result<i32, Failure> {
         return mlperf::run(args, screen);
     }
     args.check()?;
+    xlsx::check(args)?;
     if args.mlperf.ends_with_input {
         own_process::end_with_input()?;
+    }
+    if let Some(path) = &args.io_trace_log {
+        return io_log::run(args, path, screen);
     }
     let (recorded, validation) = (args.traces.recorded()?, args.traces.validation()?);
     let cache_dir = args.cache_dir();
@@ -203,18 +209,29 @@ fn with_progress<T: Send>(
     }
     let setup = &*setup;
     let requests_max = setup.workload.requests_max;
-    let progress = Progress::default();
     let bar = progress_bar(&setup.options, requests_max, screen);
+    let show = |progress: &Progress| show_progress(&bar, progress, requests_max.is_some());
+    watch(&bar, screen, &show, |progress| run(setup, progress))
+}
+
+/// Runs in a thread while this one calls `show` and handles Control-C.
+fn watch<T: Send>(
+    bar: &ProgressBar,
+    screen: &mut Screen,
+    show: &dyn Fn(&Progress),
+    run: impl FnOnce(&Progress) -> Result<T, KvBenchError> + Send,
+) -> Result<T, Failure> {
+    let progress = Progress::default();
     let mut told = Ok(());
     let outcome = thread::scope(|scope| {
-        let running = scope.spawn(|| run(setup, &progress));
+        let running = scope.spawn(|| run(&progress));
         while !running.is_finished() {
             let is_first =
                 interrupt::is_requested() && !progress.is_stopped.swap(true, Ordering::Relaxed);
             if is_first {
                 told = bar.suspend(|| screen.notice(STOPPING));
             }
-            show_progress(&bar, &progress, requests_max.is_some());
+            show(&progress);
             thread::park_timeout(PROGRESS_INTERVAL);
         }
         running.join()
@@ -244,12 +261,12 @@ fn show_progress(bar: &ProgressBar, progress: &Progress, counts_requests: bool) 
     ));
 }
 
+fn draw_target(screen: &Screen) -> ProgressDrawTarget {
+    if screen.is_interactive { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() }
+}
+
 fn progress_bar(options: &RunOptions, requests_max: Option<u64>, screen: &Screen) -> ProgressBar {
-    let target = if screen.is_interactive {
-        ProgressDrawTarget::stderr()
-    } else {
-        ProgressDrawTarget::hidden()
-    };
+    let target = draw_target(screen);
     let (length, unit) = match requests_max {
         Some(requests) => (requests, "requests"),
         None => (options.duration.as_secs(), "s"),
@@ -287,6 +304,10 @@ fn write_results(
     if let Some(path) = &args.report {
         write_file(path, report::page(result)?.as_bytes())?;
         screen.notice(format!("report:  {}", path.display()))?;
+    }
+    if let Some(path) = &args.xlsx_output {
+        let path = xlsx::write(args, path, result, &json)?;
+        screen.notice(format!("table:   {}", path.display()))?;
     }
     Ok(())
 }

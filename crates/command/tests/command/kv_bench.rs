@@ -267,6 +267,130 @@ fn a_run_with_failed_operations_is_invalid() {
 }
 
 #[test]
+fn a_terminated_run_reports_what_it_did_and_leaves_nothing() {
+    let run = Run::new();
+    let mut command = run.command(&["--duration", "600", "--cpu-mem-gb", "0"]);
+    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    wait_for_blocks(&run.path("cache"));
+    let process = rustix::process::Pid::from_child(&child);
+    rustix::process::kill_process(process, rustix::process::Signal::TERM).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(130), "{}", stderr(&output));
+    assert_eq!(json(&run.path("out.json"))["cascade"]["is_partial"], true);
+    assert!(!run.path("cache").exists());
+}
+
+#[test]
+fn results_are_written_as_a_spreadsheet_and_as_csv() {
+    let run = Run::new();
+    for (name, written) in [("new/a.xlsx", "new/a.xlsx"), ("b.csv", "b.csv"), ("c", "c.csv")] {
+        let path = run.path(name);
+        let options = ["--max-requests", "2", "--xlsx-output", path.to_str().unwrap()];
+        let (output, result) = run.run(&options);
+        let written = run.path(written);
+        assert!(stderr(&output).contains(written.to_str().unwrap()), "{}", stderr(&output));
+        let bytes = fs::read(written).unwrap();
+        if name.ends_with(".xlsx") {
+            assert!(bytes.starts_with(b"PK\x03\x04"));
+            let text = String::from_utf8_lossy(&bytes);
+            let sheets = ["Summary", "Run Parameters", "Performance Metrics", "QoS Metrics"];
+            for part in sheets.into_iter().chain(["Validity", "unoptimised", "tiny-1b"]) {
+                assert!(text.contains(part), "no {part}");
+            }
+            continue;
+        }
+        let text = String::from_utf8(bytes).unwrap();
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!(lines.len(), 2);
+        let columns: Vec<&str> = lines[0].split(',').collect();
+        let value = |column: &str| {
+            let at = columns.iter().position(|it| *it == column).unwrap();
+            lines[1].split(',').nth(at).unwrap()
+        };
+        assert_eq!(columns.len(), lines[1].split(',').count());
+        assert_eq!((value("Model"), value("Num Users"), value("Seed")), ("tiny-1b", "4", "42"));
+        assert_eq!((value("Multi-turn"), value("Total Requests")), ("True", "2"));
+        let read = &result["summary"]["cache_stats"]["total_read_gb"];
+        assert_eq!(value("Total Read (GiB)"), read.to_string());
+    }
+}
+
+/// The rows of a log without their times.
+fn logged_rows(path: &Path) -> Vec<String> {
+    let text = fs::read_to_string(path).unwrap();
+    text.lines().map(|line| line.split_once(',').unwrap().1.to_owned()).collect()
+}
+
+/// Nothing is stored, so that neither a disk nor memory for the model is needed.
+#[test]
+fn operations_are_logged_and_nothing_is_measured() {
+    let logs = [0, 1].map(|_| {
+        let run = Run::new();
+        let log = run.path("new/log.csv");
+        let (output, result) = run.run(&[
+            "--compatible",
+            "--max-requests",
+            "40",
+            "--cpu-mem-gb",
+            "100000",
+            "--storage-capacity-gb",
+            "100000",
+            "--io-trace-log",
+            log.to_str().unwrap(),
+        ]);
+        has_keys(&result, TOP);
+        has_keys(&result["summary"], SUMMARY);
+        has_keys(&result["summary"]["cache_stats"], CACHE_STATS);
+        has_keys(&result["cascade"], OURS);
+        assert_eq!((&result["requests_completed"], &result["seed"]), (&40.into(), &42.into()));
+        let rows = logged_rows(&log);
+        assert_eq!(rows[0], "Operation,Object_Size_Bytes,Tier,Key,Phase");
+        assert_eq!(result["cascade"]["io_trace_log"]["rows"], rows.len() - 1);
+        for part in [
+            "/summary/end_to_end_latency_ms/p95",
+            "/summary/requests_per_second",
+            "/summary/cache_stats/tier_cpu_read_bandwidth_gbps",
+            "/summary/cache_stats/storage_health/overall_status",
+            "/summary/qos_metrics/batch/sla/actual_p95_ms",
+            "/cascade/rates/read_gib_per_second",
+            "/cascade/cpu/seconds",
+        ] {
+            assert_eq!(result.pointer(part), Some(&Value::Null), "{part}");
+        }
+        let validity = &result["cascade"]["validity"];
+        assert_eq!(validity["reasons"][0]["code"], "nothing_stored", "{validity}");
+        let text = String::from_utf8(output.stdout).unwrap();
+        assert!(text.contains("Nothing was stored and nothing was read"), "{text}");
+        assert!(text.contains("Tier-1 (CPU): 40 writes"), "{text}");
+        assert!(!text.contains("GiB/s") && !text.contains("P95"), "{text}");
+        assert!(!run.path("cache").exists());
+        rows
+    });
+    assert_eq!(logs[0], logs[1]);
+    assert!(logs[0].len() > 100, "{}", logs[0].len());
+}
+
+#[test]
+fn a_log_that_makes_no_sense_is_refused_and_a_full_disk_ends_it() {
+    let run = Run::new();
+    let log = ["--io-trace-log", "out.csv"];
+    let store = run.refusal(&log);
+    assert!(store.contains("only --compatible stores those"), "{store}");
+    let screen = run.refusal(&["--compatible", "--io-trace-log", "-"]);
+    assert!(screen.contains("needs the name of a file"), "{screen}");
+    for option in [&["--keep"][..], &["--no-verify"], &["--report", "x.html"]] {
+        let refused = run.refusal(&[&["--compatible"], &log[..], option].concat());
+        assert!(refused.contains(&format!("{} has no effect", option[0])), "{refused}");
+    }
+    let endless = ["--compatible", "--duration", "86400", "--io-trace-log", "/dev/full"];
+    let output = run.command(&endless).output().unwrap();
+    let text = stderr(&output);
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(text.contains("cannot write /dev/full") && text.contains("free space"), "{text}");
+    assert!(!run.path("out.json").exists());
+}
+
+#[test]
 fn what_compatible_mode_cannot_do_is_refused_by_name() {
     let run = Run::new();
     for options in [
@@ -360,10 +484,16 @@ fn a_trace_is_replayed_and_its_hit_rate_compared() {
 #[test]
 fn what_cannot_run_is_refused_before_anything_runs() {
     let run = Run::new();
-    let unbuilt = run.refusal(&["--io-trace-log", "out.csv"]);
-    assert!(unbuilt.contains("--io-trace-log is not built yet"), "{unbuilt}");
+    let unbuilt = run.refusal(&["--enable-latency-tracing"]);
+    assert!(unbuilt.contains("--enable-latency-tracing is not built yet"), "{unbuilt}");
     let memory = run.refusal(&["--cpu-mem-gb", "100000"]);
     assert!(memory.contains("are available"), "{memory}");
+    let shared = run.refusal(&["--memory-shares", "1000000000"]);
+    assert!(shared.contains("available for each of 1000000000 ranks"), "{shared}");
+    let shared = run.refusal(&["--disk-shares", "1000000000"]);
+    assert!(shared.contains("are free for each of 1000000000 ranks"), "{shared}");
+    let table = run.refusal(&["--xlsx-output", "-"]);
+    assert!(table.contains("--xlsx-output needs the name of a file"), "{table}");
     let disk = run.refusal(&["--storage-capacity-gb", "100000"]);
     assert!(disk.contains("are free"), "{disk}");
     let rate = run.refusal(&["--request-rate", "-1"]);

@@ -186,6 +186,47 @@ fn a_killed_rank_is_missing_and_the_others_report_when_the_run_is_stopped() {
     assert!(!run.path("cache").exists());
 }
 
+/// Schedulers of clusters end a job with SIGTERM, and give it some seconds.
+#[test]
+fn a_terminated_submission_writes_its_summary_and_leaves_no_kv() {
+    let run = Submission::new();
+    let mut child = run.start();
+    kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    let summary = json(&run.path("results/summary.json"));
+    assert_eq!(summary["partial_failure"], true);
+    let failures = summary["trial_failures"]["1"].to_string();
+    for rank in 0..2 {
+        assert!(failures.contains(&format!("rank {rank}: stopped before its end")), "{failures}");
+        assert_eq!(result_of(&run.rank(rank))["cascade"]["is_partial"], true);
+    }
+    assert!(!run.path("cache").exists());
+}
+
+/// Each rank would otherwise take nine tenths of what is free.
+#[test]
+fn ranks_of_a_host_divide_its_free_space_and_memory() {
+    let run = Submission::new();
+    let space = rustix::fs::statvfs(run.directory.path()).unwrap();
+    let free = space.f_bavail * space.f_frsize;
+    let options = "--mlperf whatif --option 1 --trials 1 --settle-seconds 0 --model tiny-1b \
+        --num-users 2 --num-gpus 8 --tensor-parallel 8 --duration 1 --ranks 4";
+    let options: Vec<&str> = options.split_whitespace().collect();
+    let mut command = run.command(&options);
+    let output = command.arg("--results-dir").arg(run.path("results")).output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let sizes = (0..4).map(|rank| {
+        let ours = &result_of(&run.rank(rank))["cascade"];
+        let words: Vec<_> = ours["environment"]["argv"].as_array().unwrap().clone();
+        let at = words.iter().position(|word| word == "--memory-shares").unwrap();
+        assert_eq!(words[at + 1], "4");
+        ours["tiers"]["storage"]["bytes"].as_u64().unwrap()
+    });
+    let all: u64 = sizes.sum();
+    // Other processes may fill the disk meanwhile, and may give back as much as it has.
+    assert!(all > 0 && all < free * 2, "{all} of {free}");
+}
+
 #[test]
 fn ranks_end_with_the_process_that_started_them() {
     let run = Submission::new();

@@ -27,15 +27,20 @@ pub enum EntryName {
 }
 
 impl EntryName {
-    /// The name of its file.
-    pub fn file_name(self) -> String {
+    /// The name in a log of operations.
+    pub fn text(self) -> String {
         match self {
             Self::Turn { user, conversation, turn } => {
-                format!("user-{user}-conversation-{conversation}-turn-{turn}.kv")
+                format!("user-{user}-conversation-{conversation}-turn-{turn}")
             }
-            Self::Context(number) => format!("context-{number}.kv"),
-            Self::Precondition(number) => format!("precondition-{number}.kv"),
+            Self::Context(number) => format!("context-{number}"),
+            Self::Precondition(number) => format!("precondition-{number}"),
         }
+    }
+
+    /// The name of its file.
+    pub fn file_name(self) -> String {
+        self.text() + ".kv"
     }
 
     /// The key of a piece. It determines the bytes of the piece.

@@ -33,6 +33,17 @@ pub(crate) struct ObjectQueue {
     changed: Condvar,
 }
 
+/// What [`ObjectQueue::take_at`] found.
+#[derive(Debug)]
+pub(crate) enum Taken {
+    /// The next request.
+    Request(ObjectRequest),
+    /// None is due before this time.
+    NotBefore(Duration),
+    /// There are no more.
+    None,
+}
+
 struct State {
     /// What has arrived is not kept: each class draws the whole schedule again, and takes its own
     /// requests out of it. So memory depends on the users, and not on how many requests wait.
@@ -123,6 +134,16 @@ impl ObjectQueue {
             let woken = self.changed.wait_timeout(state, wait);
             state = woken.unwrap_or_else(PoisonError::into_inner).0;
         }
+    }
+
+    /// The next request to serve at a time that the caller chooses. It does not wait.
+    pub(crate) fn take_at(&self, now: Duration) -> Taken {
+        let mut state = self.lock();
+        let is_due = |request: &ObjectRequest| self.due(request) <= now;
+        if let Some(request) = state.pop(self.keeps_order, &is_due) {
+            return Taken::Request(request);
+        }
+        state.heads().map(|request| self.due(request)).min().map_or(Taken::None, Taken::NotBefore)
     }
 
     /// A request was served.

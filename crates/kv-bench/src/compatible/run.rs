@@ -16,13 +16,14 @@ use crate::KvBenchError;
 use crate::backend::KvTier;
 use crate::compatible::entry::EntryName;
 use crate::compatible::figures::ObjectFigures;
+use crate::compatible::object_file::Unfinished;
 use crate::compatible::plan::{
     COUNTED_PROMPT_TOKENS, ObjectRequest, STORED_PER_USER, STORED_TOKENS, Schedule,
 };
 use crate::compatible::queue::ObjectQueue;
 pub use crate::compatible::queue::Pace;
 use crate::compatible::tail::wait_for_workers;
-use crate::compatible::waterfall::{ObjectRead, Unfinished, Waterfall};
+use crate::compatible::waterfall::{ObjectRead, Waterfall};
 use crate::devices::KernelCounters;
 use crate::measurements::{Answered, Measurements, Moved, Span, WrittenBlocks};
 use crate::permits::Permits;
@@ -58,18 +59,9 @@ pub fn run(
     let started_ns = u64::try_from(start.as_nanos()).unwrap_or(u64::MAX).max(1);
     progress.started_ns.store(started_ns, Ordering::Relaxed);
     let queue = ObjectQueue::new(&Schedule::new(workload), workload.requests_max, pace, start);
-    let shared = Shared {
-        waterfall,
-        workload,
-        options,
-        progress,
-        clock,
-        window: planned,
-        figures: Mutex::default(),
-        prefills: Permits::new(options.prefills_max),
-    };
+    let shared = Shared::new((waterfall, clock), (workload, options), progress, planned);
     thread::scope(|scope| {
-        let work = || Worker { shared: &shared, piece: Vec::new() }.work(&queue);
+        let work = || Worker::new(&shared).work(&queue);
         let workers = (0..options.workers.max(1)).map(|_| scope.spawn(work)).collect::<Vec<_>>();
         let left = planned.end.saturating_sub(clock.monotonic());
         wait_for_workers(&workers, left, pace.thread_wait, &|| shared.is_stopped());
@@ -77,30 +69,7 @@ pub fn run(
         waterfall.cut();
     });
     let kernel = KernelCounters::now(options.device).since(&before);
-    let all = shared.figures.into_inner().unwrap_or_else(PoisonError::into_inner);
-    let Figures { common: mut figures, mut objects } = all;
-    note_failures(&mut figures, waterfall.take_failures());
-    objects.contents = waterfall.contents();
-    objects.moved = waterfall.moved();
-    let rank_bytes = workload.model.bytes_per_token.max(1);
-    objects.storage_tokens += (objects.moved.demoted_bytes / rank_bytes) as f64;
-    let was_stopped = progress.is_stopped.load(Ordering::Relaxed);
-    let end = if was_stopped || clock.monotonic() < planned.end {
-        figures.last_end.clamp(start, planned.end)
-    } else {
-        planned.end
-    };
-    let outcome = RunOutcome {
-        tail: figures.last_end.saturating_sub(end),
-        window: Window { start, end },
-        figures,
-        was_stopped,
-        kernel,
-        blocks_before: entries_before,
-        scaling: None,
-        gave_up: false,
-    };
-    Ok((outcome, objects))
+    Ok(shared.outcome(kernel, entries_before))
 }
 
 fn note_failures(figures: &mut Measurements, failures: BTreeMap<String, u64>) {
@@ -111,7 +80,7 @@ fn note_failures(figures: &mut Measurements, failures: BTreeMap<String, u64>) {
 
 /// Writes what preconditioning writes, which stays, and the contexts of decode alone. Returns how
 /// many of those there are.
-fn store_before(
+pub(crate) fn store_before(
     waterfall: &Waterfall<'_>,
     workload: &Workload,
     options: &RunOptions,
@@ -162,7 +131,7 @@ struct Figures {
 }
 
 /// What all workers share.
-struct Shared<'a> {
+pub(crate) struct Shared<'a> {
     waterfall: &'a Waterfall<'a>,
     workload: &'a Workload,
     options: &'a RunOptions,
@@ -173,7 +142,51 @@ struct Shared<'a> {
     prefills: Permits,
 }
 
-impl Shared<'_> {
+impl<'a> Shared<'a> {
+    pub(crate) fn new(
+        (waterfall, clock): (&'a Waterfall<'a>, &'a dyn Clock),
+        (workload, options): (&'a Workload, &'a RunOptions),
+        progress: &'a Progress,
+        window: Window,
+    ) -> Self {
+        let prefills = Permits::new(options.prefills_max);
+        let figures = Mutex::default();
+        Self { waterfall, workload, options, progress, clock, window, figures, prefills }
+    }
+
+    /// What all workers have done, once they have ended.
+    pub(crate) fn outcome(
+        self,
+        kernel: KernelCounters,
+        entries_before: u64,
+    ) -> (RunOutcome, ObjectFigures) {
+        let was_stopped = self.is_stopped();
+        let Self { waterfall, workload, clock, window: planned, .. } = self;
+        let all = self.figures.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let Figures { common: mut figures, mut objects } = all;
+        note_failures(&mut figures, waterfall.take_failures());
+        objects.contents = waterfall.contents();
+        objects.moved = waterfall.moved();
+        let rank_bytes = workload.model.bytes_per_token.max(1);
+        objects.storage_tokens += (objects.moved.demoted_bytes / rank_bytes) as f64;
+        let end = if was_stopped || clock.monotonic() < planned.end {
+            figures.last_end.clamp(planned.start, planned.end)
+        } else {
+            planned.end
+        };
+        let outcome = RunOutcome {
+            tail: figures.last_end.saturating_sub(end),
+            window: Window { start: planned.start, end },
+            figures,
+            was_stopped,
+            kernel,
+            blocks_before: entries_before,
+            scaling: None,
+            gave_up: false,
+        };
+        (outcome, objects)
+    }
+
     fn figures(&self) -> MutexGuard<'_, Figures> {
         self.figures.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -188,13 +201,13 @@ impl Shared<'_> {
     }
 
     /// Whether no further request begins.
-    fn is_over(&self) -> bool {
+    pub(crate) fn is_over(&self) -> bool {
         self.is_stopped() || self.clock.monotonic() >= self.window.end
     }
 }
 
 /// One thread.
-struct Worker<'a> {
+pub(crate) struct Worker<'a> {
     shared: &'a Shared<'a>,
     /// Memory for a piece of an entry.
     piece: Vec<u8>,
@@ -207,21 +220,31 @@ struct ReadOutcome {
     took: Duration,
 }
 
-impl Worker<'_> {
+impl<'a> Worker<'a> {
+    pub(crate) fn new(shared: &'a Shared<'a>) -> Self {
+        Self { shared, piece: Vec::new() }
+    }
+
     fn work(mut self, queue: &ObjectQueue) {
         let shared = self.shared;
         while let Some(request) = queue.take(shared.clock, &|| shared.is_over()) {
-            match self.serve(&request, queue.due(&request)) {
-                Ok(times) => {
-                    let mut figures = shared.figures();
-                    figures.common.answered(shared.window, request.facts(), times);
-                    drop(figures);
-                    shared.progress.requests.fetch_add(1, Ordering::Relaxed);
-                }
-                Err(Cut) => shared.figures().common.cut_requests += 1,
-            }
-            queue.finish(request.user);
+            self.answer(&request, queue);
         }
+    }
+
+    /// Serves a request that was taken from the queue, and counts it.
+    pub(crate) fn answer(&mut self, request: &ObjectRequest, queue: &ObjectQueue) {
+        let shared = self.shared;
+        match self.serve(request, queue.due(request)) {
+            Ok(times) => {
+                let mut figures = shared.figures();
+                figures.common.answered(shared.window, request.facts(), times);
+                drop(figures);
+                shared.progress.requests.fetch_add(1, Ordering::Relaxed);
+            }
+            Err(Cut) => shared.figures().common.cut_requests += 1,
+        }
+        queue.finish(request.user);
     }
 
     fn serve(&mut self, request: &ObjectRequest, due: Duration) -> Result<Answered, Cut> {

@@ -6,10 +6,10 @@
 //! goes to the next one, and files are filled to the end.
 
 use std::collections::{BTreeMap, HashMap};
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::{fs, io};
 
 use cascade_runtime::Clock;
 
@@ -17,7 +17,8 @@ use crate::KvBenchError;
 use crate::backend::KvTier;
 use crate::block_names::BlockNames;
 use crate::compatible::entry::{EntryName, PIECE_BYTES, pieces};
-use crate::compatible::object_file::{IoTimes, ObjectFile};
+use crate::compatible::io_log::{IoLog, LoggedOperation};
+use crate::compatible::object_file::{IoTimes, ObjectFile, Unfinished};
 
 /// The share of a tier above which entries are moved down.
 const TARGET_SHARE: f64 = 0.8;
@@ -77,23 +78,6 @@ pub(crate) enum ObjectRead {
     Miss,
 }
 
-/// Why an entry was not written, read or moved.
-#[derive(Debug)]
-pub(crate) enum Unfinished {
-    /// The run ended before its last piece: the tier, and the bytes of the pieces before.
-    Cut {
-        tier: KvTier,
-        bytes: u64,
-    },
-    Failed(io::Error),
-}
-
-impl From<io::Error> for Unfinished {
-    fn from(error: io::Error) -> Self {
-        Self::Failed(error)
-    }
-}
-
 /// Looks at a piece that was read: its number and its bytes.
 pub(crate) type Look<'a> = dyn FnMut(u64, &[u8]) + 'a;
 
@@ -103,6 +87,8 @@ pub struct Waterfall<'a> {
     limits: [u64; 3],
     names: BlockNames,
     clock: &'a dyn Clock,
+    /// Takes the operations, of which then none is done.
+    log: Option<&'a IoLog<'a>>,
     state: Mutex<State>,
     is_cut: AtomicBool,
 }
@@ -138,6 +124,8 @@ struct Object {
 enum Body {
     Memory(KvTier, Vec<Box<[u8]>>),
     File,
+    /// In this tier, if anything were stored.
+    Logged(KvTier),
     Gone,
 }
 
@@ -169,9 +157,28 @@ impl<'a> Waterfall<'a> {
             limits: [sizes.gpu_bytes, sizes.cpu_bytes, sizes.files_bytes],
             names: BlockNames::new(seed),
             clock,
+            log: None,
             state: Mutex::default(),
             is_cut: AtomicBool::new(false),
         })
+    }
+
+    /// Empty tiers that store nothing: what they would do is logged.
+    pub fn logged(
+        log: &'a IoLog<'a>,
+        sizes: WaterfallSizes,
+        seed: u64,
+        clock: &'a dyn Clock,
+    ) -> Self {
+        Self {
+            directory: PathBuf::new(),
+            limits: [sizes.gpu_bytes, sizes.cpu_bytes, sizes.files_bytes],
+            names: BlockNames::new(seed),
+            clock,
+            log: Some(log),
+            state: Mutex::default(),
+            is_cut: AtomicBool::new(false),
+        }
     }
 
     /// What each tier contains.
@@ -230,7 +237,10 @@ impl<'a> Waterfall<'a> {
         let tier = KvTier::ALL.into_iter().find(|tier| self.make_room(*tier, bytes));
         // Files take an entry whatever their size. The file system has the last word.
         let tier = tier.unwrap_or(KvTier::Storage);
-        let written = if tier == KvTier::Storage {
+        let written = if let Some(log) = self.log {
+            log.add(LoggedOperation::Prefill, name, bytes, tier);
+            Ok((Body::Logged(tier), IoTimes::default()))
+        } else if tier == KvTier::Storage {
             self.write_file(name, bytes, fill, piece).map(|times| (Body::File, times))
         } else {
             self.write_memory(tier, bytes, fill, piece)
@@ -267,6 +277,7 @@ impl<'a> Waterfall<'a> {
         let body = object.body.lock().unwrap_or_else(PoisonError::into_inner);
         let (tier, times) = match &*body {
             Body::Gone => return Ok(ObjectRead::Miss),
+            Body::Logged(tier) => (*tier, self.log_read(name, object.bytes, *tier)),
             Body::Memory(tier, pieces) => (*tier, self.read_memory(*tier, pieces, piece, look)?),
             Body::File => (KvTier::Storage, self.read_file(name, object.bytes, piece, look)?),
         };
@@ -317,28 +328,26 @@ impl<'a> Waterfall<'a> {
             return false;
         }
         let mut body = victim.object.body.lock().unwrap_or_else(PoisonError::into_inner);
-        let Body::Memory(held_by, pieces) = std::mem::replace(&mut *body, Body::Gone) else {
-            self.state().release(to, bytes);
-            return true;
-        };
-        let moved = match to {
-            KvTier::Storage => match self.write_pieces(victim.name, &pieces) {
-                Ok(()) => Ok(Body::File),
-                Err(unfinished) => {
-                    // Before another entry can have the name.
-                    drop(fs::remove_file(self.path(victim.name)));
-                    match unfinished {
-                        Unfinished::Failed(error) => Err(error),
-                        Unfinished::Cut { .. } => {
-                            *body = Body::Memory(held_by, pieces);
-                            self.state().keep(victim.name);
-                            self.state().release(to, bytes);
-                            return false;
-                        }
+        let moved = match (std::mem::replace(&mut *body, Body::Gone), to) {
+            (Body::Logged(_), tier) => Ok(self.log_move(victim.name, bytes, (from, tier))),
+            (Body::Memory(held_by, pieces), KvTier::Storage) => {
+                match self.write_pieces(victim.name, &pieces) {
+                    Ok(()) => Ok(Body::File),
+                    Err(Unfinished::Failed(error)) => Err(error),
+                    Err(Unfinished::Cut { .. }) => {
+                        *body = Body::Memory(held_by, pieces);
+                        let mut state = self.state();
+                        state.keep(victim.name);
+                        state.release(to, bytes);
+                        return false;
                     }
                 }
-            },
-            tier => Ok(Body::Memory(tier, pieces)),
+            }
+            (Body::Memory(_, pieces), tier) => Ok(Body::Memory(tier, pieces)),
+            (Body::File | Body::Gone, _) => {
+                self.state().release(to, bytes);
+                return true;
+            }
         };
         let mut state = self.state();
         match moved {
@@ -367,8 +376,8 @@ impl<'a> Waterfall<'a> {
     /// Removes the file of an entry.
     fn drop_file(&self, victim: &Victim) -> bool {
         let mut body = victim.object.body.lock().unwrap_or_else(PoisonError::into_inner);
-        *body = Body::Gone;
-        let removed = fs::remove_file(self.path(victim.name));
+        let is_file = matches!(std::mem::replace(&mut *body, Body::Gone), Body::File);
+        let removed = if is_file { fs::remove_file(self.path(victim.name)) } else { Ok(()) };
         let mut state = self.state();
         state.remove(victim.name, KvTier::Storage, victim.object.bytes);
         state.moved.dropped += 1;
@@ -377,6 +386,21 @@ impl<'a> Waterfall<'a> {
             *state.failures.entry(reason).or_default() += 1;
         }
         true
+    }
+
+    fn log_read(&self, name: EntryName, bytes: u64, tier: KvTier) -> IoTimes {
+        if let Some(log) = self.log {
+            log.add(LoggedOperation::Decode, name, bytes, tier);
+        }
+        IoTimes::default()
+    }
+
+    fn log_move(&self, name: EntryName, bytes: u64, (from, to): (KvTier, KvTier)) -> Body {
+        if let Some(log) = self.log {
+            log.add(LoggedOperation::EvictRead, name, bytes, from);
+            log.add(LoggedOperation::EvictWrite, name, bytes, to);
+        }
+        Body::Logged(to)
     }
 
     fn write_file(
@@ -397,13 +421,19 @@ impl<'a> Waterfall<'a> {
     }
 
     fn write_pieces(&self, name: EntryName, pieces: &[Box<[u8]>]) -> Result<(), Unfinished> {
-        let mut file = ObjectFile::create(&self.path(name), self.clock)?;
-        for (number, piece) in (0..).zip(pieces) {
-            self.go_on(KvTier::Storage, number)?;
-            file.write(piece)?;
-        }
-        file.sync()?;
-        Ok(())
+        let write = || {
+            let mut file = ObjectFile::create(&self.path(name), self.clock)?;
+            for (number, piece) in (0..).zip(pieces) {
+                self.go_on(KvTier::Storage, number)?;
+                file.write(piece)?;
+            }
+            file.sync()?;
+            Ok(())
+        };
+        write().inspect_err(|_| {
+            // Before another entry can have the name.
+            drop(fs::remove_file(self.path(name)));
+        })
     }
 
     fn write_memory(

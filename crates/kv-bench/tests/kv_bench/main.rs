@@ -5,6 +5,8 @@
 mod backends;
 mod compatible;
 mod dishonest;
+mod faults;
+mod io_log;
 mod recorded;
 
 use std::fs::{self, File};

@@ -176,6 +176,15 @@ pub(crate) struct KvArgs {
     /// Write the results with plots as one self-contained HTML file.
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     pub(super) report: Option<PathBuf>,
+    /// Write the results as a spreadsheet with the original's sheets to FILE: XLSX, or CSV if the
+    /// name does not end in `.xlsx`.
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    pub(super) xlsx_output: Option<PathBuf>,
+    /// With --compatible: store nothing, and write each operation that the tiers would do to FILE,
+    /// as CSV with the columns Timestamp, Operation, `Object_Size_Bytes`, Tier, Key and Phase. A
+    /// name that ends in `.zst` is compressed.
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    pub(super) io_trace_log: Option<PathBuf>,
     /// Leave the blocks in the directory.
     #[arg(long, help_heading = "Output")]
     pub(super) keep: bool,

@@ -124,6 +124,31 @@ impl Setup {
     }
 }
 
+impl Setup {
+    /// A run whose operations are logged and not done: it needs neither memory nor a disk. Without
+    /// a size, the file tier has no limit, or that of the disk that the user names.
+    pub(super) fn of_log(args: &KvArgs) -> Result<Self, Failure> {
+        let workload = workload(args, args.model()?, args.num_users, None)?;
+        let workers = args.num_users.min(OBJECT_WORKERS_MAX);
+        let files_bytes = match (bytes(args.storage_capacity_gb), &args.cache_dir) {
+            (0, None) => u64::MAX,
+            (0, Some(directory)) => BenchDirectory::free_bytes_of(directory)? / 10 * 9,
+            (given, _) => given,
+        };
+        let sizes = TierSizes {
+            gpu_bytes: bytes(args.gpu_mem_gb * f64::from(args.num_gpus)),
+            cpu_bytes: bytes(args.cpu_mem_gb),
+            staging_bytes: 0,
+            files_bytes,
+        };
+        let options = RunOptions {
+            verifies: false,
+            ..options(args, usize::try_from(workers).unwrap_or(1), 1)
+        };
+        Ok(Self { workload, sizes, options, is_compatible: true, notes: Vec::new() })
+    }
+}
+
 fn workload(
     args: &KvArgs,
     model: KvModel,
@@ -190,15 +215,17 @@ fn precondition(args: &KvArgs, workers: usize) -> Option<Precondition> {
 fn check_memory(args: &KvArgs, tiers: u64) -> Result<(), Failure> {
     let needed = tiers.saturating_add(OTHER_MEMORY_BYTES);
     let available = cascade_memory::available_bytes(&|path| std::fs::read_to_string(path));
-    match available {
+    let shares = args.mlperf.memory_shares;
+    match available.map(|bytes| bytes / shares) {
         Some(available) if available < needed => Err(Failure::usage(
             format!(
-                "--gpu-mem-gb {} x {} and --cpu-mem-gb {} need {} of memory; {} are available",
+                "--gpu-mem-gb {} x {} and --cpu-mem-gb {} need {} of memory; {} are available{}",
                 args.gpu_mem_gb,
                 args.num_gpus,
                 args.cpu_mem_gb,
                 ByteSize(needed).rounded(),
                 ByteSize(available).rounded(),
+                for_each(shares),
             ),
             "lower them: --gpu-mem-gb 0 measures without the simulated GPU tier",
         )),
@@ -224,7 +251,8 @@ fn files_bytes(
     directory: &BenchDirectory,
     notes: &mut Vec<String>,
 ) -> Result<u64, Failure> {
-    let free = directory.free_bytes().unwrap_or(u64::MAX / 2);
+    let shares = args.mlperf.disk_shares;
+    let free = directory.free_bytes().unwrap_or(u64::MAX / 2) / shares;
     let asked = bytes(args.storage_capacity_gb);
     let size = if asked > 0 { asked } else { free / 10 * 9 };
     // The largest request twice, because a reclaim drops a quarter of a small tier at once.
@@ -232,9 +260,10 @@ fn files_bytes(
     if size > free || size < least {
         return Err(Failure::usage(
             format!(
-                "the file tier would have {}, {} are free, and one request needs at least {}",
+                "the file tier would have {}, {} are free{}, and one request needs at least {}",
                 ByteSize(size).rounded(),
                 ByteSize(free).rounded(),
+                for_each(shares),
                 ByteSize(least).rounded(),
             ),
             "give a --cache-dir with more space, another --storage-capacity-gb, or a smaller model",
@@ -258,6 +287,11 @@ fn files_bytes(
         ));
     }
     Ok(size)
+}
+
+/// Says that ranks divide what is there.
+fn for_each(shares: u64) -> String {
+    if shares > 1 { format!(" for each of {shares} ranks") } else { String::new() }
 }
 
 #[expect(

@@ -23,10 +23,10 @@ pub(super) struct TraceArgs {
     burst_trace_path: Option<PathBuf>,
     /// Divide the times of the trace by X; 0: all requests are due at once [default: 1].
     #[arg(long, value_name = "X", help_heading = "Traces", allow_negative_numbers = true)]
-    trace_speedup: Option<f64>,
+    pub(super) trace_speedup: Option<f64>,
     /// End after N passes through the trace or the data set; 0: when the window ends [default: 0].
     #[arg(long, value_name = "N", help_heading = "Traces")]
-    replay_cycles: Option<u64>,
+    pub(super) replay_cycles: Option<u64>,
     /// Replay the conversations of a ShareGPT data set (JSON); a turn has at most 8,192 tokens.
     #[arg(long, value_name = "FILE", help_heading = "Traces")]
     pub(super) dataset_path: Option<PathBuf>,

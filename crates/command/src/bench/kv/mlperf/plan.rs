@@ -29,8 +29,16 @@ const OF_SUBMISSION: [&str; 9] = [
     "unoptimised",
 ];
 /// Options that one process alone may have.
-const OF_ONE_PROCESS: [&str; 6] =
-    ["output", "report", "keep", "xlsx-output", "io-trace-log", "ends-with-input"];
+const OF_ONE_PROCESS: [&str; 8] = [
+    "output",
+    "report",
+    "keep",
+    "xlsx-output",
+    "io-trace-log",
+    "ends-with-input",
+    "memory-shares",
+    "disk-shares",
+];
 
 /// A submission before its start.
 #[derive(Debug)]
@@ -129,7 +137,17 @@ impl Plan {
         all.extend(["--seed".into(), (self.seed + u64::from(rank)).to_string().into()]);
         all.extend(["--cache-dir".into(), self.rank_cache(rank).into()]);
         all.extend(["--output".into(), output.into(), "--ends-with-input".into()]);
+        let disk = self.disk_shares(rank).to_string();
+        let memory = self.ranks.of_host.to_string();
+        all.extend(["--disk-shares".into(), disk.into(), "--memory-shares".into(), memory.into()]);
         all
+    }
+
+    /// The ranks of this host that store on the same file system as this one. A rank may have a
+    /// file system of its own, mounted on its directory.
+    fn disk_shares(&self, rank: u32) -> u32 {
+        let own = device(&self.rank_cache(rank));
+        if own == device(&self.cache_dir) { self.ranks.of_host } else { 1 }
     }
 
     /// The workload of an option, with the options that were given in the place of its own.
