@@ -32,6 +32,7 @@ pub mod run;
 pub mod samples;
 pub mod store_backend;
 pub mod submission;
+pub mod suite;
 pub mod timeline;
 mod user_kind;
 pub mod validation;

@@ -8,6 +8,7 @@ mod summary;
 mod trace_args;
 mod unbuilt;
 
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::thread;
@@ -44,6 +45,13 @@ const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 /// What Control-C waits for.
 const STOPPING: &str = "stopping: the calls that are under way end first, within 5 minutes on a \
     disk that does not answer; Control-C again ends at once, without a report";
+
+/// Refuses options that a run would refuse at its start.
+pub(super) fn check(options: Vec<OsString>) -> Result<(), Failure> {
+    let args = KvArgs::parse(options)?;
+    args.check()?;
+    args.model().map(drop)
+}
 
 pub(super) fn run(args: &KvArgs, screen: &mut Screen) -> Result<i32, Failure> {
     if args.mlperf.mlperf.is_some() {

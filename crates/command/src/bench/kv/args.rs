@@ -1,5 +1,6 @@
 //! The options of `cascade bench kv`: names and defaults are those of the original.
 
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -8,7 +9,7 @@ use cascade_kv_bench::criteria::PerformanceProfile;
 use cascade_kv_bench::model::KvModel;
 use cascade_kv_bench::plan::Phases;
 use cascade_kv_bench::retrieval::Documents;
-use clap::{Args, ValueEnum};
+use clap::{Arg, ArgAction, Args, Command, FromArgMatches, ValueEnum};
 
 use crate::Failure;
 use crate::bench::kv::mlperf_args::{GivenOptions, MlperfArgs};
@@ -243,6 +244,15 @@ impl ProfileChoice {
 }
 
 impl KvArgs {
+    /// Reads the options that a process of this program is to get.
+    pub(super) fn parse(options: Vec<OsString>) -> Result<Self, Failure> {
+        let unoptimised = Arg::new("unoptimised").long("unoptimised").action(ArgAction::SetTrue);
+        let command = Command::new("kv").no_binary_name(true).arg(unoptimised);
+        let parsed = Self::augment_args(command).try_get_matches_from(options);
+        let parsed = parsed.and_then(|matches| Self::from_arg_matches(&matches));
+        parsed.map_err(|error| Failure::other("run the benchmark with these options", error))
+    }
+
     pub(crate) fn json(&self) -> Option<&Path> {
         self.output.as_deref()
     }
