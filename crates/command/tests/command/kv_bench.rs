@@ -391,6 +391,29 @@ fn what_cannot_run_is_refused_before_anything_runs() {
     assert!(stderr(&output).contains("create the directory above it"), "{}", stderr(&output));
 }
 
+#[test]
+fn a_model_of_a_file_is_stored_and_a_wrong_file_is_refused() {
+    let run = Run::new();
+    let path = run.path("models.yaml");
+    let models = "model_configs:\n  odd: {num_layers: 7, kv_heads: 5, kv_dim_per_head: 61, \
+                  dtype: int8}\n  tiny-1b: {num_layers: 2, kv_heads: 3}\n";
+    fs::write(&path, models).unwrap();
+    let file = ["--model-config", path.to_str().unwrap()];
+    let refused = run.refusal(&file);
+    assert!(refused.contains("`model_configs.tiny-1b.hidden_dim`: missing"), "{refused}");
+    let missing = run.refusal(&["--model-config", "none.yaml"]);
+    assert!(missing.contains("--model-config cannot be read: none.yaml"), "{missing}");
+    let refused = run.refusal(&[&file[..], &["--model", "odd"]].concat());
+    assert!(refused.contains("--tensor-parallel 8: 4270 bytes a token cannot"), "{refused}");
+
+    let odd = ["--model", "odd", "--tensor-parallel", "1", "--max-requests", "2"];
+    let (_, result) = run.run(&[&file[..], &odd].concat());
+    let workload = &result["cascade"]["workload"];
+    assert_eq!((&workload["model"], &workload["bytes_per_token"]), (&"odd".into(), &4270.into()));
+    assert_eq!(workload["block_bytes"], 512 * 4270);
+    assert_eq!(result["cascade"]["verification"]["wrong_blocks"], 0);
+}
+
 /// The figures until then are reported, and the error says what happened and what to do.
 #[test]
 fn a_directory_that_is_removed_during_the_run_is_reported_with_what_was_measured() {

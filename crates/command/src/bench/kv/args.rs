@@ -7,6 +7,7 @@ use std::time::Duration;
 use cascade_kv_bench::autoscaler::{AutoscalerMode, AutoscalerOptions};
 use cascade_kv_bench::criteria::PerformanceProfile;
 use cascade_kv_bench::model::KvModel;
+use cascade_kv_bench::model_config::ModelConfig;
 use cascade_kv_bench::plan::Phases;
 use cascade_kv_bench::retrieval::Documents;
 use clap::{Arg, ArgAction, Args, Command, FromArgMatches, ValueEnum};
@@ -72,6 +73,10 @@ pub(crate) struct KvArgs {
     /// llama3.1-70b-instruct, deepseek-v3, qwen3-32b, gpt-oss-120b, gpt-oss-20b.
     #[arg(long, value_name = "MODEL", default_value = "llama3.1-8b", help_heading = "Workload")]
     pub(super) model: String,
+    /// Take the geometry of the model from FILE: config.json of Hugging Face, or YAML with
+    /// `model_configs`, among which --model chooses.
+    #[arg(long, value_name = "FILE", help_heading = "Workload")]
+    pub(super) model_config: Option<PathBuf>,
     /// Simulated users.
     #[arg(long, value_name = "N", default_value_t = 100, help_heading = "Workload")]
     #[arg(value_parser = clap::value_parser!(u32).range(1..=100_000))]
@@ -286,7 +291,12 @@ impl KvArgs {
     }
 
     pub(super) fn model(&self) -> Result<KvModel, Failure> {
-        Ok(KvModel::new(&self.model, self.tensor_parallel)?)
+        let Some(path) = &self.model_config else {
+            return Ok(KvModel::new(&self.model, self.tensor_parallel)?);
+        };
+        let name = self.given.has("model").then_some(&*self.model);
+        let found = ModelConfig::read(path, name)?;
+        Ok(KvModel::of_geometry(&found.name, &found.geometry, self.tensor_parallel)?)
     }
 
     /// Refuses options that are not built, make no sense, or contradict each other.
