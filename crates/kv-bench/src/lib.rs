@@ -11,6 +11,7 @@ pub mod autoscaler;
 pub mod backend;
 pub mod block_names;
 pub mod compatible;
+pub mod config_file;
 pub mod criteria;
 pub mod devices;
 pub mod directory;
@@ -40,6 +41,7 @@ mod user_kind;
 pub mod validation;
 pub mod validity;
 pub mod window;
+pub mod workload_settings;
 
 pub use error::KvBenchError;
 

@@ -190,6 +190,52 @@ impl<'a> Section<'a> {
         number.map(Some).ok_or_else(|| self.expected(name, form, value))
     }
 
+    /// Two whole numbers within bounds, the smaller one first, if they are there.
+    ///
+    /// # Errors
+    /// If it is something else.
+    pub fn whole_range(
+        &self,
+        name: &str,
+        bounds: RangeInclusive<u64>,
+    ) -> Result<Option<(u64, u64)>, KvBenchError> {
+        self.ordered(name, "two whole numbers", &bounds, Value::as_u64)
+    }
+
+    /// Two numbers within bounds, the smaller one first, if they are there.
+    ///
+    /// # Errors
+    /// If it is something else.
+    pub fn range(
+        &self,
+        name: &str,
+        bounds: RangeInclusive<f64>,
+    ) -> Result<Option<(f64, f64)>, KvBenchError> {
+        self.ordered(name, "two numbers", &bounds, Value::as_f64)
+    }
+
+    fn ordered<T: Copy + PartialOrd + Display>(
+        &self,
+        name: &str,
+        what: &str,
+        bounds: &RangeInclusive<T>,
+        read: fn(&Value) -> Option<T>,
+    ) -> Result<Option<(T, T)>, KvBenchError> {
+        let Some(value) = self.value(name) else { return Ok(None) };
+        let all: Option<Vec<T>> = value.as_array().and_then(|all| all.iter().map(read).collect());
+        let is_within = |it: &T| bounds.contains(it);
+        match all.as_deref() {
+            Some([least, most]) if is_within(least) && is_within(most) && least <= most => {
+                Ok(Some((*least, *most)))
+            }
+            _ => {
+                let (from, to) = (bounds.start(), bounds.end());
+                let form = format!("{what} from {from} to {to}, the smaller one first");
+                Err(self.expected(name, form, value))
+            }
+        }
+    }
+
     /// A text, if it is there.
     ///
     /// # Errors

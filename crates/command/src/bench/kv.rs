@@ -48,9 +48,7 @@ const STOPPING: &str = "stopping: the calls that are under way end first, within
 
 /// Refuses options that a run would refuse at its start.
 pub(super) fn check(options: Vec<OsString>) -> Result<(), Failure> {
-    let args = KvArgs::parse(options)?;
-    args.check()?;
-    args.model().map(drop)
+    KvArgs::parse(options)?.check_all()
 }
 
 pub(super) fn run(args: &KvArgs, screen: &mut Screen) -> Result<i32, Failure> {
@@ -64,12 +62,13 @@ pub(super) fn run(args: &KvArgs, screen: &mut Screen) -> Result<i32, Failure> {
     let (recorded, validation) = (args.traces.recorded()?, args.traces.validation()?);
     let cache_dir = args.cache_dir();
     let environment = Environment::capture(built::build(), Some(&cache_dir));
-    let model = args.model()?;
+    let config = args.settings()?;
+    let model = args.model(&config)?;
     let directory = BenchDirectory::claim(&cache_dir, args.keep)?;
     if directory.is_new() {
         screen.notice(format!("created {} for this run", cache_dir.display()))?;
     }
-    let setup = Setup::new(args, model, recorded, &directory)?;
+    let setup = Setup::new((args, &config), model, recorded, &directory)?;
     for note in &setup.notes {
         screen.notice(format!("note: {note}"))?;
     }

@@ -66,7 +66,10 @@ fn workloads_run_one_after_another_and_are_compared() {
     let report = suite.path("suite.html");
     let report_path = report.to_str().unwrap();
     let options = "-m tiny-1b --tensor-parallel 8 -u 2 -t 2 -w storage,gpu_only --report";
-    let options: Vec<&str> = options.split_whitespace().chain([report_path]).collect();
+    let config = suite.path("config.yaml");
+    fs::write(&config, "decode: {batch_size: 16}\n").unwrap();
+    let files = [report_path, "--config", config.to_str().unwrap()];
+    let options: Vec<&str> = options.split_whitespace().chain(files).collect();
     let output = suite.command(&options).output().unwrap();
     let (text, notices) = (String::from_utf8_lossy(&output.stdout), stderr(&output));
     assert_eq!(output.status.code(), Some(0), "{notices}");
@@ -95,6 +98,7 @@ fn workloads_run_one_after_another_and_are_compared() {
     let result = json(&suite.path("results/results_tier_storage_only.json"));
     assert_eq!(storage["figures"]["requests_completed"], result["requests_completed"]);
     assert_eq!(result["seed"], 42);
+    assert_eq!(result["cascade"]["workload"]["tokens_per_decode_read"], 16);
     assert!(storage["command"].as_str().unwrap().starts_with("cascade bench --unoptimised kv "));
     assert!(fs::read_to_string(&report).unwrap().contains("<td>storage-only</td>"));
     assert!(!suite.path("cache").exists());
@@ -157,6 +161,7 @@ fn what_cannot_run_is_refused_before_anything_runs() {
         ("-w storage-only --gpu-mem-gb 1", "--gpu-mem-gb has no effect on storage-only"),
         ("-w cpu-only -D 5", "--rag-num-docs (-D) has no effect without --enable-rag"),
         ("-u 50 -U 20", "--high-users 20 is less than --users 50"),
+        ("--config none.yaml", "--config cannot be read: none.yaml"),
         ("-m gpt-2", "unknown model \"gpt-2\""),
         ("-m tiny-1b mistral-7b", "cannot be used with"),
         ("--gpu-mem-gb 0 -w gpu-only", "--gpu-mem-gb 0 leaves gpu-only without its tier"),

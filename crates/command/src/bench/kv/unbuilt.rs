@@ -8,7 +8,7 @@ use crate::Failure;
 const FLAGS: [&str; 1] = ["enable-latency-tracing"];
 
 /// Options with a value.
-const VALUES: [&str; 3] = ["config", "io-trace-log", "log-level"];
+const VALUES: [&str; 2] = ["io-trace-log", "log-level"];
 
 /// An export that stays out: JSON has all of it.
 const SPREADSHEET: &str = "xlsx-output";

@@ -90,6 +90,9 @@ pub(crate) struct KvSuiteArgs {
     /// Store whole requests as files and count as the original benchmark does.
     #[arg(long, help_heading = "Workloads")]
     compatible: bool,
+    /// Take settings from FILE, as `cascade bench kv --config` does.
+    #[arg(long, value_name = "FILE", help_heading = "Workloads")]
+    pub(super) config: Option<PathBuf>,
     /// Seed of all workloads [default: 42].
     #[arg(long, value_name = "N", help_heading = "Workloads")]
     seed: Option<u64>,

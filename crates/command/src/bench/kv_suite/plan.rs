@@ -27,6 +27,8 @@ pub(super) struct Plan {
     pub(super) cache_dir: PathBuf,
     pub(super) results_dir: PathBuf,
     workloads: Vec<SuiteWorkload>,
+    /// The file of settings of all runs.
+    config: Option<PathBuf>,
     /// Whether the directory of the KV is not there yet.
     cache_is_new: bool,
 }
@@ -44,9 +46,10 @@ impl Plan {
         let runs = options.runs(&workloads);
         let cache_dir = args.cache_dir();
         let cache_is_new = !cache_dir.exists();
-        let plan = Self { options, runs, cache_dir, results_dir, workloads, cache_is_new };
+        let config = args.config.clone();
+        let plan = Self { options, runs, cache_dir, results_dir, workloads, config, cache_is_new };
         for run in &plan.runs {
-            check_run(run, available)?;
+            check_run(run, plan.workload_of(run), available)?;
         }
         plan.check_directories()?;
         Ok(plan)
@@ -122,9 +125,18 @@ impl Plan {
             all.push("--unoptimised".into());
         }
         all.push("kv".into());
-        all.extend(run.arguments.iter().map(OsString::from));
+        all.extend(self.workload_of(run));
         all.extend(["--cache-dir".into(), self.cache_dir.clone().into()]);
         all.extend(["--output".into(), self.result_file(run).into(), "--ends-with-input".into()]);
+        all
+    }
+
+    /// The options of a run without its directories.
+    fn workload_of(&self, run: &SuiteRun) -> Vec<OsString> {
+        let mut all: Vec<OsString> = run.arguments.iter().map(OsString::from).collect();
+        if let Some(path) = &self.config {
+            all.extend(["--config".into(), path.clone().into()]);
+        }
         all
     }
 
@@ -138,8 +150,11 @@ impl Plan {
 }
 
 /// Refuses a run that would refuse its options at its start.
-fn check_run(run: &SuiteRun, available: Option<u64>) -> Result<(), Failure> {
-    let options = run.arguments.iter().map(OsString::from).collect();
+fn check_run(
+    run: &SuiteRun,
+    options: Vec<OsString>,
+    available: Option<u64>,
+) -> Result<(), Failure> {
     kv::check(options).map_err(|failure| match failure {
         Failure::Usage { what, advice } => {
             Failure::usage(format!("workload {}: {what}", run.name), advice)

@@ -168,9 +168,7 @@ impl Plan {
 
     /// Refuses a command line that each rank would refuse after the wait.
     fn check_rank(&self, option: &SubmissionOption) -> Result<(), Failure> {
-        let args = KvArgs::parse(self.workload(option))?;
-        args.check()?;
-        args.model().map(drop)
+        KvArgs::parse(self.workload(option))?.check_all()
     }
 
     /// A directory with results is not written to: neither the old nor the new would be whole.
