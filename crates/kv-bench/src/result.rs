@@ -14,7 +14,7 @@ use crate::compatible::waterfall::TierContents;
 use crate::criteria::Assessment;
 use crate::histogram::{LatencyHistogram, Percentiles};
 use crate::measurements::{Measurements, Moved};
-use crate::plan::{PROMPT_TOKENS, TOKENS_PER_DECODE_READ, TURNS_MAX, Workload};
+use crate::plan::{PROMPT_TOKENS, Workload};
 use crate::qos::QosClass;
 use crate::recorded::CONTEXT_TOKENS_MAX;
 use crate::run::{RunOptions, RunOutcome};
@@ -306,7 +306,7 @@ impl KvResult {
     fn qos_metrics(&self) -> Value {
         let classes = QosClass::ALL.into_iter().map(|class| {
             let latency = &self.figures().classes[class.index()].latency;
-            let targets = class.targets();
+            let targets = self.workload.settings.targets[class.index()];
             let limit = std::time::Duration::from_millis(targets.ms_p95);
             let actual = latency.ms_at(0.95);
             let metrics = json!({
@@ -442,6 +442,7 @@ impl KvResult {
             "requests_max": workload.requests_max,
             "request_rate": options.request_rate,
             "generation_mode": self.generation_mode,
+            "seconds_per_token": options.token_time.as_secs_f64(),
             "prefills_at_once_max": options.prefills_max,
             "has_multi_turn": workload.has_multi_turn,
             "has_shared_prompts": workload.has_shared_prompts,
@@ -451,9 +452,9 @@ impl KvResult {
             "phases": workload.phases.name(),
             "documents": workload.documents.count,
             "recorded": workload.recorded.as_ref().map(|it| it.facts()),
-            "turns_max": TURNS_MAX,
+            "turns_max": workload.settings.turns_max,
             "context_tokens_max": has_blocks.then_some(CONTEXT_TOKENS_MAX),
-            "tokens_per_decode_read": TOKENS_PER_DECODE_READ,
+            "tokens_per_decode_read": workload.settings.tokens_per_decode_read,
         })
     }
 

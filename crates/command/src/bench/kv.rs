@@ -10,6 +10,7 @@ mod trace_args;
 mod unbuilt;
 mod xlsx;
 
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::thread;
@@ -48,6 +49,11 @@ const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 const STOPPING: &str = "stopping: the calls that are under way end first, within 5 minutes on a \
     disk that does not answer; Control-C again ends at once, without a report";
 
+/// Refuses options that a run would refuse at its start.
+pub(super) fn check(options: Vec<OsString>) -> Result<(), Failure> {
+    KvArgs::parse(options)?.check_all()
+}
+
 pub(super) fn run(args: &KvArgs, screen: &mut Screen) -> Result<i32, Failure> {
     if args.mlperf.mlperf.is_some() {
         return mlperf::run(args, screen);
@@ -63,12 +69,13 @@ pub(super) fn run(args: &KvArgs, screen: &mut Screen) -> Result<i32, Failure> {
     let (recorded, validation) = (args.traces.recorded()?, args.traces.validation()?);
     let cache_dir = args.cache_dir();
     let environment = Environment::capture(built::build(), Some(&cache_dir));
-    let model = args.model()?;
+    let config = args.settings()?;
+    let model = args.model(&config)?;
     let directory = BenchDirectory::claim(&cache_dir, args.keep)?;
     if directory.is_new() {
         screen.notice(format!("created {} for this run", cache_dir.display()))?;
     }
-    let setup = Setup::new(args, model, recorded, &directory)?;
+    let setup = Setup::new((args, &config), model, recorded, &directory)?;
     for note in &setup.notes {
         screen.notice(format!("note: {note}"))?;
     }

@@ -521,6 +521,75 @@ fn what_cannot_run_is_refused_before_anything_runs() {
     assert!(stderr(&output).contains("create the directory above it"), "{}", stderr(&output));
 }
 
+#[test]
+fn a_model_of_a_file_is_stored_and_a_wrong_file_is_refused() {
+    let run = Run::new();
+    let path = run.path("models.yaml");
+    let models = "model_configs:\n  odd: {num_layers: 7, kv_heads: 5, kv_dim_per_head: 61, \
+                  dtype: int8}\n  tiny-1b: {num_layers: 2, kv_heads: 3}\n";
+    fs::write(&path, models).unwrap();
+    let file = ["--model-config", path.to_str().unwrap()];
+    let refused = run.refusal(&file);
+    assert!(refused.contains("`model_configs.tiny-1b.hidden_dim`: missing"), "{refused}");
+    let missing = run.refusal(&["--model-config", "none.yaml"]);
+    assert!(missing.contains("--model-config cannot be read: none.yaml"), "{missing}");
+    let refused = run.refusal(&[&file[..], &["--model", "odd"]].concat());
+    assert!(refused.contains("--tensor-parallel 8: 4270 bytes a token cannot"), "{refused}");
+
+    let odd = ["--model", "odd", "--tensor-parallel", "1", "--max-requests", "2"];
+    let (_, result) = run.run(&[&file[..], &odd].concat());
+    let workload = &result["cascade"]["workload"];
+    assert_eq!((&workload["model"], &workload["bytes_per_token"]), (&"odd".into(), &4270.into()));
+    assert_eq!(workload["block_bytes"], 512 * 4270);
+    assert_eq!(result["cascade"]["verification"]["wrong_blocks"], 0);
+}
+
+#[test]
+fn a_configuration_file_changes_the_workload_and_what_it_cannot_is_refused() {
+    let run = Run::new();
+    let path = run.path("config.yaml");
+    let config = ["--config", path.to_str().unwrap()];
+    for (text, reason) in [
+        ("rag: {top_k_chunks: 7}\n", "field `rag.top_k_chunks`: 5 is built in, and 7 cannot"),
+        ("decode: {size: 7}\n", "field `decode.size`: there is no such setting"),
+        ("validation_limits: {max_users: 3}\n", "--num-users 4 is more than the limit of"),
+    ] {
+        fs::write(&path, text).unwrap();
+        let refused = run.refusal(&config);
+        assert!(refused.contains(reason), "{refused}");
+    }
+    let text = "decode: {batch_size: 8}\nconversation: {max_turns_per_conv: 3}\n\
+                generation_timing: {none: 0.0005}\n\
+                user_templates:\n  chatbot: {generation_range: [40, 50]}\n  \
+                coding: {generation_range: [40, 50]}\n  \
+                document: {generation_range: [40, 50]}\n\
+                qos_profiles: {batch: {target_latency_p95_ms: 77}}\n\
+                model_configs: {tiny-1b: {num_layers: 8, kv_heads: 8, kv_dim_per_head: 128}}\n";
+    fs::write(&path, text).unwrap();
+    for mode in [&[][..], &["--compatible"]] {
+        let run = Run::new();
+        let (output, result) = run.run(&[&config[..], &["--max-requests", "6"], mode].concat());
+        let workload = &result["cascade"]["workload"];
+        assert_eq!(
+            (&workload["tokens_per_decode_read"], &workload["turns_max"]),
+            (&8.into(), &3.into())
+        );
+        assert_eq!(workload["seconds_per_token"], 0.0005);
+        assert_eq!(workload["bytes_per_token"], 32_768);
+        assert_eq!(result["summary"]["qos_metrics"]["batch"]["sla"]["target_p95_ms"], 77);
+        let tokens = result["total_tokens_generated"].as_u64().unwrap();
+        assert!((6 * 10..=6 * 50).contains(&tokens), "{tokens}");
+        assert!(stderr(&output).contains("note: settings of "), "{}", stderr(&output));
+    }
+    // The option has more to say than the file.
+    let model = run.path("model.json");
+    let text = "{\"num_hidden_layers\": 4, \"num_attention_heads\": 8, \"head_dim\": 128}";
+    fs::write(&model, text).unwrap();
+    let option = ["--model-config", model.to_str().unwrap(), "--max-requests", "1"];
+    let (_, result) = run.run(&[&config[..], &option, &["--compatible"]].concat());
+    assert_eq!(result["cascade"]["workload"]["bytes_per_token"], 16_384);
+}
+
 /// The figures until then are reported, and the error says what happened and what to do.
 #[test]
 fn a_directory_that_is_removed_during_the_run_is_reported_with_what_was_measured() {

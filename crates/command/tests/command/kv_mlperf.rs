@@ -3,13 +3,12 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::{cascade, json, stderr};
+use crate::{cascade, json, process_of_benchmark, stderr, wait_until};
 
 /// A submission with the least that one rank of many stores.
 struct Submission {
@@ -70,16 +69,6 @@ impl Submission {
     }
 }
 
-fn wait_until(is_true: &dyn Fn() -> bool, failure: &str) {
-    for _ in 0..3000 {
-        if is_true() {
-            return;
-        }
-        std::thread::park_timeout(Duration::from_millis(20));
-    }
-    panic!("{failure}");
-}
-
 /// The files in a directory whose names begin and end so.
 fn files(directory: &Path, begin: &str, end: &str) -> Vec<PathBuf> {
     let entries = fs::read_dir(directory).unwrap().map(|entry| entry.unwrap());
@@ -94,19 +83,6 @@ fn result_of(directory: &Path) -> Value {
     let found = files(directory, "kvcache_results_", ".json");
     assert_eq!(found.len(), 1, "{found:?}");
     json(&found[0])
-}
-
-fn rank_process(cache: &Path) -> Pid {
-    let cache = cache.to_str().unwrap();
-    let numbers = fs::read_dir("/proc").unwrap().filter_map(|entry| {
-        entry.unwrap().file_name().to_str().and_then(|name| name.parse::<i32>().ok())
-    });
-    let of_rank = |number: &i32| {
-        let text = fs::read(format!("/proc/{number}/cmdline")).unwrap_or_default();
-        text.split(|byte| *byte == 0).any(|argument| argument == cache.as_bytes())
-    };
-    let number = numbers.into_iter().find(of_rank).unwrap();
-    Pid::from_raw(number).unwrap()
 }
 
 #[test]
@@ -171,7 +147,7 @@ fn what_a_division_does_not_permit_is_refused_by_name() {
 fn a_killed_rank_is_missing_and_the_others_report_when_the_run_is_stopped() {
     let run = Submission::new();
     let mut child = run.start();
-    kill_process(rank_process(&run.path("cache/rank_1")), Signal::KILL).unwrap();
+    kill_process(process_of_benchmark(&run.path("cache/rank_1")), Signal::KILL).unwrap();
     kill_process(Pid::from_child(&child), Signal::INT).unwrap();
     assert_eq!(child.wait().unwrap().code(), Some(130));
     let summary = json(&run.path("results/summary.json"));

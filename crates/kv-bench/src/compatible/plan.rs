@@ -12,18 +12,14 @@ use std::time::Duration;
 use crate::compatible::entry::EntryName;
 use crate::compatible::mersenne_twister::MersenneTwister;
 use crate::measurements::RequestFacts;
-use crate::plan::{Phases, TOKENS_PER_DECODE_READ, TURNS_MAX, Workload};
+use crate::plan::{Phases, Workload};
 use crate::qos::QosClass;
-use crate::user_kind::KINDS;
+use crate::workload_settings::WorkloadSettings;
 
 /// New tokens from which a request only writes.
 const WRITES_ONLY_TOKENS: u32 = 10_000;
 /// Tokens of the system prompts that are counted, and not stored.
 pub const COUNTED_PROMPT_TOKENS: [u64; 3] = [5, 9, 6];
-/// Share of requests that begin with one of them.
-const HAS_PROMPT: f64 = 0.2;
-/// A number from which on a conversation ends.
-const ENDS_FROM: f64 = 0.8;
 /// Contexts for each user that are stored before the window, with decode alone.
 pub const STORED_PER_USER: u32 = 10;
 /// Tokens of such a context, and of an entry that is written by preconditioning.
@@ -57,9 +53,9 @@ pub struct ObjectRequest {
 }
 
 impl ObjectRequest {
-    /// Reads of its entry after the first one, one for each 32 generated tokens.
-    pub fn decode_reads(&self) -> u64 {
-        self.generated_tokens.div_ceil(TOKENS_PER_DECODE_READ).max(1)
+    /// Reads of its entry after the first one, usually one for each 32 generated tokens.
+    pub fn decode_reads(&self, settings: &WorkloadSettings) -> u64 {
+        self.generated_tokens.div_ceil(settings.tokens_per_decode_read).max(1)
     }
 
     /// The entry of a turn of its conversation.
@@ -99,13 +95,16 @@ pub struct Schedule {
     has_multi_turn: bool,
     counts_prompts: bool,
     phases: Phases,
+    settings: WorkloadSettings,
 }
 
 impl Schedule {
     /// The users before their first requests.
     pub fn new(workload: &Workload) -> Self {
         let mut random = MersenneTwister::new(workload.seed);
-        let users: Vec<User> = (0..workload.users).map(|_| User::new(&mut random)).collect();
+        let settings = workload.settings;
+        let users: Vec<User> =
+            (0..workload.users).map(|_| User::new(&settings, &mut random)).collect();
         let mut arrivals = BinaryHeap::new();
         for (number, user) in (0..).zip(&users) {
             arrivals.push(Reverse((user.pause(&mut random), number)));
@@ -118,6 +117,7 @@ impl Schedule {
             has_multi_turn: workload.has_multi_turn,
             counts_prompts: workload.has_shared_prompts,
             phases: workload.phases,
+            settings,
         }
     }
 
@@ -138,7 +138,7 @@ impl Schedule {
     }
 
     fn draw_prompt(&mut self) -> Option<u8> {
-        if !self.counts_prompts || self.random.unit() >= HAS_PROMPT {
+        if !self.counts_prompts || self.random.unit() >= self.settings.prompt_share {
             return None;
         }
         Some(match self.random.below(3) {
@@ -155,7 +155,7 @@ impl Iterator for Schedule {
     fn next(&mut self) -> Option<ObjectRequest> {
         let Reverse((arrival, number)) = self.arrivals.pop()?;
         let user = &mut self.users[number as usize];
-        user.begin_turn(self.has_multi_turn, &mut self.random);
+        user.begin_turn(self.has_multi_turn, &self.settings, &mut self.random);
         let context = self.random.between(((user.context_tokens / 4).max(1), user.context_tokens));
         let generated =
             self.random.between(((user.generated_tokens / 4).max(1), user.generated_tokens));
@@ -186,11 +186,11 @@ impl Iterator for Schedule {
 }
 
 impl User {
-    fn new(random: &mut MersenneTwister) -> Self {
-        let kind = KINDS[random.below(3) as usize];
+    fn new(settings: &WorkloadSettings, random: &mut MersenneTwister) -> Self {
+        let kind = settings.kinds[random.below(3) as usize];
         let (least, most) = kind.think_ms;
         let seconds = |ms: u32| f64::from(ms) / 1000.0;
-        let class = QosClass::of_share(random.unit());
+        let class = settings.class(random.unit());
         Self {
             class,
             context_tokens: random.between(kind.context),
@@ -208,9 +208,16 @@ impl User {
     }
 
     /// Goes on with the conversation, or begins one.
-    fn begin_turn(&mut self, has_multi_turn: bool, random: &mut MersenneTwister) {
-        let goes_on =
-            has_multi_turn && self.turn > 0 && random.unit() < ENDS_FROM && self.turn < TURNS_MAX;
+    fn begin_turn(
+        &mut self,
+        has_multi_turn: bool,
+        settings: &WorkloadSettings,
+        random: &mut MersenneTwister,
+    ) {
+        let goes_on = has_multi_turn
+            && self.turn > 0
+            && random.unit() < settings.continues
+            && self.turn < settings.turns_max;
         if goes_on {
             self.turn += 1;
         } else {
@@ -249,6 +256,7 @@ mod tests {
             documents: Documents::default(),
             phases: Phases::Both,
             recorded: None,
+            settings: crate::workload_settings::WorkloadSettings::default(),
         }
     }
 
@@ -283,7 +291,7 @@ mod tests {
         assert!((prompts - 0.2).abs() < 0.02, "{prompts}");
         let first = share(&|it| it.turn == 1);
         assert!((first - 0.2).abs() < 0.03, "{first}");
-        assert!(all.iter().all(|it| it.turn <= TURNS_MAX && it.context_tokens >= 119));
+        assert!(all.iter().all(|it| it.turn <= 50 && it.context_tokens >= 119));
         for request in &all {
             let longest = request.context_tokens + if request.prompt.is_some() { 9 } else { 0 };
             assert!(request.context_tokens < 10_000 || request.only_writes, "{request:?}");

@@ -361,7 +361,7 @@ impl<'a> Worker<'a> {
         let (mut took, mut again, mut hits) = (first.took, Duration::ZERO, 0);
         if first.is_hit {
             hits += 1;
-            for number in 1..=request.decode_reads() {
+            for number in 1..=request.decode_reads(&self.shared.workload.settings) {
                 let read = self.read(request, name, 4 + number)?;
                 took += read.took;
                 hits += u64::from(read.is_hit);

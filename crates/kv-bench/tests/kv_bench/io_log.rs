@@ -85,7 +85,8 @@ fn a_request_reads_its_earlier_turns_writes_its_own_and_reads_it_while_it_genera
         let size = |turn| sizes[&(request.conversation, turn)];
         rows.extend((1..request.turn).map(|turn| row(&request, turn, size(turn), false)));
         rows.push(row(&request, request.turn, bytes, true));
-        let reads = if request.only_writes { 0 } else { 1 + request.decode_reads() };
+        let reads =
+            if request.only_writes { 0 } else { 1 + request.decode_reads(&workload.settings) };
         rows.extend((0..reads).map(|_| row(&request, request.turn, bytes, false)));
         times.resize(rows.len(), 1000.0 + request.arrival.as_secs_f64());
     }

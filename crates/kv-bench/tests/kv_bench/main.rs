@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use cascade_block::BlockKey;
-use cascade_kv_bench::autoscaler::{AutoscalerMode, AutoscalerOptions};
+use cascade_kv_bench::autoscaler::{AutoscalerMode, AutoscalerOptions, ScaleSettings};
 use cascade_kv_bench::backend::{Backend, KvTier, NewBlock, Read, Space, Stored};
 use cascade_kv_bench::model::KvModel;
 use cascade_kv_bench::plan::{Phases, Workload};
@@ -27,6 +27,7 @@ use cascade_kv_bench::retrieval::Documents;
 use cascade_kv_bench::run::{RunOptions, RunOutcome, run};
 use cascade_kv_bench::store_backend::{StoreBackend, TierSizes};
 use cascade_kv_bench::validity::{DeviceProof, Evidence, Validity};
+use cascade_kv_bench::workload_settings::WorkloadSettings;
 use cascade_runtime::SystemClock;
 use tempfile::TempDir;
 
@@ -50,6 +51,7 @@ fn workload(requests_max: Option<u64>) -> Workload {
         documents: Documents::default(),
         phases: Phases::Both,
         recorded: None,
+        settings: WorkloadSettings::default(),
     }
 }
 
@@ -288,11 +290,16 @@ fn a_stopped_run_reports_what_it_did() {
 #[test]
 fn autoscaling_adds_users_and_ends_at_the_peak() {
     let scaled = |mode, backend: &dyn Backend, duration| {
-        let interval = Duration::from_millis(60);
+        let (interval, settings) = (Duration::from_millis(60), ScaleSettings::default());
         let options = RunOptions {
             duration: Duration::from_millis(duration),
             request_rate: None,
-            autoscaling: Some(AutoscalerOptions { mode, target_saturation: 0.8, interval }),
+            autoscaling: Some(AutoscalerOptions {
+                mode,
+                target_saturation: 0.8,
+                interval,
+                settings,
+            }),
             ..options(4)
         };
         let progress = Progress::default();

@@ -7,6 +7,7 @@ use cascade_block::ByteSize;
 use cascade_kv_bench::GIB;
 use cascade_kv_bench::compatible::entry::PIECE_BYTES;
 use cascade_kv_bench::compatible::plan::{self as object_plan, STORED_TOKENS, Schedule};
+use cascade_kv_bench::config_file::ConfigFile;
 use cascade_kv_bench::directory::BenchDirectory;
 use cascade_kv_bench::model::KvModel;
 use cascade_kv_bench::plan::{UserPlan, Workload};
@@ -48,15 +49,15 @@ pub(super) struct Setup {
 
 impl Setup {
     pub(super) fn new(
-        args: &KvArgs,
+        (args, config): (&KvArgs, &ConfigFile),
         model: KvModel,
         recorded: Option<Arc<Recorded>>,
         directory: &BenchDirectory,
     ) -> Result<Self, Failure> {
         if args.compatible {
-            return Self::of_objects(args, model, directory);
+            return Self::of_objects((args, config), model, directory);
         }
-        let mut notes = Vec::new();
+        let mut notes = notes(args);
         let block_bytes = model.block_bytes as u64;
         // Autoscaling may add any number of users.
         let num_users = recorded.as_ref().map_or(args.num_users, |it| it.users(args.num_users));
@@ -83,7 +84,7 @@ impl Setup {
                 ByteSize(pool).rounded()
             ));
         }
-        let workload = workload(args, model, num_users, recorded)?;
+        let workload = workload((args, config), model, num_users, recorded)?;
         notes.extend(workload.recorded.as_ref().map(|recorded| recorded.text()));
         let largest = (0..workload.users)
             .map(|user| UserPlan::new(&workload, user).next_request(&workload).total_blocks)
@@ -95,22 +96,22 @@ impl Setup {
             FilesNeed { largest: largest * block_bytes, stored: workload.stored_bytes(), above: 0 };
         let files_bytes = files_bytes(args, &workload, &needs, directory, &mut notes)?;
         let sizes = TierSizes { gpu_bytes, cpu_bytes, staging_bytes, files_bytes };
-        let options = options(args, usize::try_from(workers).unwrap_or(1), batch_blocks);
+        let options = options((args, config), usize::try_from(workers).unwrap_or(1), batch_blocks);
         Ok(Self { workload, sizes, options, is_compatible: false, notes })
     }
 
     /// A run as the original does it.
     fn of_objects(
-        args: &KvArgs,
+        (args, config): (&KvArgs, &ConfigFile),
         model: KvModel,
         directory: &BenchDirectory,
     ) -> Result<Self, Failure> {
-        let mut notes = Vec::new();
+        let mut notes = notes(args);
         let workers = args.num_users.min(OBJECT_WORKERS_MAX);
         let gpu_bytes = bytes(args.gpu_mem_gb * f64::from(args.num_gpus));
         let cpu_bytes = bytes(args.cpu_mem_gb);
         check_memory(args, gpu_bytes + cpu_bytes + u64::from(workers) * PIECE_BYTES as u64)?;
-        let workload = workload(args, model, args.num_users, None)?;
+        let workload = workload((args, config), model, args.num_users, None)?;
         let tokens = Schedule::new(&workload).context_tokens_max().max(STORED_TOKENS);
         let needs = FilesNeed {
             largest: tokens * workload.model.bytes_per_token,
@@ -119,7 +120,7 @@ impl Setup {
         };
         let files_bytes = files_bytes(args, &workload, &needs, directory, &mut notes)?;
         let sizes = TierSizes { gpu_bytes, cpu_bytes, staging_bytes: 0, files_bytes };
-        let options = options(args, usize::try_from(workers).unwrap_or(1), 1);
+        let options = options((args, config), usize::try_from(workers).unwrap_or(1), 1);
         Ok(Self { workload, sizes, options, is_compatible: true, notes })
     }
 }
@@ -127,8 +128,8 @@ impl Setup {
 impl Setup {
     /// A run whose operations are logged and not done: it needs neither memory nor a disk. Without
     /// a size, the file tier has no limit, or that of the disk that the user names.
-    pub(super) fn of_log(args: &KvArgs) -> Result<Self, Failure> {
-        let workload = workload(args, args.model()?, args.num_users, None)?;
+    pub(super) fn of_log((args, config): (&KvArgs, &ConfigFile)) -> Result<Self, Failure> {
+        let workload = workload((args, config), args.model(config)?, args.num_users, None)?;
         let workers = args.num_users.min(OBJECT_WORKERS_MAX);
         let files_bytes = match (bytes(args.storage_capacity_gb), &args.cache_dir) {
             (0, None) => u64::MAX,
@@ -143,14 +144,20 @@ impl Setup {
         };
         let options = RunOptions {
             verifies: false,
-            ..options(args, usize::try_from(workers).unwrap_or(1), 1)
+            ..options((args, config), usize::try_from(workers).unwrap_or(1), 1)
         };
-        Ok(Self { workload, sizes, options, is_compatible: true, notes: Vec::new() })
+        Ok(Self { workload, sizes, options, is_compatible: true, notes: notes(args) })
     }
 }
 
+/// What is known before anything is sized.
+fn notes(args: &KvArgs) -> Vec<String> {
+    let config = args.config.as_ref();
+    config.map(|path| format!("settings of {}", path.display())).into_iter().collect()
+}
+
 fn workload(
-    args: &KvArgs,
+    (args, config): (&KvArgs, &ConfigFile),
     model: KvModel,
     users: u32,
     recorded: Option<Arc<Recorded>>,
@@ -171,21 +178,26 @@ fn workload(
         phases: args.phases(),
         requests_max: requests_max(args, recorded.as_deref()),
         recorded,
+        settings: config.settings,
     })
 }
 
-fn options(args: &KvArgs, workers: usize, batch_blocks: usize) -> RunOptions {
+fn options(
+    (args, config): (&KvArgs, &ConfigFile),
+    workers: usize,
+    batch_blocks: usize,
+) -> RunOptions {
     RunOptions {
         workers,
         batch_blocks,
         duration: Duration::from_secs(args.duration),
         request_rate: (args.request_rate > 0.0).then_some(args.request_rate),
-        token_time: args.generation_mode.token_time(),
+        token_time: args.generation_mode.token_time(config),
         prefills_max: args.max_concurrent_allocs,
         verifies: !args.no_verify,
         device: None,
         precondition: precondition(args, workers),
-        autoscaling: args.autoscaling(),
+        autoscaling: args.autoscaling(config),
     }
 }
 

@@ -8,7 +8,7 @@ use crate::Failure;
 const FLAGS: [&str; 1] = ["enable-latency-tracing"];
 
 /// Options with a value.
-const VALUES: [&str; 2] = ["config", "log-level"];
+const VALUES: [&str; 1] = ["log-level"];
 
 /// The first of these options that was given.
 #[derive(Debug, Default)]
