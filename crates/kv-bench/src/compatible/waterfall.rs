@@ -5,10 +5,10 @@
 //! limits are those of the original: a tier is filled to 80 %, an entry of more than 95 % of a tier
 //! goes to the next one, and files are filled to the end.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use cascade_runtime::Clock;
 
@@ -86,6 +86,8 @@ pub struct Waterfall<'a> {
     limits: [u64; 3],
     names: BlockNames,
     clock: &'a dyn Clock,
+    /// Signalled when an entry was written.
+    written: Condvar,
     /// Takes the operations, of which then none is done.
     log: Option<&'a IoLog<'a>>,
     state: Mutex<State>,
@@ -94,6 +96,8 @@ pub struct Waterfall<'a> {
 #[derive(Debug, Default)]
 struct State {
     places: HashMap<EntryName, Place>,
+    /// Entries that are being written. Two requests of a data set may have the same one.
+    writing: HashSet<EntryName>,
     /// The entries of each tier that may be moved, by their last use.
     by_use: [BTreeMap<u64, EntryName>; 3],
     contents: [TierContents; 3],
@@ -155,6 +159,7 @@ impl<'a> Waterfall<'a> {
             limits: [sizes.gpu_bytes, sizes.cpu_bytes, sizes.files_bytes],
             names: BlockNames::new(seed),
             clock,
+            written: Condvar::new(),
             log: None,
             state: Mutex::default(),
         })
@@ -172,6 +177,7 @@ impl<'a> Waterfall<'a> {
             limits: [sizes.gpu_bytes, sizes.cpu_bytes, sizes.files_bytes],
             names: BlockNames::new(seed),
             clock,
+            written: Condvar::new(),
             log: Some(log),
             state: Mutex::default(),
         }
@@ -216,9 +222,31 @@ impl<'a> Waterfall<'a> {
         fill: &mut dyn FnMut(u64, &mut [u8]),
         piece: &mut Vec<u8>,
     ) -> Result<Option<ObjectWrite>, String> {
-        if self.state().places.contains_key(&name) {
+        if !self.begin_write(name) {
             return Ok(None);
         }
+        let written = self.write_new(name, bytes, fill, piece);
+        self.state().writing.remove(&name);
+        self.written.notify_all();
+        written.map(Some)
+    }
+
+    /// Waits while another thread writes the entry. False if it is there.
+    fn begin_write(&self, name: EntryName) -> bool {
+        let state = self.state();
+        let is_busy = |state: &mut State| state.writing.contains(&name);
+        let waited = self.written.wait_while(state, is_busy);
+        let mut state = waited.unwrap_or_else(PoisonError::into_inner);
+        !state.places.contains_key(&name) && state.writing.insert(name)
+    }
+
+    fn write_new(
+        &self,
+        name: EntryName,
+        bytes: u64,
+        fill: &mut dyn FnMut(u64, &mut [u8]),
+        piece: &mut Vec<u8>,
+    ) -> Result<ObjectWrite, String> {
         let tier = KvTier::ALL.into_iter().find(|tier| self.make_room(*tier, bytes));
         // Files take an entry whatever their size. The file system has the last word.
         let tier = tier.unwrap_or(KvTier::Storage);
@@ -240,7 +268,7 @@ impl<'a> Waterfall<'a> {
                     KvTier::Cpu => state.moved.to_cpu += 1,
                     KvTier::Storage => state.moved.to_files += 1,
                 }
-                Ok(Some(ObjectWrite { tier, times }))
+                Ok(ObjectWrite { tier, times })
             }
             Err(error) => {
                 state.release(tier, bytes);

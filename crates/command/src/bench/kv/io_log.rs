@@ -58,7 +58,10 @@ fn check(args: &KvArgs, path: &Path) -> Result<(), Failure> {
 pub(super) fn run(args: &KvArgs, path: &Path, screen: &mut Screen) -> Result<i32, Failure> {
     check(args, path)?;
     let validation = args.traces.validation()?;
-    let setup = Setup::of_log(args)?;
+    let setup = Setup::of_log(args, args.traces.recorded(true)?)?;
+    for note in &setup.notes {
+        screen.notice(format!("note: {note}"))?;
+    }
     let environment = Environment::capture(built::build(), None);
     let file = PendingFile::create(path)?;
     let result = log(args, setup, (path, &file), environment, screen)?;
