@@ -13,6 +13,7 @@ pub mod mersenne_twister;
 mod object_file;
 pub mod plan;
 mod queue;
+mod recorded_plan;
 mod result;
 pub mod run;
 pub mod tail;

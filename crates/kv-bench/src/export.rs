@@ -32,7 +32,7 @@ const TIERS: [(&str, &str); 3] = [("GPU", "gpu"), ("CPU", "cpu"), ("Storage", "s
 type Row = (String, Cell);
 
 /// The sheets of a run with these parameters and this result file.
-pub fn sheets(parameters: Vec<(&'static str, Value)>, result: &Value) -> Vec<Sheet> {
+pub fn sheets(parameters: &[(&'static str, Value)], result: &Value) -> Vec<Sheet> {
     let parameters: Vec<Row> =
         parameters.iter().map(|(name, value)| ((*name).to_owned(), value.into())).collect();
     let metrics = metrics(&result["summary"]);
@@ -124,9 +124,8 @@ fn classes(metrics: &Value, has_limits: bool) -> Vec<Vec<Cell>> {
     let answered = answered.filter(|(_, class)| class["no_data"] != Value::Bool(true));
     let rows = answered.map(|(name, class)| {
         let (latency, sla) = (&class["latency_ms"], &class["sla"]);
-        let limit = |key: &str| match has_limits {
-            true => Cell::from(&sla[key]),
-            false => "N/A (throughput mode)".into(),
+        let limit = |key: &str| {
+            if has_limits { Cell::from(&sla[key]) } else { "N/A (throughput mode)".into() }
         };
         let figures = [&class["total_requests"], &latency["p95"], &latency["p99"]];
         let figures = figures.map(Cell::from).into_iter();
@@ -180,7 +179,7 @@ mod tests {
             [("latency", Cell::Truth(true)), ("throughput", "N/A (throughput mode)".into())]
         {
             let parameters = vec![("Num Users", json!(5)), ("Performance Profile", json!(profile))];
-            let all = sheets(parameters, &result);
+            let all = sheets(&parameters, &result);
             let names: Vec<_> = all.iter().map(|sheet| sheet.name).collect();
             assert_eq!(names[..3], ["Summary", "Run Parameters", "Performance Metrics"]);
             assert_eq!(names[3..], ["QoS Metrics", "Validity"]);

@@ -84,15 +84,19 @@ pub fn csv(rows: &[Vec<Cell>]) -> String {
 /// A spreadsheet as a file of the Office Open XML format.
 pub fn xlsx(sheets: &[Sheet]) -> Vec<u8> {
     let numbered = || (1..).zip(sheets);
-    let (mut types, mut names, mut relations) = (String::new(), String::new(), String::new());
-    for (number, sheet) in numbered() {
-        let part = format!("worksheets/sheet{number}.xml");
-        types +=
-            &format!("<Override PartName=\"/xl/{part}\" ContentType=\"{TYPE}worksheet+xml\"/>");
+    let part = |number: usize| format!("worksheets/sheet{number}.xml");
+    let all = |text: &dyn Fn((usize, &Sheet)) -> String| -> String {
+        numbered().map(text).collect::<Vec<_>>().concat()
+    };
+    let types = all(&|(number, _)| {
+        let part = part(number);
+        format!("<Override PartName=\"/xl/{part}\" ContentType=\"{TYPE}worksheet+xml\"/>")
+    });
+    let names = all(&|(number, sheet)| {
         let name = escaped(sheet.name);
-        names += &format!("<sheet name=\"{name}\" sheetId=\"{number}\" r:id=\"rId{number}\"/>");
-        relations += &relation(number, "worksheet", &part);
-    }
+        format!("<sheet name=\"{name}\" sheetId=\"{number}\" r:id=\"rId{number}\"/>")
+    });
+    let relations = all(&|(number, _)| relation(number, "worksheet", &part(number)));
     let mut archive = Archive::default();
     archive.add(
         "[Content_Types].xml",
@@ -132,18 +136,16 @@ fn relationships(all: &str) -> String {
 
 /// The first column is as wide as the names of metrics in it.
 fn worksheet(sheet: &Sheet) -> String {
-    let mut text = format!(
+    let rows = (1..).zip(&sheet.rows).map(|(number, row): (usize, _)| {
+        let cells = row.iter().enumerate();
+        let cells = cells.map(|(at, cell)| cell.xml(&format!("{}{number}", column(at))));
+        format!("<row r=\"{number}\">{}</row>", cells.collect::<Vec<_>>().concat())
+    });
+    format!(
         "<worksheet xmlns=\"{MAIN}\"><cols><col min=\"1\" max=\"1\" width=\"42\" \
-         customWidth=\"1\"/></cols><sheetData>"
-    );
-    for (number, row) in (1..).zip(&sheet.rows) {
-        text += &format!("<row r=\"{number}\">");
-        for (at, cell) in row.iter().enumerate() {
-            text += &cell.xml(&format!("{}{number}", column(at)));
-        }
-        text += "</row>";
-    }
-    text + "</sheetData></worksheet>"
+         customWidth=\"1\"/></cols><sheetData>{}</sheetData></worksheet>",
+        rows.collect::<Vec<_>>().concat()
+    )
 }
 
 /// The letters of a column: A to Z, AA to AZ, and so on.
@@ -240,7 +242,7 @@ mod tests {
 
     #[test]
     fn columns_are_counted_in_letters() {
-        for (at, letters) in [(0, "A"), (25, "Z"), (26, "AA"), (51, "AZ"), (52, "BA"), (702, "AAA")]
+        for (at, letters) in [(0, "A"), (25, "Z"), (26, "AA"), (51, "AZ"), (53, "BB"), (702, "AAA")]
         {
             assert_eq!(column(at), letters);
         }

@@ -66,7 +66,8 @@ pub(super) fn run(args: &KvArgs, screen: &mut Screen) -> Result<i32, Failure> {
     if let Some(path) = &args.io_trace_log {
         return io_log::run(args, path, screen);
     }
-    let (recorded, validation) = (args.traces.recorded()?, args.traces.validation()?);
+    let (recorded, validation) =
+        (args.traces.recorded(args.compatible)?, args.traces.validation()?);
     let cache_dir = args.cache_dir();
     let environment = Environment::capture(built::build(), Some(&cache_dir));
     let config = args.settings()?;

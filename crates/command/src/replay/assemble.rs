@@ -235,6 +235,7 @@ fn read_trace(args: &ReplayArgs) -> Result<Trace, Failure> {
         format: args.format.format(),
         time_unit: args.time_unit.map(TimeUnitChoice::unit),
         rows_max: None,
+        keeps_failed: false,
     };
     Trace::read_files(&name, &args.traces, options).map_err(|error| Failure::Read {
         path: match &error {

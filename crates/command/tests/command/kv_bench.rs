@@ -11,21 +11,21 @@ use tempfile::TempDir;
 use crate::{cascade, json, stderr};
 
 /// A run with the least that one rank of many stores.
-struct Run {
+pub(crate) struct Run {
     directory: TempDir,
 }
 
 impl Run {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self { directory: TempDir::new().unwrap() }
     }
 
-    fn path(&self, name: &str) -> PathBuf {
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.directory.path().join(name)
     }
 
     /// The command with these options, and with defaults for the others.
-    fn command(&self, options: &[&str]) -> Command {
+    pub(crate) fn command(&self, options: &[&str]) -> Command {
         let defaults = [
             ["--model", "tiny-1b"],
             ["--num-users", "4"],
@@ -46,14 +46,14 @@ impl Run {
     }
 
     /// Runs to the end. Returns its output and the JSON.
-    fn run(&self, options: &[&str]) -> (Output, Value) {
+    pub(crate) fn run(&self, options: &[&str]) -> (Output, Value) {
         let output = self.command(options).output().unwrap();
         assert!(output.status.success(), "{}", stderr(&output));
         (output, json(&self.path("out.json")))
     }
 
     /// What a refusal says. Nothing has run, and nothing is left.
-    fn refusal(&self, options: &[&str]) -> String {
+    pub(crate) fn refusal(&self, options: &[&str]) -> String {
         let output = self.command(options).output().unwrap();
         assert_eq!(output.status.code(), Some(2), "{options:?}: {}", stderr(&output));
         assert!(!self.path("out.json").exists() && !self.path("cache").exists(), "{options:?}");
@@ -62,15 +62,18 @@ impl Run {
 }
 
 /// The keys of the original's result file, as programs read them.
-const TOP: &str = "requests_completed total_tokens_generated total_storage_io_latency \
+pub(crate) const TOP: &str = "\
+    requests_completed total_tokens_generated total_storage_io_latency \
     total_generation_latency end_to_end_latencies storage_latencies generation_latencies \
     throughput_timeline prefill_latencies decode_latencies multi_turn_cache_hits \
     multi_turn_cache_misses seed summary cascade";
-const SUMMARY: &str = "total_requests total_tokens elapsed_time avg_throughput_tokens_per_sec \
+pub(crate) const SUMMARY: &str = "\
+    total_requests total_tokens elapsed_time avg_throughput_tokens_per_sec \
     total_storage_io_time storage_throughput_tokens_per_sec requests_per_second \
     end_to_end_latency_ms storage_io_latency_ms generation_latency_ms cache_stats qos_metrics \
     prefix_cache_stats autoscaling_stats autoscaling_summary multi_turn_stats";
-const CACHE_STATS: &str = "cache_hit_rate cache_hits cache_misses gpu_entries cpu_entries \
+pub(crate) const CACHE_STATS: &str = "\
+    cache_hit_rate cache_hits cache_misses gpu_entries cpu_entries \
     storage_entries gpu_memory_used_gb cpu_memory_used_gb offloads_cpu offloads_storage \
     storage_health prefill_writes decode_reads tier_gpu_kv_bytes_written_gb \
     tier_cpu_kv_bytes_read_gb tier_storage_kv_bytes_written_gb tier_storage_kv_bytes_read_gb \
@@ -81,10 +84,11 @@ const CACHE_STATS: &str = "cache_hit_rate cache_hits cache_misses gpu_entries cp
     storage_read_p50_ms storage_read_p95_ms storage_read_p99_ms storage_read_p999_ms \
     storage_read_p9999_ms storage_write_p95_ms storage_write_p9999_ms \
     storage_read_device_p95_ms storage_write_host_p95_ms nvme_read_p95_ms nvme_write_p95_ms";
-const OURS: &str = "validity window workload tiers rates bytes operations verification failures \
+pub(crate) const OURS: &str = "\
+    validity window workload tiers rates bytes operations verification failures \
     latency_ms cpu kernel_io device samples timeline simulated notes store environment";
 
-fn has_keys(value: &Value, keys: &str) {
+pub(crate) fn has_keys(value: &Value, keys: &str) {
     let object = value.as_object().unwrap();
     for key in keys.split_whitespace() {
         assert!(object.contains_key(key), "no {key}");
@@ -281,124 +285,14 @@ fn a_terminated_run_reports_what_it_did_and_leaves_nothing() {
 }
 
 #[test]
-fn results_are_written_as_a_spreadsheet_and_as_csv() {
-    let run = Run::new();
-    for (name, written) in [("new/a.xlsx", "new/a.xlsx"), ("b.csv", "b.csv"), ("c", "c.csv")] {
-        let path = run.path(name);
-        let options = ["--max-requests", "2", "--xlsx-output", path.to_str().unwrap()];
-        let (output, result) = run.run(&options);
-        let written = run.path(written);
-        assert!(stderr(&output).contains(written.to_str().unwrap()), "{}", stderr(&output));
-        let bytes = fs::read(written).unwrap();
-        if name.ends_with(".xlsx") {
-            assert!(bytes.starts_with(b"PK\x03\x04"));
-            let text = String::from_utf8_lossy(&bytes);
-            let sheets = ["Summary", "Run Parameters", "Performance Metrics", "QoS Metrics"];
-            for part in sheets.into_iter().chain(["Validity", "unoptimised", "tiny-1b"]) {
-                assert!(text.contains(part), "no {part}");
-            }
-            continue;
-        }
-        let text = String::from_utf8(bytes).unwrap();
-        let lines: Vec<&str> = text.lines().collect();
-        assert_eq!(lines.len(), 2);
-        let columns: Vec<&str> = lines[0].split(',').collect();
-        let value = |column: &str| {
-            let at = columns.iter().position(|it| *it == column).unwrap();
-            lines[1].split(',').nth(at).unwrap()
-        };
-        assert_eq!(columns.len(), lines[1].split(',').count());
-        assert_eq!((value("Model"), value("Num Users"), value("Seed")), ("tiny-1b", "4", "42"));
-        assert_eq!((value("Multi-turn"), value("Total Requests")), ("True", "2"));
-        let read = &result["summary"]["cache_stats"]["total_read_gb"];
-        assert_eq!(value("Total Read (GiB)"), read.to_string());
-    }
-}
-
-/// The rows of a log without their times.
-fn logged_rows(path: &Path) -> Vec<String> {
-    let text = fs::read_to_string(path).unwrap();
-    text.lines().map(|line| line.split_once(',').unwrap().1.to_owned()).collect()
-}
-
-/// Nothing is stored, so that neither a disk nor memory for the model is needed.
-#[test]
-fn operations_are_logged_and_nothing_is_measured() {
-    let logs = [0, 1].map(|_| {
-        let run = Run::new();
-        let log = run.path("new/log.csv");
-        let (output, result) = run.run(&[
-            "--compatible",
-            "--max-requests",
-            "40",
-            "--cpu-mem-gb",
-            "100000",
-            "--storage-capacity-gb",
-            "100000",
-            "--io-trace-log",
-            log.to_str().unwrap(),
-        ]);
-        has_keys(&result, TOP);
-        has_keys(&result["summary"], SUMMARY);
-        has_keys(&result["summary"]["cache_stats"], CACHE_STATS);
-        has_keys(&result["cascade"], OURS);
-        assert_eq!((&result["requests_completed"], &result["seed"]), (&40.into(), &42.into()));
-        let rows = logged_rows(&log);
-        assert_eq!(rows[0], "Operation,Object_Size_Bytes,Tier,Key,Phase");
-        assert_eq!(result["cascade"]["io_trace_log"]["rows"], rows.len() - 1);
-        for part in [
-            "/summary/end_to_end_latency_ms/p95",
-            "/summary/requests_per_second",
-            "/summary/cache_stats/tier_cpu_read_bandwidth_gbps",
-            "/summary/cache_stats/storage_health/overall_status",
-            "/summary/qos_metrics/batch/sla/actual_p95_ms",
-            "/cascade/rates/read_gib_per_second",
-            "/cascade/cpu/seconds",
-        ] {
-            assert_eq!(result.pointer(part), Some(&Value::Null), "{part}");
-        }
-        let validity = &result["cascade"]["validity"];
-        assert_eq!(validity["reasons"][0]["code"], "nothing_stored", "{validity}");
-        let text = String::from_utf8(output.stdout).unwrap();
-        assert!(text.contains("Nothing was stored and nothing was read"), "{text}");
-        assert!(text.contains("Tier-1 (CPU): 40 writes"), "{text}");
-        assert!(!text.contains("GiB/s") && !text.contains("P95"), "{text}");
-        assert!(!run.path("cache").exists());
-        rows
-    });
-    assert_eq!(logs[0], logs[1]);
-    assert!(logs[0].len() > 100, "{}", logs[0].len());
-}
-
-#[test]
-fn a_log_that_makes_no_sense_is_refused_and_a_full_disk_ends_it() {
-    let run = Run::new();
-    let log = ["--io-trace-log", "out.csv"];
-    let store = run.refusal(&log);
-    assert!(store.contains("only --compatible stores those"), "{store}");
-    let screen = run.refusal(&["--compatible", "--io-trace-log", "-"]);
-    assert!(screen.contains("needs the name of a file"), "{screen}");
-    for option in [&["--keep"][..], &["--no-verify"], &["--report", "x.html"]] {
-        let refused = run.refusal(&[&["--compatible"], &log[..], option].concat());
-        assert!(refused.contains(&format!("{} has no effect", option[0])), "{refused}");
-    }
-    let endless = ["--compatible", "--duration", "86400", "--io-trace-log", "/dev/full"];
-    let output = run.command(&endless).output().unwrap();
-    let text = stderr(&output);
-    assert_eq!(output.status.code(), Some(1), "{text}");
-    assert!(text.contains("cannot write /dev/full") && text.contains("free space"), "{text}");
-    assert!(!run.path("out.json").exists());
-}
-
-#[test]
 fn what_compatible_mode_cannot_do_is_refused_by_name() {
     let run = Run::new();
     for options in [
         &["--enable-autoscaling"][..],
         &["--request-rate", "5"],
         &["--enable-rag"],
-        &["--dataset-path", "x.json"],
-        &["--use-burst-trace", "--burst-trace-path", "x.csv"],
+        &["--disable-multi-turn", "--dataset-path", "x.json"],
+        &["--disable-multi-turn", "--use-burst-trace", "--burst-trace-path", "x.csv"],
     ] {
         let refusal = run.refusal(&[&["--compatible"], options].concat());
         let name = options[0];

@@ -8,6 +8,7 @@ mod gpu;
 mod hit_rate;
 mod key_list;
 mod kv_bench;
+mod kv_files;
 mod kv_mlperf;
 mod kv_suite;
 mod node;

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use crate::compatible::entry::EntryName;
 use crate::compatible::mersenne_twister::MersenneTwister;
+use crate::compatible::recorded_plan::RecordedPlan;
 use crate::measurements::RequestFacts;
 use crate::plan::{Phases, Workload};
 use crate::qos::QosClass;
@@ -96,6 +97,19 @@ pub struct Schedule {
     counts_prompts: bool,
     phases: Phases,
     settings: WorkloadSettings,
+    /// What is recorded, in the place of users.
+    recorded: Option<RecordedPlan>,
+}
+
+/// A request before its system prompt is drawn.
+struct Drawn {
+    user: u32,
+    class: QosClass,
+    conversation: u32,
+    turn: u32,
+    arrival: Duration,
+    context_tokens: u32,
+    generated_tokens: u32,
 }
 
 impl Schedule {
@@ -103,8 +117,9 @@ impl Schedule {
     pub fn new(workload: &Workload) -> Self {
         let mut random = MersenneTwister::new(workload.seed);
         let settings = workload.settings;
-        let users: Vec<User> =
-            (0..workload.users).map(|_| User::new(&settings, &mut random)).collect();
+        let recorded = workload.recorded.as_ref().map(RecordedPlan::new);
+        let users = if recorded.is_some() { 0..0 } else { 0..workload.users };
+        let users: Vec<User> = users.map(|_| User::new(&settings, &mut random)).collect();
         let mut arrivals = BinaryHeap::new();
         for (number, user) in (0..).zip(&users) {
             arrivals.push(Reverse((user.pause(&mut random), number)));
@@ -118,23 +133,59 @@ impl Schedule {
             counts_prompts: workload.has_shared_prompts,
             phases: workload.phases,
             settings,
+            recorded,
         }
     }
 
-    /// Most tokens of a request.
+    /// Most tokens of a request of generated users.
     pub fn context_tokens_max(&self) -> u64 {
         u64::from(self.users.iter().map(|user| user.context_tokens).max().unwrap_or(0))
     }
 
     /// Whether a user has this class.
     pub(crate) fn has_class(&self, class: QosClass) -> bool {
-        self.users.iter().any(|user| user.class == class)
+        self.recorded.is_some() || self.users.iter().any(|user| user.class == class)
     }
 
     /// The class of a user, its context, generated tokens and seconds of thinking.
     pub fn user(&self, user: usize) -> Option<(QosClass, u32, u32, f64)> {
         let it = self.users.get(user)?;
         Some((it.class, it.context_tokens, it.generated_tokens, it.think_seconds))
+    }
+
+    /// The next turn of the user that asks next, or the next recorded request.
+    fn draw(&mut self) -> Option<Drawn> {
+        if let Some(recorded) = &mut self.recorded {
+            let request = recorded.next(&mut self.random)?;
+            return Some(Drawn {
+                user: request.user,
+                class: self.settings.class(self.random.unit()),
+                // Each is a conversation of its own: none reads earlier turns.
+                conversation: request.entry,
+                turn: 1,
+                arrival: request.arrival,
+                context_tokens: request.lengths.context_tokens,
+                generated_tokens: request.lengths.generated_tokens,
+            });
+        }
+        let Reverse((arrival, number)) = self.arrivals.pop()?;
+        let user = &mut self.users[number as usize];
+        user.begin_turn(self.has_multi_turn, &self.settings, &mut self.random);
+        let quarter = |most: u32| ((most / 4).max(1), most);
+        let context_tokens = self.random.between(quarter(user.context_tokens));
+        let generated_tokens = self.random.between(quarter(user.generated_tokens));
+        let (class, conversation, turn) = (user.class, user.conversation, user.turn);
+        let next = arrival + user.pause(&mut self.random);
+        self.arrivals.push(Reverse((next, number)));
+        Some(Drawn {
+            user: number,
+            class,
+            conversation,
+            turn,
+            arrival,
+            context_tokens,
+            generated_tokens,
+        })
     }
 
     fn draw_prompt(&mut self) -> Option<u8> {
@@ -153,22 +204,16 @@ impl Iterator for Schedule {
     type Item = ObjectRequest;
 
     fn next(&mut self) -> Option<ObjectRequest> {
-        let Reverse((arrival, number)) = self.arrivals.pop()?;
-        let user = &mut self.users[number as usize];
-        user.begin_turn(self.has_multi_turn, &self.settings, &mut self.random);
-        let context = self.random.between(((user.context_tokens / 4).max(1), user.context_tokens));
-        let generated =
-            self.random.between(((user.generated_tokens / 4).max(1), user.generated_tokens));
-        let (class, conversation, turn) = (user.class, user.conversation, user.turn);
-        let next = arrival + user.pause(&mut self.random);
-        self.arrivals.push(Reverse((next, number)));
+        let drawn = self.draw()?;
+        let Drawn { user, class, conversation, turn, arrival, .. } = drawn;
+        let (context, generated) = (drawn.context_tokens, drawn.generated_tokens);
         let prompt = self.draw_prompt();
         let known = prompt.map_or(0, |prompt| COUNTED_PROMPT_TOKENS[usize::from(prompt)]);
         let only_writes = context >= WRITES_ONLY_TOKENS;
         let reads_stored = self.phases == Phases::DecodeOnly && !only_writes;
         let stored = u32::try_from(self.users.len()).unwrap_or(u32::MAX) * STORED_PER_USER;
         let request = ObjectRequest {
-            user: number,
+            user,
             number: self.requests,
             class,
             conversation,

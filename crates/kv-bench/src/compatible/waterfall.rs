@@ -5,20 +5,22 @@
 //! limits are those of the original: a tier is filled to 80 %, an entry of more than 95 % of a tier
 //! goes to the next one, and files are filled to the end.
 
-use std::collections::{BTreeMap, HashMap};
+mod transfers;
+
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use cascade_runtime::Clock;
 
 use crate::KvBenchError;
 use crate::backend::KvTier;
 use crate::block_names::BlockNames;
-use crate::compatible::entry::{EntryName, PIECE_BYTES, pieces};
+use crate::compatible::entry::EntryName;
 use crate::compatible::io_log::{IoLog, LoggedOperation};
-use crate::compatible::object_file::{IoTimes, ObjectFile, Unfinished};
+use crate::compatible::object_file::{IoTimes, Unfinished};
 
 /// The share of a tier above which entries are moved down.
 const TARGET_SHARE: f64 = 0.8;
@@ -87,6 +89,8 @@ pub struct Waterfall<'a> {
     limits: [u64; 3],
     names: BlockNames,
     clock: &'a dyn Clock,
+    /// Signalled when an entry was written.
+    written: Condvar,
     /// Takes the operations, of which then none is done.
     log: Option<&'a IoLog<'a>>,
     state: Mutex<State>,
@@ -96,6 +100,8 @@ pub struct Waterfall<'a> {
 #[derive(Debug, Default)]
 struct State {
     places: HashMap<EntryName, Place>,
+    /// Entries that are being written. Two requests of a data set may have the same one.
+    writing: HashSet<EntryName>,
     /// The entries of each tier that may be moved, by their last use.
     by_use: [BTreeMap<u64, EntryName>; 3],
     contents: [TierContents; 3],
@@ -157,6 +163,7 @@ impl<'a> Waterfall<'a> {
             limits: [sizes.gpu_bytes, sizes.cpu_bytes, sizes.files_bytes],
             names: BlockNames::new(seed),
             clock,
+            written: Condvar::new(),
             log: None,
             state: Mutex::default(),
             is_cut: AtomicBool::new(false),
@@ -175,6 +182,7 @@ impl<'a> Waterfall<'a> {
             limits: [sizes.gpu_bytes, sizes.cpu_bytes, sizes.files_bytes],
             names: BlockNames::new(seed),
             clock,
+            written: Condvar::new(),
             log: Some(log),
             state: Mutex::default(),
             is_cut: AtomicBool::new(false),
@@ -231,9 +239,31 @@ impl<'a> Waterfall<'a> {
         fill: &mut dyn FnMut(u64, &mut [u8]),
         piece: &mut Vec<u8>,
     ) -> Result<Option<ObjectWrite>, Unfinished> {
-        if self.state().places.contains_key(&name) {
+        if !self.begin_write(name) {
             return Ok(None);
         }
+        let written = self.write_new(name, bytes, fill, piece);
+        self.state().writing.remove(&name);
+        self.written.notify_all();
+        written.map(Some)
+    }
+
+    /// Waits while another thread writes the entry. False if it is there.
+    fn begin_write(&self, name: EntryName) -> bool {
+        let state = self.state();
+        let is_busy = |state: &mut State| state.writing.contains(&name);
+        let waited = self.written.wait_while(state, is_busy);
+        let mut state = waited.unwrap_or_else(PoisonError::into_inner);
+        !state.places.contains_key(&name) && state.writing.insert(name)
+    }
+
+    fn write_new(
+        &self,
+        name: EntryName,
+        bytes: u64,
+        fill: &mut dyn FnMut(u64, &mut [u8]),
+        piece: &mut Vec<u8>,
+    ) -> Result<ObjectWrite, Unfinished> {
         let tier = KvTier::ALL.into_iter().find(|tier| self.make_room(*tier, bytes));
         // Files take an entry whatever their size. The file system has the last word.
         let tier = tier.unwrap_or(KvTier::Storage);
@@ -255,7 +285,7 @@ impl<'a> Waterfall<'a> {
                     KvTier::Cpu => state.moved.to_cpu += 1,
                     KvTier::Storage => state.moved.to_files += 1,
                 }
-                Ok(Some(ObjectWrite { tier, times }))
+                Ok(ObjectWrite { tier, times })
             }
             Err(unfinished) => {
                 state.release(tier, bytes);
@@ -401,103 +431,6 @@ impl<'a> Waterfall<'a> {
             log.add(LoggedOperation::EvictWrite, name, bytes, to);
         }
         Body::Logged(to)
-    }
-
-    fn write_file(
-        &self,
-        name: EntryName,
-        bytes: u64,
-        fill: &mut dyn FnMut(u64, &mut [u8]),
-        piece: &mut Vec<u8>,
-    ) -> Result<IoTimes, Unfinished> {
-        let mut file = ObjectFile::create(&self.path(name), self.clock)?;
-        for (number, length) in pieces(bytes) {
-            self.go_on(KvTier::Storage, number)?;
-            piece.resize(length, 0);
-            fill(number, piece);
-            file.write(piece)?;
-        }
-        Ok(file.sync()?)
-    }
-
-    fn write_pieces(&self, name: EntryName, pieces: &[Box<[u8]>]) -> Result<(), Unfinished> {
-        let write = || {
-            let mut file = ObjectFile::create(&self.path(name), self.clock)?;
-            for (number, piece) in (0..).zip(pieces) {
-                self.go_on(KvTier::Storage, number)?;
-                file.write(piece)?;
-            }
-            file.sync()?;
-            Ok(())
-        };
-        write().inspect_err(|_| {
-            // Before another entry can have the name.
-            drop(fs::remove_file(self.path(name)));
-        })
-    }
-
-    fn write_memory(
-        &self,
-        tier: KvTier,
-        bytes: u64,
-        fill: &mut dyn FnMut(u64, &mut [u8]),
-        piece: &mut Vec<u8>,
-    ) -> Result<(Body, IoTimes), Unfinished> {
-        let mut times = IoTimes::default();
-        let mut copies = Vec::new();
-        for (number, length) in pieces(bytes) {
-            self.go_on(tier, number)?;
-            piece.resize(length, 0);
-            fill(number, piece);
-            let began = self.clock.monotonic();
-            copies.push(piece.clone().into_boxed_slice());
-            times.device += self.clock.monotonic().saturating_sub(began);
-        }
-        Ok((Body::Memory(tier, copies), times))
-    }
-
-    fn read_memory(
-        &self,
-        tier: KvTier,
-        pieces: &[Box<[u8]>],
-        copy: &mut Vec<u8>,
-        look: &mut Look<'_>,
-    ) -> Result<IoTimes, Unfinished> {
-        let mut times = IoTimes::default();
-        for (number, piece) in (0..).zip(pieces) {
-            self.go_on(tier, number)?;
-            let began = self.clock.monotonic();
-            copy.clear();
-            copy.extend_from_slice(piece);
-            times.device += self.clock.monotonic().saturating_sub(began);
-            look(number, copy);
-        }
-        Ok(times)
-    }
-
-    fn read_file(
-        &self,
-        name: EntryName,
-        bytes: u64,
-        piece: &mut Vec<u8>,
-        look: &mut Look<'_>,
-    ) -> Result<IoTimes, Unfinished> {
-        let mut file = ObjectFile::open(&self.path(name), self.clock)?;
-        for (number, length) in pieces(bytes) {
-            self.go_on(KvTier::Storage, number)?;
-            piece.resize(length, 0);
-            file.read(piece)?;
-            look(number, piece);
-        }
-        Ok(file.times())
-    }
-
-    /// Whether the piece of this number is moved.
-    fn go_on(&self, tier: KvTier, number: u64) -> Result<(), Unfinished> {
-        if self.is_cut() {
-            return Err(Unfinished::Cut { tier, bytes: number * PIECE_BYTES as u64 });
-        }
-        Ok(())
     }
 
     fn state(&self) -> MutexGuard<'_, State> {

@@ -409,18 +409,13 @@ impl KvArgs {
             (
                 self.request_rate > 0.0,
                 "--request-rate",
-                "the original's simulated users ask at their own times",
+                "users and recorded requests have their own times",
             ),
             (self.enable_rag, "--enable-rag", "documents are not built in this mode"),
             (
-                self.traces.use_burst_trace,
-                "--use-burst-trace",
-                "recorded requests are not built in this mode",
-            ),
-            (
-                self.traces.dataset_path.is_some(),
-                "--dataset-path",
-                "recorded requests are not built in this mode",
+                self.traces.has_recorded() && self.disable_multi_turn,
+                "--disable-multi-turn",
+                "no recorded request of the original reads earlier turns",
             ),
         ];
         let given = refused.into_iter().find(|(is_given, ..)| self.compatible && *is_given);

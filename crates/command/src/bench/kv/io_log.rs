@@ -58,7 +58,8 @@ fn check(args: &KvArgs, path: &Path) -> Result<(), Failure> {
 pub(super) fn run(args: &KvArgs, path: &Path, screen: &mut Screen) -> Result<i32, Failure> {
     check(args, path)?;
     let validation = args.traces.validation()?;
-    let setup = Setup::of_log((args, &args.settings()?))?;
+    let recorded = args.traces.recorded(true)?;
+    let setup = Setup::of_log((args, &args.settings()?), recorded)?;
     for note in &setup.notes {
         screen.notice(format!("note: {note}"))?;
     }

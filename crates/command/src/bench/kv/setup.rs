@@ -55,7 +55,7 @@ impl Setup {
         directory: &BenchDirectory,
     ) -> Result<Self, Failure> {
         if args.compatible {
-            return Self::of_objects((args, config), model, directory);
+            return Self::of_objects((args, config), model, recorded, directory);
         }
         let mut notes = notes(args);
         let block_bytes = model.block_bytes as u64;
@@ -104,6 +104,7 @@ impl Setup {
     fn of_objects(
         (args, config): (&KvArgs, &ConfigFile),
         model: KvModel,
+        recorded: Option<Arc<Recorded>>,
         directory: &BenchDirectory,
     ) -> Result<Self, Failure> {
         let mut notes = notes(args);
@@ -111,8 +112,13 @@ impl Setup {
         let gpu_bytes = bytes(args.gpu_mem_gb * f64::from(args.num_gpus));
         let cpu_bytes = bytes(args.cpu_mem_gb);
         check_memory(args, gpu_bytes + cpu_bytes + u64::from(workers) * PIECE_BYTES as u64)?;
-        let workload = workload((args, config), model, args.num_users, None)?;
-        let tokens = Schedule::new(&workload).context_tokens_max().max(STORED_TOKENS);
+        let workload = object_workload((args, config), model, recorded)?;
+        notes.extend(workload.recorded.as_ref().map(|recorded| recorded.text()));
+        let tokens = match &workload.recorded {
+            Some(recorded) => recorded.request_tokens_max(),
+            None => Schedule::new(&workload).context_tokens_max(),
+        };
+        let tokens = tokens.max(STORED_TOKENS);
         let needs = FilesNeed {
             largest: tokens * workload.model.bytes_per_token,
             stored: object_plan::stored_bytes(&workload),
@@ -128,8 +134,13 @@ impl Setup {
 impl Setup {
     /// A run whose operations are logged and not done: it needs neither memory nor a disk. Without
     /// a size, the file tier has no limit, or that of the disk that the user names.
-    pub(super) fn of_log((args, config): (&KvArgs, &ConfigFile)) -> Result<Self, Failure> {
-        let workload = workload((args, config), args.model(config)?, args.num_users, None)?;
+    pub(super) fn of_log(
+        (args, config): (&KvArgs, &ConfigFile),
+        recorded: Option<Arc<Recorded>>,
+    ) -> Result<Self, Failure> {
+        let workload = object_workload((args, config), args.model(config)?, recorded)?;
+        let mut notes = notes(args);
+        notes.extend(workload.recorded.as_ref().map(|recorded| recorded.text()));
         let workers = args.num_users.min(OBJECT_WORKERS_MAX);
         let files_bytes = match (bytes(args.storage_capacity_gb), &args.cache_dir) {
             (0, None) => u64::MAX,
@@ -146,7 +157,7 @@ impl Setup {
             verifies: false,
             ..options((args, config), usize::try_from(workers).unwrap_or(1), 1)
         };
-        Ok(Self { workload, sizes, options, is_compatible: true, notes: notes(args) })
+        Ok(Self { workload, sizes, options, is_compatible: true, notes })
     }
 }
 
@@ -179,6 +190,21 @@ fn workload(
         requests_max: requests_max(args, recorded.as_deref()),
         recorded,
         settings: config.settings,
+    })
+}
+
+/// A workload of whole entries. Recorded requests are counted to have system prompts, too.
+fn object_workload(
+    (args, config): (&KvArgs, &ConfigFile),
+    model: KvModel,
+    recorded: Option<Arc<Recorded>>,
+) -> Result<Workload, Failure> {
+    let all = recorded.as_ref().and_then(|recorded| recorded.all_requests());
+    let workload = workload((args, config), model, args.num_users, recorded)?;
+    Ok(Workload {
+        has_shared_prompts: !args.disable_prefix_caching,
+        requests_max: workload.requests_max.into_iter().chain(all).min(),
+        ..workload
     })
 }
 

@@ -31,7 +31,7 @@ pub(super) fn write(
     result: &KvResult,
     json: &Value,
 ) -> Result<PathBuf, Failure> {
-    let sheets = sheets(parameters(args, result), json);
+    let sheets = sheets(&parameters(args, result), json);
     let ends_with = |ending: &str| path.to_string_lossy().ends_with(ending);
     if ends_with(".xlsx") {
         write_file(path, &xlsx(&sheets))?;
@@ -41,7 +41,7 @@ pub(super) fn write(
     if !ends_with(".csv") {
         name.push(".csv");
     }
-    let rows = sheets.first().map_or("".to_owned(), |summary| csv(&summary.rows));
+    let rows = sheets.first().map_or_else(String::new, |summary| csv(&summary.rows));
     let path = PathBuf::from(name);
     write_file(&path, rows.as_bytes())?;
     Ok(path)
