@@ -5,6 +5,7 @@
 //! result file with the default mode, and neither the store nor the plan of its requests.
 
 pub mod criteria;
+pub mod documents;
 pub mod entry;
 pub mod figures;
 pub mod io_log;

@@ -290,7 +290,6 @@ fn what_compatible_mode_cannot_do_is_refused_by_name() {
     for options in [
         &["--enable-autoscaling"][..],
         &["--request-rate", "5"],
-        &["--enable-rag"],
         &["--disable-multi-turn", "--dataset-path", "x.json"],
         &["--disable-multi-turn", "--use-burst-trace", "--burst-trace-path", "x.csv"],
     ] {

@@ -139,8 +139,8 @@ fn what_a_division_does_not_permit_is_refused_by_name() {
     assert!(refusal.contains("add --results-dir"), "{refusal}");
     let refusal = run.refusal(run.command(&["--trials", "2"]));
     assert!(refusal.contains("--mlperf"), "{refusal}");
-    let refusal = run.refusal(run.rehearsal(&["--enable-rag"]));
-    assert!(refusal.contains("--compatible and --enable-rag"), "{refusal}");
+    let refusal = run.refusal(run.rehearsal(&["--enable-autoscaling"]));
+    assert!(refusal.contains("--compatible and --enable-autoscaling"), "{refusal}");
 }
 
 #[test]

@@ -24,6 +24,15 @@ pub enum EntryName {
     Context(u32),
     /// What preconditioning writes.
     Precondition(u32),
+    /// A chunk of a document.
+    Chunk {
+        /// The document.
+        document: u32,
+        /// The chunk, from 0.
+        chunk: u32,
+    },
+    /// The context of questions about a document.
+    Question(u32),
 }
 
 impl EntryName {
@@ -35,6 +44,8 @@ impl EntryName {
             }
             Self::Context(number) => format!("context-{number}"),
             Self::Precondition(number) => format!("precondition-{number}"),
+            Self::Chunk { document, chunk } => format!("document-{document}-chunk-{chunk}"),
+            Self::Question(document) => format!("document-{document}-question"),
         }
     }
 
@@ -50,6 +61,8 @@ impl EntryName {
             // No user has a conversation 0.
             Self::Context(number) => (number, 0, 0),
             Self::Precondition(number) => (number, 0, 1),
+            Self::Question(document) => (document, 0, 2),
+            Self::Chunk { document, chunk } => (document, 0, chunk.saturating_add(3)),
         };
         names.of_object(user, [conversation, turn], piece)
     }

@@ -53,8 +53,12 @@ pub fn run(
     progress.started_ns.store(1, Ordering::Relaxed);
     // Operations take no time, so that there is no tail.
     let pace = Pace { think_scale: 1.0, thread_wait: Duration::ZERO };
-    let queue = ObjectQueue::new(&Schedule::new(workload), workload.requests_max, pace, start);
+    let schedule = Schedule::new(workload);
+    let queue = ObjectQueue::new(&schedule, workload.requests_max, pace, start);
     let shared = Shared::new((&waterfall, clock), (workload, &one), progress, window);
+    if let Some(documents) = schedule.documents() {
+        Worker::new(&shared).store_documents(documents);
+    }
     let mut worker = Worker::new(&shared);
     // When each of the simulated workers is free again.
     let mut free: BinaryHeap<_> = (0..options.workers.max(1)).map(|_| Reverse(start)).collect();

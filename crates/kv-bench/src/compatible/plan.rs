@@ -6,9 +6,10 @@
 //! same requests. With several users, the order there depends on threads.
 
 use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::{BinaryHeap, HashSet};
 use std::time::Duration;
 
+use crate::compatible::documents::{ObjectDocuments, ObjectRetrieval};
 use crate::compatible::entry::EntryName;
 use crate::compatible::mersenne_twister::MersenneTwister;
 use crate::compatible::recorded_plan::RecordedPlan;
@@ -51,6 +52,19 @@ pub struct ObjectRequest {
     pub only_writes: bool,
     /// With decode alone: the stored context that it reads.
     pub stored_context: Option<u32>,
+    /// The document that it is a question about.
+    pub question: Option<DocumentQuestion>,
+    /// Chunks that it reads before it generates.
+    pub retrieval: Option<ObjectRetrieval>,
+}
+
+/// A request that is a question about a document. It stores its context if no earlier one has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DocumentQuestion {
+    /// The document.
+    pub document: u32,
+    /// Whether it is the first one to arrive.
+    pub is_first: bool,
 }
 
 impl ObjectRequest {
@@ -62,6 +76,14 @@ impl ObjectRequest {
     /// The entry of a turn of its conversation.
     pub fn entry_of(&self, turn: u32) -> EntryName {
         EntryName::Turn { user: self.user, conversation: self.conversation, turn }
+    }
+
+    /// Its own entry.
+    pub fn own_entry(&self) -> EntryName {
+        match self.question {
+            Some(question) => EntryName::Question(question.document),
+            None => self.entry_of(self.turn),
+        }
     }
 
     /// What the figures need of it.
@@ -99,9 +121,15 @@ pub struct Schedule {
     settings: WorkloadSettings,
     /// What is recorded, in the place of users.
     recorded: Option<RecordedPlan>,
+    documents: Option<ObjectDocuments>,
+    /// The question that follows the last request.
+    next_question: Option<Drawn>,
+    /// Documents that were asked about.
+    asked: HashSet<u32>,
 }
 
 /// A request before its system prompt is drawn.
+#[derive(Debug, Clone)]
 struct Drawn {
     user: u32,
     class: QosClass,
@@ -110,6 +138,7 @@ struct Drawn {
     arrival: Duration,
     context_tokens: u32,
     generated_tokens: u32,
+    document: Option<u32>,
 }
 
 impl Schedule {
@@ -120,6 +149,8 @@ impl Schedule {
         let recorded = workload.recorded.as_ref().map(RecordedPlan::new);
         let users = if recorded.is_some() { 0..0 } else { 0..workload.users };
         let users: Vec<User> = users.map(|_| User::new(&settings, &mut random)).collect();
+        // The original draws them in a thread, while the first users wait.
+        let documents = ObjectDocuments::draw(workload, &mut random);
         let mut arrivals = BinaryHeap::new();
         for (number, user) in (0..).zip(&users) {
             arrivals.push(Reverse((user.pause(&mut random), number)));
@@ -134,7 +165,15 @@ impl Schedule {
             phases: workload.phases,
             settings,
             recorded,
+            documents,
+            next_question: None,
+            asked: HashSet::new(),
         }
+    }
+
+    /// The documents that are stored at the start of the window.
+    pub fn documents(&self) -> Option<&ObjectDocuments> {
+        self.documents.as_ref()
     }
 
     /// Most tokens of a request of generated users.
@@ -166,7 +205,11 @@ impl Schedule {
                 arrival: request.arrival,
                 context_tokens: request.lengths.context_tokens,
                 generated_tokens: request.lengths.generated_tokens,
+                document: None,
             });
+        }
+        if let Some(question) = self.next_question.take() {
+            return Some(question);
         }
         let Reverse((arrival, number)) = self.arrivals.pop()?;
         let user = &mut self.users[number as usize];
@@ -174,18 +217,27 @@ impl Schedule {
         let quarter = |most: u32| ((most / 4).max(1), most);
         let context_tokens = self.random.between(quarter(user.context_tokens));
         let generated_tokens = self.random.between(quarter(user.generated_tokens));
-        let (class, conversation, turn) = (user.class, user.conversation, user.turn);
-        let next = arrival + user.pause(&mut self.random);
-        self.arrivals.push(Reverse((next, number)));
-        Some(Drawn {
+        let drawn = Drawn {
             user: number,
-            class,
-            conversation,
-            turn,
+            class: user.class,
+            conversation: user.conversation,
+            turn: user.turn,
             arrival,
             context_tokens,
             generated_tokens,
-        })
+            document: None,
+        };
+        let question = self.documents.as_mut().and_then(|it| it.question(&mut self.random));
+        self.next_question = question.map(|question| Drawn {
+            turn: 1,
+            context_tokens: question.context_tokens,
+            generated_tokens: question.generated_tokens,
+            document: Some(question.document),
+            ..drawn.clone()
+        });
+        let next = arrival + user.pause(&mut self.random);
+        self.arrivals.push(Reverse((next, number)));
+        Some(drawn)
     }
 
     fn draw_prompt(&mut self) -> Option<u8> {
@@ -209,7 +261,12 @@ impl Iterator for Schedule {
         let (context, generated) = (drawn.context_tokens, drawn.generated_tokens);
         let prompt = self.draw_prompt();
         let known = prompt.map_or(0, |prompt| COUNTED_PROMPT_TOKENS[usize::from(prompt)]);
-        let only_writes = context >= WRITES_ONLY_TOKENS;
+        let retrieval = self.documents.as_mut().and_then(|it| it.retrieval(&mut self.random));
+        let question = drawn
+            .document
+            .map(|document| DocumentQuestion { document, is_first: self.asked.insert(document) });
+        // A question never only writes.
+        let only_writes = context >= WRITES_ONLY_TOKENS && question.is_none();
         let reads_stored = self.phases == Phases::DecodeOnly && !only_writes;
         let stored = u32::try_from(self.users.len()).unwrap_or(u32::MAX) * STORED_PER_USER;
         let request = ObjectRequest {
@@ -224,6 +281,8 @@ impl Iterator for Schedule {
             generated_tokens: u64::from(generated),
             only_writes,
             stored_context: reads_stored.then(|| self.random.below(stored)),
+            question,
+            retrieval,
         };
         self.requests += 1;
         Some(request)
@@ -274,14 +333,18 @@ impl User {
 
 /// Bytes that the run stores: of all requests if their number is limited, else of one of each user.
 pub fn stored_bytes(workload: &Workload) -> u64 {
+    let schedule = Schedule::new(workload);
+    let documents = schedule
+        .documents()
+        .map_or(0, |all| (0..all.count()).flat_map(|it| all.chunks(it)).map(u64::from).sum());
     let tokens: u64 = if workload.phases == Phases::DecodeOnly {
         u64::from(workload.users) * u64::from(STORED_PER_USER) * STORED_TOKENS
     } else {
         let requests = workload.requests_max.unwrap_or(u64::from(workload.users));
         let requests = usize::try_from(requests).unwrap_or(usize::MAX);
-        Schedule::new(workload).take(requests).map(|request| request.context_tokens).sum()
+        schedule.take(requests).map(|request| request.context_tokens).sum()
     };
-    tokens * workload.model.bytes_per_token
+    (tokens + documents) * workload.model.bytes_per_token
 }
 
 #[cfg(test)]

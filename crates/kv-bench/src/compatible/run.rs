@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::atomic::Ordering;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -14,6 +14,7 @@ use cascade_runtime::{Clock, thread_cpu_time};
 
 use crate::KvBenchError;
 use crate::backend::KvTier;
+use crate::compatible::documents::{ObjectDocuments, ObjectRetrieval};
 use crate::compatible::entry::EntryName;
 use crate::compatible::figures::ObjectFigures;
 use crate::compatible::object_file::Unfinished;
@@ -25,11 +26,12 @@ pub use crate::compatible::queue::Pace;
 use crate::compatible::tail::wait_for_workers;
 use crate::compatible::waterfall::{ObjectRead, Waterfall};
 use crate::devices::KernelCounters;
-use crate::measurements::{Answered, Measurements, Moved, Span, WrittenBlocks};
+use crate::measurements::{Answered, Measurements, Moved, RequestFacts, Span, WrittenBlocks};
 use crate::permits::Permits;
 use crate::plan::{Phases, Workload};
 use crate::prepare::in_parallel;
 use crate::progress::Progress;
+use crate::qos::QosClass;
 use crate::run::{RunOptions, RunOutcome};
 use crate::window::Window;
 
@@ -58,9 +60,13 @@ pub fn run(
     let planned = Window { start, end: start + options.duration };
     let started_ns = u64::try_from(start.as_nanos()).unwrap_or(u64::MAX).max(1);
     progress.started_ns.store(started_ns, Ordering::Relaxed);
-    let queue = ObjectQueue::new(&Schedule::new(workload), workload.requests_max, pace, start);
+    let schedule = Schedule::new(workload);
+    let queue = ObjectQueue::new(&schedule, workload.requests_max, pace, start);
     let shared = Shared::new((waterfall, clock), (workload, options), progress, planned);
     thread::scope(|scope| {
+        if let Some(documents) = schedule.documents() {
+            scope.spawn(|| Worker::new(&shared).store_documents(documents));
+        }
         let work = || Worker::new(&shared).work(&queue);
         let workers = (0..options.workers.max(1)).map(|_| scope.spawn(work)).collect::<Vec<_>>();
         let left = planned.end.saturating_sub(clock.monotonic());
@@ -140,6 +146,9 @@ pub(crate) struct Shared<'a> {
     window: Window,
     figures: Mutex<Figures>,
     prefills: Permits,
+    /// Documents that are stored. All of them are there once nobody stores any more.
+    documents: Mutex<u32>,
+    document_stored: Condvar,
 }
 
 impl<'a> Shared<'a> {
@@ -150,8 +159,30 @@ impl<'a> Shared<'a> {
         window: Window,
     ) -> Self {
         let prefills = Permits::new(options.prefills_max);
-        let figures = Mutex::default();
-        Self { waterfall, workload, options, progress, clock, window, figures, prefills }
+        Self {
+            waterfall,
+            workload,
+            options,
+            progress,
+            clock,
+            window,
+            figures: Mutex::default(),
+            prefills,
+            documents: Mutex::new(0),
+            document_stored: Condvar::new(),
+        }
+    }
+
+    /// Tells how many documents are stored.
+    fn note_documents(&self, count: u32) {
+        *self.documents.lock().unwrap_or_else(PoisonError::into_inner) = count;
+        self.document_stored.notify_all();
+    }
+
+    /// Waits until a document is stored, or none is stored any more.
+    fn wait_for_document(&self, document: u32) {
+        let stored = self.documents.lock().unwrap_or_else(PoisonError::into_inner);
+        drop(self.document_stored.wait_while(stored, |stored| *stored <= document));
     }
 
     /// What all workers have done, once they have ended.
@@ -213,6 +244,14 @@ pub(crate) struct Worker<'a> {
     piece: Vec<u8>,
 }
 
+/// An entry to write.
+#[derive(Debug, Clone, Copy)]
+struct NewEntry {
+    name: EntryName,
+    tokens: u64,
+    is_again: bool,
+}
+
 /// The outcome of a read, for its caller.
 #[derive(Debug, Clone, Copy)]
 struct ReadOutcome {
@@ -244,7 +283,7 @@ impl<'a> Worker<'a> {
             }
             Err(Cut) => shared.figures().common.cut_requests += 1,
         }
-        queue.finish(request.user);
+        queue.finish(request);
     }
 
     fn serve(&mut self, request: &ObjectRequest, due: Duration) -> Result<Answered, Cut> {
@@ -264,7 +303,12 @@ impl<'a> Worker<'a> {
                     figures.common.turn_misses += 1;
                 }
             }
-            storage += self.write(request, false)?;
+            if request.question.is_none() {
+                storage += self.write(request, false)?;
+            }
+        }
+        if let Some(retrieval) = &request.retrieval {
+            storage += self.retrieve(request, retrieval)?;
         }
         if phases != Phases::PrefillOnly && !request.only_writes {
             storage += self.decode(request)?;
@@ -292,15 +336,66 @@ impl<'a> Worker<'a> {
         }
     }
 
+    /// Stores the documents, as the original does while it serves requests. A limited run stores
+    /// all of them, so that a seed repeats it.
+    pub(crate) fn store_documents(mut self, documents: &ObjectDocuments) {
+        let is_limited = self.shared.workload.requests_max.is_some();
+        'all: for document in 0..documents.count() {
+            if !is_limited && self.shared.is_over() {
+                break;
+            }
+            let facts = RequestFacts {
+                user: u32::MAX,
+                number: u64::from(document),
+                class: QosClass::Batch,
+                generated_tokens: 0,
+            };
+            for (chunk, tokens) in (0..).zip(documents.chunks(document)) {
+                let name = EntryName::Chunk { document, chunk };
+                let (tokens, is_again) = (u64::from(tokens), false);
+                if self.write_entry(facts, NewEntry { name, tokens, is_again }).is_err() {
+                    break 'all;
+                }
+            }
+            self.shared.note_documents(document + 1);
+        }
+        self.shared.note_documents(u32::MAX);
+    }
+
+    /// Reads chunks of a document.
+    fn retrieve(
+        &mut self,
+        request: &ObjectRequest,
+        retrieval: &ObjectRetrieval,
+    ) -> Result<Duration, Cut> {
+        let document = retrieval.document;
+        self.shared.wait_for_document(document);
+        let (mut took, mut hits) = (Duration::ZERO, 0);
+        for chunk in retrieval.chunks() {
+            let read = self.read(request, EntryName::Chunk { document, chunk }, 2)?;
+            took += read.took;
+            hits += u64::from(read.is_hit);
+        }
+        let mut figures = self.shared.figures();
+        figures.common.decode_hits += hits;
+        figures.common.retrieval.record(took);
+        Ok(took)
+    }
+
     /// Writes the entry of a request. Returns the time in the tier.
     fn write(&mut self, request: &ObjectRequest, is_again: bool) -> Result<Duration, Cut> {
+        let (name, tokens) = (request.own_entry(), request.context_tokens);
+        self.write_entry(request.facts(), NewEntry { name, tokens, is_again })
+    }
+
+    fn write_entry(&mut self, facts: RequestFacts, entry: NewEntry) -> Result<Duration, Cut> {
         let shared = self.shared;
         if shared.is_cut() {
             return Err(Cut);
         }
         let (waterfall, clock) = (shared.waterfall, shared.clock);
-        let name = request.entry_of(request.turn);
-        let bytes = request.context_tokens * shared.workload.model.bytes_per_token;
+        let NewEntry { name, tokens, is_again } = entry;
+        let bytes = tokens * shared.workload.model.bytes_per_token;
         let mut filling = Duration::ZERO;
         let mut fill = |number, piece: &mut [u8]| {
             let began = thread_cpu_time();
@@ -333,7 +428,7 @@ impl<'a> Worker<'a> {
         };
         if !is_again {
             let key = name.key(waterfall.names(), 0);
-            common.operations.add(request.facts(), 1, &key, bytes);
+            common.operations.add(facts, 1, &key, bytes);
         }
         let Some(written) = written else { return Ok(Duration::ZERO) };
         let took = written.times.total();
@@ -346,7 +441,7 @@ impl<'a> Worker<'a> {
         objects.write_by_tier[tier].record(took);
         if written.tier == KvTier::Storage {
             objects.wrote_file(written.times.device, written.times.host);
-            objects.storage_tokens += request.context_tokens as f64;
+            objects.storage_tokens += tokens as f64;
         }
         drop(figures);
         shared.progress.written_bytes.fetch_add(bytes, Ordering::Relaxed);
@@ -355,7 +450,7 @@ impl<'a> Worker<'a> {
 
     /// Reads the entry of a request once, and once more for each 32 generated tokens.
     fn decode(&mut self, request: &ObjectRequest) -> Result<Duration, Cut> {
-        let own = request.entry_of(request.turn);
+        let own = request.own_entry();
         let name = request.stored_context.map_or(own, EntryName::Context);
         let first = self.read(request, name, 4)?;
         let (mut took, mut again, mut hits) = (first.took, Duration::ZERO, 0);
@@ -367,7 +462,8 @@ impl<'a> Worker<'a> {
                 hits += u64::from(read.is_hit);
             }
         } else if request.stored_context.is_none() {
-            again = self.write(request, true)?;
+            // Questions store nothing before: the first one about a document writes its context.
+            again = self.write(request, request.question.is_none_or(|it| !it.is_first))?;
         }
         let mut figures = self.shared.figures();
         let figures = &mut figures.common;

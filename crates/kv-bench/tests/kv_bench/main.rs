@@ -5,6 +5,7 @@
 mod backends;
 mod compatible;
 mod dishonest;
+mod documents;
 mod faults;
 mod io_log;
 mod recorded;

@@ -411,7 +411,6 @@ impl KvArgs {
                 "--request-rate",
                 "users and recorded requests have their own times",
             ),
-            (self.enable_rag, "--enable-rag", "documents are not built in this mode"),
             (
                 self.traces.has_recorded() && self.disable_multi_turn,
                 "--disable-multi-turn",

@@ -13,6 +13,7 @@ use cascade_kv_bench::model::KvModel;
 use cascade_kv_bench::plan::{UserPlan, Workload};
 use cascade_kv_bench::prepare::Precondition;
 use cascade_kv_bench::recorded::Recorded;
+use cascade_kv_bench::retrieval::{CHUNK_TOKENS, CHUNKS_READ};
 use cascade_kv_bench::run::RunOptions;
 use cascade_kv_bench::store_backend::TierSizes;
 
@@ -118,7 +119,8 @@ impl Setup {
             Some(recorded) => recorded.request_tokens_max(),
             None => Schedule::new(&workload).context_tokens_max(),
         };
-        let tokens = tokens.max(STORED_TOKENS);
+        let question_tokens = if args.enable_rag { CHUNK_TOKENS * CHUNKS_READ as u64 } else { 0 };
+        let tokens = tokens.max(STORED_TOKENS).max(question_tokens);
         let needs = FilesNeed {
             largest: tokens * workload.model.bytes_per_token,
             stored: object_plan::stored_bytes(&workload),
