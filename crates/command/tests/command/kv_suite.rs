@@ -86,7 +86,7 @@ fn workloads_run_one_after_another_and_are_compared() {
         "### RATES ###",
         "0.125 simulated",
         "### LATENCIES ###",
-        "gpu-only, storage-only: INVALID: unoptimised build",
+        "all: INVALID: unoptimised build",
         "gpu-only: simulated: GPU tier",
     ] {
         assert!(text.contains(part), "{part} is not in\n{text}");

@@ -84,7 +84,7 @@ pub struct RunFigures {
     pub storage: Latencies,
     /// Waiting for a thread.
     pub queue: Latencies,
-    /// `PASS`, `FAIL` or `NOT JUDGED`, with the criteria that pass and all of them.
+    /// `PASS`, `FAIL` or `NOT JUDGED`, with the criteria that pass and those that have samples.
     pub assessment: (String, u64, u64),
     /// Criteria that fail, with their figures.
     pub failed_criteria: Vec<String>,
@@ -147,7 +147,7 @@ impl RunFigures {
             assessment: (
                 assessment["overall_status"].as_str()?.to_owned(),
                 count("passed_count"),
-                count("total_count"),
+                count("total_count").saturating_sub(count("not_judged_count")),
             ),
             failed_criteria: failed_criteria(&assessment["criteria"]),
             scaling: scaling(&summary["autoscaling_summary"]),
@@ -172,7 +172,7 @@ impl RunFigures {
     }
 
     fn to_json(&self) -> Value {
-        let (status, passed_count, total_count) = &self.assessment;
+        let (status, passed_count, judged_count) = &self.assessment;
         let [gpu, cpu, files] = self.read_gib;
         json!({
             "requests_completed": self.requests,
@@ -187,7 +187,7 @@ impl RunFigures {
             "assessment": {
                 "overall_status": status,
                 "passed_count": passed_count,
-                "total_count": total_count,
+                "judged_count": judged_count,
             },
             "failed_criteria": self.failed_criteria,
             "is_queue_bound": self.is_queue_bound(),
@@ -303,6 +303,7 @@ pub(super) mod tests {
                 "latency_ms": { "queue": { "count": 2, "mean": 60.0 } },
                 "assessment": {
                     "overall_status": "FAIL", "passed_count": 2, "total_count": 4,
+                    "not_judged_count": 1,
                     "criteria": [
                         { "name": "A", "passed": true, "actual": 1.0, "unit": "ms" },
                         { "name": "Read < 1ms", "passed": false, "actual": 2.5, "unit": "ms" },

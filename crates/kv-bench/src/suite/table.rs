@@ -23,7 +23,7 @@ pub const LATENCIES: [&str; 10] = [
 ];
 /// What the titles mean.
 pub const LEGEND: &str = "all: from when a request was due to its answer. I/O: all storage calls \
-    of a request. Each criterion has its limit: docs/benchmark.md.";
+    of a request. criteria: how many of those with samples keep their limits (docs/benchmark.md).";
 /// What stands above the runs in compatible mode.
 pub const COMPATIBLE: &str =
     "As the original stores and counts (--compatible); bytes after the window count:";
@@ -57,8 +57,8 @@ impl Row {
             Some(format!("{gpu:.0}/{cpu:.0}/{files:.0} %"))
         };
         let criteria = |it: &RunFigures| {
-            let (status, passed, total) = &it.assessment;
-            Some(format!("{status} {passed}/{total}"))
+            let (status, passed, judged) = &it.assessment;
+            Some(format!("{status} {passed}/{judged}"))
         };
         Self {
             is_compatible: run.is_compatible,
@@ -150,7 +150,11 @@ impl Comparison {
                 }
             }
         }
-        let text = |(text, names): (String, Vec<&str>)| format!("{}: {text}", names.join(", "));
+        let started = self.outcomes.iter().filter(|it| it.state != RunState::NotRun).count();
+        let text = |(text, names): (String, Vec<&str>)| match names.len() {
+            count if count > 1 && count == started => format!("all: {text}"),
+            _ => format!("{}: {text}", names.join(", ")),
+        };
         remarks.into_iter().map(text).collect()
     }
 }
@@ -224,7 +228,7 @@ mod tests {
         for part in ["2 simulated", "1,200", "321.5", "1.50", "0.25", "0/25/75 %"] {
             assert!(gpu[0].contains(part), "{part} is not in {}", gpu[0]);
         }
-        for part in ["90 ms", "2.5 s", " - ", "90.0 %", "FAIL 2/4", "INVALID"] {
+        for part in ["90 ms", "2.5 s", " - ", "90.0 %", "FAIL 2/3", "INVALID"] {
             assert!(gpu[1].contains(part), "{part} is not in {}", gpu[1]);
         }
         assert!(row("cpu-only ")[1].ends_with("FAILED"), "{text}");
@@ -247,6 +251,10 @@ mod tests {
         ] {
             assert!(remarks.iter().any(|found| found == remark), "{remark}: {remarks:#?}");
         }
+        let mut two = comparison();
+        two.outcomes.remove(1);
+        let remarks = two.remarks();
+        assert!(remarks.iter().any(|found| found == "all: INVALID: a reason"), "{remarks:#?}");
         let interrupted = Comparison { is_interrupted: true, ..comparison() };
         assert!(interrupted.headline().starts_with("PARTIAL, interrupted: 4 runs"));
     }

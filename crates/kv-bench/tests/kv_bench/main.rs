@@ -29,7 +29,7 @@ use cascade_kv_bench::run::{RunOptions, RunOutcome, run};
 use cascade_kv_bench::store_backend::{StoreBackend, TierSizes};
 use cascade_kv_bench::validity::{DeviceProof, Evidence, Validity};
 use cascade_kv_bench::workload_settings::WorkloadSettings;
-use cascade_runtime::SystemClock;
+use cascade_runtime::{Clock, SystemClock};
 use tempfile::TempDir;
 
 use crate::backends::{MapBackend, SlowBackend};
@@ -272,10 +272,17 @@ fn a_run_ends_with_its_window_and_states_the_tail() {
 
 #[test]
 fn a_stopped_run_reports_what_it_did() {
+    stop(Duration::ZERO);
+    // The window went on until the simulated generation would have ended.
+    stop(Duration::from_millis(500));
+}
+
+fn stop(token_time: Duration) {
     let backend = SlowBackend::new(Duration::from_millis(1));
     let progress = Progress::default();
     let workload = workload(None);
-    let options = options(2);
+    let options = RunOptions { token_time, ..options(2) };
+    let started = SystemClock.monotonic();
     let outcome = std::thread::scope(|scope| {
         let running = scope.spawn(|| run(&backend, &workload, &options, &progress, &SystemClock));
         while progress.requests.load(Ordering::Relaxed) < 3 {
@@ -285,7 +292,10 @@ fn a_stopped_run_reports_what_it_did() {
         running.join().unwrap().unwrap()
     });
     assert!(outcome.was_stopped && outcome.figures.requests >= 3);
-    assert!(outcome.window.seconds() < 600.0 && outcome.window.seconds() > 0.0);
+    let elapsed = SystemClock.monotonic().saturating_sub(started);
+    let window = outcome.window.seconds();
+    assert!(window > 0.0 && window <= elapsed.as_secs_f64(), "{window} of {elapsed:?}");
+    assert_eq!(outcome.tail, Duration::ZERO);
 }
 
 #[test]
