@@ -168,7 +168,6 @@ fn what_cannot_run_is_refused_before_anything_runs() {
         ("--gpu-mem-gb -1", "--gpu-mem-gb -1 is not a size"),
         ("-w gpu-cpu --gpu-mem-gb 100000", "workload gpu-cpu needs 100000.5 GiB of memory"),
         ("--compatible", "--compatible and workload autoscale cannot be combined"),
-        ("--compatible -w cpu-only -R", "--compatible and --enable-rag cannot be combined"),
         ("-t 0", "0 is not in 1..=86400"),
     ] {
         let refusal = suite.refusal(&options.split_whitespace().collect::<Vec<_>>());

@@ -229,13 +229,6 @@ impl KvSuiteArgs {
         if !self.compatible {
             return Ok(());
         }
-        if self.enable_rag {
-            return Err(Failure::usage(
-                "--compatible and --enable-rag cannot be combined: documents are not built in \
-                 this mode",
-                "leave out --enable-rag (-R), or --compatible",
-            ));
-        }
         match has(SuiteWorkload::is_scaled) {
             None => Ok(()),
             Some(workload) => Err(Failure::usage(
