@@ -388,6 +388,7 @@ dist:
 .PHONY: $(DIST_TARGETS:%=dist-%)
 $(DIST_TARGETS:%=dist-%): DIST_PLATFORM = manylinux_2_28_$(firstword $(subst -, ,$(@:dist-%=%)))
 $(DIST_TARGETS:%=dist-%): dist-%: $(STAMPS)/tools $(STAMPS)/dist
+	@if command -v rustup >/dev/null; then rustup target add $*; fi
 	rm -f dist/cascadekv-*-$(DIST_PLATFORM).whl
 	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/cargo-zigbuild rustc --profile dist --locked --quiet \
 		--target $*.2.28 --package cascade-command --bin cascade $(STRIP_PROGRAM)

@@ -3,6 +3,7 @@
 mod eviction;
 mod gpu;
 mod kv;
+mod kv_suite;
 mod own_process;
 mod shadow;
 mod transfer;
@@ -20,6 +21,7 @@ use clap::{Args, Subcommand};
 use crate::bench::eviction::EvictionArgs;
 use crate::bench::gpu::GpuArgs;
 use crate::bench::kv::KvArgs;
+use crate::bench::kv_suite::KvSuiteArgs;
 use crate::bench::shadow::ShadowArgs;
 use crate::bench::transfer::TransferArgs;
 use crate::bench::transport::TransportArgs;
@@ -46,6 +48,8 @@ enum BenchVerb {
     Gpu(GpuArgs),
     /// Run MLPerf Storage's KV cache workload: users whose KV is stored and read again.
     Kv(Box<KvArgs>),
+    /// Run up to eleven workloads of `bench kv` one after another, and compare them.
+    KvSuite(Box<KvSuiteArgs>),
     /// Compare eviction policies and Belady's optimum over traces and capacities.
     Eviction(EvictionArgs),
     /// Compare the predictions of shadow caches with stores of those sizes.
@@ -142,6 +146,7 @@ impl BenchVerb {
             Self::Node(args) => args.json.as_deref(),
             Self::Gpu(args) => args.json(),
             Self::Kv(args) => args.json(),
+            Self::KvSuite(args) => args.json(),
             Self::Eviction(args) => args.json(),
             Self::Shadow(args) => args.json(),
             Self::Transport(args) => args.json(),
@@ -181,6 +186,7 @@ pub(super) fn run(args: &BenchArgs, screen: &mut Screen) -> Result<i32, Failure>
         BenchVerb::Node(args) => node(args, screen),
         BenchVerb::Gpu(args) => gpu::run(args, screen),
         BenchVerb::Kv(args) => kv::run(args, screen),
+        BenchVerb::KvSuite(args) => kv_suite::run(args, screen),
         BenchVerb::Eviction(args) => eviction::run(args, screen),
         BenchVerb::Shadow(args) => shadow::run(args, screen),
         BenchVerb::Vllm(args) => vllm::run(args, screen),

@@ -130,6 +130,7 @@ impl Failure {
                 KvBenchError::Model(_)
                 | KvBenchError::Usage { .. }
                 | KvBenchError::Trace { .. }
+                | KvBenchError::Settings { .. }
                 | KvBenchError::Directory { .. }
                 | KvBenchError::Busy { .. },
             ) => EXIT_USAGE,

@@ -1,10 +1,14 @@
-//! Control-C: the first one stops the run and reports, the second ends the process at once.
+//! Control-C and SIGTERM: the first stops the run and reports, the second ends the process at once.
 
+use std::io;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::Builder;
 use std::time::Duration;
 
 use cascade_runtime::{Clock, SystemClock};
+use signal_hook::consts::SIGTERM;
+use signal_hook::iterator::Signals;
 
 use crate::{EXIT_INTERRUPTED, Failure};
 
@@ -16,21 +20,31 @@ static FIRST: OnceLock<Duration> = OnceLock::new();
 /// child and to its group.
 const REPEAT: Duration = Duration::from_millis(500);
 
-/// Installs the signal handler, once per process.
+/// Installs the signal handlers, once per process.
 pub(super) fn install_handler() -> Result<(), Failure> {
     static INSTALLED: OnceLock<Result<(), String>> = OnceLock::new();
     let installed = INSTALLED.get_or_init(|| {
-        let handler = || {
-            let now = SystemClock.monotonic();
-            let first = *FIRST.get_or_init(|| now);
-            let is_repeat = now.saturating_sub(first) < REPEAT;
-            if IS_REQUESTED.swap(true, Ordering::Relaxed) && !is_repeat {
-                std::process::exit(EXIT_INTERRUPTED);
-            }
-        };
-        ctrlc::set_handler(handler).map_err(|error| error.to_string())
+        ctrlc::set_handler(on_signal).map_err(|error| error.to_string())?;
+        stop_on_termination().map_err(|error| error.to_string())
     });
     installed.clone().map_err(|reason| Failure::other("install a handler for Control-C", reason))
+}
+
+fn on_signal() {
+    let now = SystemClock.monotonic();
+    let first = *FIRST.get_or_init(|| now);
+    let is_repeat = now.saturating_sub(first) < REPEAT;
+    if IS_REQUESTED.swap(true, Ordering::Relaxed) && !is_repeat {
+        std::process::exit(EXIT_INTERRUPTED);
+    }
+}
+
+/// Schedulers of clusters end a job with SIGTERM. `ctrlc` would take SIGHUP together with it, which
+/// `nohup` ignores.
+fn stop_on_termination() -> io::Result<()> {
+    let mut signals = Signals::new([SIGTERM])?;
+    let wait = move || signals.forever().for_each(|_| on_signal());
+    Builder::new().name("termination".to_owned()).spawn(wait).map(drop)
 }
 
 /// Acts as if Control-C was pressed, for a process whose parent has ended or wants it to stop.

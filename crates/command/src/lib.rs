@@ -38,6 +38,7 @@ use clap_complete::Shell;
 pub use crate::replay::args::ReplayArgs;
 pub use failure::Failure;
 pub use reference::reference;
+pub(crate) use screen::PendingFile;
 pub use screen::{Screen, write_file, write_json};
 pub use size::{Count, WarmUp, parse_bytes, parse_time};
 pub use status::render as render_status;

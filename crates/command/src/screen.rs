@@ -108,24 +108,62 @@ where
 ///
 /// Devices and pipes (`/dev/stdout`) are written directly, because a rename would replace them.
 pub fn write_file(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
-    let write = || -> io::Result<()> {
-        let is_special = path.metadata().is_ok_and(|target| !target.is_file());
-        if is_special {
-            return std::fs::write(path, bytes);
-        }
-        if let Some(parent) = path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
-            std::fs::create_dir_all(parent)?;
-        }
-        let (temporary, mut file) = create_beside(path)?;
-        let written = file.write_all(bytes).and_then(|()| std::fs::rename(&temporary, path));
-        if written.is_err() {
+    let mut file = PendingFile::create(path)?;
+    let written = file.file.write_all(bytes);
+    written.map_err(|source| Failure::write(path, source))?;
+    file.keep()
+}
+
+/// A file that has a temporary name until it is complete. Dropping it removes it.
+#[derive(Debug)]
+pub(crate) struct PendingFile {
+    path: PathBuf,
+    /// `None` for devices and pipes, and once it is complete.
+    temporary: Option<PathBuf>,
+    file: File,
+}
+
+impl PendingFile {
+    /// Creates a file, and the directories above it.
+    pub(crate) fn create(path: &Path) -> Result<Self, Failure> {
+        let create = || -> io::Result<Self> {
+            let is_special = path.metadata().is_ok_and(|target| !target.is_file());
+            if is_special {
+                let file = OpenOptions::new().write(true).open(path)?;
+                return Ok(Self { path: path.to_owned(), temporary: None, file });
+            }
+            if let Some(parent) = path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
+                std::fs::create_dir_all(parent)?;
+            }
+            let (temporary, file) = create_beside(path)?;
+            Ok(Self { path: path.to_owned(), temporary: Some(temporary), file })
+        };
+        create().map_err(|source| Failure::write(path, source))
+    }
+
+    /// The file, to write to it.
+    pub(crate) fn writer(&self) -> Result<File, Failure> {
+        self.file.try_clone().map_err(|source| Failure::write(&self.path, source))
+    }
+
+    /// Gives the complete file its name. One that has this name is replaced.
+    pub(crate) fn keep(mut self) -> Result<(), Failure> {
+        let Some(temporary) = &self.temporary else { return Ok(()) };
+        let renamed = std::fs::rename(temporary, &self.path);
+        renamed.map_err(|source| Failure::write(&self.path, source))?;
+        self.temporary = None;
+        Ok(())
+    }
+}
+
+impl Drop for PendingFile {
+    fn drop(&mut self) {
+        if let Some(temporary) = &self.temporary {
             // A full disk leaves a part of the file, which would keep the space. The first error is
             // the one to report.
-            drop(std::fs::remove_file(&temporary));
+            drop(std::fs::remove_file(temporary));
         }
-        written
-    };
-    write().map_err(|source| Failure::write(path, source))
+    }
 }
 
 /// Creates a file of its own beside a path: a file or a link that is there already, perhaps another

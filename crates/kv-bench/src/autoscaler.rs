@@ -4,16 +4,8 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-/// Read latency of a call that counts as saturation.
-const READ_MS_MAX: f64 = 100.0;
-/// Write latency of a call that counts as saturation.
-const WRITE_MS_MAX: f64 = 50.0;
-/// Most users.
-pub const USERS_MAX: u32 = 10_000;
 /// Intervals without a decision after fewer users, so that their effect is seen.
 const COOLDOWN: u32 = 3;
-/// Intervals that have to agree before users are taken away, or before the peak is final.
-const AGREEING: u32 = 2;
 /// A throughput above the peak by less than this is noise.
 const GAIN_MIN: f64 = 1.01;
 
@@ -26,6 +18,39 @@ pub enum AutoscalerMode {
     Capacity,
 }
 
+/// Settings that a configuration file may change. The defaults are those of the original.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ScaleSettings {
+    /// Fewest users.
+    pub users_min: u32,
+    /// Most users.
+    pub users_max: u32,
+    /// What the number of users is multiplied by to add some.
+    pub up_factor: f64,
+    /// What the number of users is multiplied by to take some away.
+    pub down_factor: f64,
+    /// Intervals that have to agree before users are taken away, or before the peak is final.
+    pub agreeing: u32,
+    /// Read latency of a call that counts as saturation.
+    pub read_ms_max: f64,
+    /// Write latency of a call that counts as saturation.
+    pub write_ms_max: f64,
+}
+
+impl Default for ScaleSettings {
+    fn default() -> Self {
+        Self {
+            users_min: 1,
+            users_max: 10_000,
+            up_factor: 1.2,
+            down_factor: 0.8,
+            agreeing: 2,
+            read_ms_max: 100.0,
+            write_ms_max: 50.0,
+        }
+    }
+}
+
 /// How users are added and taken away.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AutoscalerOptions {
@@ -35,6 +60,8 @@ pub struct AutoscalerOptions {
     pub target_saturation: f64,
     /// Time between two decisions.
     pub interval: Duration,
+    /// Factors and limits.
+    pub settings: ScaleSettings,
 }
 
 /// What was measured since the last decision.
@@ -89,6 +116,7 @@ pub enum ScaleAction {
 pub struct Autoscaler {
     mode: AutoscalerMode,
     target_saturation: f64,
+    settings: ScaleSettings,
     /// Users at the start.
     pub initial_users: u32,
     /// Users now.
@@ -117,6 +145,7 @@ impl Autoscaler {
         Self {
             mode: options.mode,
             target_saturation: options.target_saturation,
+            settings: options.settings,
             initial_users: users,
             users,
             peak: None,
@@ -128,7 +157,7 @@ impl Autoscaler {
 
     /// Decides by the last interval, `since_start` after the start of the window.
     pub fn decide(&mut self, since_start: Duration, interval: &Interval) -> ScaleAction {
-        let saturation = saturation(interval);
+        let saturation = saturation(interval, &self.settings);
         let users = self.users;
         let has_ended = match self.mode {
             AutoscalerMode::Qos => {
@@ -165,45 +194,69 @@ impl Autoscaler {
         let Some(saturation) = saturation else { return };
         if saturation > self.target_saturation * 1.1 {
             self.agreeing += 1;
-            if self.agreeing >= AGREEING {
+            if self.agreeing >= self.settings.agreeing {
                 self.agreeing = 0;
                 self.cooldown = COOLDOWN;
-                self.users = (self.users * 4 / 5).max(1);
+                self.users = self.fewer();
             }
             return;
         }
         self.agreeing = 0;
         if saturation < self.target_saturation * 0.9 {
-            self.users = (self.users + (self.users / 5).max(1)).min(USERS_MAX);
+            self.users = self.more(self.settings.up_factor - 1.0, 1);
         }
     }
 
     /// Returns whether the peak is final.
     fn decide_by_throughput(&mut self, interval: &Interval) -> bool {
         let now = interval.gib_per_second;
-        let (fraction, is_gain) = match self.peak {
-            // Two fifths more at first, then a fifth.
-            None => (2, true),
-            Some((peak, ..)) => (1, now > peak * GAIN_MIN),
+        let (steps, is_gain) = match self.peak {
+            // Twice as many more at first: two fifths, then a fifth.
+            None => (2.0, true),
+            Some((peak, ..)) => (1.0, now > peak * GAIN_MIN),
         };
         if !is_gain {
             self.agreeing += 1;
-            return self.agreeing >= AGREEING;
+            return self.agreeing >= self.settings.agreeing;
         }
         self.agreeing = 0;
         self.peak = Some((now, interval.tokens_per_second, self.users));
-        let step = (self.users * fraction / 5).clamp(5, 100);
-        self.users = (self.users + step).min(USERS_MAX);
+        let most = self.users.saturating_add(100);
+        self.users = self.more((self.settings.up_factor - 1.0) * steps, 5).min(most);
         false
+    }
+
+    /// Users after this share and at least this number more, within the limits.
+    fn more(&self, share: f64, least: u32) -> u32 {
+        let step = whole(f64::from(self.users) * share).max(least);
+        // Users that were asked for stay, also above the limit.
+        let most = self.settings.users_max.max(self.users);
+        self.users.saturating_add(step).clamp(self.settings.users_min, most)
+    }
+
+    /// Users after some are taken away, within the limits.
+    fn fewer(&self) -> u32 {
+        let users = whole(f64::from(self.users) * self.settings.down_factor);
+        users.max(self.settings.users_min.min(self.users)).max(1)
     }
 }
 
 /// The larger of both latencies over their limits, at most 1.
-fn saturation(interval: &Interval) -> Option<f64> {
-    let read = interval.read_ms_p95.map(|ms| ms / READ_MS_MAX);
-    let write = interval.write_ms_p95.map(|ms| ms / WRITE_MS_MAX);
+fn saturation(interval: &Interval, settings: &ScaleSettings) -> Option<f64> {
+    let read = interval.read_ms_p95.map(|ms| ms / settings.read_ms_max);
+    let write = interval.write_ms_p95.map(|ms| ms / settings.write_ms_max);
     let level = read.into_iter().chain(write).fold(f64::NAN, f64::max);
     (!level.is_nan()).then(|| level.min(1.0))
+}
+
+/// The whole part, where a product such as `0.2 * 25` is a little less than a whole number.
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "a product of numbers that are not negative; casts of floats saturate"
+)]
+fn whole(number: f64) -> u32 {
+    (number + 1e-6) as u32
 }
 
 #[cfg(test)]
@@ -211,8 +264,11 @@ mod tests {
     use super::*;
 
     fn scaler(mode: AutoscalerMode, users: u32) -> Autoscaler {
-        let interval = Duration::from_secs(10);
-        Autoscaler::new(&AutoscalerOptions { mode, target_saturation: 0.8, interval }, users)
+        let (interval, settings) = (Duration::from_secs(10), ScaleSettings::default());
+        Autoscaler::new(
+            &AutoscalerOptions { mode, target_saturation: 0.8, interval, settings },
+            users,
+        )
     }
 
     fn latencies(read: f64, write: f64) -> Interval {
@@ -245,6 +301,39 @@ mod tests {
         let actions: Vec<_> = scaler.events.iter().map(|event| event.action).collect();
         assert_eq!(actions, ["scale_up", "scale_up", "scale_down", "scale_up"]);
         assert_eq!(scaler.events[2].saturation_level, Some(0.95));
+    }
+
+    #[test]
+    fn settings_change_factors_and_limits() {
+        let settings = ScaleSettings {
+            users_min: 15,
+            users_max: 50,
+            up_factor: 2.0,
+            down_factor: 0.5,
+            agreeing: 1,
+            read_ms_max: 10.0,
+            ..ScaleSettings::default()
+        };
+        let of = |mode, users| {
+            let interval = Duration::from_secs(10);
+            let options = AutoscalerOptions { mode, target_saturation: 0.8, interval, settings };
+            Autoscaler::new(&options, users)
+        };
+        let mut qos = of(AutoscalerMode::Qos, 20);
+        let mut decide = |read| qos.decide(Duration::ZERO, &latencies(read, 1.0));
+        assert_eq!(decide(5.0), ScaleAction::Users(40));
+        assert_eq!(decide(5.0), ScaleAction::Users(50));
+        assert_eq!(decide(5.0), ScaleAction::Hold, "at the limit");
+        assert_eq!(decide(9.5), ScaleAction::Users(25));
+        assert_eq!([(); 3].map(|()| decide(5.0)), [ScaleAction::Hold; 3]);
+        assert_eq!(decide(9.5), ScaleAction::Users(15));
+        let mut above = of(AutoscalerMode::Qos, 60);
+        let first = above.decide(Duration::ZERO, &latencies(5.0, 1.0));
+        assert_eq!(first, ScaleAction::Hold, "users that were asked for stay");
+        let mut capacity = of(AutoscalerMode::Capacity, 20);
+        let mut decide = |gib| capacity.decide(Duration::ZERO, &throughput(gib));
+        assert_eq!(decide(1.0), ScaleAction::Users(50));
+        assert_eq!(decide(1.0), ScaleAction::Stop);
     }
 
     #[test]

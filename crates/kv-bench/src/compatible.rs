@@ -5,13 +5,18 @@
 //! result file with the default mode, and neither the store nor the plan of its requests.
 
 pub mod criteria;
+pub mod documents;
 pub mod entry;
 pub mod figures;
+pub mod io_log;
+pub mod logged;
 pub mod mersenne_twister;
 mod object_file;
 pub mod plan;
 mod queue;
+mod recorded_plan;
 mod result;
 pub mod run;
 pub mod tail;
+mod unmeasured;
 pub mod waterfall;

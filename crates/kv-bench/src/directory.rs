@@ -91,8 +91,23 @@ impl BenchDirectory {
 
     /// Free bytes of its file system for this user.
     pub fn free_bytes(&self) -> Option<u64> {
-        let space = rustix::fs::statvfs(&self.root).ok()?;
-        Some(space.f_bavail.saturating_mul(space.f_frsize))
+        free_bytes(&self.root).ok()
+    }
+
+    /// Free bytes of the file system of a directory, or of the one above it if it is missing.
+    ///
+    /// # Errors
+    /// If neither is there.
+    pub fn free_bytes_of(root: &Path) -> Result<u64, KvBenchError> {
+        let absolute = std::path::absolute(root).unwrap_or_else(|_| root.to_owned());
+        let above = absolute.parent().unwrap_or(&absolute);
+        let free = free_bytes(root).or_else(|_| free_bytes(above));
+        free.map_err(|source| KvBenchError::Directory {
+            action: "find the free space of",
+            path: root.to_owned(),
+            advice: "create the directory above it, or give another --cache-dir",
+            source,
+        })
     }
 }
 
@@ -108,6 +123,11 @@ impl Drop for BenchDirectory {
             drop(fs::remove_dir(&self.root));
         }
     }
+}
+
+fn free_bytes(directory: &Path) -> io::Result<u64> {
+    let space = rustix::fs::statvfs(directory)?;
+    Ok(space.f_bavail.saturating_mul(space.f_frsize))
 }
 
 fn remove(directory: &Path) -> io::Result<()> {

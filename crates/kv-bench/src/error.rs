@@ -36,6 +36,20 @@ pub enum KvBenchError {
         #[source]
         source: Box<TraceError>,
     },
+    /// A file of settings cannot be read.
+    #[error(
+        "{option} cannot be read: {}\n  give a file that you may read, in YAML or JSON",
+        path.display()
+    )]
+    Settings {
+        /// The option that names it.
+        option: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// The cause.
+        #[source]
+        source: io::Error,
+    },
     /// The directory cannot be used.
     #[error("cannot {action} {}\n  {advice}", path.display())]
     Directory {

@@ -521,6 +521,7 @@ mod tests {
             documents: Documents::default(),
             phases: Phases::Both,
             recorded: None,
+            settings: crate::workload_settings::WorkloadSettings::default(),
         };
         let request = UserPlan::new(&workload, 0).next_request(&workload);
         let key = |index| crate::block_names::BlockNames::new(1).of_conversation(0, 1, index);

@@ -30,7 +30,14 @@ impl KvModel {
     /// # Errors
     /// If the model is unknown, or the KV of a token cannot be divided into `ranks` equal parts.
     pub fn new(name: &str, ranks: u32) -> Result<Self, KvBenchError> {
-        let geometry = Geometry::by_name(name)?;
+        Self::of_geometry(name, &Geometry::by_name(name)?, ranks)
+    }
+
+    /// A model of this geometry, for a tensor-parallel group of `ranks`.
+    ///
+    /// # Errors
+    /// If the KV of a token cannot be divided into `ranks` equal parts.
+    pub fn of_geometry(name: &str, geometry: &Geometry, ranks: u32) -> Result<Self, KvBenchError> {
         let whole = geometry.bytes_per_token();
         let ranks = u64::from(ranks.max(1));
         if !whole.is_multiple_of(ranks) {

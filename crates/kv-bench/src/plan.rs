@@ -14,16 +14,8 @@ use crate::model::KvModel;
 use crate::qos::QosClass;
 use crate::recorded::{CONTEXT_TOKENS_MAX, Position, Recorded};
 use crate::retrieval::{Documents, Retrieval};
-use crate::user_kind::KINDS;
+use crate::workload_settings::WorkloadSettings;
 
-/// Most turns of a conversation.
-pub const TURNS_MAX: u32 = 50;
-/// Generated tokens for each read of the context.
-pub const TOKENS_PER_DECODE_READ: u64 = 32;
-/// Share of turns after which a conversation goes on.
-const CONTINUES: f64 = 0.8;
-/// Share of conversations that start with a shared system prompt.
-const HAS_SYSTEM_PROMPT: f64 = 0.2;
 /// Tokens of the shared system prompts, rounded up to whole blocks.
 pub const PROMPT_TOKENS: [u64; 3] = [512, 1024, 2048];
 
@@ -48,6 +40,8 @@ pub struct Workload {
     pub phases: Phases,
     /// Requests of a trace or a data set, in the place of generated ones.
     pub recorded: Option<Arc<Recorded>>,
+    /// Settings of users, classes and conversations.
+    pub settings: WorkloadSettings,
 }
 
 /// Which phases of a request are run.
@@ -97,6 +91,8 @@ pub struct PlannedRequest {
     pub context_tokens: u64,
     /// Tokens to generate.
     pub generated_tokens: u64,
+    /// Generated tokens for each read of the context.
+    pub tokens_per_decode_read: u64,
     /// How long the user thinks before it.
     pub think: Duration,
     /// Parts of a document that it reads before.
@@ -106,7 +102,7 @@ pub struct PlannedRequest {
 impl PlannedRequest {
     /// How often the whole context is read while tokens are generated.
     pub fn decode_reads(&self) -> u64 {
-        self.generated_tokens.div_ceil(TOKENS_PER_DECODE_READ).max(1)
+        self.generated_tokens.div_ceil(self.tokens_per_decode_read).max(1)
     }
 
     /// What the figures need of it.
@@ -209,8 +205,9 @@ impl UserPlan {
     /// A user before its first request.
     pub fn new(workload: &Workload, user: u32) -> Self {
         let mut random = SplitMix64(mix(workload.seed) ^ mix(u64::from(user) + 1));
-        let kind = KINDS[usize::from(below_three(&mut random))];
-        let class = QosClass::of_share(random.unit());
+        let settings = &workload.settings;
+        let kind = settings.kinds[usize::from(below_three(&mut random))];
+        let class = settings.class(random.unit());
         let mut habit =
             |(least, most): (u32, u32)| between(&mut random, (u64::from(least), u64::from(most)));
         let context_tokens = habit(kind.context);
@@ -277,7 +274,7 @@ impl UserPlan {
         let next = recorded.next(users, self.requests, self.position, workload.seed);
         (self.position, self.is_exhausted) = (next.after, next.is_beyond_end);
         Turn {
-            class: QosClass::of_share(self.random.unit()),
+            class: workload.settings.class(self.random.unit()),
             think: Duration::ZERO,
             goes_on: next.goes_on && workload.has_multi_turn,
             prompt: None,
@@ -288,8 +285,9 @@ impl UserPlan {
 
     fn generated_turn(&mut self, workload: &Workload) -> Turn {
         let think = Duration::from_millis(self.think_ms).mul_f64(0.8 + 0.4 * self.random.unit());
-        let goes_on = self.random.unit() < CONTINUES && workload.has_multi_turn;
-        let shares = self.random.unit() < HAS_SYSTEM_PROMPT && workload.has_shared_prompts;
+        let settings = &workload.settings;
+        let goes_on = self.random.unit() < settings.continues && workload.has_multi_turn;
+        let shares = self.random.unit() < settings.prompt_share && workload.has_shared_prompts;
         let prompt = below_three(&mut self.random);
         let context_tokens = below_or_at(&mut self.random, self.context_tokens);
         let generated_tokens = below_or_at(&mut self.random, self.generated_tokens);
@@ -301,7 +299,8 @@ impl UserPlan {
     fn request_of(&mut self, workload: &Workload, turn: Turn) -> PlannedRequest {
         let Turn { class, think, goes_on, prompt, context_tokens, generated_tokens } = turn;
         let fits = |it: &Conversation| {
-            it.turn < TURNS_MAX && it.tokens + context_tokens <= CONTEXT_TOKENS_MAX
+            it.turn < workload.settings.turns_max
+                && it.tokens + context_tokens <= CONTEXT_TOKENS_MAX
         };
         let mut conversation = match self.conversation.take().filter(fits) {
             Some(conversation) if goes_on => conversation,
@@ -325,6 +324,7 @@ impl UserPlan {
             total_blocks,
             context_tokens,
             generated_tokens,
+            tokens_per_decode_read: workload.settings.tokens_per_decode_read,
             think,
             retrieval: workload.documents.retrieval(
                 &mut self.retrieval_random,
@@ -373,6 +373,7 @@ mod tests {
             documents: Documents::default(),
             phases: Phases::Both,
             recorded: None,
+            settings: WorkloadSettings::default(),
         }
     }
 
@@ -400,7 +401,7 @@ mod tests {
         for request in &all {
             assert!((128..=25_000).contains(&request.context_tokens), "{request:?}");
             assert!((12..=800).contains(&request.generated_tokens), "{request:?}");
-            assert!(request.turn <= TURNS_MAX);
+            assert!(request.turn <= 50);
             let think = request.think.as_secs_f64();
             assert!((0.08..=1.8).contains(&think), "{request:?}");
             let tokens = request.total_blocks * workload.model.block_tokens;

@@ -31,15 +31,6 @@ impl QosClass {
     /// All classes, first served first.
     pub const ALL: [Self; 3] = [Self::Interactive, Self::Responsive, Self::Batch];
 
-    /// The class of a user by a uniform number from zero to one: 15 % interactive, 35 % responsive.
-    pub fn of_share(share: f64) -> Self {
-        match share {
-            share if share < 0.15 => Self::Interactive,
-            share if share < 0.5 => Self::Responsive,
-            _ => Self::Batch,
-        }
-    }
-
     /// Its position in [`Self::ALL`].
     pub fn index(self) -> usize {
         match self {
@@ -58,7 +49,7 @@ impl QosClass {
         }
     }
 
-    /// Its expected latencies.
+    /// Its expected latencies, unless a configuration file has others.
     pub fn targets(self) -> QosTargets {
         let [ms_p95, ms_p99, ms_p999, ms_p9999] = match self {
             Self::Interactive => [50, 100, 150, 200],

@@ -227,6 +227,7 @@ mod tests {
             documents: Documents::default(),
             phases: Phases::Both,
             recorded: None,
+            settings: crate::workload_settings::WorkloadSettings::default(),
         }
     }
 

@@ -17,6 +17,8 @@ pub const CONTEXT_TOKENS_MAX: u64 = 32_768;
 pub const TRACE_USERS_MAX: u32 = 1000;
 /// Most tokens of a turn of a data set.
 pub const TURN_CONTEXT_TOKENS_MAX: u32 = 8192;
+/// The same in compatible mode: that of today's original.
+pub const ORIGINAL_CONTEXT_TOKENS_MAX: u32 = 16_384;
 /// Most generated tokens of a turn of a data set.
 pub const TURN_GENERATED_TOKENS_MAX: u32 = 2048;
 
@@ -79,9 +81,13 @@ impl Recorded {
         path: &Path,
         speedup: f64,
         cycles: Option<u64>,
+        is_compatible: bool,
     ) -> Result<Self, KvBenchError> {
         let option = "--burst-trace-path";
-        let trace = read(option, path, TraceFormat::BurstGpt, None)?;
+        let format = Some(TraceFormat::BurstGpt);
+        // The original replays failed requests, too.
+        let keeps_failed = is_compatible;
+        let trace = read(option, path, ReadOptions { format, keeps_failed, ..Default::default() })?;
         let all = trace.requests.iter().map(|request| {
             let lengths = Lengths {
                 context_tokens: request.input_tokens,
@@ -101,9 +107,13 @@ impl Recorded {
         path: &Path,
         conversations_max: u64,
         cycles: Option<u64>,
+        is_compatible: bool,
     ) -> Result<Self, KvBenchError> {
         let option = "--dataset-path";
-        let trace = read(option, path, TraceFormat::ShareGpt, Some(conversations_max))?;
+        let (format, rows_max) = (Some(TraceFormat::ShareGpt), Some(conversations_max));
+        let trace = read(option, path, ReadOptions { format, rows_max, ..Default::default() })?;
+        let tokens_max =
+            if is_compatible { ORIGINAL_CONTEXT_TOKENS_MAX } else { TURN_CONTEXT_TOKENS_MAX };
         let mut all: Vec<Vec<Lengths>> = Vec::new();
         let (mut last_session, mut earlier_tokens) = (None, 0);
         for request in &trace.requests {
@@ -115,7 +125,7 @@ impl Recorded {
             earlier_tokens = request.input_tokens.saturating_add(request.output_tokens);
             if let Some(turns) = all.last_mut() {
                 turns.push(Lengths {
-                    context_tokens: context_tokens.min(TURN_CONTEXT_TOKENS_MAX),
+                    context_tokens: context_tokens.min(tokens_max),
                     generated_tokens: request.output_tokens.min(TURN_GENERATED_TOKENS_MAX),
                 });
             }
@@ -150,6 +160,39 @@ impl Recorded {
         match &self.requests {
             Requests::Arrivals { all, .. } => Some(cycles.saturating_mul(all.len() as u64)),
             Requests::Conversations { .. } => None,
+        }
+    }
+
+    /// Number of requests of all cycles, if they end.
+    pub fn all_requests(&self) -> Option<u64> {
+        let count = match &self.requests {
+            Requests::Arrivals { all, .. } => all.len(),
+            Requests::Conversations { all } => all.iter().map(Vec::len).sum(),
+        };
+        Some(self.cycles?.saturating_mul(count as u64))
+    }
+
+    /// Most new tokens of a request.
+    pub fn request_tokens_max(&self) -> u64 {
+        let all: &mut dyn Iterator<Item = &Lengths> = match &self.requests {
+            Requests::Arrivals { all, .. } => &mut all.iter().map(|(_, lengths)| lengths),
+            Requests::Conversations { all } => &mut all.iter().flatten(),
+        };
+        all.map(|lengths| u64::from(lengths.context_tokens)).max().unwrap_or(0)
+    }
+
+    /// Arrival and lengths of a request of a trace. `None` for a data set.
+    pub(crate) fn arrival(&self, number: u64) -> Option<(Duration, Lengths)> {
+        let Requests::Arrivals { all, .. } = &self.requests else { return None };
+        let row = usize::try_from(number % (all.len() as u64).max(1)).ok()?;
+        Some((self.due(number), all.get(row)?.1))
+    }
+
+    /// The conversations of a data set, each with its turns. None for a trace.
+    pub(crate) fn conversations(&self) -> &[Vec<Lengths>] {
+        match &self.requests {
+            Requests::Arrivals { .. } => &[],
+            Requests::Conversations { all } => all,
         }
     }
 
@@ -271,13 +314,7 @@ impl Recorded {
     }
 }
 
-fn read(
-    option: &'static str,
-    path: &Path,
-    format: TraceFormat,
-    rows_max: Option<u64>,
-) -> Result<Trace, KvBenchError> {
-    let options = ReadOptions { format: Some(format), time_unit: None, rows_max };
+fn read(option: &'static str, path: &Path, options: ReadOptions) -> Result<Trace, KvBenchError> {
     let trace = Trace::read_files(&path.display().to_string(), &[path.to_path_buf()], options);
     trace.map_err(|source| KvBenchError::Trace { option, source: Box::new(source) })
 }

@@ -14,7 +14,7 @@ use crate::compatible::waterfall::TierContents;
 use crate::criteria::Assessment;
 use crate::histogram::{LatencyHistogram, Percentiles};
 use crate::measurements::{Measurements, Moved};
-use crate::plan::{PROMPT_TOKENS, TOKENS_PER_DECODE_READ, TURNS_MAX, Workload};
+use crate::plan::{PROMPT_TOKENS, Workload};
 use crate::qos::QosClass;
 use crate::recorded::CONTEXT_TOKENS_MAX;
 use crate::run::{RunOptions, RunOutcome};
@@ -124,6 +124,9 @@ impl KvResult {
     /// The parts of the run that are simulated.
     pub fn simulated(&self) -> Vec<&'static str> {
         let mut parts = Vec::new();
+        if self.log().is_some() {
+            return vec!["all tiers, and time: operations take none"];
+        }
         if !self.options.token_time.is_zero() {
             parts.push("token generation: time passes, nothing is computed");
         }
@@ -137,7 +140,7 @@ impl KvResult {
     pub fn to_json(&self) -> Value {
         let figures = self.figures();
         let samples = &figures.samples;
-        json!({
+        let mut all = json!({
             "requests_completed": figures.requests,
             "total_tokens_generated": figures.tokens,
             "total_storage_io_latency": figures.storage.sum().as_secs_f64(),
@@ -153,7 +156,9 @@ impl KvResult {
             "seed": self.workload.seed,
             "summary": self.summary(),
             "cascade": self.ours(),
-        })
+        });
+        self.hide_unmeasured(&mut all);
+        all
     }
 
     /// Tokens a second from the start to the end of each slice, as in the original.
@@ -301,7 +306,7 @@ impl KvResult {
     fn qos_metrics(&self) -> Value {
         let classes = QosClass::ALL.into_iter().map(|class| {
             let latency = &self.figures().classes[class.index()].latency;
-            let targets = class.targets();
+            let targets = self.workload.settings.targets[class.index()];
             let limit = std::time::Duration::from_millis(targets.ms_p95);
             let actual = latency.ms_at(0.95);
             let metrics = json!({
@@ -382,6 +387,7 @@ impl KvResult {
             "notes": self.notes(),
             "store": self.store_counters(),
             "objects": self.object_facts(),
+            "io_trace_log": self.log_facts(),
             "environment": self.environment,
         })
     }
@@ -436,6 +442,7 @@ impl KvResult {
             "requests_max": workload.requests_max,
             "request_rate": options.request_rate,
             "generation_mode": self.generation_mode,
+            "seconds_per_token": options.token_time.as_secs_f64(),
             "prefills_at_once_max": options.prefills_max,
             "has_multi_turn": workload.has_multi_turn,
             "has_shared_prompts": workload.has_shared_prompts,
@@ -445,10 +452,15 @@ impl KvResult {
             "phases": workload.phases.name(),
             "documents": workload.documents.count,
             "recorded": workload.recorded.as_ref().map(|it| it.facts()),
-            "turns_max": TURNS_MAX,
+            "turns_max": workload.settings.turns_max,
             "context_tokens_max": has_blocks.then_some(CONTEXT_TOKENS_MAX),
-            "tokens_per_decode_read": TOKENS_PER_DECODE_READ,
+            "tokens_per_decode_read": workload.settings.tokens_per_decode_read,
         })
+    }
+
+    /// The size of the file tier. `None`: nothing is stored in it, and it has no limit.
+    pub fn files_bytes(&self) -> Option<u64> {
+        (self.sizes.files_bytes < u64::MAX).then_some(self.sizes.files_bytes)
     }
 
     fn tier_facts(&self) -> Value {
@@ -458,7 +470,7 @@ impl KvResult {
         json!({
             "gpu": { "bytes": sizes.gpu_bytes, "is_simulated": true },
             "cpu": { "bytes": sizes.cpu_bytes, "staging_bytes": staging },
-            "storage": { "bytes": sizes.files_bytes, "write": write },
+            "storage": { "bytes": self.files_bytes(), "write": write },
         })
     }
 

@@ -35,10 +35,15 @@ impl Documents {
         CHUNK_TOKENS.div_ceil(model.block_tokens)
     }
 
+    /// Least and most tokens of a document.
+    pub fn tokens(model: &KvModel) -> (u32, u32) {
+        if model.layers >= LAYERS_OF_LARGE { (1024, 4096) } else { (4000, 12_000) }
+    }
+
     /// Chunks of a document of 4,000 to 12,000 tokens, or 1,024 to 4,096 for large models.
     pub fn chunks(seed: u64, model: &KvModel, document: u32) -> u64 {
-        let (least, most) =
-            if model.layers >= LAYERS_OF_LARGE { (1024, 4096) } else { (4000, 12_000) };
+        let (least, most) = Self::tokens(model);
+        let (least, most) = (u64::from(least), u64::from(most));
         let drawn = mix(mix(seed).wrapping_add(u64::from(document))) % (most - least + 1);
         (least + drawn).div_ceil(CHUNK_TOKENS)
     }

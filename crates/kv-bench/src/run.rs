@@ -133,6 +133,10 @@ pub fn run(
     let gave_up = shared.has_given_up();
     let mut figures = shared.figures.into_inner().unwrap_or_else(PoisonError::into_inner);
     let was_stopped = progress.is_stopped.load(Ordering::Relaxed);
+    if was_stopped {
+        // Answers that were to come after their simulated generation do not come any more.
+        figures.last_end = figures.last_end.min(clock.monotonic());
+    }
     let end = if was_stopped || clock.monotonic() < planned.end {
         figures.last_end.clamp(start, planned.end)
     } else {

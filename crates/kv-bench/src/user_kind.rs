@@ -1,7 +1,7 @@
 //! The kinds of users that the original simulates.
 
 /// A kind of user: ranges from which each user's habits are drawn, both ends included.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct UserKind {
     /// Most tokens of a context.
     pub(crate) context: (u32, u32),

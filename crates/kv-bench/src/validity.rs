@@ -151,6 +151,13 @@ impl Validity {
         Self { is_valid: reasons.is_empty(), reasons }
     }
 
+    /// A run that logged its operations and did none of them is no measurement.
+    pub fn of_log() -> Self {
+        let text = "nothing was stored and nothing was read: operations were only logged";
+        let reason = Reason { code: "nothing_stored", text: text.to_owned() };
+        Self { is_valid: false, reasons: vec![reason] }
+    }
+
     /// Whether an unoptimised build is all that speaks against the run.
     pub fn is_only_unoptimised(&self) -> bool {
         self.reasons.iter().all(|reason| reason.code == Self::UNOPTIMISED)

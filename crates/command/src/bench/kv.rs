@@ -1,13 +1,16 @@
 //! `cascade bench kv`: `MLPerf` Storage's KV cache benchmark, from this program.
 
 mod args;
+mod io_log;
 mod mlperf;
 mod mlperf_args;
 mod setup;
 mod summary;
 mod trace_args;
 mod unbuilt;
+mod xlsx;
 
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::thread;
@@ -46,23 +49,34 @@ const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 const STOPPING: &str = "stopping: the calls that are under way end first, within 5 minutes on a \
     disk that does not answer; Control-C again ends at once, without a report";
 
+/// Refuses options that a run would refuse at its start.
+pub(super) fn check(options: Vec<OsString>) -> Result<(), Failure> {
+    KvArgs::parse(options)?.check_all()
+}
+
 pub(super) fn run(args: &KvArgs, screen: &mut Screen) -> Result<i32, Failure> {
     if args.mlperf.mlperf.is_some() {
         return mlperf::run(args, screen);
     }
     args.check()?;
+    xlsx::check(args)?;
     if args.mlperf.ends_with_input {
         own_process::end_with_input()?;
     }
-    let (recorded, validation) = (args.traces.recorded()?, args.traces.validation()?);
+    if let Some(path) = &args.io_trace_log {
+        return io_log::run(args, path, screen);
+    }
+    let (recorded, validation) =
+        (args.traces.recorded(args.compatible)?, args.traces.validation()?);
     let cache_dir = args.cache_dir();
     let environment = Environment::capture(built::build(), Some(&cache_dir));
-    let model = args.model()?;
+    let config = args.settings()?;
+    let model = args.model(&config)?;
     let directory = BenchDirectory::claim(&cache_dir, args.keep)?;
     if directory.is_new() {
         screen.notice(format!("created {} for this run", cache_dir.display()))?;
     }
-    let setup = Setup::new(args, model, recorded, &directory)?;
+    let setup = Setup::new((args, &config), model, recorded, &directory)?;
     for note in &setup.notes {
         screen.notice(format!("note: {note}"))?;
     }
@@ -203,18 +217,29 @@ fn with_progress<T: Send>(
     }
     let setup = &*setup;
     let requests_max = setup.workload.requests_max;
-    let progress = Progress::default();
     let bar = progress_bar(&setup.options, requests_max, screen);
+    let show = |progress: &Progress| show_progress(&bar, progress, requests_max.is_some());
+    watch(&bar, screen, &show, |progress| run(setup, progress))
+}
+
+/// Runs in a thread while this one calls `show` and handles Control-C.
+fn watch<T: Send>(
+    bar: &ProgressBar,
+    screen: &mut Screen,
+    show: &dyn Fn(&Progress),
+    run: impl FnOnce(&Progress) -> Result<T, KvBenchError> + Send,
+) -> Result<T, Failure> {
+    let progress = Progress::default();
     let mut told = Ok(());
     let outcome = thread::scope(|scope| {
-        let running = scope.spawn(|| run(setup, &progress));
+        let running = scope.spawn(|| run(&progress));
         while !running.is_finished() {
             let is_first =
                 interrupt::is_requested() && !progress.is_stopped.swap(true, Ordering::Relaxed);
             if is_first {
                 told = bar.suspend(|| screen.notice(STOPPING));
             }
-            show_progress(&bar, &progress, requests_max.is_some());
+            show(&progress);
             thread::park_timeout(PROGRESS_INTERVAL);
         }
         running.join()
@@ -244,12 +269,12 @@ fn show_progress(bar: &ProgressBar, progress: &Progress, counts_requests: bool) 
     ));
 }
 
+fn draw_target(screen: &Screen) -> ProgressDrawTarget {
+    if screen.is_interactive { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() }
+}
+
 fn progress_bar(options: &RunOptions, requests_max: Option<u64>, screen: &Screen) -> ProgressBar {
-    let target = if screen.is_interactive {
-        ProgressDrawTarget::stderr()
-    } else {
-        ProgressDrawTarget::hidden()
-    };
+    let target = draw_target(screen);
     let (length, unit) = match requests_max {
         Some(requests) => (requests, "requests"),
         None => (options.duration.as_secs(), "s"),
@@ -287,6 +312,10 @@ fn write_results(
     if let Some(path) = &args.report {
         write_file(path, report::page(result)?.as_bytes())?;
         screen.notice(format!("report:  {}", path.display()))?;
+    }
+    if let Some(path) = &args.xlsx_output {
+        let path = xlsx::write(args, path, result, &json)?;
+        screen.notice(format!("table:   {}", path.display()))?;
     }
     Ok(())
 }

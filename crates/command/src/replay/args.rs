@@ -85,11 +85,15 @@ pub struct ReplayArgs {
 
     /// Size of a block. Payload is scaled down to it; the summary prints the factor.
     #[arg(long, value_name = "SIZE", default_value = "64KiB", value_parser = parse_bytes)]
-    #[arg(help_heading = "Workload", conflicts_with = "model")]
+    #[arg(help_heading = "Workload", conflicts_with_all = ["model", "model_config"])]
     pub block_bytes: u64,
     /// Use the block size of this model (llama3.1-8b, qwen3-32b, ...).
     #[arg(long, value_name = "NAME", help_heading = "Workload")]
     pub model: Option<String>,
+    /// Use the block size of the model that FILE describes: config.json of Hugging Face, or YAML
+    /// with `model_configs`, among which --model chooses.
+    #[arg(long, value_name = "FILE", help_heading = "Workload")]
+    pub model_config: Option<PathBuf>,
     /// Speed: 0 is as fast as possible, 1 is real time, 60 is one minute per second.
     #[arg(long, value_name = "X", default_value_t = 0.0, allow_negative_numbers = true)]
     #[arg(help_heading = "Workload")]

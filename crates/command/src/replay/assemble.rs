@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, HashSet};
 use std::time::Duration;
 
 use cascade_block::Geometry;
+use cascade_kv_bench::model_config::ModelConfig;
 use cascade_replay::ceilings::{DramStudy, unbounded_cache_hits};
 use cascade_replay::counts::{ReplayCounts, RequestRecord};
 use cascade_replay::environment::Environment;
@@ -234,6 +235,7 @@ fn read_trace(args: &ReplayArgs) -> Result<Trace, Failure> {
         format: args.format.format(),
         time_unit: args.time_unit.map(TimeUnitChoice::unit),
         rows_max: None,
+        keeps_failed: false,
     };
     Trace::read_files(&name, &args.traces, options).map_err(|error| Failure::Read {
         path: match &error {
@@ -253,18 +255,29 @@ fn unique_blocks(trace: &Trace) -> u64 {
 
 /// The block size in this replay and of the model.
 fn payload_facts(args: &ReplayArgs, block_tokens: u32) -> Result<PayloadFacts, Failure> {
+    let (model, geometry) = model(args)?;
+    let model_block_bytes = geometry.block_bytes(u64::from(block_tokens));
+    let has_model = args.model.is_some() || args.model_config.is_some();
+    let block_bytes = if has_model { model_block_bytes } else { args.block_bytes };
+    Ok(PayloadFacts {
+        block_bytes,
+        model,
+        model_block_bytes,
+        scale: ratio(model_block_bytes as f64, block_bytes as f64),
+    })
+}
+
+/// The model with its name.
+fn model(args: &ReplayArgs) -> Result<(String, Geometry), Failure> {
+    if let Some(path) = &args.model_config {
+        let found = ModelConfig::read(path, args.model.as_deref())?;
+        return Ok((found.name, found.geometry));
+    }
     let name = args.model.as_deref().unwrap_or(REFERENCE_MODEL);
     let geometry = Geometry::by_name(name).map_err(|unknown| {
         Failure::usage(format!("--model {name}: {unknown}"), "give one of these names")
     })?;
-    let model_block_bytes = geometry.block_bytes(u64::from(block_tokens));
-    let block_bytes = if args.model.is_some() { model_block_bytes } else { args.block_bytes };
-    Ok(PayloadFacts {
-        block_bytes,
-        model: geometry.name.to_owned(),
-        model_block_bytes,
-        scale: ratio(model_block_bytes as f64, block_bytes as f64),
-    })
+    Ok((geometry.name.to_owned(), geometry))
 }
 
 fn named_pair<T>(name: &str, value: T) -> (String, T) {

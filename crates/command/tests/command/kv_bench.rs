@@ -11,21 +11,21 @@ use tempfile::TempDir;
 use crate::{cascade, json, stderr};
 
 /// A run with the least that one rank of many stores.
-struct Run {
+pub(crate) struct Run {
     directory: TempDir,
 }
 
 impl Run {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self { directory: TempDir::new().unwrap() }
     }
 
-    fn path(&self, name: &str) -> PathBuf {
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.directory.path().join(name)
     }
 
     /// The command with these options, and with defaults for the others.
-    fn command(&self, options: &[&str]) -> Command {
+    pub(crate) fn command(&self, options: &[&str]) -> Command {
         let defaults = [
             ["--model", "tiny-1b"],
             ["--num-users", "4"],
@@ -46,14 +46,14 @@ impl Run {
     }
 
     /// Runs to the end. Returns its output and the JSON.
-    fn run(&self, options: &[&str]) -> (Output, Value) {
+    pub(crate) fn run(&self, options: &[&str]) -> (Output, Value) {
         let output = self.command(options).output().unwrap();
         assert!(output.status.success(), "{}", stderr(&output));
         (output, json(&self.path("out.json")))
     }
 
     /// What a refusal says. Nothing has run, and nothing is left.
-    fn refusal(&self, options: &[&str]) -> String {
+    pub(crate) fn refusal(&self, options: &[&str]) -> String {
         let output = self.command(options).output().unwrap();
         assert_eq!(output.status.code(), Some(2), "{options:?}: {}", stderr(&output));
         assert!(!self.path("out.json").exists() && !self.path("cache").exists(), "{options:?}");
@@ -62,15 +62,18 @@ impl Run {
 }
 
 /// The keys of the original's result file, as programs read them.
-const TOP: &str = "requests_completed total_tokens_generated total_storage_io_latency \
+pub(crate) const TOP: &str = "\
+    requests_completed total_tokens_generated total_storage_io_latency \
     total_generation_latency end_to_end_latencies storage_latencies generation_latencies \
     throughput_timeline prefill_latencies decode_latencies multi_turn_cache_hits \
     multi_turn_cache_misses seed summary cascade";
-const SUMMARY: &str = "total_requests total_tokens elapsed_time avg_throughput_tokens_per_sec \
+pub(crate) const SUMMARY: &str = "\
+    total_requests total_tokens elapsed_time avg_throughput_tokens_per_sec \
     total_storage_io_time storage_throughput_tokens_per_sec requests_per_second \
     end_to_end_latency_ms storage_io_latency_ms generation_latency_ms cache_stats qos_metrics \
     prefix_cache_stats autoscaling_stats autoscaling_summary multi_turn_stats";
-const CACHE_STATS: &str = "cache_hit_rate cache_hits cache_misses gpu_entries cpu_entries \
+pub(crate) const CACHE_STATS: &str = "\
+    cache_hit_rate cache_hits cache_misses gpu_entries cpu_entries \
     storage_entries gpu_memory_used_gb cpu_memory_used_gb offloads_cpu offloads_storage \
     storage_health prefill_writes decode_reads tier_gpu_kv_bytes_written_gb \
     tier_cpu_kv_bytes_read_gb tier_storage_kv_bytes_written_gb tier_storage_kv_bytes_read_gb \
@@ -81,10 +84,11 @@ const CACHE_STATS: &str = "cache_hit_rate cache_hits cache_misses gpu_entries cp
     storage_read_p50_ms storage_read_p95_ms storage_read_p99_ms storage_read_p999_ms \
     storage_read_p9999_ms storage_write_p95_ms storage_write_p9999_ms \
     storage_read_device_p95_ms storage_write_host_p95_ms nvme_read_p95_ms nvme_write_p95_ms";
-const OURS: &str = "validity window workload tiers rates bytes operations verification failures \
+pub(crate) const OURS: &str = "\
+    validity window workload tiers rates bytes operations verification failures \
     latency_ms cpu kernel_io device samples timeline simulated notes store environment";
 
-fn has_keys(value: &Value, keys: &str) {
+pub(crate) fn has_keys(value: &Value, keys: &str) {
     let object = value.as_object().unwrap();
     for key in keys.split_whitespace() {
         assert!(object.contains_key(key), "no {key}");
@@ -267,14 +271,27 @@ fn a_run_with_failed_operations_is_invalid() {
 }
 
 #[test]
+fn a_terminated_run_reports_what_it_did_and_leaves_nothing() {
+    let run = Run::new();
+    let mut command = run.command(&["--duration", "600", "--cpu-mem-gb", "0"]);
+    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    wait_for_blocks(&run.path("cache"));
+    let process = rustix::process::Pid::from_child(&child);
+    rustix::process::kill_process(process, rustix::process::Signal::TERM).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(130), "{}", stderr(&output));
+    assert_eq!(json(&run.path("out.json"))["cascade"]["is_partial"], true);
+    assert!(!run.path("cache").exists());
+}
+
+#[test]
 fn what_compatible_mode_cannot_do_is_refused_by_name() {
     let run = Run::new();
     for options in [
         &["--enable-autoscaling"][..],
         &["--request-rate", "5"],
-        &["--enable-rag"],
-        &["--dataset-path", "x.json"],
-        &["--use-burst-trace", "--burst-trace-path", "x.csv"],
+        &["--disable-multi-turn", "--dataset-path", "x.json"],
+        &["--disable-multi-turn", "--use-burst-trace", "--burst-trace-path", "x.csv"],
     ] {
         let refusal = run.refusal(&[&["--compatible"], options].concat());
         let name = options[0];
@@ -360,10 +377,16 @@ fn a_trace_is_replayed_and_its_hit_rate_compared() {
 #[test]
 fn what_cannot_run_is_refused_before_anything_runs() {
     let run = Run::new();
-    let unbuilt = run.refusal(&["--io-trace-log", "out.csv"]);
-    assert!(unbuilt.contains("--io-trace-log is not built yet"), "{unbuilt}");
+    let unbuilt = run.refusal(&["--enable-latency-tracing"]);
+    assert!(unbuilt.contains("--enable-latency-tracing is not built yet"), "{unbuilt}");
     let memory = run.refusal(&["--cpu-mem-gb", "100000"]);
     assert!(memory.contains("are available"), "{memory}");
+    let shared = run.refusal(&["--memory-shares", "1000000000"]);
+    assert!(shared.contains("available for each of 1000000000 ranks"), "{shared}");
+    let shared = run.refusal(&["--disk-shares", "1000000000"]);
+    assert!(shared.contains("are free for each of 1000000000 ranks"), "{shared}");
+    let table = run.refusal(&["--xlsx-output", "-"]);
+    assert!(table.contains("--xlsx-output needs the name of a file"), "{table}");
     let disk = run.refusal(&["--storage-capacity-gb", "100000"]);
     assert!(disk.contains("are free"), "{disk}");
     let rate = run.refusal(&["--request-rate", "-1"]);
@@ -389,6 +412,75 @@ fn what_cannot_run_is_refused_before_anything_runs() {
         .unwrap();
     assert_eq!(output.status.code(), Some(2));
     assert!(stderr(&output).contains("create the directory above it"), "{}", stderr(&output));
+}
+
+#[test]
+fn a_model_of_a_file_is_stored_and_a_wrong_file_is_refused() {
+    let run = Run::new();
+    let path = run.path("models.yaml");
+    let models = "model_configs:\n  odd: {num_layers: 7, kv_heads: 5, kv_dim_per_head: 61, \
+                  dtype: int8}\n  tiny-1b: {num_layers: 2, kv_heads: 3}\n";
+    fs::write(&path, models).unwrap();
+    let file = ["--model-config", path.to_str().unwrap()];
+    let refused = run.refusal(&file);
+    assert!(refused.contains("`model_configs.tiny-1b.hidden_dim`: missing"), "{refused}");
+    let missing = run.refusal(&["--model-config", "none.yaml"]);
+    assert!(missing.contains("--model-config cannot be read: none.yaml"), "{missing}");
+    let refused = run.refusal(&[&file[..], &["--model", "odd"]].concat());
+    assert!(refused.contains("--tensor-parallel 8: 4270 bytes a token cannot"), "{refused}");
+
+    let odd = ["--model", "odd", "--tensor-parallel", "1", "--max-requests", "2"];
+    let (_, result) = run.run(&[&file[..], &odd].concat());
+    let workload = &result["cascade"]["workload"];
+    assert_eq!((&workload["model"], &workload["bytes_per_token"]), (&"odd".into(), &4270.into()));
+    assert_eq!(workload["block_bytes"], 512 * 4270);
+    assert_eq!(result["cascade"]["verification"]["wrong_blocks"], 0);
+}
+
+#[test]
+fn a_configuration_file_changes_the_workload_and_what_it_cannot_is_refused() {
+    let run = Run::new();
+    let path = run.path("config.yaml");
+    let config = ["--config", path.to_str().unwrap()];
+    for (text, reason) in [
+        ("rag: {top_k_chunks: 7}\n", "field `rag.top_k_chunks`: 5 is built in, and 7 cannot"),
+        ("decode: {size: 7}\n", "field `decode.size`: there is no such setting"),
+        ("validation_limits: {max_users: 3}\n", "--num-users 4 is more than the limit of"),
+    ] {
+        fs::write(&path, text).unwrap();
+        let refused = run.refusal(&config);
+        assert!(refused.contains(reason), "{refused}");
+    }
+    let text = "decode: {batch_size: 8}\nconversation: {max_turns_per_conv: 3}\n\
+                generation_timing: {none: 0.0005}\n\
+                user_templates:\n  chatbot: {generation_range: [40, 50]}\n  \
+                coding: {generation_range: [40, 50]}\n  \
+                document: {generation_range: [40, 50]}\n\
+                qos_profiles: {batch: {target_latency_p95_ms: 77}}\n\
+                model_configs: {tiny-1b: {num_layers: 8, kv_heads: 8, kv_dim_per_head: 128}}\n";
+    fs::write(&path, text).unwrap();
+    for mode in [&[][..], &["--compatible"]] {
+        let run = Run::new();
+        let (output, result) = run.run(&[&config[..], &["--max-requests", "6"], mode].concat());
+        let workload = &result["cascade"]["workload"];
+        assert_eq!(
+            (&workload["tokens_per_decode_read"], &workload["turns_max"]),
+            (&8.into(), &3.into())
+        );
+        assert_eq!(workload["seconds_per_token"], 0.0005);
+        assert_eq!(workload["bytes_per_token"], 32_768);
+        assert_eq!(result["summary"]["qos_metrics"]["batch"]["sla"]["target_p95_ms"], 77);
+        let tokens = result["total_tokens_generated"].as_u64().unwrap();
+        assert!((6 * 10..=6 * 50).contains(&tokens), "{tokens}");
+        assert!(stderr(&output).contains("note: settings of "), "{}", stderr(&output));
+    }
+    // The option has more to say than the file.
+    let model = run.path("model.json");
+    let text = "{\"num_hidden_layers\": 4, \"num_attention_heads\": 8, \"head_dim\": 128}";
+    fs::write(&model, text).unwrap();
+    let option = ["--model-config", model.to_str().unwrap(), "--max-requests", "1"];
+    let (_, result) = run.run(&[&config[..], &option, &["--compatible"]].concat());
+    assert_eq!(result["cascade"]["workload"]["bytes_per_token"], 16_384);
 }
 
 /// The figures until then are reported, and the error says what happened and what to do.

@@ -3,13 +3,12 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::{cascade, json, stderr};
+use crate::{cascade, json, process_of_benchmark, stderr, wait_until};
 
 /// A submission with the least that one rank of many stores.
 struct Submission {
@@ -70,16 +69,6 @@ impl Submission {
     }
 }
 
-fn wait_until(is_true: &dyn Fn() -> bool, failure: &str) {
-    for _ in 0..3000 {
-        if is_true() {
-            return;
-        }
-        std::thread::park_timeout(Duration::from_millis(20));
-    }
-    panic!("{failure}");
-}
-
 /// The files in a directory whose names begin and end so.
 fn files(directory: &Path, begin: &str, end: &str) -> Vec<PathBuf> {
     let entries = fs::read_dir(directory).unwrap().map(|entry| entry.unwrap());
@@ -94,19 +83,6 @@ fn result_of(directory: &Path) -> Value {
     let found = files(directory, "kvcache_results_", ".json");
     assert_eq!(found.len(), 1, "{found:?}");
     json(&found[0])
-}
-
-fn rank_process(cache: &Path) -> Pid {
-    let cache = cache.to_str().unwrap();
-    let numbers = fs::read_dir("/proc").unwrap().filter_map(|entry| {
-        entry.unwrap().file_name().to_str().and_then(|name| name.parse::<i32>().ok())
-    });
-    let of_rank = |number: &i32| {
-        let text = fs::read(format!("/proc/{number}/cmdline")).unwrap_or_default();
-        text.split(|byte| *byte == 0).any(|argument| argument == cache.as_bytes())
-    };
-    let number = numbers.into_iter().find(of_rank).unwrap();
-    Pid::from_raw(number).unwrap()
 }
 
 #[test]
@@ -163,15 +139,15 @@ fn what_a_division_does_not_permit_is_refused_by_name() {
     assert!(refusal.contains("add --results-dir"), "{refusal}");
     let refusal = run.refusal(run.command(&["--trials", "2"]));
     assert!(refusal.contains("--mlperf"), "{refusal}");
-    let refusal = run.refusal(run.rehearsal(&["--enable-rag"]));
-    assert!(refusal.contains("--compatible and --enable-rag"), "{refusal}");
+    let refusal = run.refusal(run.rehearsal(&["--enable-autoscaling"]));
+    assert!(refusal.contains("--compatible and --enable-autoscaling"), "{refusal}");
 }
 
 #[test]
 fn a_killed_rank_is_missing_and_the_others_report_when_the_run_is_stopped() {
     let run = Submission::new();
     let mut child = run.start();
-    kill_process(rank_process(&run.path("cache/rank_1")), Signal::KILL).unwrap();
+    kill_process(process_of_benchmark(&run.path("cache/rank_1")), Signal::KILL).unwrap();
     kill_process(Pid::from_child(&child), Signal::INT).unwrap();
     assert_eq!(child.wait().unwrap().code(), Some(130));
     let summary = json(&run.path("results/summary.json"));
@@ -184,6 +160,47 @@ fn a_killed_rank_is_missing_and_the_others_report_when_the_run_is_stopped() {
     assert!(failures.contains("rank 1: killed"), "{failures}");
     assert_eq!(result_of(&run.rank(0))["cascade"]["is_partial"], true);
     assert!(!run.path("cache").exists());
+}
+
+/// Schedulers of clusters end a job with SIGTERM, and give it some seconds.
+#[test]
+fn a_terminated_submission_writes_its_summary_and_leaves_no_kv() {
+    let run = Submission::new();
+    let mut child = run.start();
+    kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    let summary = json(&run.path("results/summary.json"));
+    assert_eq!(summary["partial_failure"], true);
+    let failures = summary["trial_failures"]["1"].to_string();
+    for rank in 0..2 {
+        assert!(failures.contains(&format!("rank {rank}: stopped before its end")), "{failures}");
+        assert_eq!(result_of(&run.rank(rank))["cascade"]["is_partial"], true);
+    }
+    assert!(!run.path("cache").exists());
+}
+
+/// Each rank would otherwise take nine tenths of what is free.
+#[test]
+fn ranks_of_a_host_divide_its_free_space_and_memory() {
+    let run = Submission::new();
+    let space = rustix::fs::statvfs(run.directory.path()).unwrap();
+    let free = space.f_bavail * space.f_frsize;
+    let options = "--mlperf whatif --option 1 --trials 1 --settle-seconds 0 --model tiny-1b \
+        --num-users 2 --num-gpus 8 --tensor-parallel 8 --duration 1 --ranks 4";
+    let options: Vec<&str> = options.split_whitespace().collect();
+    let mut command = run.command(&options);
+    let output = command.arg("--results-dir").arg(run.path("results")).output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let sizes = (0..4).map(|rank| {
+        let ours = &result_of(&run.rank(rank))["cascade"];
+        let words: Vec<_> = ours["environment"]["argv"].as_array().unwrap().clone();
+        let at = words.iter().position(|word| word == "--memory-shares").unwrap();
+        assert_eq!(words[at + 1], "4");
+        ours["tiers"]["storage"]["bytes"].as_u64().unwrap()
+    });
+    let all: u64 = sizes.sum();
+    // Other processes may fill the disk meanwhile, and may give back as much as it has.
+    assert!(all > 0 && all < free * 2, "{all} of {free}");
 }
 
 #[test]

@@ -330,3 +330,19 @@ fn an_interrupted_replay_reports_its_partial_result() {
     assert_eq!(child.wait().unwrap().code(), Some(130));
     assert_eq!(json(&out)["run"]["was_stopped"], true);
 }
+
+#[test]
+fn a_model_of_a_file_gives_the_size_of_a_block() {
+    let replay = Replay::new();
+    let (model, out) = (replay.path("config.json"), replay.path("out.json"));
+    let text = "{\"model_type\": \"odd\", \"num_hidden_layers\": 7, \"num_attention_heads\": 5, \
+                \"head_dim\": 61, \"dtype\": \"fp8\"}";
+    fs::write(&model, text).unwrap();
+    let mut command = cascade();
+    command.arg("replay").arg(conversation_trace(replay.directory.path()));
+    command.args(["--limit", "3", "--dram", "256MiB"]).arg("--model-config").arg(&model);
+    let output = command.arg("--json").arg(&out).output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let payload = &json(&out)["payload"];
+    assert_eq!((&payload["model"], count(payload, "block_bytes")), (&"odd".into(), 512 * 4270));
+}

@@ -24,18 +24,34 @@ pub enum EntryName {
     Context(u32),
     /// What preconditioning writes.
     Precondition(u32),
+    /// A chunk of a document.
+    Chunk {
+        /// The document.
+        document: u32,
+        /// The chunk, from 0.
+        chunk: u32,
+    },
+    /// The context of questions about a document.
+    Question(u32),
 }
 
 impl EntryName {
-    /// The name of its file.
-    pub fn file_name(self) -> String {
+    /// The name in a log of operations.
+    pub fn text(self) -> String {
         match self {
             Self::Turn { user, conversation, turn } => {
-                format!("user-{user}-conversation-{conversation}-turn-{turn}.kv")
+                format!("user-{user}-conversation-{conversation}-turn-{turn}")
             }
-            Self::Context(number) => format!("context-{number}.kv"),
-            Self::Precondition(number) => format!("precondition-{number}.kv"),
+            Self::Context(number) => format!("context-{number}"),
+            Self::Precondition(number) => format!("precondition-{number}"),
+            Self::Chunk { document, chunk } => format!("document-{document}-chunk-{chunk}"),
+            Self::Question(document) => format!("document-{document}-question"),
         }
+    }
+
+    /// The name of its file.
+    pub fn file_name(self) -> String {
+        self.text() + ".kv"
     }
 
     /// The key of a piece. It determines the bytes of the piece.
@@ -45,6 +61,8 @@ impl EntryName {
             // No user has a conversation 0.
             Self::Context(number) => (number, 0, 0),
             Self::Precondition(number) => (number, 0, 1),
+            Self::Question(document) => (document, 0, 2),
+            Self::Chunk { document, chunk } => (document, 0, chunk.saturating_add(3)),
         };
         names.of_object(user, [conversation, turn], piece)
     }

@@ -1,8 +1,10 @@
 //! The figures that only the original's way of storing has: tiers of entries, host and device.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::backend::KvTier;
+use crate::compatible::io_log::LoggedRows;
 use crate::compatible::waterfall::{MovedDown, TierContents};
 use crate::histogram::LatencyHistogram;
 use crate::measurements::Moved;
@@ -28,6 +30,17 @@ pub struct ObjectFigures {
     pub contents: [TierContents; 3],
     /// What was moved down.
     pub moved: MovedDown,
+    /// The log in the place of operations. `None`: they were done.
+    pub log: Option<LogFacts>,
+}
+
+/// A log of operations that were not done.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LogFacts {
+    /// The file.
+    pub path: PathBuf,
+    /// Its rows.
+    pub rows: LoggedRows,
 }
 
 impl ObjectFigures {

@@ -1,4 +1,4 @@
-//! The generator of Python's `random`: a seed gives the users that it gives in the original.
+//! The generator of Python's `random` and of NumPy: a seed gives what it gives in the original.
 
 /// Words of the state.
 const WORDS: usize = 624;
@@ -36,6 +36,12 @@ impl MersenneTwister {
         }
         words[0] = 1 << 31;
         Self { words, at: WORDS }
+    }
+
+    /// The generator after `numpy.random.seed(seed)`.
+    pub fn of_numpy(seed: u64) -> Self {
+        let low = u32::try_from(seed & u64::from(u32::MAX)).unwrap_or(u32::MAX);
+        Self { words: first_words(low), at: WORDS }
     }
 
     /// A number of 32 bits: `random.getrandbits(32)`.

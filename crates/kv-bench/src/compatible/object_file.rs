@@ -7,6 +7,8 @@ use std::time::Duration;
 
 use cascade_runtime::Clock;
 
+use crate::backend::KvTier;
+
 /// The time in the kernel, in the original's two parts.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct IoTimes {
@@ -20,6 +22,23 @@ impl IoTimes {
     /// All of it.
     pub(crate) fn total(self) -> Duration {
         self.device + self.host
+    }
+}
+
+/// Why an entry was not written, read or moved.
+#[derive(Debug)]
+pub(crate) enum Unfinished {
+    /// The run ended before its last piece: the tier, and the bytes of the pieces before.
+    Cut {
+        tier: KvTier,
+        bytes: u64,
+    },
+    Failed(io::Error),
+}
+
+impl From<io::Error> for Unfinished {
+    fn from(error: io::Error) -> Self {
+        Self::Failed(error)
     }
 }
 

@@ -6,24 +6,22 @@
 //! same requests. With several users, the order there depends on threads.
 
 use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::{BinaryHeap, HashSet};
 use std::time::Duration;
 
+use crate::compatible::documents::{ObjectDocuments, ObjectRetrieval};
 use crate::compatible::entry::EntryName;
 use crate::compatible::mersenne_twister::MersenneTwister;
+use crate::compatible::recorded_plan::RecordedPlan;
 use crate::measurements::RequestFacts;
-use crate::plan::{Phases, TOKENS_PER_DECODE_READ, TURNS_MAX, Workload};
+use crate::plan::{Phases, Workload};
 use crate::qos::QosClass;
-use crate::user_kind::KINDS;
+use crate::workload_settings::WorkloadSettings;
 
 /// New tokens from which a request only writes.
 const WRITES_ONLY_TOKENS: u32 = 10_000;
 /// Tokens of the system prompts that are counted, and not stored.
 pub const COUNTED_PROMPT_TOKENS: [u64; 3] = [5, 9, 6];
-/// Share of requests that begin with one of them.
-const HAS_PROMPT: f64 = 0.2;
-/// A number from which on a conversation ends.
-const ENDS_FROM: f64 = 0.8;
 /// Contexts for each user that are stored before the window, with decode alone.
 pub const STORED_PER_USER: u32 = 10;
 /// Tokens of such a context, and of an entry that is written by preconditioning.
@@ -54,17 +52,38 @@ pub struct ObjectRequest {
     pub only_writes: bool,
     /// With decode alone: the stored context that it reads.
     pub stored_context: Option<u32>,
+    /// The document that it is a question about.
+    pub question: Option<DocumentQuestion>,
+    /// Chunks that it reads before it generates.
+    pub retrieval: Option<ObjectRetrieval>,
+}
+
+/// A request that is a question about a document. It stores its context if no earlier one has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DocumentQuestion {
+    /// The document.
+    pub document: u32,
+    /// Whether it is the first one to arrive.
+    pub is_first: bool,
 }
 
 impl ObjectRequest {
-    /// Reads of its entry after the first one, one for each 32 generated tokens.
-    pub fn decode_reads(&self) -> u64 {
-        self.generated_tokens.div_ceil(TOKENS_PER_DECODE_READ).max(1)
+    /// Reads of its entry after the first one, usually one for each 32 generated tokens.
+    pub fn decode_reads(&self, settings: &WorkloadSettings) -> u64 {
+        self.generated_tokens.div_ceil(settings.tokens_per_decode_read).max(1)
     }
 
     /// The entry of a turn of its conversation.
     pub fn entry_of(&self, turn: u32) -> EntryName {
         EntryName::Turn { user: self.user, conversation: self.conversation, turn }
+    }
+
+    /// Its own entry.
+    pub fn own_entry(&self) -> EntryName {
+        match self.question {
+            Some(question) => EntryName::Question(question.document),
+            None => self.entry_of(self.turn),
+        }
     }
 
     /// What the figures need of it.
@@ -99,13 +118,39 @@ pub struct Schedule {
     has_multi_turn: bool,
     counts_prompts: bool,
     phases: Phases,
+    settings: WorkloadSettings,
+    /// What is recorded, in the place of users.
+    recorded: Option<RecordedPlan>,
+    documents: Option<ObjectDocuments>,
+    /// The question that follows the last request.
+    next_question: Option<Drawn>,
+    /// Documents that were asked about.
+    asked: HashSet<u32>,
+}
+
+/// A request before its system prompt is drawn.
+#[derive(Debug, Clone)]
+struct Drawn {
+    user: u32,
+    class: QosClass,
+    conversation: u32,
+    turn: u32,
+    arrival: Duration,
+    context_tokens: u32,
+    generated_tokens: u32,
+    document: Option<u32>,
 }
 
 impl Schedule {
     /// The users before their first requests.
     pub fn new(workload: &Workload) -> Self {
         let mut random = MersenneTwister::new(workload.seed);
-        let users: Vec<User> = (0..workload.users).map(|_| User::new(&mut random)).collect();
+        let settings = workload.settings;
+        let recorded = workload.recorded.as_ref().map(RecordedPlan::new);
+        let users = if recorded.is_some() { 0..0 } else { 0..workload.users };
+        let users: Vec<User> = users.map(|_| User::new(&settings, &mut random)).collect();
+        // The original draws them in a thread, while the first users wait.
+        let documents = ObjectDocuments::draw(workload, &mut random);
         let mut arrivals = BinaryHeap::new();
         for (number, user) in (0..).zip(&users) {
             arrivals.push(Reverse((user.pause(&mut random), number)));
@@ -118,17 +163,27 @@ impl Schedule {
             has_multi_turn: workload.has_multi_turn,
             counts_prompts: workload.has_shared_prompts,
             phases: workload.phases,
+            settings,
+            recorded,
+            documents,
+            next_question: None,
+            asked: HashSet::new(),
         }
     }
 
-    /// Most tokens of a request.
+    /// The documents that are stored at the start of the window.
+    pub fn documents(&self) -> Option<&ObjectDocuments> {
+        self.documents.as_ref()
+    }
+
+    /// Most tokens of a request of generated users.
     pub fn context_tokens_max(&self) -> u64 {
         u64::from(self.users.iter().map(|user| user.context_tokens).max().unwrap_or(0))
     }
 
     /// Whether a user has this class.
     pub(crate) fn has_class(&self, class: QosClass) -> bool {
-        self.users.iter().any(|user| user.class == class)
+        self.recorded.is_some() || self.users.iter().any(|user| user.class == class)
     }
 
     /// The class of a user, its context, generated tokens and seconds of thinking.
@@ -137,8 +192,56 @@ impl Schedule {
         Some((it.class, it.context_tokens, it.generated_tokens, it.think_seconds))
     }
 
+    /// The next turn of the user that asks next, or the next recorded request.
+    fn draw(&mut self) -> Option<Drawn> {
+        if let Some(recorded) = &mut self.recorded {
+            let request = recorded.next(&mut self.random)?;
+            return Some(Drawn {
+                user: request.user,
+                class: self.settings.class(self.random.unit()),
+                // Each is a conversation of its own: none reads earlier turns.
+                conversation: request.entry,
+                turn: 1,
+                arrival: request.arrival,
+                context_tokens: request.lengths.context_tokens,
+                generated_tokens: request.lengths.generated_tokens,
+                document: None,
+            });
+        }
+        if let Some(question) = self.next_question.take() {
+            return Some(question);
+        }
+        let Reverse((arrival, number)) = self.arrivals.pop()?;
+        let user = &mut self.users[number as usize];
+        user.begin_turn(self.has_multi_turn, &self.settings, &mut self.random);
+        let quarter = |most: u32| ((most / 4).max(1), most);
+        let context_tokens = self.random.between(quarter(user.context_tokens));
+        let generated_tokens = self.random.between(quarter(user.generated_tokens));
+        let drawn = Drawn {
+            user: number,
+            class: user.class,
+            conversation: user.conversation,
+            turn: user.turn,
+            arrival,
+            context_tokens,
+            generated_tokens,
+            document: None,
+        };
+        let question = self.documents.as_mut().and_then(|it| it.question(&mut self.random));
+        self.next_question = question.map(|question| Drawn {
+            turn: 1,
+            context_tokens: question.context_tokens,
+            generated_tokens: question.generated_tokens,
+            document: Some(question.document),
+            ..drawn.clone()
+        });
+        let next = arrival + user.pause(&mut self.random);
+        self.arrivals.push(Reverse((next, number)));
+        Some(drawn)
+    }
+
     fn draw_prompt(&mut self) -> Option<u8> {
-        if !self.counts_prompts || self.random.unit() >= HAS_PROMPT {
+        if !self.counts_prompts || self.random.unit() >= self.settings.prompt_share {
             return None;
         }
         Some(match self.random.below(3) {
@@ -153,22 +256,21 @@ impl Iterator for Schedule {
     type Item = ObjectRequest;
 
     fn next(&mut self) -> Option<ObjectRequest> {
-        let Reverse((arrival, number)) = self.arrivals.pop()?;
-        let user = &mut self.users[number as usize];
-        user.begin_turn(self.has_multi_turn, &mut self.random);
-        let context = self.random.between(((user.context_tokens / 4).max(1), user.context_tokens));
-        let generated =
-            self.random.between(((user.generated_tokens / 4).max(1), user.generated_tokens));
-        let (class, conversation, turn) = (user.class, user.conversation, user.turn);
-        let next = arrival + user.pause(&mut self.random);
-        self.arrivals.push(Reverse((next, number)));
+        let drawn = self.draw()?;
+        let Drawn { user, class, conversation, turn, arrival, .. } = drawn;
+        let (context, generated) = (drawn.context_tokens, drawn.generated_tokens);
         let prompt = self.draw_prompt();
         let known = prompt.map_or(0, |prompt| COUNTED_PROMPT_TOKENS[usize::from(prompt)]);
-        let only_writes = context >= WRITES_ONLY_TOKENS;
+        let retrieval = self.documents.as_mut().and_then(|it| it.retrieval(&mut self.random));
+        let question = drawn
+            .document
+            .map(|document| DocumentQuestion { document, is_first: self.asked.insert(document) });
+        // A question never only writes.
+        let only_writes = context >= WRITES_ONLY_TOKENS && question.is_none();
         let reads_stored = self.phases == Phases::DecodeOnly && !only_writes;
         let stored = u32::try_from(self.users.len()).unwrap_or(u32::MAX) * STORED_PER_USER;
         let request = ObjectRequest {
-            user: number,
+            user,
             number: self.requests,
             class,
             conversation,
@@ -179,6 +281,8 @@ impl Iterator for Schedule {
             generated_tokens: u64::from(generated),
             only_writes,
             stored_context: reads_stored.then(|| self.random.below(stored)),
+            question,
+            retrieval,
         };
         self.requests += 1;
         Some(request)
@@ -186,11 +290,11 @@ impl Iterator for Schedule {
 }
 
 impl User {
-    fn new(random: &mut MersenneTwister) -> Self {
-        let kind = KINDS[random.below(3) as usize];
+    fn new(settings: &WorkloadSettings, random: &mut MersenneTwister) -> Self {
+        let kind = settings.kinds[random.below(3) as usize];
         let (least, most) = kind.think_ms;
         let seconds = |ms: u32| f64::from(ms) / 1000.0;
-        let class = QosClass::of_share(random.unit());
+        let class = settings.class(random.unit());
         Self {
             class,
             context_tokens: random.between(kind.context),
@@ -208,9 +312,16 @@ impl User {
     }
 
     /// Goes on with the conversation, or begins one.
-    fn begin_turn(&mut self, has_multi_turn: bool, random: &mut MersenneTwister) {
-        let goes_on =
-            has_multi_turn && self.turn > 0 && random.unit() < ENDS_FROM && self.turn < TURNS_MAX;
+    fn begin_turn(
+        &mut self,
+        has_multi_turn: bool,
+        settings: &WorkloadSettings,
+        random: &mut MersenneTwister,
+    ) {
+        let goes_on = has_multi_turn
+            && self.turn > 0
+            && random.unit() < settings.continues
+            && self.turn < settings.turns_max;
         if goes_on {
             self.turn += 1;
         } else {
@@ -222,14 +333,18 @@ impl User {
 
 /// Bytes that the run stores: of all requests if their number is limited, else of one of each user.
 pub fn stored_bytes(workload: &Workload) -> u64 {
+    let schedule = Schedule::new(workload);
+    let documents = schedule
+        .documents()
+        .map_or(0, |all| (0..all.count()).flat_map(|it| all.chunks(it)).map(u64::from).sum());
     let tokens: u64 = if workload.phases == Phases::DecodeOnly {
         u64::from(workload.users) * u64::from(STORED_PER_USER) * STORED_TOKENS
     } else {
         let requests = workload.requests_max.unwrap_or(u64::from(workload.users));
         let requests = usize::try_from(requests).unwrap_or(usize::MAX);
-        Schedule::new(workload).take(requests).map(|request| request.context_tokens).sum()
+        schedule.take(requests).map(|request| request.context_tokens).sum()
     };
-    tokens * workload.model.bytes_per_token
+    (tokens + documents) * workload.model.bytes_per_token
 }
 
 #[cfg(test)]
@@ -249,6 +364,7 @@ mod tests {
             documents: Documents::default(),
             phases: Phases::Both,
             recorded: None,
+            settings: crate::workload_settings::WorkloadSettings::default(),
         }
     }
 
@@ -283,7 +399,7 @@ mod tests {
         assert!((prompts - 0.2).abs() < 0.02, "{prompts}");
         let first = share(&|it| it.turn == 1);
         assert!((first - 0.2).abs() < 0.03, "{first}");
-        assert!(all.iter().all(|it| it.turn <= TURNS_MAX && it.context_tokens >= 119));
+        assert!(all.iter().all(|it| it.turn <= 50 && it.context_tokens >= 119));
         for request in &all {
             let longest = request.context_tokens + if request.prompt.is_some() { 9 } else { 0 };
             assert!(request.context_tokens < 10_000 || request.only_writes, "{request:?}");

@@ -33,6 +33,17 @@ pub(crate) struct ObjectQueue {
     changed: Condvar,
 }
 
+/// What [`ObjectQueue::take_at`] found.
+#[derive(Debug)]
+pub(crate) enum Taken {
+    /// The next request.
+    Request(ObjectRequest),
+    /// None is due before this time.
+    NotBefore(Duration),
+    /// There are no more.
+    None,
+}
+
 struct State {
     /// What has arrived is not kept: each class draws the whole schedule again, and takes its own
     /// requests out of it. So memory depends on the users, and not on how many requests wait.
@@ -43,6 +54,9 @@ struct State {
     /// Users with a request in service, and their requests that wait for it.
     busy: HashSet<u32>,
     waiting: HashMap<u32, VecDeque<ObjectRequest>>,
+    /// Documents whose first question was served, and later questions that wait for it.
+    answered: HashSet<u32>,
+    questions: HashMap<u32, Vec<ObjectRequest>>,
 }
 
 /// The requests of a class in the order of arrival, drawn when they are served.
@@ -85,6 +99,8 @@ impl ObjectQueue {
             in_service: 0,
             busy: HashSet::new(),
             waiting: HashMap::new(),
+            answered: HashSet::new(),
+            questions: HashMap::new(),
         };
         let keeps_order = requests_max.is_some();
         Self { start, pace, keeps_order, state: Mutex::new(state), changed: Condvar::new() }
@@ -125,17 +141,30 @@ impl ObjectQueue {
         }
     }
 
+    /// The next request to serve at a time that the caller chooses. It does not wait.
+    pub(crate) fn take_at(&self, now: Duration) -> Taken {
+        let mut state = self.lock();
+        let is_due = |request: &ObjectRequest| self.due(request) <= now;
+        if let Some(request) = state.pop(self.keeps_order, &is_due) {
+            return Taken::Request(request);
+        }
+        state.heads().map(|request| self.due(request)).min().map_or(Taken::None, Taken::NotBefore)
+    }
+
     /// A request was served.
-    pub(crate) fn finish(&self, user: u32) {
+    pub(crate) fn finish(&self, request: &ObjectRequest) {
         let mut state = self.lock();
         state.in_service -= 1;
-        state.busy.remove(&user);
-        let next = state.waiting.get_mut(&user).and_then(VecDeque::pop_front);
-        if let Some(request) = next {
-            state.ready.push(Reverse(Ready(request)));
+        state.busy.remove(&request.user);
+        let next = state.waiting.get_mut(&request.user).and_then(VecDeque::pop_front);
+        state.ready.extend(next.map(|request| Reverse(Ready(request))));
+        if let Some(first) = request.question.filter(|question| question.is_first) {
+            state.answered.insert(first.document);
+            let questions = state.questions.remove(&first.document).unwrap_or_default();
+            state.ready.extend(questions.into_iter().map(|request| Reverse(Ready(request))));
         }
         drop(state);
-        self.changed.notify_one();
+        self.changed.notify_all();
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -160,6 +189,12 @@ impl State {
         is_due: &dyn Fn(&ObjectRequest) -> bool,
     ) -> Option<ObjectRequest> {
         while let Some(request) = self.pop_first(is_due) {
+            let question = request.question.filter(|question| !question.is_first);
+            let first = question.filter(|question| !self.answered.contains(&question.document));
+            if let Some(first) = first.filter(|_| keeps_order) {
+                self.questions.entry(first.document).or_default().push(request);
+                continue;
+            }
             if keeps_order && !self.busy.insert(request.user) {
                 self.waiting.entry(request.user).or_default().push_back(request);
                 continue;
@@ -240,6 +275,7 @@ mod tests {
             documents: Documents::default(),
             phases: Phases::Both,
             recorded: None,
+            settings: crate::workload_settings::WorkloadSettings::default(),
         }
     }
 
@@ -288,7 +324,7 @@ mod tests {
         assert!(state.classes.len() > 1 && state.classes.len() <= 3);
         assert_eq!(state.heads().count(), state.classes.len());
         // What docs/benchmark.md says of those that wait in a limited run.
-        assert_eq!(size_of::<ObjectRequest>(), 64);
+        assert_eq!(size_of::<ObjectRequest>(), 96);
     }
 
     /// The order is that of one queue of all requests that have arrived.
@@ -328,10 +364,10 @@ mod tests {
                 numbers.push(request.number);
                 in_service.push(request);
             }
-            queue.finish(in_service.remove(0).user);
+            queue.finish(&in_service.remove(0));
         }
         for request in in_service {
-            queue.finish(request.user);
+            queue.finish(&request);
         }
         assert_eq!(queue.take(&clock, &|| false), None);
         numbers.sort_unstable();

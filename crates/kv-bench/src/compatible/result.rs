@@ -3,7 +3,8 @@
 use serde_json::{Value, json};
 
 use crate::backend::KvTier;
-use crate::compatible::figures::ObjectFigures;
+use crate::compatible::figures::{LogFacts, ObjectFigures};
+use crate::compatible::unmeasured;
 use crate::criteria::Assessment;
 use crate::result::{Detail, KvResult};
 
@@ -24,9 +25,28 @@ impl KvResult {
         }
     }
 
+    /// The log, if operations were logged and not done.
+    pub fn log(&self) -> Option<&LogFacts> {
+        self.objects()?.log.as_ref()
+    }
+
+    /// Takes out of the result file what was not measured because nothing was stored.
+    pub(crate) fn hide_unmeasured(&self, json: &mut Value) {
+        if self.log().is_some() {
+            unmeasured::hide(json);
+        }
+    }
+
     /// What the mode means for the figures, for people. Empty for Cascade's store.
     pub fn mode_notes(&self) -> Vec<String> {
         let Some(objects) = self.objects() else { return Vec::new() };
+        if objects.log.is_some() {
+            return vec![
+                "mode: compatible, operations logged only. Nothing was stored and nothing was \
+                 read, so there are no rates and no latencies"
+                    .to_owned(),
+            ];
+        }
         let figures = self.figures();
         let rate = |bytes| self.gib_per_second(bytes);
         let (read, written) = (figures.read_total(), figures.written);
@@ -121,6 +141,16 @@ impl KvResult {
             "entries_to_files": moved.to_files,
             "demoted_bytes": moved.demoted_bytes,
             "dropped_entries": moved.dropped,
+        })
+    }
+
+    pub(crate) fn log_facts(&self) -> Value {
+        let Some(log) = self.log() else { return Value::Null };
+        let [gpu, cpu, storage] = log.rows.tiers;
+        json!({
+            "file": log.path,
+            "rows": log.rows.count(),
+            "tiers": { "gpu": gpu, "cpu": cpu, "storage": storage },
         })
     }
 }

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::atomic::Ordering;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -14,21 +14,24 @@ use cascade_runtime::{Clock, thread_cpu_time};
 
 use crate::KvBenchError;
 use crate::backend::KvTier;
+use crate::compatible::documents::{ObjectDocuments, ObjectRetrieval};
 use crate::compatible::entry::EntryName;
 use crate::compatible::figures::ObjectFigures;
+use crate::compatible::object_file::Unfinished;
 use crate::compatible::plan::{
     COUNTED_PROMPT_TOKENS, ObjectRequest, STORED_PER_USER, STORED_TOKENS, Schedule,
 };
 use crate::compatible::queue::ObjectQueue;
 pub use crate::compatible::queue::Pace;
 use crate::compatible::tail::wait_for_workers;
-use crate::compatible::waterfall::{ObjectRead, Unfinished, Waterfall};
+use crate::compatible::waterfall::{ObjectRead, Waterfall};
 use crate::devices::KernelCounters;
-use crate::measurements::{Answered, Measurements, Moved, Span, WrittenBlocks};
+use crate::measurements::{Answered, Measurements, Moved, RequestFacts, Span, WrittenBlocks};
 use crate::permits::Permits;
 use crate::plan::{Phases, Workload};
 use crate::prepare::in_parallel;
 use crate::progress::Progress;
+use crate::qos::QosClass;
 use crate::run::{RunOptions, RunOutcome};
 use crate::window::Window;
 
@@ -57,19 +60,14 @@ pub fn run(
     let planned = Window { start, end: start + options.duration };
     let started_ns = u64::try_from(start.as_nanos()).unwrap_or(u64::MAX).max(1);
     progress.started_ns.store(started_ns, Ordering::Relaxed);
-    let queue = ObjectQueue::new(&Schedule::new(workload), workload.requests_max, pace, start);
-    let shared = Shared {
-        waterfall,
-        workload,
-        options,
-        progress,
-        clock,
-        window: planned,
-        figures: Mutex::default(),
-        prefills: Permits::new(options.prefills_max),
-    };
+    let schedule = Schedule::new(workload);
+    let queue = ObjectQueue::new(&schedule, workload.requests_max, pace, start);
+    let shared = Shared::new((waterfall, clock), (workload, options), progress, planned);
     thread::scope(|scope| {
-        let work = || Worker { shared: &shared, piece: Vec::new() }.work(&queue);
+        if let Some(documents) = schedule.documents() {
+            scope.spawn(|| Worker::new(&shared).store_documents(documents));
+        }
+        let work = || Worker::new(&shared).work(&queue);
         let workers = (0..options.workers.max(1)).map(|_| scope.spawn(work)).collect::<Vec<_>>();
         let left = planned.end.saturating_sub(clock.monotonic());
         wait_for_workers(&workers, left, pace.thread_wait, &|| shared.is_stopped());
@@ -77,30 +75,7 @@ pub fn run(
         waterfall.cut();
     });
     let kernel = KernelCounters::now(options.device).since(&before);
-    let all = shared.figures.into_inner().unwrap_or_else(PoisonError::into_inner);
-    let Figures { common: mut figures, mut objects } = all;
-    note_failures(&mut figures, waterfall.take_failures());
-    objects.contents = waterfall.contents();
-    objects.moved = waterfall.moved();
-    let rank_bytes = workload.model.bytes_per_token.max(1);
-    objects.storage_tokens += (objects.moved.demoted_bytes / rank_bytes) as f64;
-    let was_stopped = progress.is_stopped.load(Ordering::Relaxed);
-    let end = if was_stopped || clock.monotonic() < planned.end {
-        figures.last_end.clamp(start, planned.end)
-    } else {
-        planned.end
-    };
-    let outcome = RunOutcome {
-        tail: figures.last_end.saturating_sub(end),
-        window: Window { start, end },
-        figures,
-        was_stopped,
-        kernel,
-        blocks_before: entries_before,
-        scaling: None,
-        gave_up: false,
-    };
-    Ok((outcome, objects))
+    Ok(shared.outcome(kernel, entries_before))
 }
 
 fn note_failures(figures: &mut Measurements, failures: BTreeMap<String, u64>) {
@@ -111,7 +86,7 @@ fn note_failures(figures: &mut Measurements, failures: BTreeMap<String, u64>) {
 
 /// Writes what preconditioning writes, which stays, and the contexts of decode alone. Returns how
 /// many of those there are.
-fn store_before(
+pub(crate) fn store_before(
     waterfall: &Waterfall<'_>,
     workload: &Workload,
     options: &RunOptions,
@@ -162,7 +137,7 @@ struct Figures {
 }
 
 /// What all workers share.
-struct Shared<'a> {
+pub(crate) struct Shared<'a> {
     waterfall: &'a Waterfall<'a>,
     workload: &'a Workload,
     options: &'a RunOptions,
@@ -171,9 +146,78 @@ struct Shared<'a> {
     window: Window,
     figures: Mutex<Figures>,
     prefills: Permits,
+    /// Documents that are stored. All of them are there once nobody stores any more.
+    documents: Mutex<u32>,
+    document_stored: Condvar,
 }
 
-impl Shared<'_> {
+impl<'a> Shared<'a> {
+    pub(crate) fn new(
+        (waterfall, clock): (&'a Waterfall<'a>, &'a dyn Clock),
+        (workload, options): (&'a Workload, &'a RunOptions),
+        progress: &'a Progress,
+        window: Window,
+    ) -> Self {
+        let prefills = Permits::new(options.prefills_max);
+        Self {
+            waterfall,
+            workload,
+            options,
+            progress,
+            clock,
+            window,
+            figures: Mutex::default(),
+            prefills,
+            documents: Mutex::new(0),
+            document_stored: Condvar::new(),
+        }
+    }
+
+    /// Tells how many documents are stored.
+    fn note_documents(&self, count: u32) {
+        *self.documents.lock().unwrap_or_else(PoisonError::into_inner) = count;
+        self.document_stored.notify_all();
+    }
+
+    /// Waits until a document is stored, or none is stored any more.
+    fn wait_for_document(&self, document: u32) {
+        let stored = self.documents.lock().unwrap_or_else(PoisonError::into_inner);
+        drop(self.document_stored.wait_while(stored, |stored| *stored <= document));
+    }
+
+    /// What all workers have done, once they have ended.
+    pub(crate) fn outcome(
+        self,
+        kernel: KernelCounters,
+        entries_before: u64,
+    ) -> (RunOutcome, ObjectFigures) {
+        let was_stopped = self.is_stopped();
+        let Self { waterfall, workload, clock, window: planned, .. } = self;
+        let all = self.figures.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let Figures { common: mut figures, mut objects } = all;
+        note_failures(&mut figures, waterfall.take_failures());
+        objects.contents = waterfall.contents();
+        objects.moved = waterfall.moved();
+        let rank_bytes = workload.model.bytes_per_token.max(1);
+        objects.storage_tokens += (objects.moved.demoted_bytes / rank_bytes) as f64;
+        let end = if was_stopped || clock.monotonic() < planned.end {
+            figures.last_end.clamp(planned.start, planned.end)
+        } else {
+            planned.end
+        };
+        let outcome = RunOutcome {
+            tail: figures.last_end.saturating_sub(end),
+            window: Window { start: planned.start, end },
+            figures,
+            was_stopped,
+            kernel,
+            blocks_before: entries_before,
+            scaling: None,
+            gave_up: false,
+        };
+        (outcome, objects)
+    }
+
     fn figures(&self) -> MutexGuard<'_, Figures> {
         self.figures.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -188,16 +232,24 @@ impl Shared<'_> {
     }
 
     /// Whether no further request begins.
-    fn is_over(&self) -> bool {
+    pub(crate) fn is_over(&self) -> bool {
         self.is_stopped() || self.clock.monotonic() >= self.window.end
     }
 }
 
 /// One thread.
-struct Worker<'a> {
+pub(crate) struct Worker<'a> {
     shared: &'a Shared<'a>,
     /// Memory for a piece of an entry.
     piece: Vec<u8>,
+}
+
+/// An entry to write.
+#[derive(Debug, Clone, Copy)]
+struct NewEntry {
+    name: EntryName,
+    tokens: u64,
+    is_again: bool,
 }
 
 /// The outcome of a read, for its caller.
@@ -207,21 +259,31 @@ struct ReadOutcome {
     took: Duration,
 }
 
-impl Worker<'_> {
+impl<'a> Worker<'a> {
+    pub(crate) fn new(shared: &'a Shared<'a>) -> Self {
+        Self { shared, piece: Vec::new() }
+    }
+
     fn work(mut self, queue: &ObjectQueue) {
         let shared = self.shared;
         while let Some(request) = queue.take(shared.clock, &|| shared.is_over()) {
-            match self.serve(&request, queue.due(&request)) {
-                Ok(times) => {
-                    let mut figures = shared.figures();
-                    figures.common.answered(shared.window, request.facts(), times);
-                    drop(figures);
-                    shared.progress.requests.fetch_add(1, Ordering::Relaxed);
-                }
-                Err(Cut) => shared.figures().common.cut_requests += 1,
-            }
-            queue.finish(request.user);
+            self.answer(&request, queue);
         }
+    }
+
+    /// Serves a request that was taken from the queue, and counts it.
+    pub(crate) fn answer(&mut self, request: &ObjectRequest, queue: &ObjectQueue) {
+        let shared = self.shared;
+        match self.serve(request, queue.due(request)) {
+            Ok(times) => {
+                let mut figures = shared.figures();
+                figures.common.answered(shared.window, request.facts(), times);
+                drop(figures);
+                shared.progress.requests.fetch_add(1, Ordering::Relaxed);
+            }
+            Err(Cut) => shared.figures().common.cut_requests += 1,
+        }
+        queue.finish(request);
     }
 
     fn serve(&mut self, request: &ObjectRequest, due: Duration) -> Result<Answered, Cut> {
@@ -241,7 +303,12 @@ impl Worker<'_> {
                     figures.common.turn_misses += 1;
                 }
             }
-            storage += self.write(request, false)?;
+            if request.question.is_none() {
+                storage += self.write(request, false)?;
+            }
+        }
+        if let Some(retrieval) = &request.retrieval {
+            storage += self.retrieve(request, retrieval)?;
         }
         if phases != Phases::PrefillOnly && !request.only_writes {
             storage += self.decode(request)?;
@@ -269,15 +336,66 @@ impl Worker<'_> {
         }
     }
 
+    /// Stores the documents, as the original does while it serves requests. A limited run stores
+    /// all of them, so that a seed repeats it.
+    pub(crate) fn store_documents(mut self, documents: &ObjectDocuments) {
+        let is_limited = self.shared.workload.requests_max.is_some();
+        'all: for document in 0..documents.count() {
+            if !is_limited && self.shared.is_over() {
+                break;
+            }
+            let facts = RequestFacts {
+                user: u32::MAX,
+                number: u64::from(document),
+                class: QosClass::Batch,
+                generated_tokens: 0,
+            };
+            for (chunk, tokens) in (0..).zip(documents.chunks(document)) {
+                let name = EntryName::Chunk { document, chunk };
+                let (tokens, is_again) = (u64::from(tokens), false);
+                if self.write_entry(facts, NewEntry { name, tokens, is_again }).is_err() {
+                    break 'all;
+                }
+            }
+            self.shared.note_documents(document + 1);
+        }
+        self.shared.note_documents(u32::MAX);
+    }
+
+    /// Reads chunks of a document.
+    fn retrieve(
+        &mut self,
+        request: &ObjectRequest,
+        retrieval: &ObjectRetrieval,
+    ) -> Result<Duration, Cut> {
+        let document = retrieval.document;
+        self.shared.wait_for_document(document);
+        let (mut took, mut hits) = (Duration::ZERO, 0);
+        for chunk in retrieval.chunks() {
+            let read = self.read(request, EntryName::Chunk { document, chunk }, 2)?;
+            took += read.took;
+            hits += u64::from(read.is_hit);
+        }
+        let mut figures = self.shared.figures();
+        figures.common.decode_hits += hits;
+        figures.common.retrieval.record(took);
+        Ok(took)
+    }
+
     /// Writes the entry of a request. Returns the time in the tier.
     fn write(&mut self, request: &ObjectRequest, is_again: bool) -> Result<Duration, Cut> {
+        let (name, tokens) = (request.own_entry(), request.context_tokens);
+        self.write_entry(request.facts(), NewEntry { name, tokens, is_again })
+    }
+
+    fn write_entry(&mut self, facts: RequestFacts, entry: NewEntry) -> Result<Duration, Cut> {
         let shared = self.shared;
         if shared.is_cut() {
             return Err(Cut);
         }
         let (waterfall, clock) = (shared.waterfall, shared.clock);
-        let name = request.entry_of(request.turn);
-        let bytes = request.context_tokens * shared.workload.model.bytes_per_token;
+        let NewEntry { name, tokens, is_again } = entry;
+        let bytes = tokens * shared.workload.model.bytes_per_token;
         let mut filling = Duration::ZERO;
         let mut fill = |number, piece: &mut [u8]| {
             let began = thread_cpu_time();
@@ -310,7 +428,7 @@ impl Worker<'_> {
         };
         if !is_again {
             let key = name.key(waterfall.names(), 0);
-            common.operations.add(request.facts(), 1, &key, bytes);
+            common.operations.add(facts, 1, &key, bytes);
         }
         let Some(written) = written else { return Ok(Duration::ZERO) };
         let took = written.times.total();
@@ -323,7 +441,7 @@ impl Worker<'_> {
         objects.write_by_tier[tier].record(took);
         if written.tier == KvTier::Storage {
             objects.wrote_file(written.times.device, written.times.host);
-            objects.storage_tokens += request.context_tokens as f64;
+            objects.storage_tokens += tokens as f64;
         }
         drop(figures);
         shared.progress.written_bytes.fetch_add(bytes, Ordering::Relaxed);
@@ -332,19 +450,20 @@ impl Worker<'_> {
 
     /// Reads the entry of a request once, and once more for each 32 generated tokens.
     fn decode(&mut self, request: &ObjectRequest) -> Result<Duration, Cut> {
-        let own = request.entry_of(request.turn);
+        let own = request.own_entry();
         let name = request.stored_context.map_or(own, EntryName::Context);
         let first = self.read(request, name, 4)?;
         let (mut took, mut again, mut hits) = (first.took, Duration::ZERO, 0);
         if first.is_hit {
             hits += 1;
-            for number in 1..=request.decode_reads() {
+            for number in 1..=request.decode_reads(&self.shared.workload.settings) {
                 let read = self.read(request, name, 4 + number)?;
                 took += read.took;
                 hits += u64::from(read.is_hit);
             }
         } else if request.stored_context.is_none() {
-            again = self.write(request, true)?;
+            // Questions store nothing before: the first one about a document writes its context.
+            again = self.write(request, request.question.is_none_or(|it| !it.is_first))?;
         }
         let mut figures = self.shared.figures();
         let figures = &mut figures.common;

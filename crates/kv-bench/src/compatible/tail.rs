@@ -44,7 +44,8 @@ mod tests {
     use super::*;
     use crate::backend::KvTier;
     use crate::compatible::entry::{EntryName, PIECE_BYTES};
-    use crate::compatible::waterfall::{ObjectRead, Unfinished, Waterfall, WaterfallSizes};
+    use crate::compatible::object_file::Unfinished;
+    use crate::compatible::waterfall::{ObjectRead, Waterfall, WaterfallSizes};
 
     const HOUR: Duration = Duration::from_secs(3600);
     const PIECE: u64 = PIECE_BYTES as u64;

@@ -5,19 +5,22 @@
 //! limits are those of the original: a tier is filled to 80 %, an entry of more than 95 % of a tier
 //! goes to the next one, and files are filled to the end.
 
-use std::collections::{BTreeMap, HashMap};
+mod transfers;
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::{fs, io};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use cascade_runtime::Clock;
 
 use crate::KvBenchError;
 use crate::backend::KvTier;
 use crate::block_names::BlockNames;
-use crate::compatible::entry::{EntryName, PIECE_BYTES, pieces};
-use crate::compatible::object_file::{IoTimes, ObjectFile};
+use crate::compatible::entry::EntryName;
+use crate::compatible::io_log::{IoLog, LoggedOperation};
+use crate::compatible::object_file::{IoTimes, Unfinished};
 
 /// The share of a tier above which entries are moved down.
 const TARGET_SHARE: f64 = 0.8;
@@ -77,23 +80,6 @@ pub(crate) enum ObjectRead {
     Miss,
 }
 
-/// Why an entry was not written, read or moved.
-#[derive(Debug)]
-pub(crate) enum Unfinished {
-    /// The run ended before its last piece: the tier, and the bytes of the pieces before.
-    Cut {
-        tier: KvTier,
-        bytes: u64,
-    },
-    Failed(io::Error),
-}
-
-impl From<io::Error> for Unfinished {
-    fn from(error: io::Error) -> Self {
-        Self::Failed(error)
-    }
-}
-
 /// Looks at a piece that was read: its number and its bytes.
 pub(crate) type Look<'a> = dyn FnMut(u64, &[u8]) + 'a;
 
@@ -103,6 +89,10 @@ pub struct Waterfall<'a> {
     limits: [u64; 3],
     names: BlockNames,
     clock: &'a dyn Clock,
+    /// Signalled when an entry was written.
+    written: Condvar,
+    /// Takes the operations, of which then none is done.
+    log: Option<&'a IoLog<'a>>,
     state: Mutex<State>,
     is_cut: AtomicBool,
 }
@@ -110,6 +100,8 @@ pub struct Waterfall<'a> {
 #[derive(Debug, Default)]
 struct State {
     places: HashMap<EntryName, Place>,
+    /// Entries that are being written. Two requests of a data set may have the same one.
+    writing: HashSet<EntryName>,
     /// The entries of each tier that may be moved, by their last use.
     by_use: [BTreeMap<u64, EntryName>; 3],
     contents: [TierContents; 3],
@@ -138,6 +130,8 @@ struct Object {
 enum Body {
     Memory(KvTier, Vec<Box<[u8]>>),
     File,
+    /// In this tier, if anything were stored.
+    Logged(KvTier),
     Gone,
 }
 
@@ -169,9 +163,30 @@ impl<'a> Waterfall<'a> {
             limits: [sizes.gpu_bytes, sizes.cpu_bytes, sizes.files_bytes],
             names: BlockNames::new(seed),
             clock,
+            written: Condvar::new(),
+            log: None,
             state: Mutex::default(),
             is_cut: AtomicBool::new(false),
         })
+    }
+
+    /// Empty tiers that store nothing: what they would do is logged.
+    pub fn logged(
+        log: &'a IoLog<'a>,
+        sizes: WaterfallSizes,
+        seed: u64,
+        clock: &'a dyn Clock,
+    ) -> Self {
+        Self {
+            directory: PathBuf::new(),
+            limits: [sizes.gpu_bytes, sizes.cpu_bytes, sizes.files_bytes],
+            names: BlockNames::new(seed),
+            clock,
+            written: Condvar::new(),
+            log: Some(log),
+            state: Mutex::default(),
+            is_cut: AtomicBool::new(false),
+        }
     }
 
     /// What each tier contains.
@@ -224,13 +239,38 @@ impl<'a> Waterfall<'a> {
         fill: &mut dyn FnMut(u64, &mut [u8]),
         piece: &mut Vec<u8>,
     ) -> Result<Option<ObjectWrite>, Unfinished> {
-        if self.state().places.contains_key(&name) {
+        if !self.begin_write(name) {
             return Ok(None);
         }
+        let written = self.write_new(name, bytes, fill, piece);
+        self.state().writing.remove(&name);
+        self.written.notify_all();
+        written.map(Some)
+    }
+
+    /// Waits while another thread writes the entry. False if it is there.
+    fn begin_write(&self, name: EntryName) -> bool {
+        let state = self.state();
+        let is_busy = |state: &mut State| state.writing.contains(&name);
+        let waited = self.written.wait_while(state, is_busy);
+        let mut state = waited.unwrap_or_else(PoisonError::into_inner);
+        !state.places.contains_key(&name) && state.writing.insert(name)
+    }
+
+    fn write_new(
+        &self,
+        name: EntryName,
+        bytes: u64,
+        fill: &mut dyn FnMut(u64, &mut [u8]),
+        piece: &mut Vec<u8>,
+    ) -> Result<ObjectWrite, Unfinished> {
         let tier = KvTier::ALL.into_iter().find(|tier| self.make_room(*tier, bytes));
         // Files take an entry whatever their size. The file system has the last word.
         let tier = tier.unwrap_or(KvTier::Storage);
-        let written = if tier == KvTier::Storage {
+        let written = if let Some(log) = self.log {
+            log.add(LoggedOperation::Prefill, name, bytes, tier);
+            Ok((Body::Logged(tier), IoTimes::default()))
+        } else if tier == KvTier::Storage {
             self.write_file(name, bytes, fill, piece).map(|times| (Body::File, times))
         } else {
             self.write_memory(tier, bytes, fill, piece)
@@ -245,7 +285,7 @@ impl<'a> Waterfall<'a> {
                     KvTier::Cpu => state.moved.to_cpu += 1,
                     KvTier::Storage => state.moved.to_files += 1,
                 }
-                Ok(Some(ObjectWrite { tier, times }))
+                Ok(ObjectWrite { tier, times })
             }
             Err(unfinished) => {
                 state.release(tier, bytes);
@@ -267,6 +307,7 @@ impl<'a> Waterfall<'a> {
         let body = object.body.lock().unwrap_or_else(PoisonError::into_inner);
         let (tier, times) = match &*body {
             Body::Gone => return Ok(ObjectRead::Miss),
+            Body::Logged(tier) => (*tier, self.log_read(name, object.bytes, *tier)),
             Body::Memory(tier, pieces) => (*tier, self.read_memory(*tier, pieces, piece, look)?),
             Body::File => (KvTier::Storage, self.read_file(name, object.bytes, piece, look)?),
         };
@@ -317,28 +358,26 @@ impl<'a> Waterfall<'a> {
             return false;
         }
         let mut body = victim.object.body.lock().unwrap_or_else(PoisonError::into_inner);
-        let Body::Memory(held_by, pieces) = std::mem::replace(&mut *body, Body::Gone) else {
-            self.state().release(to, bytes);
-            return true;
-        };
-        let moved = match to {
-            KvTier::Storage => match self.write_pieces(victim.name, &pieces) {
-                Ok(()) => Ok(Body::File),
-                Err(unfinished) => {
-                    // Before another entry can have the name.
-                    drop(fs::remove_file(self.path(victim.name)));
-                    match unfinished {
-                        Unfinished::Failed(error) => Err(error),
-                        Unfinished::Cut { .. } => {
-                            *body = Body::Memory(held_by, pieces);
-                            self.state().keep(victim.name);
-                            self.state().release(to, bytes);
-                            return false;
-                        }
+        let moved = match (std::mem::replace(&mut *body, Body::Gone), to) {
+            (Body::Logged(_), tier) => Ok(self.log_move(victim.name, bytes, (from, tier))),
+            (Body::Memory(held_by, pieces), KvTier::Storage) => {
+                match self.write_pieces(victim.name, &pieces) {
+                    Ok(()) => Ok(Body::File),
+                    Err(Unfinished::Failed(error)) => Err(error),
+                    Err(Unfinished::Cut { .. }) => {
+                        *body = Body::Memory(held_by, pieces);
+                        let mut state = self.state();
+                        state.keep(victim.name);
+                        state.release(to, bytes);
+                        return false;
                     }
                 }
-            },
-            tier => Ok(Body::Memory(tier, pieces)),
+            }
+            (Body::Memory(_, pieces), tier) => Ok(Body::Memory(tier, pieces)),
+            (Body::File | Body::Gone, _) => {
+                self.state().release(to, bytes);
+                return true;
+            }
         };
         let mut state = self.state();
         match moved {
@@ -367,8 +406,8 @@ impl<'a> Waterfall<'a> {
     /// Removes the file of an entry.
     fn drop_file(&self, victim: &Victim) -> bool {
         let mut body = victim.object.body.lock().unwrap_or_else(PoisonError::into_inner);
-        *body = Body::Gone;
-        let removed = fs::remove_file(self.path(victim.name));
+        let is_file = matches!(std::mem::replace(&mut *body, Body::Gone), Body::File);
+        let removed = if is_file { fs::remove_file(self.path(victim.name)) } else { Ok(()) };
         let mut state = self.state();
         state.remove(victim.name, KvTier::Storage, victim.object.bytes);
         state.moved.dropped += 1;
@@ -379,95 +418,19 @@ impl<'a> Waterfall<'a> {
         true
     }
 
-    fn write_file(
-        &self,
-        name: EntryName,
-        bytes: u64,
-        fill: &mut dyn FnMut(u64, &mut [u8]),
-        piece: &mut Vec<u8>,
-    ) -> Result<IoTimes, Unfinished> {
-        let mut file = ObjectFile::create(&self.path(name), self.clock)?;
-        for (number, length) in pieces(bytes) {
-            self.go_on(KvTier::Storage, number)?;
-            piece.resize(length, 0);
-            fill(number, piece);
-            file.write(piece)?;
+    fn log_read(&self, name: EntryName, bytes: u64, tier: KvTier) -> IoTimes {
+        if let Some(log) = self.log {
+            log.add(LoggedOperation::Decode, name, bytes, tier);
         }
-        Ok(file.sync()?)
+        IoTimes::default()
     }
 
-    fn write_pieces(&self, name: EntryName, pieces: &[Box<[u8]>]) -> Result<(), Unfinished> {
-        let mut file = ObjectFile::create(&self.path(name), self.clock)?;
-        for (number, piece) in (0..).zip(pieces) {
-            self.go_on(KvTier::Storage, number)?;
-            file.write(piece)?;
+    fn log_move(&self, name: EntryName, bytes: u64, (from, to): (KvTier, KvTier)) -> Body {
+        if let Some(log) = self.log {
+            log.add(LoggedOperation::EvictRead, name, bytes, from);
+            log.add(LoggedOperation::EvictWrite, name, bytes, to);
         }
-        file.sync()?;
-        Ok(())
-    }
-
-    fn write_memory(
-        &self,
-        tier: KvTier,
-        bytes: u64,
-        fill: &mut dyn FnMut(u64, &mut [u8]),
-        piece: &mut Vec<u8>,
-    ) -> Result<(Body, IoTimes), Unfinished> {
-        let mut times = IoTimes::default();
-        let mut copies = Vec::new();
-        for (number, length) in pieces(bytes) {
-            self.go_on(tier, number)?;
-            piece.resize(length, 0);
-            fill(number, piece);
-            let began = self.clock.monotonic();
-            copies.push(piece.clone().into_boxed_slice());
-            times.device += self.clock.monotonic().saturating_sub(began);
-        }
-        Ok((Body::Memory(tier, copies), times))
-    }
-
-    fn read_memory(
-        &self,
-        tier: KvTier,
-        pieces: &[Box<[u8]>],
-        copy: &mut Vec<u8>,
-        look: &mut Look<'_>,
-    ) -> Result<IoTimes, Unfinished> {
-        let mut times = IoTimes::default();
-        for (number, piece) in (0..).zip(pieces) {
-            self.go_on(tier, number)?;
-            let began = self.clock.monotonic();
-            copy.clear();
-            copy.extend_from_slice(piece);
-            times.device += self.clock.monotonic().saturating_sub(began);
-            look(number, copy);
-        }
-        Ok(times)
-    }
-
-    fn read_file(
-        &self,
-        name: EntryName,
-        bytes: u64,
-        piece: &mut Vec<u8>,
-        look: &mut Look<'_>,
-    ) -> Result<IoTimes, Unfinished> {
-        let mut file = ObjectFile::open(&self.path(name), self.clock)?;
-        for (number, length) in pieces(bytes) {
-            self.go_on(KvTier::Storage, number)?;
-            piece.resize(length, 0);
-            file.read(piece)?;
-            look(number, piece);
-        }
-        Ok(file.times())
-    }
-
-    /// Whether the piece of this number is moved.
-    fn go_on(&self, tier: KvTier, number: u64) -> Result<(), Unfinished> {
-        if self.is_cut() {
-            return Err(Unfinished::Cut { tier, bytes: number * PIECE_BYTES as u64 });
-        }
-        Ok(())
+        Body::Logged(to)
     }
 
     fn state(&self) -> MutexGuard<'_, State> {

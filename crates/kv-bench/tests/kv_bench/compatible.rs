@@ -19,6 +19,7 @@ use cascade_kv_bench::plan::{Phases, Workload};
 use cascade_kv_bench::prepare::Precondition;
 use cascade_kv_bench::progress::Progress;
 use cascade_kv_bench::run::{RunOptions, RunOutcome};
+use cascade_kv_bench::workload_settings::WorkloadSettings;
 use cascade_runtime::{Clock, SystemClock};
 use tempfile::TempDir;
 
@@ -68,7 +69,11 @@ fn planned_bytes(workload: &Workload) -> (u64, u64) {
             (it.user, it.conversation) == (request.user, request.conversation)
                 && it.turn < request.turn
         });
-        let decode = if request.only_writes { 0 } else { 1 + request.decode_reads() };
+        let decode = if request.only_writes {
+            0
+        } else {
+            1 + request.decode_reads(&WorkloadSettings::default())
+        };
         earlier.map(&bytes).sum::<u64>() + decode * bytes(request)
     });
     (all.iter().map(&bytes).sum(), read.sum())
@@ -141,7 +146,7 @@ fn an_entry_that_was_moved_down_is_read_from_there_again_and_again() {
     let mut in_all = 0;
     for request in requests(&workload) {
         let Some(number) = request.stored_context else { continue };
-        let reads = 1 + request.decode_reads();
+        let reads = 1 + request.decode_reads(&WorkloadSettings::default());
         in_all += reads;
         from_files += if number < 6 { reads } else { 0 };
     }
@@ -289,7 +294,8 @@ fn bytes_after_the_window_count_and_the_divisor_is_the_window() {
     assert_eq!((figures.requests, figures.cut_requests), (1, 0));
     let first = Schedule::new(&workload).next().unwrap();
     let bytes = first.context_tokens * 64;
-    let reads = if first.only_writes { 0 } else { 1 + first.decode_reads() };
+    let reads =
+        if first.only_writes { 0 } else { 1 + first.decode_reads(&WorkloadSettings::default()) };
     assert_eq!((figures.written.bytes, figures.read_total().bytes), (bytes, reads * bytes));
     let within = figures.written.window_bytes + figures.read_total().window_bytes;
     assert!(within < bytes * (1 + reads), "{within}");
@@ -351,6 +357,9 @@ fn keys_of_entries_are_those_of_no_block() {
         EntryName::Turn { user: 3, conversation: 1, turn: 2 }.key(names, 0),
         EntryName::Context(3).key(names, 0),
         EntryName::Precondition(3).key(names, 0),
+        EntryName::Question(3).key(names, 0),
+        EntryName::Chunk { document: 3, chunk: 0 }.key(names, 0),
+        EntryName::Chunk { document: 3, chunk: 1 }.key(names, 0),
         names.of_conversation(3, 2, 0),
         names.of_conversation(3, 2, 1),
         names.of_prompt(3, 0),

@@ -5,6 +5,9 @@
 mod backends;
 mod compatible;
 mod dishonest;
+mod documents;
+mod faults;
+mod io_log;
 mod recorded;
 
 use std::fs::{self, File};
@@ -15,7 +18,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use cascade_block::BlockKey;
-use cascade_kv_bench::autoscaler::{AutoscalerMode, AutoscalerOptions};
+use cascade_kv_bench::autoscaler::{AutoscalerMode, AutoscalerOptions, ScaleSettings};
 use cascade_kv_bench::backend::{Backend, KvTier, NewBlock, Read, Space, Stored};
 use cascade_kv_bench::model::KvModel;
 use cascade_kv_bench::plan::{Phases, Workload};
@@ -25,7 +28,8 @@ use cascade_kv_bench::retrieval::Documents;
 use cascade_kv_bench::run::{RunOptions, RunOutcome, run};
 use cascade_kv_bench::store_backend::{StoreBackend, TierSizes};
 use cascade_kv_bench::validity::{DeviceProof, Evidence, Validity};
-use cascade_runtime::SystemClock;
+use cascade_kv_bench::workload_settings::WorkloadSettings;
+use cascade_runtime::{Clock, SystemClock};
 use tempfile::TempDir;
 
 use crate::backends::{MapBackend, SlowBackend};
@@ -48,6 +52,7 @@ fn workload(requests_max: Option<u64>) -> Workload {
         documents: Documents::default(),
         phases: Phases::Both,
         recorded: None,
+        settings: WorkloadSettings::default(),
     }
 }
 
@@ -267,10 +272,17 @@ fn a_run_ends_with_its_window_and_states_the_tail() {
 
 #[test]
 fn a_stopped_run_reports_what_it_did() {
+    stop(Duration::ZERO);
+    // The window went on until the simulated generation would have ended.
+    stop(Duration::from_millis(500));
+}
+
+fn stop(token_time: Duration) {
     let backend = SlowBackend::new(Duration::from_millis(1));
     let progress = Progress::default();
     let workload = workload(None);
-    let options = options(2);
+    let options = RunOptions { token_time, ..options(2) };
+    let started = SystemClock.monotonic();
     let outcome = std::thread::scope(|scope| {
         let running = scope.spawn(|| run(&backend, &workload, &options, &progress, &SystemClock));
         while progress.requests.load(Ordering::Relaxed) < 3 {
@@ -280,17 +292,25 @@ fn a_stopped_run_reports_what_it_did() {
         running.join().unwrap().unwrap()
     });
     assert!(outcome.was_stopped && outcome.figures.requests >= 3);
-    assert!(outcome.window.seconds() < 600.0 && outcome.window.seconds() > 0.0);
+    let elapsed = SystemClock.monotonic().saturating_sub(started);
+    let window = outcome.window.seconds();
+    assert!(window > 0.0 && window <= elapsed.as_secs_f64(), "{window} of {elapsed:?}");
+    assert_eq!(outcome.tail, Duration::ZERO);
 }
 
 #[test]
 fn autoscaling_adds_users_and_ends_at_the_peak() {
     let scaled = |mode, backend: &dyn Backend, duration| {
-        let interval = Duration::from_millis(60);
+        let (interval, settings) = (Duration::from_millis(60), ScaleSettings::default());
         let options = RunOptions {
             duration: Duration::from_millis(duration),
             request_rate: None,
-            autoscaling: Some(AutoscalerOptions { mode, target_saturation: 0.8, interval }),
+            autoscaling: Some(AutoscalerOptions {
+                mode,
+                target_saturation: 0.8,
+                interval,
+                settings,
+            }),
             ..options(4)
         };
         let progress = Progress::default();

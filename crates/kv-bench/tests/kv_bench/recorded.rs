@@ -5,10 +5,16 @@
 use std::fs;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use cascade_kv_bench::KvBenchError;
+use cascade_kv_bench::compatible::plan::{ObjectRequest, Schedule};
+use cascade_kv_bench::compatible::run::{Pace, run as run_objects};
+use cascade_kv_bench::compatible::waterfall::{Waterfall, WaterfallSizes};
 use cascade_kv_bench::plan::{PlannedRequest, UserPlan, Workload};
 use cascade_kv_bench::progress::Progress;
+use cascade_kv_bench::qos::QosClass;
 use cascade_kv_bench::recorded::Recorded;
 use cascade_kv_bench::run::{RunOptions, run};
 use cascade_runtime::SystemClock;
@@ -53,6 +59,9 @@ impl Files {
     }
 }
 
+/// Longer than any request of a test.
+const LONG: Duration = Duration::from_secs(600);
+
 fn with(recorded: Recorded, users: u32) -> Workload {
     let requests_max = recorded.requests_max();
     let users = recorded.users(users);
@@ -88,7 +97,7 @@ const ROWS: &str = "5,ChatGPT,472,18,490,API log\n45,ChatGPT,1087,230,1317,API l
 #[test]
 fn a_trace_gives_each_row_to_a_user_and_shares_nothing() {
     let files = Files::new();
-    let recorded = Recorded::burst_trace(&files.burst(ROWS), 1.0, Some(2)).unwrap();
+    let recorded = Recorded::burst_trace(&files.burst(ROWS), 1.0, Some(2), false).unwrap();
     assert_eq!(recorded.context_tokens_max(), 40_000);
     assert!(recorded.text().contains("3 requests, times divided by 1"), "{}", recorded.text());
     assert!(recorded.text().contains("skipped rows: 1 zero response"), "{}", recorded.text());
@@ -109,7 +118,7 @@ fn a_trace_gives_each_row_to_a_user_and_shares_nothing() {
 fn a_run_of_a_trace_serves_every_row_of_all_cycles() {
     let files = Files::new();
     // Hours of a trace pass in no time, because the speed is unlimited.
-    let recorded = Recorded::burst_trace(&files.burst(ROWS), 0.0, Some(3)).unwrap();
+    let recorded = Recorded::burst_trace(&files.burst(ROWS), 0.0, Some(3), false).unwrap();
     let workload = with(recorded, 100);
     let options = RunOptions { request_rate: None, ..options(4) };
     let progress = Progress::default();
@@ -125,7 +134,7 @@ fn a_run_of_a_trace_serves_every_row_of_all_cycles() {
 fn turns_of_a_data_set_continue_their_conversation() {
     let files = Files::new();
     let path = files.conversations(&[&[(256, 128), (300, 10), (1, 1)], &[(9000, 3000)]]);
-    let recorded = Recorded::data_set(&path, 500, Some(1)).unwrap();
+    let recorded = Recorded::data_set(&path, 500, Some(1), false).unwrap();
     let workload = with(recorded, 1);
     let all = requests(&workload);
     let mut sorted = lengths(&all);
@@ -149,7 +158,7 @@ fn users_share_the_conversations_of_each_cycle() {
     let all: Vec<&[(usize, usize)]> = conversation.iter().map(Vec::as_slice).collect();
     let path = files.conversations(&all);
     for users in [1, 3, 40] {
-        let workload = with(Recorded::data_set(&path, 500, Some(3)).unwrap(), users);
+        let workload = with(Recorded::data_set(&path, 500, Some(3), false).unwrap(), users);
         assert_eq!(workload.users, users);
         let found = requests(&workload);
         assert_eq!(found.len(), 3 * 7 * 2, "{users} users");
@@ -158,9 +167,9 @@ fn users_share_the_conversations_of_each_cycle() {
             assert_eq!(turns, 6, "{users} users");
         }
     }
-    let few = with(Recorded::data_set(&path, 2, Some(1)).unwrap(), 1);
+    let few = with(Recorded::data_set(&path, 2, Some(1), false).unwrap(), 1);
     assert_eq!(requests(&few).len(), 2 * 2);
-    let endless = with(Recorded::data_set(&path, 2, None).unwrap(), 1);
+    let endless = with(Recorded::data_set(&path, 2, None, false).unwrap(), 1);
     let mut plan = UserPlan::new(&endless, 0);
     assert!((0..100).all(|_| plan.next_request(&endless).turn > 0 && !plan.is_exhausted()));
 }
@@ -169,7 +178,7 @@ fn users_share_the_conversations_of_each_cycle() {
 fn a_run_of_a_data_set_ends_after_its_cycles() {
     let files = Files::new();
     let path = files.conversations(&[&[(256, 128), (300, 10)], &[(500, 5)], &[(700, 7)]]);
-    let workload = with(Recorded::data_set(&path, 500, Some(2)).unwrap(), 5);
+    let workload = with(Recorded::data_set(&path, 500, Some(2), false).unwrap(), 5);
     let options = RunOptions { request_rate: None, ..options(3) };
     let outcome =
         run(&MapBackend::default(), &workload, &options, &Progress::default(), &SystemClock);
@@ -181,10 +190,110 @@ fn a_run_of_a_data_set_ends_after_its_cycles() {
 #[test]
 fn a_trace_that_cannot_be_read_is_refused_with_its_option_and_cause() {
     let files = Files::new();
-    let missing = Recorded::burst_trace(&files.0.path().join("none.csv"), 1.0, None).unwrap_err();
+    let missing =
+        Recorded::burst_trace(&files.0.path().join("none.csv"), 1.0, None, false).unwrap_err();
     assert!(missing.to_string().starts_with("--burst-trace-path cannot be used"), "{missing}");
-    let empty = Recorded::data_set(&files.write("empty.json", "[]"), 500, None).unwrap_err();
+    let empty = Recorded::data_set(&files.write("empty.json", "[]"), 500, None, false).unwrap_err();
     let KvBenchError::Trace { option, source } = empty else { panic!("{empty}") };
     assert_eq!(option, "--dataset-path");
     assert!(source.to_string().ends_with("has no requests"), "{source}");
+}
+
+/// The first requests of a compatible run.
+fn scheduled(workload: &Workload, count: usize) -> Vec<ObjectRequest> {
+    Schedule::new(workload).take(count).collect()
+}
+
+#[test]
+fn a_compatible_run_replays_all_rows_of_a_trace_with_their_arrivals() {
+    let files = Files::new();
+    let recorded = Recorded::burst_trace(&files.burst(ROWS), 2.0, None, true).unwrap();
+    assert_eq!((recorded.all_requests(), recorded.request_tokens_max()), (None, 40_000));
+    let workload = with(recorded, 3);
+    let all = scheduled(&workload, 2001);
+    let facts: Vec<_> = all[..5]
+        .iter()
+        .map(|it| (it.arrival.as_millis(), it.context_tokens, it.generated_tokens))
+        .collect();
+    let expected = [
+        (0, 472, 18),
+        (20_000, 1087, 230),
+        (22_500, 9, 0),
+        (56_500, 40_000, 276),
+        (56_500, 472, 18),
+    ];
+    assert_eq!(facts, expected);
+    assert!(all[3].only_writes && all[2].decode_reads(&workload.settings) == 1);
+    let entry = |at: usize| (all[at].user, all[at].conversation, all[at].turn);
+    assert_eq!((entry(0), entry(999), entry(1000)), ((0, 1, 1), (999, 1, 1), (0, 2, 1)));
+    let share = |class| {
+        let count = all.iter().filter(|it| it.class == class).count();
+        u32::try_from(count).map(f64::from).unwrap() / 2001.0
+    };
+    assert!((share(QosClass::Interactive) - 0.15).abs() < 0.03);
+    assert!((share(QosClass::Batch) - 0.5).abs() < 0.05);
+}
+
+/// A turn is an entry of its own, which later cycles find. No turn reads earlier ones.
+#[test]
+fn a_compatible_run_stores_each_turn_of_a_data_set_once() {
+    let files = Files::new();
+    let path = files.conversations(&[&[(20, 40), (30, 8)], &[(50, 1)], &[(17_000, 2500)]]);
+    let recorded = Recorded::data_set(&path, 500, Some(3), true).unwrap();
+    assert_eq!(recorded.all_requests(), Some(12));
+    let workload = Workload { requests_max: Some(12), ..with(recorded, 4) };
+    let all = scheduled(&workload, 12);
+    let mut entries: Vec<_> =
+        all.iter().map(|it| (it.user, it.conversation, it.context_tokens)).collect();
+    for cycle in entries.chunks_mut(4) {
+        let turns: Vec<_> = cycle.iter().filter(|it| it.0 == 0).map(|it| it.1).collect();
+        assert_eq!(turns, [1, 2]);
+        cycle.sort_unstable();
+        assert_eq!(cycle, [(0, 1, 20), (0, 2, 30), (1, 1, 50), (2, 1, 16_384)]);
+    }
+    assert!(all.iter().all(|it| it.turn == 1 && it.arrival.is_zero()));
+
+    let directory = TempDir::new().unwrap();
+    let tiers = WaterfallSizes { gpu_bytes: 0, cpu_bytes: 1 << 30, files_bytes: 1 << 30 };
+    let runs = [1, 3].map(|workers| {
+        let directory = directory.path().join(workers.to_string());
+        let waterfall = Waterfall::new(&directory, tiers, 42, &SystemClock).unwrap();
+        let (options, progress) = (options(workers), Progress::default());
+        let pace = Pace { think_scale: 1.0, thread_wait: LONG };
+        let run = run_objects(&waterfall, &workload, &options, pace, &progress, &SystemClock);
+        let figures = run.unwrap().0.figures;
+        assert_eq!((figures.requests, figures.misses, figures.turn_hits), (12, 0, 0));
+        assert_eq!(figures.written.bytes, (20 + 30 + 50 + 16_384) * 64);
+        // Two and once more for each 32 tokens; the longest one only writes.
+        assert_eq!(figures.read_total().bytes, 3 * (3 * 20 + 2 * 30 + 2 * 50) * 64);
+        (figures.operations, figures.written_blocks)
+    });
+    assert_eq!(runs[0], runs[1]);
+}
+
+/// With fewer turns than threads, several requests have the same entry at once.
+#[test]
+fn an_entry_that_several_requests_have_is_written_once() {
+    let files = Files::new();
+    let path = files.conversations(&[&[(200, 40)]]);
+    let workload = with(Recorded::data_set(&path, 500, None, true).unwrap(), 4);
+    let directory = TempDir::new().unwrap();
+    let tiers = WaterfallSizes { gpu_bytes: 0, cpu_bytes: 0, files_bytes: 1 << 30 };
+    let waterfall = Waterfall::new(directory.path(), tiers, 42, &SystemClock).unwrap();
+    let (options, progress) = (options(8), Progress::default());
+    let pace = Pace { think_scale: 1.0, thread_wait: LONG };
+    let (outcome, objects) = std::thread::scope(|scope| {
+        let running = scope.spawn(|| {
+            run_objects(&waterfall, &workload, &options, pace, &progress, &SystemClock).unwrap()
+        });
+        while progress.requests.load(Ordering::Relaxed) < 40 {
+            std::thread::yield_now();
+        }
+        progress.is_stopped.store(true, Ordering::Relaxed);
+        running.join().unwrap()
+    });
+    let figures = &outcome.figures;
+    assert_eq!((figures.written_blocks, figures.written.bytes), (1, 200 * 64));
+    assert_eq!((figures.misses, figures.wrong_blocks), (0, 0));
+    assert_eq!((objects.contents[2].entries, objects.contents[2].bytes), (1, 200 * 64));
 }

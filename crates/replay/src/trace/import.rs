@@ -13,6 +13,8 @@ pub struct ReadOptions {
     pub time_unit: Option<TimeUnit>,
     /// Read at most this number of rows of each file, skipped ones included.
     pub rows_max: Option<u64>,
+    /// Keep requests of BurstGPT that failed: those without response tokens.
+    pub keeps_failed: bool,
 }
 
 /// How the files of a trace were read. A row is a line, a row of CSV, an element of a JSON array, a

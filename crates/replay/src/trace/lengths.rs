@@ -20,7 +20,8 @@ pub(super) fn row(
     };
     let input_tokens = object.made_block_tokens(input, block_tokens)?;
     let output_tokens = object.integer(output, 0, u32::MAX)?;
-    if format == TraceFormat::BurstGpt && output_tokens == 0 {
+    let has_failed = format == TraceFormat::BurstGpt && output_tokens == 0;
+    if has_failed && !parser.options.keeps_failed {
         return Ok(RowOutcome::Skipped(SkipReason::NoResponse));
     }
     let session = object.optional("Session ID").map(ToString::to_string);

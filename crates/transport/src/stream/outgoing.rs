@@ -29,8 +29,8 @@ impl Outgoing {
     ///
     /// `receive` is called while the peer takes no bytes, as in `Socket::send_and`.
     ///
-    /// After a deadline, this keeps a copy of what was not sent, which `send_rest` has to send next.
-    /// After another error the connection cannot go on: the peer has a part of the frame.
+    /// After a deadline, this keeps a copy of what was not sent, which `send_rest` has to send
+    /// next. After another error the connection cannot go on: the peer has a part of the frame.
     pub(super) fn send(
         &mut self,
         socket: &Socket,

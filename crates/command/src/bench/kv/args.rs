@@ -1,14 +1,17 @@
 //! The options of `cascade bench kv`: names and defaults are those of the original.
 
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use cascade_kv_bench::autoscaler::{AutoscalerMode, AutoscalerOptions};
+use cascade_kv_bench::config_file::ConfigFile;
 use cascade_kv_bench::criteria::PerformanceProfile;
 use cascade_kv_bench::model::KvModel;
+use cascade_kv_bench::model_config::ModelConfig;
 use cascade_kv_bench::plan::Phases;
 use cascade_kv_bench::retrieval::Documents;
-use clap::{Args, ValueEnum};
+use clap::{Arg, ArgAction, Args, Command, FromArgMatches, ValueEnum};
 
 use crate::Failure;
 use crate::bench::kv::mlperf_args::{GivenOptions, MlperfArgs};
@@ -71,6 +74,14 @@ pub(crate) struct KvArgs {
     /// llama3.1-70b-instruct, deepseek-v3, qwen3-32b, gpt-oss-120b, gpt-oss-20b.
     #[arg(long, value_name = "MODEL", default_value = "llama3.1-8b", help_heading = "Workload")]
     pub(super) model: String,
+    /// Take the geometry of the model from FILE: config.json of Hugging Face, or YAML with
+    /// `model_configs`, among which --model chooses.
+    #[arg(long, value_name = "FILE", help_heading = "Workload")]
+    pub(super) model_config: Option<PathBuf>,
+    /// Take settings of users, classes, conversations and autoscaling from FILE: the original's
+    /// config.yaml. A setting that cannot be changed is refused by name. An option wins over it.
+    #[arg(long, value_name = "FILE", help_heading = "Workload")]
+    pub(super) config: Option<PathBuf>,
     /// Simulated users.
     #[arg(long, value_name = "N", default_value_t = 100, help_heading = "Workload")]
     #[arg(value_parser = clap::value_parser!(u32).range(1..=100_000))]
@@ -176,6 +187,15 @@ pub(crate) struct KvArgs {
     /// Write the results with plots as one self-contained HTML file.
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     pub(super) report: Option<PathBuf>,
+    /// Write the results as a spreadsheet with the original's sheets to FILE: XLSX, or CSV if the
+    /// name does not end in `.xlsx`.
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    pub(super) xlsx_output: Option<PathBuf>,
+    /// With --compatible: store nothing, and write each operation that the tiers would do to FILE,
+    /// as CSV with the columns Timestamp, Operation, `Object_Size_Bytes`, Tier, Key and Phase. A
+    /// name that ends in `.zst` is compressed.
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    pub(super) io_trace_log: Option<PathBuf>,
     /// Leave the blocks in the directory.
     #[arg(long, help_heading = "Output")]
     pub(super) keep: bool,
@@ -216,12 +236,14 @@ pub(super) enum ScalerChoice {
 }
 
 impl GenerationMode {
-    pub(super) fn token_time(self) -> Duration {
-        Duration::from_millis(match self {
-            Self::None => 0,
-            Self::Fast => 2,
-            Self::Realistic => 30,
-        })
+    /// The time for a generated token.
+    pub(super) fn token_time(self, config: &ConfigFile) -> Duration {
+        let [none, fast, realistic] = config.token_times;
+        match self {
+            Self::None => none,
+            Self::Fast => fast,
+            Self::Realistic => realistic,
+        }
     }
 
     pub(super) fn name(self) -> &'static str {
@@ -243,6 +265,15 @@ impl ProfileChoice {
 }
 
 impl KvArgs {
+    /// Reads the options that a process of this program is to get.
+    pub(super) fn parse(options: Vec<OsString>) -> Result<Self, Failure> {
+        let unoptimised = Arg::new("unoptimised").long("unoptimised").action(ArgAction::SetTrue);
+        let command = Command::new("kv").no_binary_name(true).arg(unoptimised);
+        let parsed = Self::augment_args(command).try_get_matches_from(options);
+        let parsed = parsed.and_then(|matches| Self::from_arg_matches(&matches));
+        parsed.map_err(|error| Failure::other("run the benchmark with these options", error))
+    }
+
     pub(crate) fn json(&self) -> Option<&Path> {
         self.output.as_deref()
     }
@@ -252,7 +283,7 @@ impl KvArgs {
         self.cache_dir.clone().unwrap_or_else(default)
     }
 
-    pub(super) fn autoscaling(&self) -> Option<AutoscalerOptions> {
+    pub(super) fn autoscaling(&self, config: &ConfigFile) -> Option<AutoscalerOptions> {
         self.enable_autoscaling.then_some(AutoscalerOptions {
             mode: match self.autoscaler_mode {
                 ScalerChoice::Qos => AutoscalerMode::Qos,
@@ -260,6 +291,7 @@ impl KvArgs {
             },
             target_saturation: self.target_saturation,
             interval: SCALE_INTERVAL,
+            settings: config.scaling,
         })
     }
 
@@ -275,8 +307,31 @@ impl KvArgs {
         }
     }
 
-    pub(super) fn model(&self) -> Result<KvModel, Failure> {
-        Ok(KvModel::new(&self.model, self.tensor_parallel)?)
+    /// The settings of --config, or those that are built in. Refuses options beyond its limits.
+    pub(super) fn settings(&self) -> Result<ConfigFile, Failure> {
+        let Some(path) = &self.config else { return Ok(ConfigFile::default()) };
+        let config = ConfigFile::read(path, &self.model)?;
+        let memory = (self.gpu_mem_gb * f64::from(self.num_gpus), self.cpu_mem_gb);
+        config.limits.check(self.num_users, self.duration, memory)?;
+        Ok(config)
+    }
+
+    pub(super) fn model(&self, config: &ConfigFile) -> Result<KvModel, Failure> {
+        let found = match (&self.model_config, &config.model) {
+            (None, None) => return Ok(KvModel::new(&self.model, self.tensor_parallel)?),
+            (None, Some(found)) => found.clone(),
+            (Some(path), _) => {
+                let name = self.given.has("model").then_some(&*self.model);
+                ModelConfig::read(path, name)?
+            }
+        };
+        Ok(KvModel::of_geometry(&found.name, &found.geometry, self.tensor_parallel)?)
+    }
+
+    /// Refuses what a run would refuse at its start, as far as the options and their files tell.
+    pub(super) fn check_all(&self) -> Result<(), Failure> {
+        self.check()?;
+        self.model(&self.settings()?).map(drop)
     }
 
     /// Refuses options that are not built, make no sense, or contradict each other.
@@ -354,18 +409,12 @@ impl KvArgs {
             (
                 self.request_rate > 0.0,
                 "--request-rate",
-                "the original's simulated users ask at their own times",
-            ),
-            (self.enable_rag, "--enable-rag", "documents are not built in this mode"),
-            (
-                self.traces.use_burst_trace,
-                "--use-burst-trace",
-                "recorded requests are not built in this mode",
+                "users and recorded requests have their own times",
             ),
             (
-                self.traces.dataset_path.is_some(),
-                "--dataset-path",
-                "recorded requests are not built in this mode",
+                self.traces.has_recorded() && self.disable_multi_turn,
+                "--disable-multi-turn",
+                "no recorded request of the original reads earlier turns",
             ),
         ];
         let given = refused.into_iter().find(|(is_given, ..)| self.compatible && *is_given);

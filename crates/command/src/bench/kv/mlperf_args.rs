@@ -35,6 +35,14 @@ pub(super) struct MlperfArgs {
     /// Directory of the results, new or without results. Ranks of several hosts share it.
     #[arg(long, value_name = "DIR", help_heading = "Submission", requires = "mlperf")]
     pub(super) results_dir: Option<PathBuf>,
+    /// Ranks of this host, which divide its memory: for a process that another one starts.
+    #[arg(long, hide = true, default_value_t = 1)]
+    #[arg(value_parser = clap::value_parser!(u64).range(1..))]
+    pub(super) memory_shares: u64,
+    /// Ranks that divide the free space of the file system, likewise.
+    #[arg(long, hide = true, default_value_t = 1)]
+    #[arg(value_parser = clap::value_parser!(u64).range(1..))]
+    pub(super) disk_shares: u64,
     /// End when standard input ends: for a process that another one starts.
     #[arg(long, hide = true)]
     pub(super) ends_with_input: bool,

@@ -7,11 +7,13 @@ use cascade_block::ByteSize;
 use cascade_kv_bench::GIB;
 use cascade_kv_bench::compatible::entry::PIECE_BYTES;
 use cascade_kv_bench::compatible::plan::{self as object_plan, STORED_TOKENS, Schedule};
+use cascade_kv_bench::config_file::ConfigFile;
 use cascade_kv_bench::directory::BenchDirectory;
 use cascade_kv_bench::model::KvModel;
 use cascade_kv_bench::plan::{UserPlan, Workload};
 use cascade_kv_bench::prepare::Precondition;
 use cascade_kv_bench::recorded::Recorded;
+use cascade_kv_bench::retrieval::{CHUNK_TOKENS, CHUNKS_READ};
 use cascade_kv_bench::run::RunOptions;
 use cascade_kv_bench::store_backend::TierSizes;
 
@@ -48,15 +50,15 @@ pub(super) struct Setup {
 
 impl Setup {
     pub(super) fn new(
-        args: &KvArgs,
+        (args, config): (&KvArgs, &ConfigFile),
         model: KvModel,
         recorded: Option<Arc<Recorded>>,
         directory: &BenchDirectory,
     ) -> Result<Self, Failure> {
         if args.compatible {
-            return Self::of_objects(args, model, directory);
+            return Self::of_objects((args, config), model, recorded, directory);
         }
-        let mut notes = Vec::new();
+        let mut notes = notes(args);
         let block_bytes = model.block_bytes as u64;
         // Autoscaling may add any number of users.
         let num_users = recorded.as_ref().map_or(args.num_users, |it| it.users(args.num_users));
@@ -83,7 +85,7 @@ impl Setup {
                 ByteSize(pool).rounded()
             ));
         }
-        let workload = workload(args, model, num_users, recorded)?;
+        let workload = workload((args, config), model, num_users, recorded)?;
         notes.extend(workload.recorded.as_ref().map(|recorded| recorded.text()));
         let largest = (0..workload.users)
             .map(|user| UserPlan::new(&workload, user).next_request(&workload).total_blocks)
@@ -95,23 +97,30 @@ impl Setup {
             FilesNeed { largest: largest * block_bytes, stored: workload.stored_bytes(), above: 0 };
         let files_bytes = files_bytes(args, &workload, &needs, directory, &mut notes)?;
         let sizes = TierSizes { gpu_bytes, cpu_bytes, staging_bytes, files_bytes };
-        let options = options(args, usize::try_from(workers).unwrap_or(1), batch_blocks);
+        let options = options((args, config), usize::try_from(workers).unwrap_or(1), batch_blocks);
         Ok(Self { workload, sizes, options, is_compatible: false, notes })
     }
 
     /// A run as the original does it.
     fn of_objects(
-        args: &KvArgs,
+        (args, config): (&KvArgs, &ConfigFile),
         model: KvModel,
+        recorded: Option<Arc<Recorded>>,
         directory: &BenchDirectory,
     ) -> Result<Self, Failure> {
-        let mut notes = Vec::new();
+        let mut notes = notes(args);
         let workers = args.num_users.min(OBJECT_WORKERS_MAX);
         let gpu_bytes = bytes(args.gpu_mem_gb * f64::from(args.num_gpus));
         let cpu_bytes = bytes(args.cpu_mem_gb);
         check_memory(args, gpu_bytes + cpu_bytes + u64::from(workers) * PIECE_BYTES as u64)?;
-        let workload = workload(args, model, args.num_users, None)?;
-        let tokens = Schedule::new(&workload).context_tokens_max().max(STORED_TOKENS);
+        let workload = object_workload((args, config), model, recorded)?;
+        notes.extend(workload.recorded.as_ref().map(|recorded| recorded.text()));
+        let tokens = match &workload.recorded {
+            Some(recorded) => recorded.request_tokens_max(),
+            None => Schedule::new(&workload).context_tokens_max(),
+        };
+        let question_tokens = if args.enable_rag { CHUNK_TOKENS * CHUNKS_READ as u64 } else { 0 };
+        let tokens = tokens.max(STORED_TOKENS).max(question_tokens);
         let needs = FilesNeed {
             largest: tokens * workload.model.bytes_per_token,
             stored: object_plan::stored_bytes(&workload),
@@ -119,13 +128,49 @@ impl Setup {
         };
         let files_bytes = files_bytes(args, &workload, &needs, directory, &mut notes)?;
         let sizes = TierSizes { gpu_bytes, cpu_bytes, staging_bytes: 0, files_bytes };
-        let options = options(args, usize::try_from(workers).unwrap_or(1), 1);
+        let options = options((args, config), usize::try_from(workers).unwrap_or(1), 1);
         Ok(Self { workload, sizes, options, is_compatible: true, notes })
     }
 }
 
+impl Setup {
+    /// A run whose operations are logged and not done: it needs neither memory nor a disk. Without
+    /// a size, the file tier has no limit, or that of the disk that the user names.
+    pub(super) fn of_log(
+        (args, config): (&KvArgs, &ConfigFile),
+        recorded: Option<Arc<Recorded>>,
+    ) -> Result<Self, Failure> {
+        let workload = object_workload((args, config), args.model(config)?, recorded)?;
+        let mut notes = notes(args);
+        notes.extend(workload.recorded.as_ref().map(|recorded| recorded.text()));
+        let workers = args.num_users.min(OBJECT_WORKERS_MAX);
+        let files_bytes = match (bytes(args.storage_capacity_gb), &args.cache_dir) {
+            (0, None) => u64::MAX,
+            (0, Some(directory)) => BenchDirectory::free_bytes_of(directory)? / 10 * 9,
+            (given, _) => given,
+        };
+        let sizes = TierSizes {
+            gpu_bytes: bytes(args.gpu_mem_gb * f64::from(args.num_gpus)),
+            cpu_bytes: bytes(args.cpu_mem_gb),
+            staging_bytes: 0,
+            files_bytes,
+        };
+        let options = RunOptions {
+            verifies: false,
+            ..options((args, config), usize::try_from(workers).unwrap_or(1), 1)
+        };
+        Ok(Self { workload, sizes, options, is_compatible: true, notes })
+    }
+}
+
+/// What is known before anything is sized.
+fn notes(args: &KvArgs) -> Vec<String> {
+    let config = args.config.as_ref();
+    config.map(|path| format!("settings of {}", path.display())).into_iter().collect()
+}
+
 fn workload(
-    args: &KvArgs,
+    (args, config): (&KvArgs, &ConfigFile),
     model: KvModel,
     users: u32,
     recorded: Option<Arc<Recorded>>,
@@ -146,21 +191,41 @@ fn workload(
         phases: args.phases(),
         requests_max: requests_max(args, recorded.as_deref()),
         recorded,
+        settings: config.settings,
     })
 }
 
-fn options(args: &KvArgs, workers: usize, batch_blocks: usize) -> RunOptions {
+/// A workload of whole entries. Recorded requests are counted to have system prompts, too.
+fn object_workload(
+    (args, config): (&KvArgs, &ConfigFile),
+    model: KvModel,
+    recorded: Option<Arc<Recorded>>,
+) -> Result<Workload, Failure> {
+    let all = recorded.as_ref().and_then(|recorded| recorded.all_requests());
+    let workload = workload((args, config), model, args.num_users, recorded)?;
+    Ok(Workload {
+        has_shared_prompts: !args.disable_prefix_caching,
+        requests_max: workload.requests_max.into_iter().chain(all).min(),
+        ..workload
+    })
+}
+
+fn options(
+    (args, config): (&KvArgs, &ConfigFile),
+    workers: usize,
+    batch_blocks: usize,
+) -> RunOptions {
     RunOptions {
         workers,
         batch_blocks,
         duration: Duration::from_secs(args.duration),
         request_rate: (args.request_rate > 0.0).then_some(args.request_rate),
-        token_time: args.generation_mode.token_time(),
+        token_time: args.generation_mode.token_time(config),
         prefills_max: args.max_concurrent_allocs,
         verifies: !args.no_verify,
         device: None,
         precondition: precondition(args, workers),
-        autoscaling: args.autoscaling(),
+        autoscaling: args.autoscaling(config),
     }
 }
 
@@ -190,15 +255,17 @@ fn precondition(args: &KvArgs, workers: usize) -> Option<Precondition> {
 fn check_memory(args: &KvArgs, tiers: u64) -> Result<(), Failure> {
     let needed = tiers.saturating_add(OTHER_MEMORY_BYTES);
     let available = cascade_memory::available_bytes(&|path| std::fs::read_to_string(path));
-    match available {
+    let shares = args.mlperf.memory_shares;
+    match available.map(|bytes| bytes / shares) {
         Some(available) if available < needed => Err(Failure::usage(
             format!(
-                "--gpu-mem-gb {} x {} and --cpu-mem-gb {} need {} of memory; {} are available",
+                "--gpu-mem-gb {} x {} and --cpu-mem-gb {} need {} of memory; {} are available{}",
                 args.gpu_mem_gb,
                 args.num_gpus,
                 args.cpu_mem_gb,
                 ByteSize(needed).rounded(),
                 ByteSize(available).rounded(),
+                for_each(shares),
             ),
             "lower them: --gpu-mem-gb 0 measures without the simulated GPU tier",
         )),
@@ -224,7 +291,8 @@ fn files_bytes(
     directory: &BenchDirectory,
     notes: &mut Vec<String>,
 ) -> Result<u64, Failure> {
-    let free = directory.free_bytes().unwrap_or(u64::MAX / 2);
+    let shares = args.mlperf.disk_shares;
+    let free = directory.free_bytes().unwrap_or(u64::MAX / 2) / shares;
     let asked = bytes(args.storage_capacity_gb);
     let size = if asked > 0 { asked } else { free / 10 * 9 };
     // The largest request twice, because a reclaim drops a quarter of a small tier at once.
@@ -232,9 +300,10 @@ fn files_bytes(
     if size > free || size < least {
         return Err(Failure::usage(
             format!(
-                "the file tier would have {}, {} are free, and one request needs at least {}",
+                "the file tier would have {}, {} are free{}, and one request needs at least {}",
                 ByteSize(size).rounded(),
                 ByteSize(free).rounded(),
+                for_each(shares),
                 ByteSize(least).rounded(),
             ),
             "give a --cache-dir with more space, another --storage-capacity-gb, or a smaller model",
@@ -258,6 +327,11 @@ fn files_bytes(
         ));
     }
     Ok(size)
+}
+
+/// Says that ranks divide what is there.
+fn for_each(shares: u64) -> String {
+    if shares > 1 { format!(" for each of {shares} ranks") } else { String::new() }
 }
 
 #[expect(

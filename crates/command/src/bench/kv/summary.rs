@@ -2,7 +2,7 @@
 
 use cascade_kv_bench::GIB;
 use cascade_kv_bench::backend::KvTier;
-use cascade_kv_bench::compatible::figures::ObjectFigures;
+use cascade_kv_bench::compatible::figures::{LogFacts, ObjectFigures};
 use cascade_kv_bench::histogram::LatencyHistogram;
 use cascade_kv_bench::report::{actual_text, headline};
 use cascade_kv_bench::result::KvResult;
@@ -14,6 +14,9 @@ use crate::{Failure, Screen};
 pub(super) fn show(result: &KvResult, screen: &mut Screen) -> Result<(), Failure> {
     let environment = screen.dim(&result.environment.headline());
     screen.line(environment)?;
+    if let Some(log) = result.log() {
+        return show_log(result, log, screen);
+    }
     let headline = screen.bold(&headline(result));
     screen.line(headline)?;
     show_validity(result, screen)?;
@@ -23,6 +26,38 @@ pub(super) fn show(result: &KvResult, screen: &mut Screen) -> Result<(), Failure
     show_latencies(result, screen)?;
     show_tiers(result, screen)?;
     show_honesty(result, screen)
+}
+
+/// The summary of a run that only logged its operations.
+fn show_log(result: &KvResult, log: &LogFacts, screen: &mut Screen) -> Result<(), Failure> {
+    let figures = result.figures();
+    let (rows, path) = (grouped(log.rows.count()), log.path.display());
+    let headline = screen.bold(&format!("{rows} operations in {path}"));
+    screen.line(headline)?;
+    if result.outcome.was_stopped {
+        screen.line("PARTIAL: interrupted; the log has the operations until then")?;
+    }
+    for note in result.mode_notes() {
+        screen.line(note)?;
+    }
+    screen.line("\n### LOGGED WORKLOAD ###")?;
+    screen.line(format!("  Simulated Time: {:.1} s", result.seconds()))?;
+    screen.line(format!("  Total Requests: {}", grouped(figures.requests)))?;
+    screen.line(format!("  Total Tokens Generated: {}", grouped(figures.tokens)))?;
+    let rate = figures.hit_rate().map_or("unknown".to_owned(), percent);
+    screen.line(format!("  Hit Rate: {rate}"))?;
+    screen.line("\n### OPERATIONS BY TIER ###")?;
+    let names = ["Tier-0 (GPU)", "Tier-1 (CPU)", "Tier-2 (files)"];
+    for (name, tier) in names.into_iter().zip(log.rows.tiers) {
+        screen.line(format!(
+            "  {name}: {} writes ({:.2} GiB), {} reads ({:.2} GiB)",
+            grouped(tier.writes),
+            tier.written_bytes as f64 / GIB,
+            grouped(tier.reads),
+            tier.read_bytes as f64 / GIB,
+        ))?;
+    }
+    show_tiers(result, screen)
 }
 
 fn show_validity(result: &KvResult, screen: &mut Screen) -> Result<(), Failure> {

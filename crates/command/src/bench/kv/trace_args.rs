@@ -23,10 +23,10 @@ pub(super) struct TraceArgs {
     burst_trace_path: Option<PathBuf>,
     /// Divide the times of the trace by X; 0: all requests are due at once [default: 1].
     #[arg(long, value_name = "X", help_heading = "Traces", allow_negative_numbers = true)]
-    trace_speedup: Option<f64>,
+    pub(super) trace_speedup: Option<f64>,
     /// End after N passes through the trace or the data set; 0: when the window ends [default: 0].
     #[arg(long, value_name = "N", help_heading = "Traces")]
-    replay_cycles: Option<u64>,
+    pub(super) replay_cycles: Option<u64>,
     /// Replay the conversations of a ShareGPT data set (JSON); a turn has at most 8,192 tokens.
     #[arg(long, value_name = "FILE", help_heading = "Traces")]
     pub(super) dataset_path: Option<PathBuf>,
@@ -108,17 +108,23 @@ impl TraceArgs {
     }
 
     /// Reads the recorded requests, if there are any.
-    pub(super) fn recorded(&self) -> Result<Option<Arc<Recorded>>, Failure> {
+    pub(super) fn recorded(&self, is_compatible: bool) -> Result<Option<Arc<Recorded>>, Failure> {
         let cycles = self.replay_cycles.filter(|cycles| *cycles > 0);
         let recorded = if let Some(path) = self.trace() {
-            Recorded::burst_trace(path, self.trace_speedup.unwrap_or(1.0), cycles)?
+            let speedup = self.trace_speedup.unwrap_or(1.0);
+            Recorded::burst_trace(path, speedup, cycles, is_compatible)?
         } else if let Some(path) = &self.dataset_path {
             let most = self.max_conversations.unwrap_or(CONVERSATIONS_MAX);
-            Recorded::data_set(path, most, cycles)?
+            Recorded::data_set(path, most, cycles, is_compatible)?
         } else {
             return Ok(None);
         };
         Ok(Some(Arc::new(recorded)))
+    }
+
+    /// Whether requests are recorded, and not generated.
+    pub(super) fn has_recorded(&self) -> bool {
+        self.use_burst_trace || self.dataset_path.is_some()
     }
 
     fn trace(&self) -> Option<&Path> {

@@ -8,10 +8,7 @@ use crate::Failure;
 const FLAGS: [&str; 1] = ["enable-latency-tracing"];
 
 /// Options with a value.
-const VALUES: [&str; 3] = ["config", "io-trace-log", "log-level"];
-
-/// An export that stays out: JSON has all of it.
-const SPREADSHEET: &str = "xlsx-output";
+const VALUES: [&str; 1] = ["log-level"];
 
 /// The first of these options that was given.
 #[derive(Debug, Default)]
@@ -23,18 +20,16 @@ impl UnbuiltOptions {
     /// Refuses a run with one of these options: without it, the run would be another.
     pub(super) fn check(&self) -> Result<(), Failure> {
         let Some(name) = self.given else { return Ok(()) };
-        let advice = if name == SPREADSHEET {
-            "read the JSON of --output"
-        } else {
-            "leave it out; `cascade bench kv --help` lists what there is"
-        };
-        Err(Failure::usage(format!("--{name} is not built yet, so the run is refused"), advice))
+        Err(Failure::usage(
+            format!("--{name} is not built yet, so the run is refused"),
+            "leave it out; `cascade bench kv --help` lists what there is",
+        ))
     }
 }
 
 fn names() -> impl Iterator<Item = (&'static str, bool)> {
     let flags = FLAGS.into_iter().map(|name| (name, false));
-    flags.chain(VALUES.into_iter().chain([SPREADSHEET]).map(|name| (name, true)))
+    flags.chain(VALUES.into_iter().map(|name| (name, true)))
 }
 
 impl Args for UnbuiltOptions {

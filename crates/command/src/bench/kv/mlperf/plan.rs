@@ -8,7 +8,6 @@ use std::path::{Path, PathBuf};
 use cascade_kv_bench::submission::{
     DURATION_SECONDS, Division, OPTIONS, SEED, SETTLE_SECONDS, Sequence, SubmissionOption, TRIALS,
 };
-use clap::{Arg, ArgAction, Args, Command, FromArgMatches};
 use serde_json::{Map, Value};
 
 use super::launcher::Ranks;
@@ -29,8 +28,16 @@ const OF_SUBMISSION: [&str; 9] = [
     "unoptimised",
 ];
 /// Options that one process alone may have.
-const OF_ONE_PROCESS: [&str; 6] =
-    ["output", "report", "keep", "xlsx-output", "io-trace-log", "ends-with-input"];
+const OF_ONE_PROCESS: [&str; 8] = [
+    "output",
+    "report",
+    "keep",
+    "xlsx-output",
+    "io-trace-log",
+    "ends-with-input",
+    "memory-shares",
+    "disk-shares",
+];
 
 /// A submission before its start.
 #[derive(Debug)]
@@ -129,7 +136,17 @@ impl Plan {
         all.extend(["--seed".into(), (self.seed + u64::from(rank)).to_string().into()]);
         all.extend(["--cache-dir".into(), self.rank_cache(rank).into()]);
         all.extend(["--output".into(), output.into(), "--ends-with-input".into()]);
+        let disk = self.disk_shares(rank).to_string();
+        let memory = self.ranks.of_host.to_string();
+        all.extend(["--disk-shares".into(), disk.into(), "--memory-shares".into(), memory.into()]);
         all
+    }
+
+    /// The ranks of this host that store on the same file system as this one. A rank may have a
+    /// file system of its own, mounted on its directory.
+    fn disk_shares(&self, rank: u32) -> u32 {
+        let own = device(&self.rank_cache(rank));
+        if own == device(&self.cache_dir) { self.ranks.of_host } else { 1 }
     }
 
     /// The workload of an option, with the options that were given in the place of its own.
@@ -150,7 +167,7 @@ impl Plan {
     /// The workload of the first option by the names of the original's metadata.
     pub(super) fn parameters(&self) -> Result<Map<String, Value>, Failure> {
         let Some(option) = self.options.first() else { return Ok(Map::new()) };
-        let args = self.parsed(option)?;
+        let args = KvArgs::parse(self.workload(option))?;
         let mut all = Map::new();
         let mut add = |name: &str, value: Value| all.insert(name.to_owned(), value);
         add("model", args.model.clone().into());
@@ -167,19 +184,9 @@ impl Plan {
         Ok(all)
     }
 
-    fn parsed(&self, option: &SubmissionOption) -> Result<KvArgs, Failure> {
-        let unoptimised = Arg::new("unoptimised").long("unoptimised").action(ArgAction::SetTrue);
-        let command = Command::new("kv").no_binary_name(true).arg(unoptimised);
-        let parsed = KvArgs::augment_args(command).try_get_matches_from(self.workload(option));
-        let parsed = parsed.and_then(|matches| KvArgs::from_arg_matches(&matches));
-        parsed.map_err(|error| Failure::other("run a rank with these options", error))
-    }
-
     /// Refuses a command line that each rank would refuse after the wait.
     fn check_rank(&self, option: &SubmissionOption) -> Result<(), Failure> {
-        let args = self.parsed(option)?;
-        args.check()?;
-        args.model().map(drop)
+        KvArgs::parse(self.workload(option))?.check_all()
     }
 
     /// A directory with results is not written to: neither the old nor the new would be whole.

@@ -12,19 +12,15 @@ use cascade_kv_bench::submission::figures::{RankFigures, RankOfTrial};
 use cascade_runtime::{Deadline, SystemClock};
 
 use super::plan::Plan;
-use crate::bench::own_process::OwnProcess;
+use crate::bench::own_process::{self, OwnProcess};
 use crate::{EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Failure, Screen, interrupt, write_file};
 
-/// How often files and processes are looked at.
+/// How often files are looked at.
 const POLL: Duration = Duration::from_millis(50);
 /// How long ranks of one launcher wait for each other at the start.
 const MEETING: Duration = Duration::from_secs(120);
-/// Longest time that a rank may take beside its window, three times.
-const RANK_TAIL: Duration = Duration::from_secs(3600);
 /// Longest time that this process waits for ranks of others after its own, beside the window.
 const OTHERS_TAIL: Duration = Duration::from_secs(900);
-/// How long a rank that is to stop may take to report.
-const STOPPING: Duration = Duration::from_secs(120);
 /// How the failure of a rank begins that did not tell how it ended.
 pub(super) const NO_SIGN: &str = "gave no sign of its end";
 /// The file that says how a rank ended.
@@ -96,21 +92,19 @@ impl Trials<'_> {
         let directories: Vec<PathBuf> =
             (0..plan.ranks.total).map(|it| plan.rank_directory(option.number, trial, it)).collect();
         let mut running = Vec::new();
-        for rank in ranks {
+        for rank in ranks.clone() {
             let directory = &directories[rank as usize];
             fs::create_dir_all(directory).map_err(|source| Failure::write(directory, source))?;
             let output = directory.join(format!("kvcache_results_{}.json", self.run_datetime));
             let arguments = plan.arguments(option, rank, &output);
-            let process = OwnProcess::start(&arguments, &directory.join("output.log"))?;
-            running.push(Running { rank, process, status: None });
+            running.push(OwnProcess::start(&arguments, &directory.join("output.log"))?);
         }
-        let longest = Duration::from_secs(seconds) * 3 + RANK_TAIL;
-        wait_for_processes(&mut running, longest)?;
-        for ended in &running {
-            let directory = &directories[ended.rank as usize];
-            let text = ended.text(directory);
+        own_process::wait_for_all(&mut running, Duration::from_secs(seconds), || Ok(()))?;
+        for (rank, process) in ranks.zip(&running) {
+            let directory = &directories[rank as usize];
+            let text = how_it_ended(process.status(), directory);
             write_file(&directory.join(ENDED), text.as_bytes())?;
-            self.clean_up(ended.rank);
+            self.clean_up(rank);
         }
         drop(running);
         let ends = directories.iter().map(|directory| directory.join(ENDED)).collect();
@@ -130,59 +124,13 @@ impl Trials<'_> {
     }
 }
 
-/// A rank that runs here.
-#[derive(Debug)]
-struct Running {
-    rank: u32,
-    process: OwnProcess,
-    status: Option<ExitStatus>,
-}
-
-impl Running {
-    /// How it ended, in one line.
-    fn text(&self, directory: &Path) -> String {
-        let log = directory.join("output.log");
-        let last = fs::read_to_string(&log).unwrap_or_default();
-        let error = last.lines().find(|line| line.starts_with("error: ")).unwrap_or("");
-        match self.status.map(|status| status.code()) {
-            Some(Some(EXIT_OK)) => GOOD.to_owned(),
-            Some(Some(EXIT_INTERRUPTED)) => "stopped before its end".to_owned(),
-            Some(Some(EXIT_FAILED)) if result_of(directory).is_some() => INVALID.to_owned(),
-            Some(Some(code)) => format!("exit code {code}: {error} ({})", log.display()),
-            Some(None) => format!(
-                "killed: {}",
-                self.status.map_or(String::new(), |status| status.to_string())
-            ),
-            None => "did not end in time, and was killed".to_owned(),
-        }
-    }
-}
-
-/// Waits until all have ended. Control-C and the deadline stop them.
-fn wait_for_processes(running: &mut [Running], longest: Duration) -> Result<(), Failure> {
-    let deadline = Deadline::after(&SystemClock, longest);
-    let mut stopping: Option<Deadline> = None;
-    loop {
-        let mut is_one_left = false;
-        for rank in running.iter_mut().filter(|rank| rank.status.is_none()) {
-            rank.status = rank.process.ended()?;
-            is_one_left |= rank.status.is_none();
-        }
-        if !is_one_left {
-            return Ok(());
-        }
-        let is_ending = interrupt::is_requested() || deadline.has_passed(&SystemClock);
-        if is_ending && stopping.is_none() {
-            for rank in running.iter_mut() {
-                rank.process.stop();
-            }
-            stopping = Some(Deadline::after(&SystemClock, STOPPING));
-        }
-        if stopping.is_some_and(|deadline| deadline.has_passed(&SystemClock)) {
-            let mut left = running.iter_mut().filter(|rank| rank.status.is_none());
-            return left.try_for_each(|rank| rank.process.kill());
-        }
-        thread::park_timeout(POLL);
+/// How a rank ended, in one line.
+fn how_it_ended(status: Option<ExitStatus>, directory: &Path) -> String {
+    match status.map(|status| (status, status.code())) {
+        Some((_, Some(EXIT_OK))) => GOOD.to_owned(),
+        Some((_, Some(EXIT_INTERRUPTED))) => "stopped before its end".to_owned(),
+        Some((_, Some(EXIT_FAILED))) if result_of(directory).is_some() => INVALID.to_owned(),
+        _ => own_process::failure(status, &directory.join("output.log")),
     }
 }
 
