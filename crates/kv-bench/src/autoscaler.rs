@@ -229,7 +229,7 @@ impl Autoscaler {
     /// Users after this share and at least this number more, within the limits.
     fn more(&self, share: f64, least: u32) -> u32 {
         let step = whole(f64::from(self.users) * share).max(least);
-        // Users that were asked for stay, also above the limit.
+        // A run that starts above the limit keeps its users.
         let most = self.settings.users_max.max(self.users);
         self.users.saturating_add(step).clamp(self.settings.users_min, most)
     }
@@ -329,7 +329,7 @@ mod tests {
         assert_eq!(decide(9.5), ScaleAction::Users(15));
         let mut above = of(AutoscalerMode::Qos, 60);
         let first = above.decide(Duration::ZERO, &latencies(5.0, 1.0));
-        assert_eq!(first, ScaleAction::Hold, "users that were asked for stay");
+        assert_eq!(first, ScaleAction::Hold, "a run that starts above the limit keeps its users");
         let mut capacity = of(AutoscalerMode::Capacity, 20);
         let mut decide = |gib| capacity.decide(Duration::ZERO, &throughput(gib));
         assert_eq!(decide(1.0), ScaleAction::Users(50));

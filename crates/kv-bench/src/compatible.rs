@@ -5,6 +5,7 @@
 //! result file with the default mode, and neither the store nor the plan of its requests.
 
 pub mod criteria;
+mod document_count;
 pub mod documents;
 pub mod entry;
 pub mod figures;

@@ -118,7 +118,7 @@ pub struct ConfigFile {
     pub token_times: [Duration; 3],
     /// What the command line may ask for at most.
     pub limits: Limits,
-    /// The model that was asked for, if the file describes it.
+    /// The model of `--model`, if the file describes it.
     pub model: Option<ModelConfig>,
 }
 

@@ -39,8 +39,8 @@ pub struct ModelConfig {
 }
 
 impl ModelConfig {
-    /// Reads a file in either form. `name` is the model that was asked for, if one was: it chooses
-    /// among `model_configs`, and is only a name for a `config.json`.
+    /// Reads a file in either form. `name` is that of `--model`, if it was given: it chooses among
+    /// `model_configs`, and is only a name for a `config.json`.
     ///
     /// # Errors
     /// If the file has no such model, or does not say how large its KV is.

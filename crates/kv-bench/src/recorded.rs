@@ -143,8 +143,8 @@ impl Recorded {
         Self { option, file: path.display().to_string(), import, cycles, requests }
     }
 
-    /// How many users there are. Those of a trace share its requests, so there may be fewer than
-    /// were asked for.
+    /// How many users there are, of those of `--num-users`: users share the requests of a trace, so
+    /// there are no more users than requests.
     pub fn users(&self, asked: u32) -> u32 {
         match &self.requests {
             Requests::Arrivals { all, .. } => {

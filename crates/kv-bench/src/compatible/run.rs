@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::atomic::Ordering;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -14,6 +14,7 @@ use cascade_runtime::{Clock, thread_cpu_time};
 
 use crate::KvBenchError;
 use crate::backend::KvTier;
+use crate::compatible::document_count::DocumentCount;
 use crate::compatible::documents::{ObjectDocuments, ObjectRetrieval};
 use crate::compatible::entry::EntryName;
 use crate::compatible::figures::ObjectFigures;
@@ -146,9 +147,7 @@ pub(crate) struct Shared<'a> {
     window: Window,
     figures: Mutex<Figures>,
     prefills: Permits,
-    /// Documents that are stored. All of them are there once nobody stores any more.
-    documents: Mutex<u32>,
-    document_stored: Condvar,
+    documents: DocumentCount,
 }
 
 impl<'a> Shared<'a> {
@@ -168,21 +167,8 @@ impl<'a> Shared<'a> {
             window,
             figures: Mutex::default(),
             prefills,
-            documents: Mutex::new(0),
-            document_stored: Condvar::new(),
+            documents: DocumentCount::default(),
         }
-    }
-
-    /// Tells how many documents are stored.
-    fn note_documents(&self, count: u32) {
-        *self.documents.lock().unwrap_or_else(PoisonError::into_inner) = count;
-        self.document_stored.notify_all();
-    }
-
-    /// Waits until a document is stored, or none is stored any more.
-    fn wait_for_document(&self, document: u32) {
-        let stored = self.documents.lock().unwrap_or_else(PoisonError::into_inner);
-        drop(self.document_stored.wait_while(stored, |stored| *stored <= document));
     }
 
     /// What all workers have done, once they have ended.
@@ -339,6 +325,7 @@ impl<'a> Worker<'a> {
     /// Stores the documents, as the original does while it serves requests. A limited run stores
     /// all of them, so that a seed repeats it.
     pub(crate) fn store_documents(mut self, documents: &ObjectDocuments) {
+        let storing = self.shared.documents.store();
         let is_limited = self.shared.workload.requests_max.is_some();
         'all: for document in 0..documents.count() {
             if !is_limited && self.shared.is_over() {
@@ -357,9 +344,8 @@ impl<'a> Worker<'a> {
                     break 'all;
                 }
             }
-            self.shared.note_documents(document + 1);
+            storing.stored(document);
         }
-        self.shared.note_documents(u32::MAX);
     }
 
     /// Reads chunks of a document.
@@ -369,7 +355,7 @@ impl<'a> Worker<'a> {
         retrieval: &ObjectRetrieval,
     ) -> Result<Duration, Cut> {
         let document = retrieval.document;
-        self.shared.wait_for_document(document);
+        self.shared.documents.wait_for(document);
         let (mut took, mut hits) = (Duration::ZERO, 0);
         for chunk in retrieval.chunks() {
             let read = self.read(request, EntryName::Chunk { document, chunk }, 2)?;

@@ -91,7 +91,7 @@ pub struct Waterfall<'a> {
     clock: &'a dyn Clock,
     /// Signalled when an entry was written.
     written: Condvar,
-    /// Takes the operations, of which then none is done.
+    /// With `--io-trace-log`: operations are written here instead of being carried out.
     log: Option<&'a IoLog<'a>>,
     state: Mutex<State>,
     is_cut: AtomicBool,

@@ -270,7 +270,7 @@ impl SuiteRun {
     }
 }
 
-/// A size without odd fractions: whole GiB, or parts of 16 MiB below two.
+/// A size rounded down to whole GiB, or to multiples of 16 MiB below 2 GiB.
 fn whole(gib: f64) -> f64 {
     if gib >= 2.0 { gib.floor() } else { (gib * 64.0).floor() / 64.0 }
 }

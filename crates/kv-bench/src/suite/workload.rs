@@ -146,7 +146,7 @@ impl SuiteWorkload {
         matches!(self, Self::GpuOnly | Self::GpuCpu | Self::GpuCpuStorage)
     }
 
-    /// Whether it has a GPU tier if one is asked for.
+    /// Whether it has a GPU tier if `--gpu-mem-gb` gives one.
     pub fn takes_gpu(self) -> bool {
         self.needs_gpu() || matches!(self, Self::Production | Self::Autoscale)
     }

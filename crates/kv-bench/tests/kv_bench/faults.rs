@@ -151,7 +151,7 @@ fn an_interrupt_after_the_window_gives_a_partial_report() {
     });
     assert!(outcome.was_stopped && outcome.tail > Duration::ZERO);
     assert_eq!((outcome.figures.requests, outcome.figures.cut_requests), (0, 1));
-    // The report was asked for: nothing more is read.
+    // Control-C asks for the report now: no bytes are compared after it.
     assert_eq!(outcome.figures.audit.blocks, 0);
 }
 

@@ -249,7 +249,7 @@ fn damaged_files_cost_misses_and_never_wrong_bytes() {
     let figures = &outcome.figures;
     assert!(figures.misses > 0 && figures.recomputed.bytes > 0, "{figures:?}");
     assert_eq!((figures.wrong_blocks, figures.requests), (0, 60));
-    // What was asked for is the same; only what it cost differs.
+    // The requests are the same; only what they cost differs.
     let expected = run_on(&MapBackend::default(), 60, &options(4)).figures.operations;
     assert_eq!(figures.operations, expected);
 }
