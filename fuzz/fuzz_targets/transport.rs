@@ -5,7 +5,8 @@
 #![no_main]
 
 use cascade_transport::wire::{
-    BODY_BYTES_MAX, Challenge, HEADER_BYTES, Header, Hello, Kind, Welcome, entries,
+    BODY_BYTES_MAX, Challenge, HEADER_BYTES, Header, Hello, Kind, Welcome, entries, read_numbered,
+    write_numbered,
 };
 use libfuzzer_sys::fuzz_target;
 
@@ -24,7 +25,16 @@ fuzz_target!(|bytes: &[u8]| {
     if let Some((header, body)) = bytes.split_first_chunk() {
         read_header(header, body);
         let fields = |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().expect("four"));
-        let kinds = [Kind::Write, Kind::Read, Kind::Map, Kind::Done, Kind::Data, Kind::Hello];
+        let kinds = [
+            Kind::Write,
+            Kind::Read,
+            Kind::Map,
+            Kind::Done,
+            Kind::Data,
+            Kind::Hello,
+            Kind::Ask,
+            Kind::Answer,
+        ];
         let forged = Header {
             status: header[0],
             pieces: fields(4),
@@ -33,6 +43,11 @@ fuzz_target!(|bytes: &[u8]| {
             ..Header::new(kinds[usize::from(header[1]) % kinds.len()], 7)
         };
         read_header(&forged.to_bytes(), body);
+    }
+    if let Ok((numbers, text)) = read_numbered(bytes) {
+        let mut body = vec![];
+        write_numbered(&numbers, text, &mut body);
+        assert_eq!(body, bytes);
     }
     if let Ok(hello) = Hello::parse(bytes) {
         assert_eq!(Hello::parse(&hello.to_bytes()).as_ref(), Ok(&hello));

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use crate::limits::Limits;
+use crate::question::Answers;
 use crate::tls::TlsConfig;
 use crate::user_token::default_path;
 
@@ -31,6 +32,8 @@ pub struct EndpointConfig {
     /// Streams of each TCP connection that this endpoint makes, 1 to 16. More than one help where
     /// the network is faster than one processor; each is a peer of the other side's limit.
     pub streams: usize,
+    /// Answers the questions of peers. `None`: they are refused.
+    pub answers: Option<Arc<dyn Answers>>,
     /// TLS of all TCP connections. Both sides have it, or none. Unix sockets do without.
     pub tls: Option<TlsConfig>,
     /// Limits.
@@ -46,6 +49,7 @@ impl Default for EndpointConfig {
             token: None,
             user_token: default_path(),
             streams: 1,
+            answers: None,
             tls: None,
             limits: Limits::default(),
         }
@@ -59,6 +63,7 @@ impl fmt::Debug for EndpointConfig {
             .field("has_token", &self.token.is_some())
             .field("user_token", &self.user_token)
             .field("streams", &self.streams)
+            .field("has_answers", &self.answers.is_some())
             .field("tls", &self.tls)
             .field("limits", &self.limits)
             .finish_non_exhaustive()

@@ -8,6 +8,7 @@ use cascade_runtime::{Deadline, SystemClock};
 use crate::TransportError;
 use crate::peer::Peer;
 use crate::piece::{Direction, Piece};
+use crate::question::Answer;
 
 /// Pieces that are moved together and confirmed together.
 #[derive(Debug, Clone, Copy)]
@@ -65,6 +66,20 @@ pub trait Connection: fmt::Debug + Send + Sync {
     /// cancelled: its memory is not used any more, what was begun of it ends in the background, and
     /// nothing of it arrives after a later batch of this connection was confirmed.
     fn post(&self, batch: &Batch<'_>, deadline: Deadline) -> Result<Ticket, TransportError>;
+
+    /// Asks the peer a question of at most [`crate::QUESTION_BYTES_MAX`] bytes, and waits for its
+    /// answer. The peer fills some of the targets, of at most 8 MiB each; the bytes of the others
+    /// are undefined. When this returns, nobody writes into them.
+    ///
+    /// # Errors
+    /// [`TransportError::Unavailable`] if the peer answers no questions. After
+    /// [`TransportError::Deadline`] the answer is thrown away when it comes.
+    fn ask(
+        &self,
+        question: &[u8],
+        targets: &mut [&mut [u8]],
+        deadline: Deadline,
+    ) -> Result<Answer, TransportError>;
 
     /// Whether batches can be posted: false once the connection was lost or closed.
     fn is_open(&self) -> bool;

@@ -41,6 +41,8 @@ pub struct Peer {
     pub address: String,
     /// What its regions hold.
     pub geometry: Arc<[u8]>,
+    /// Whether it answers questions.
+    pub answers_questions: bool,
     /// What encrypts the bytes of its connection; `None` without TLS.
     pub tls: Option<RecordLayer>,
     /// Its regions when the connection was made.

@@ -259,6 +259,13 @@ impl Span {
         Self(libc::iovec { iov_base: rest.cast(), iov_len: self.bytes() - count })
     }
 
+    /// `bytes` bytes from an offset on.
+    pub(crate) fn part(self, offset: usize, bytes: usize) -> Self {
+        let rest = self.after(offset);
+        debug_assert!(bytes <= rest.bytes(), "a part lies in its span");
+        Self(libc::iovec { iov_base: rest.0.iov_base, iov_len: bytes })
+    }
+
     /// The bytes, to be read at once.
     pub(crate) fn as_slice(&self) -> &[u8] {
         // SAFETY: as in `checksum`.

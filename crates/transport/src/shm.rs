@@ -8,6 +8,7 @@ use cascade_runtime::{Deadline, RwLock};
 use crate::connection::{Batch, Connection, Ticket, TransportKind};
 use crate::peer::Peer;
 use crate::piece::{Direction, Piece, Place, RegionId};
+use crate::question::Answer;
 use crate::region::{Span, span_of};
 use crate::regions::Snapshot;
 use crate::stream::StreamConnection;
@@ -179,6 +180,15 @@ impl Connection for ShmConnection {
             return Err(TransportError::lost(address, "its process closed the connection"));
         }
         Ok(Ticket::done())
+    }
+
+    fn ask(
+        &self,
+        question: &[u8],
+        targets: &mut [&mut [u8]],
+        deadline: Deadline,
+    ) -> Result<Answer, TransportError> {
+        self.stream.ask(question, targets, deadline)
     }
 
     fn is_open(&self) -> bool {

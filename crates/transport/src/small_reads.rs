@@ -13,6 +13,7 @@ use crate::TransportError;
 use crate::connection::{Batch, Completion, Connection, Ticket, TransportKind};
 use crate::peer::Peer;
 use crate::piece::{Direction, Piece};
+use crate::question::Answer;
 use crate::stream::StreamConnection;
 
 /// Which reads take the other stream, and when.
@@ -95,6 +96,12 @@ impl SmallReads {
         Self { connection, stream, sizes }
     }
 
+    /// The stream of small reads, while much else is under way.
+    fn small_stream(&self) -> Option<Arc<StreamConnection>> {
+        let under_way = self.stream.under_way.load(Ordering::Relaxed);
+        (under_way >= self.sizes.under_way_min).then(|| self.stream.get(self.peer())).flatten()
+    }
+
     fn post_small(
         &self,
         small: &Arc<StreamConnection>,
@@ -140,12 +147,31 @@ impl Connection for SmallReads {
         let may_pass = batch.direction == Direction::Read && batch.notice.is_none();
         if may_pass
             && bytes > 0
-            && self.stream.under_way.load(Ordering::Relaxed) >= self.sizes.under_way_min
-            && let Some(small) = self.stream.get(self.peer())
+            && let Some(small) = self.small_stream()
         {
             return self.post_small(&small, batch, deadline);
         }
         self.connection.post(batch, deadline)
+    }
+
+    fn ask(
+        &self,
+        question: &[u8],
+        targets: &mut [&mut [u8]],
+        deadline: Deadline,
+    ) -> Result<Answer, TransportError> {
+        let bytes = targets.iter().map(|target| target.len() as u64).sum();
+        if bytes > self.sizes.small_max {
+            let _under_way = UnderWay::new(&self.stream, bytes);
+            return self.connection.ask(question, targets, deadline);
+        }
+        if let Some(small) = self.small_stream() {
+            match small.ask(question, targets, deadline) {
+                Err(TransportError::Lost { .. }) => self.stream.lost(&small),
+                answered => return answered,
+            }
+        }
+        self.connection.ask(question, targets, deadline)
     }
 
     fn is_open(&self) -> bool {

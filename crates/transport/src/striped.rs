@@ -17,6 +17,7 @@ use crate::connection::{Batch, Completion, Connection, Ticket, TransportKind};
 use crate::limits::{NOTICE_BYTES_MAX, STREAMS_MAX, STRIPE_BYTES_MIN};
 use crate::peer::Peer;
 use crate::piece::Direction;
+use crate::question::Answer;
 use crate::stream::StreamConnection;
 
 /// Several streams to one peer. Batches that are divided are posted in the background: their pages
@@ -96,6 +97,15 @@ impl Connection for StripedConnection {
             }
         }
         Ok(Ticket::pending(ticket))
+    }
+
+    fn ask(
+        &self,
+        question: &[u8],
+        targets: &mut [&mut [u8]],
+        deadline: Deadline,
+    ) -> Result<Answer, TransportError> {
+        self.lanes[self.next_stream()].stream().ask(question, targets, deadline)
     }
 
     fn is_open(&self) -> bool {

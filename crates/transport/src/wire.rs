@@ -4,11 +4,14 @@
 
 mod fields;
 mod handshake;
+mod question;
 
 use cascade_block::checksum;
 use thiserror::Error;
 
-pub use handshake::{Challenge, Hello, OfferedRegion, Welcome};
+pub use handshake::{ANSWERS_QUESTIONS, Challenge, Hello, OfferedRegion, Welcome};
+pub(crate) use question::pieces_of;
+pub use question::{read_numbered, write_numbered};
 
 use crate::limits::{
     CONNECTIONS_MAX, FRAME_BYTES_MAX, FRAME_PIECES_MAX, GEOMETRY_BYTES_MAX, NOTICE_BYTES_MAX,
@@ -75,6 +78,8 @@ pub enum Kind {
     Map = 18,
     /// Client: asks for queue pairs. Body: the address of its own.
     Link = 19,
+    /// Client: asks a question. Body: the lengths of its targets, and a text.
+    Ask = 20,
     /// Server: the frame succeeded, or `status` says why not.
     Done = 32,
     /// Server: payload of a read and its checksums follow.
@@ -84,10 +89,12 @@ pub enum Kind {
     /// Server: its queue pairs are connected. Body: their address and its regions; if `status` is
     /// not 0, the reason why there are none.
     Linked = 35,
+    /// Server: answers a question. Body: the targets of its blocks, and a text. Payload: the blocks.
+    Answer = 36,
 }
 
 impl Kind {
-    const ALL: [Self; 13] = [
+    const ALL: [Self; 15] = [
         Self::Hello,
         Self::Challenge,
         Self::Proof,
@@ -97,10 +104,12 @@ impl Kind {
         Self::Read,
         Self::Map,
         Self::Link,
+        Self::Ask,
         Self::Done,
         Self::Data,
         Self::Descriptor,
         Self::Linked,
+        Self::Answer,
     ];
 
     fn of(code: u8) -> Option<Self> {
@@ -110,6 +119,7 @@ impl Kind {
     fn body_bytes_max(self) -> usize {
         match self {
             Self::Write | Self::Read | Self::Map => BODY_BYTES_MAX,
+            Self::Ask | Self::Answer => question::BODY_BYTES_MAX,
             Self::Done | Self::Data | Self::Descriptor => 0,
             Self::Challenge | Self::Proof | Self::Refusal => SMALL_BYTES_MAX,
             Self::Hello => HELLO_BYTES_MAX,
@@ -205,18 +215,18 @@ impl Header {
     }
 
     fn check(&self) -> Result<(), WireError> {
-        let has_pieces = matches!(self.kind, Kind::Write | Kind::Read | Kind::Map | Kind::Data);
-        let has_payload = matches!(self.kind, Kind::Write | Kind::Data);
+        let has_entries = matches!(self.kind, Kind::Write | Kind::Read | Kind::Map);
+        let has_pieces = has_entries || matches!(self.kind, Kind::Data | Kind::Answer);
+        let has_payload = matches!(self.kind, Kind::Write | Kind::Data | Kind::Answer);
         let pieces = self.pieces as usize;
         let body_bytes = self.body_bytes as usize;
-        let entries_bytes = if self.kind == Kind::Data { 0 } else { pieces * ENTRY_BYTES };
+        let entries_bytes = if has_entries { pieces * ENTRY_BYTES } else { 0 };
         if pieces > FRAME_PIECES_MAX || (pieces > 0 && !has_pieces) {
             return Err(WireError::Field("pieces"));
         }
         if body_bytes > self.kind.body_bytes_max() || body_bytes < entries_bytes {
             return Err(WireError::Field("body_bytes"));
         }
-        let has_entries = matches!(self.kind, Kind::Write | Kind::Read | Kind::Map);
         if has_entries && body_bytes - entries_bytes > NOTICE_BYTES_MAX {
             return Err(WireError::Field("body_bytes"));
         }

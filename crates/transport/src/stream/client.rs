@@ -1,6 +1,7 @@
 //! The client's side of a connection: posts frames in the caller's thread; the threads that wait
 //! for their batches receive the answers.
 
+mod ask;
 mod exchange;
 mod heartbeat;
 mod reception;
@@ -33,6 +34,7 @@ use crate::limits::{
 };
 use crate::peer::Peer;
 use crate::piece::{Direction, Piece, Place, RegionId, plan};
+use crate::question::Answer;
 use crate::region::Span;
 use crate::regions::Snapshot;
 use crate::state::EndpointState;
@@ -127,8 +129,8 @@ struct Progress {
     is_cancelled: AtomicBool,
     failure: LeafMutex<Option<TransportError>>,
     descriptor: LeafMutex<Option<OwnedFd>>,
-    /// The answer to a request for queue pairs: status and body.
-    linked: LeafMutex<Option<(u8, Vec<u8>)>>,
+    /// The body of an answer that has one, with its status.
+    body: LeafMutex<Option<(u8, Vec<u8>)>>,
 }
 
 impl LinkState {
@@ -294,6 +296,15 @@ impl Connection for StreamConnection {
 
     fn post(&self, batch: &Batch<'_>, deadline: Deadline) -> Result<Ticket, TransportError> {
         self.post_until(batch, Until::deadline(deadline))
+    }
+
+    fn ask(
+        &self,
+        question: &[u8],
+        targets: &mut [&mut [u8]],
+        deadline: Deadline,
+    ) -> Result<Answer, TransportError> {
+        self.ask_peer(question, targets, deadline)
     }
 
     fn is_open(&self) -> bool {

@@ -14,7 +14,8 @@ use crate::proof::{Side, is_proven, prove};
 use crate::region::Span;
 use crate::state::EndpointState;
 use crate::wire::{
-    Challenge, HEADER_BYTES, Header, Hello, Kind, OfferedRegion, VERSION, VERSION_MIN, Welcome,
+    ANSWERS_QUESTIONS, Challenge, HEADER_BYTES, Header, Hello, Kind, OfferedRegion, VERSION,
+    VERSION_MIN, Welcome,
 };
 
 /// How the first record of TLS starts: a handshake message, version 3.
@@ -166,6 +167,7 @@ fn introduce(
         id: EndpointId(challenge.id),
         name: welcome.name,
         address: socket.peer().to_owned(),
+        answers_questions: challenge.capabilities & ANSWERS_QUESTIONS != 0,
         tls: socket.record_layer(),
         geometry: welcome.geometry.into(),
         regions: Arc::new(welcome.regions),
@@ -213,9 +215,10 @@ fn admit<'a>(
     }
     let token = state.token_of_server(socket.loopback_port());
     let token = token.map_err(|reason| refusal(socket, reason))?;
+    let answers = state.config.answers.is_some();
     let challenge = Challenge {
         version,
-        capabilities: 0,
+        capabilities: if answers { ANSWERS_QUESTIONS } else { 0 },
         id: state.id.0,
         nonce: nonce(socket)?,
         needs_token: token.is_some(),

@@ -1,5 +1,7 @@
 //! Serves one connected peer: writes into regions, reads from them, answers.
 
+mod ask;
+
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
@@ -90,6 +92,7 @@ impl<'a> Served<'a> {
             Kind::Write => self.write(&header, &regions),
             Kind::Read => self.read(&header, &regions),
             Kind::Map => self.map(&header, &regions),
+            Kind::Ask => self.ask(&header),
             Kind::Link => self.connect_queue_pairs(&header, &regions),
             _ => Err(self.malformed("a client does not send this kind of message")),
         }

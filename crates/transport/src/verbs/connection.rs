@@ -17,6 +17,7 @@ use crate::connection::{Batch, Completion, Connection, Ticket, TransportKind};
 use crate::limits::NOTICE_BYTES_MAX;
 use crate::peer::Peer;
 use crate::piece::{Direction, Piece, plan};
+use crate::question::Answer;
 use crate::stream::StreamConnection;
 use crate::{Refusal, TransportError};
 
@@ -208,6 +209,16 @@ impl Connection for RdmaConnection {
         // The notice follows the bytes, so this waits for them. A ticket that is dropped ends them.
         Ticket::pending(ticket).wait(deadline)?;
         self.shared.stream.post(&Batch { pieces: &[], ..*batch }, deadline)
+    }
+
+    /// Over the socket.
+    fn ask(
+        &self,
+        question: &[u8],
+        targets: &mut [&mut [u8]],
+        deadline: Deadline,
+    ) -> Result<Answer, TransportError> {
+        self.shared.stream.ask(question, targets, deadline)
     }
 
     fn is_open(&self) -> bool {

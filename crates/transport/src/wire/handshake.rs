@@ -6,6 +6,9 @@ use crate::limits::{CONNECTIONS_MAX, GEOMETRY_BYTES_MAX, NAME_BYTES_MAX, REGIONS
 use crate::piece::RegionId;
 use crate::region::Access;
 
+/// The bit of the capabilities of an endpoint that answers questions.
+pub const ANSWERS_QUESTIONS: u64 = 1;
+
 /// A client introduces itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Hello {

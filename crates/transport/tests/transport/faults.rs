@@ -25,7 +25,7 @@ fn endpoint(access: Access, limits: Limits, streams: usize) -> (Endpoint, Region
     with_region(access, EndpointConfig { token, limits, streams, ..Default::default() })
 }
 
-fn with_region(access: Access, config: EndpointConfig) -> (Endpoint, RegionId) {
+pub(crate) fn with_region(access: Access, config: EndpointConfig) -> (Endpoint, RegionId) {
     let endpoint = Endpoint::new(config).expect("valid");
     let region = endpoint
         .register(Region::shared(BYTES, access).expect("memory"))
@@ -59,7 +59,10 @@ impl Pair {
         Self::of(server, client)
     }
 
-    fn of((server, remote): (Endpoint, RegionId), (client, local): (Endpoint, RegionId)) -> Self {
+    pub(crate) fn of(
+        (server, remote): (Endpoint, RegionId),
+        (client, local): (Endpoint, RegionId),
+    ) -> Self {
         let listener = server
             .listen_tcp("127.0.0.1:0".parse().expect("it works on loopback"))
             .expect("it works on loopback");

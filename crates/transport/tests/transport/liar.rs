@@ -49,10 +49,14 @@ impl Liar {
     }
 
     pub(crate) fn challenge(&mut self, needs_token: bool) {
+        self.challenge_with(needs_token, 0);
+    }
+
+    pub(crate) fn challenge_with(&mut self, needs_token: bool, capabilities: u64) {
         let (header, hello) = self.receive_body();
         assert_eq!(header.kind, Kind::Hello);
         let (id, nonce) = ([7; 16], [8; 32]);
-        let challenge = Challenge { version: 1, capabilities: 0, id, nonce, needs_token };
+        let challenge = Challenge { version: 1, capabilities, id, nonce, needs_token };
         let challenge = challenge.to_bytes();
         self.send(Kind::Challenge, &challenge);
         self.1 = proof("server", &hello, &challenge);

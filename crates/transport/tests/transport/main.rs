@@ -9,6 +9,7 @@ mod listener;
 mod partial_answers;
 mod proofs;
 mod proxy;
+mod questions;
 mod reconnect;
 mod small_reads;
 mod stream;

@@ -27,7 +27,7 @@ impl StreamConnection {
         }
         self.link.drive(deadline, |_| progress.has_ended())?;
         progress.result()?;
-        let linked = progress.linked.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let linked = progress.body.lock().unwrap_or_else(PoisonError::into_inner).take();
         match linked {
             Some((0, body)) => Ok(body),
             Some((_, reason)) => {

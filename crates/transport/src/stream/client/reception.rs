@@ -14,7 +14,7 @@ use super::super::socket::{Patience, Pause};
 use super::{Link, WaitingFrame};
 use crate::region::Span;
 use crate::regions::Snapshot;
-use crate::wire::{HEADER_BYTES, Header, Kind};
+use crate::wire::{HEADER_BYTES, Header, Kind, pieces_of, read_numbered};
 use crate::{Refusal, TransportError};
 
 /// The next answer of a connection, as far as it has come.
@@ -38,6 +38,8 @@ struct Answer {
     frame: WaitingFrame,
     header: Header,
     body: Vec<u8>,
+    /// Whether the body has come, if a payload follows it.
+    has_body: bool,
 }
 
 impl Default for Reception {
@@ -145,6 +147,7 @@ impl Link {
         let is_whole = match answer.header.kind {
             Kind::Data => self.receive_payload(&mut answer.frame, incoming, waits)?,
             Kind::Linked => self.receive_body(&mut answer.body, incoming, waits)?,
+            Kind::Answer => self.receive_answer(answer, incoming, waits)?,
             _ => true,
         };
         if is_whole {
@@ -168,7 +171,8 @@ impl Link {
             state.receiving = Some(frame.progress.clone());
             frame
         };
-        let answer = reception.answer.insert(Answer { frame, header, body: vec![] });
+        let answer =
+            reception.answer.insert(Answer { frame, header, body: vec![], has_body: false });
         let expected = &answer.frame.expected;
         if answer.frame.number != header.frame {
             return Err(lost("its answers are in the wrong order"));
@@ -185,8 +189,8 @@ impl Link {
                 patience.add_bytes(header.payload_bytes);
                 reception.incoming.begin(&header);
             }
-            Kind::Linked => {
-                patience.add_bytes(header.body_bytes.into());
+            Kind::Linked | Kind::Answer => {
+                patience.add_bytes(u64::from(header.body_bytes) + header.payload_bytes);
                 answer.body.resize(header.body_bytes as usize, 0);
                 let bytes = u64::from(header.body_bytes);
                 reception.incoming.begin(&Header { pieces: 0, payload_bytes: bytes, ..header });
@@ -237,6 +241,32 @@ impl Link {
         incoming.payload(&self.socket, &target, waits).map(|whole| whole.is_some())
     }
 
+    /// Receives the rest of the answer to a question: its body, and then its blocks into their
+    /// targets. False if it pauses.
+    fn receive_answer(
+        &self,
+        answer: &mut Answer,
+        incoming: &mut Incoming,
+        (patience, at): (&mut Patience<'_>, Deadline),
+    ) -> Result<bool, TransportError> {
+        let Answer { frame, header, body, has_body } = answer;
+        if !*has_body {
+            if !self.receive_body(body, incoming, (&mut *patience, at))? {
+                return Ok(false);
+            }
+            let targets = &mut frame.expected.targets;
+            // Nothing is received into the memory of a caller that has gone.
+            if !frame.progress.is_cancelled.load(Ordering::Acquire) {
+                let planned = targets_of(header, body, targets);
+                *targets =
+                    planned.map_err(|reason| TransportError::lost(&self.peer.address, reason))?;
+            }
+            incoming.begin(header);
+            *has_body = true;
+        }
+        self.receive_payload(frame, incoming, (patience, at))
+    }
+
     /// An answer has come: hands over what it says.
     fn deliver(
         &self,
@@ -244,7 +274,7 @@ impl Link {
         descriptor: Option<OwnedFd>,
     ) -> Result<(), TransportError> {
         let lost = |reason: &str| TransportError::lost(&self.peer.address, reason);
-        let Answer { frame, header, body } = answer;
+        let Answer { frame, header, body, .. } = answer;
         let progress = &frame.progress;
         match header.kind {
             Kind::Done if header.status != 0 => {
@@ -255,12 +285,12 @@ impl Link {
             Kind::Descriptor => {
                 *progress.descriptor.lock().unwrap_or_else(PoisonError::into_inner) = descriptor;
             }
-            Kind::Linked => {
+            Kind::Linked | Kind::Answer => {
                 if checksum(body) != header.body_checksum {
                     return Err(lost("the checksum of a body does not match"));
                 }
                 let answer = (header.status, std::mem::take(body));
-                *progress.linked.lock().unwrap_or_else(PoisonError::into_inner) = Some(answer);
+                *progress.body.lock().unwrap_or_else(PoisonError::into_inner) = Some(answer);
             }
             _ => {}
         }
@@ -297,4 +327,24 @@ impl Link {
     fn refused(&self, piece: u32, refusal: Refusal) -> TransportError {
         TransportError::Refused { peer: self.peer.address.clone(), piece, refusal }
     }
+}
+
+/// Where the pieces of the blocks of an answer go, or what is wrong with it.
+fn targets_of(header: &Header, body: &[u8], targets: &[Span]) -> Result<Vec<Span>, &'static str> {
+    const WRONG: &str = "it answered with other blocks than were asked for";
+    if checksum(body) != header.body_checksum {
+        return Err("the checksum of a body does not match");
+    }
+    let (numbers, _) = read_numbered(body).map_err(|_| "the body of an answer is invalid")?;
+    if !numbers.is_sorted_by(|one, next| one < next) {
+        return Err(WRONG);
+    }
+    let mut planned = vec![];
+    for number in numbers {
+        let target = targets.get(number as usize).ok_or(WRONG)?;
+        planned.extend(pieces_of(target.bytes()).map(|(at, bytes)| target.part(at, bytes)));
+    }
+    let bytes: u64 = planned.iter().map(|piece| piece.bytes() as u64).sum();
+    let is_whole = planned.len() == header.pieces as usize && bytes == header.payload_bytes;
+    is_whole.then_some(planned).ok_or(WRONG)
 }
