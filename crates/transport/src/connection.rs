@@ -8,7 +8,7 @@ use cascade_runtime::{Deadline, SystemClock};
 use crate::TransportError;
 use crate::peer::Peer;
 use crate::piece::{Direction, Piece};
-use crate::question::Answer;
+use crate::question::{Answer, AskLimit};
 
 /// Pieces that are moved together and confirmed together.
 #[derive(Debug, Clone, Copy)]
@@ -73,12 +73,13 @@ pub trait Connection: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// [`TransportError::Unavailable`] if the peer answers no questions. After
-    /// [`TransportError::Deadline`] the answer is thrown away when it comes.
+    /// [`TransportError::Deadline`], also if the call was cancelled, the answer is thrown away when
+    /// it comes.
     fn ask(
         &self,
         question: &[u8],
         targets: &mut [&mut [u8]],
-        deadline: Deadline,
+        limit: AskLimit<'_>,
     ) -> Result<Answer, TransportError>;
 
     /// Whether batches can be posted: false once the connection was lost or closed.

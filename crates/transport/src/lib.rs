@@ -46,7 +46,9 @@ pub use limits::{Heartbeat, Limits};
 pub use notice::Notice;
 pub use peer::{EndpointId, Peer, RecordLayer};
 pub use piece::{Direction, Piece, Place, RegionId, plan};
-pub use question::{ANSWER_BLOCKS_MAX, Answer, Answers, BlockBytes, QUESTION_BYTES_MAX, Reply};
+pub use question::{
+    ANSWER_BLOCKS_MAX, Answer, Answers, AskLimit, BlockBytes, QUESTION_BYTES_MAX, Reply,
+};
 pub use region::{Access, Region};
 pub use tls::{TlsConfig, TlsIdentity};
 pub use user_token::user_token;

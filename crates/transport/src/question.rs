@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use cascade_runtime::{Cancel, Deadline};
+
 use crate::peer::EndpointId;
 
 /// Bytes of a question, and of the text of an answer.
@@ -45,6 +47,22 @@ impl fmt::Debug for Reply {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (text, blocks) = (self.text.len(), self.blocks.len());
         write!(f, "Reply({text} bytes of text, {blocks} blocks)")
+    }
+}
+
+/// How long a caller waits for an answer.
+#[derive(Debug, Clone, Copy)]
+pub struct AskLimit<'a> {
+    /// Until this time.
+    pub deadline: Deadline,
+    /// Until this is set, which is looked at every 50 ms.
+    pub cancel: Option<&'a Cancel>,
+}
+
+impl AskLimit<'_> {
+    /// Until this time.
+    pub const fn until(deadline: Deadline) -> Self {
+        Self { deadline, cancel: None }
     }
 }
 

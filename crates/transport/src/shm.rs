@@ -8,7 +8,7 @@ use cascade_runtime::{Deadline, RwLock};
 use crate::connection::{Batch, Connection, Ticket, TransportKind};
 use crate::peer::Peer;
 use crate::piece::{Direction, Piece, Place, RegionId};
-use crate::question::Answer;
+use crate::question::{Answer, AskLimit};
 use crate::region::{Span, span_of};
 use crate::regions::Snapshot;
 use crate::stream::StreamConnection;
@@ -186,9 +186,9 @@ impl Connection for ShmConnection {
         &self,
         question: &[u8],
         targets: &mut [&mut [u8]],
-        deadline: Deadline,
+        limit: AskLimit<'_>,
     ) -> Result<Answer, TransportError> {
-        self.stream.ask(question, targets, deadline)
+        self.stream.ask(question, targets, limit)
     }
 
     fn is_open(&self) -> bool {

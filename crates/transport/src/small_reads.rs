@@ -13,7 +13,7 @@ use crate::TransportError;
 use crate::connection::{Batch, Completion, Connection, Ticket, TransportKind};
 use crate::peer::Peer;
 use crate::piece::{Direction, Piece};
-use crate::question::Answer;
+use crate::question::{Answer, AskLimit};
 use crate::stream::StreamConnection;
 
 /// Which reads take the other stream, and when.
@@ -158,20 +158,20 @@ impl Connection for SmallReads {
         &self,
         question: &[u8],
         targets: &mut [&mut [u8]],
-        deadline: Deadline,
+        limit: AskLimit<'_>,
     ) -> Result<Answer, TransportError> {
         let bytes = targets.iter().map(|target| target.len() as u64).sum();
         if bytes > self.sizes.small_max {
             let _under_way = UnderWay::new(&self.stream, bytes);
-            return self.connection.ask(question, targets, deadline);
+            return self.connection.ask(question, targets, limit);
         }
         if let Some(small) = self.small_stream() {
-            match small.ask(question, targets, deadline) {
+            match small.ask(question, targets, limit) {
                 Err(TransportError::Lost { .. }) => self.stream.lost(&small),
                 answered => return answered,
             }
         }
-        self.connection.ask(question, targets, deadline)
+        self.connection.ask(question, targets, limit)
     }
 
     fn is_open(&self) -> bool {

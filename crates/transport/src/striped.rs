@@ -17,7 +17,7 @@ use crate::connection::{Batch, Completion, Connection, Ticket, TransportKind};
 use crate::limits::{NOTICE_BYTES_MAX, STREAMS_MAX, STRIPE_BYTES_MIN};
 use crate::peer::Peer;
 use crate::piece::Direction;
-use crate::question::Answer;
+use crate::question::{Answer, AskLimit};
 use crate::stream::StreamConnection;
 
 /// Several streams to one peer. Batches that are divided are posted in the background: their pages
@@ -103,9 +103,9 @@ impl Connection for StripedConnection {
         &self,
         question: &[u8],
         targets: &mut [&mut [u8]],
-        deadline: Deadline,
+        limit: AskLimit<'_>,
     ) -> Result<Answer, TransportError> {
-        self.lanes[self.next_stream()].stream().ask(question, targets, deadline)
+        self.lanes[self.next_stream()].stream().ask(question, targets, limit)
     }
 
     fn is_open(&self) -> bool {

@@ -35,6 +35,11 @@ pub(super) struct Registered<'a> {
 }
 
 impl Cancel {
+    /// The flag, for a caller that looks at it again and again.
+    pub fn flag(&self) -> &AtomicBool {
+        &self.is_set
+    }
+
     /// A flag that is not set.
     pub fn new() -> Self {
         Self::default()

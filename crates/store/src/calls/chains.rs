@@ -1,6 +1,7 @@
 //! Calls for views: of the matched blocks of a chain, and as far as they need no wait for a tier.
 
 use cascade_block::BlockKey;
+use cascade_memory::Slab;
 use cascade_tier::{CallOptions, PrefixMatch, Request, ViewOutcome};
 
 use crate::Store;
@@ -49,6 +50,17 @@ impl Store {
             return failed_views(keys, &error);
         }
         ResidentViews(core).view(keys, ReadPurpose::Use, core.call(options))
+    }
+
+    /// Views of the blocks that are in the memory of this store, whatever its lower tiers and its
+    /// sources have; one for each key. Does not count as an access. `None` beyond the timeout of
+    /// the call, and for a store in the memory of a device.
+    pub fn peek_in_memory(&self, keys: &[BlockKey], options: CallOptions) -> Vec<Option<Slab>> {
+        let core = self.core();
+        if core.check_in_place("view blocks").is_err() {
+            return vec![None; keys.len()];
+        }
+        ResidentViews(core).in_memory(keys, core.call(options))
     }
 
     /// As [`Store::peek`], as far as it needs no wait for a tier; see [`Store::view_resident`].

@@ -2,6 +2,7 @@
 //! matched blocks of a chain. Both look up each key once, 256 keys in a hold of the lock.
 
 use cascade_block::BlockKey;
+use cascade_memory::Slab;
 use cascade_tier::{Request, StoreError, ViewOutcome};
 
 use crate::calls::lookup::Lookup;
@@ -94,7 +95,31 @@ impl ResidentViews<'_> {
         views
     }
 
-    /// Views of blocks for which [`needs_no_wait`] holds.
+    /// See [`crate::Store::peek_in_memory`].
+    pub(super) fn in_memory(self, keys: &[BlockKey], call: CallContext) -> Vec<Option<Slab>> {
+        let core = self.0;
+        let now_unix_ms = core.clock.unix_ms();
+        let mut views = Vec::with_capacity(keys.len());
+        let mut found = Vec::with_capacity(keys.len().min(KEYS_PER_HOLD));
+        for keys in keys.chunks(KEYS_PER_HOLD) {
+            let Some(mut state) = core.lock_within(keys.len(), call) else { break };
+            state.charge_keys(keys);
+            found.clear();
+            state.catalog.find_batch(keys, &mut found);
+            let purpose = ReadPurpose::Compare;
+            self.view_batch(&mut state, (keys, &found), now_unix_ms, purpose, &mut views);
+            core.unlock(state);
+        }
+        let in_memory = |view| match view {
+            ViewOutcome::Hit { slab, .. } => Some(slab),
+            ViewOutcome::Miss | ViewOutcome::Failed(_) => None,
+        };
+        let mut views: Vec<Option<Slab>> = views.into_iter().map(in_memory).collect();
+        views.resize(keys.len(), None);
+        views
+    }
+
+    /// Views of blocks for which [`needs_no_wait`] holds, or of those of them that are in memory.
     fn view_batch(
         self,
         state: &mut StoreState,
@@ -128,7 +153,7 @@ impl ResidentViews<'_> {
         }
     }
 
-    fn view_in_memory(self, slab: Option<cascade_memory::Slab>) -> ViewOutcome {
+    fn view_in_memory(self, slab: Option<Slab>) -> ViewOutcome {
         let core = self.0;
         let tier = core.tier_name(core.memory_tier());
         slab.map_or(ViewOutcome::Miss, |slab| ViewOutcome::Hit { slab, tier })

@@ -34,7 +34,7 @@ use crate::limits::{
 };
 use crate::peer::Peer;
 use crate::piece::{Direction, Piece, Place, RegionId, plan};
-use crate::question::Answer;
+use crate::question::{Answer, AskLimit};
 use crate::region::Span;
 use crate::regions::Snapshot;
 use crate::state::EndpointState;
@@ -302,9 +302,9 @@ impl Connection for StreamConnection {
         &self,
         question: &[u8],
         targets: &mut [&mut [u8]],
-        deadline: Deadline,
+        limit: AskLimit<'_>,
     ) -> Result<Answer, TransportError> {
-        self.ask_peer(question, targets, deadline)
+        self.ask_peer(question, targets, limit)
     }
 
     fn is_open(&self) -> bool {

@@ -17,7 +17,7 @@ use crate::connection::{Batch, Completion, Connection, Ticket, TransportKind};
 use crate::limits::NOTICE_BYTES_MAX;
 use crate::peer::Peer;
 use crate::piece::{Direction, Piece, plan};
-use crate::question::Answer;
+use crate::question::{Answer, AskLimit};
 use crate::stream::StreamConnection;
 use crate::{Refusal, TransportError};
 
@@ -216,9 +216,9 @@ impl Connection for RdmaConnection {
         &self,
         question: &[u8],
         targets: &mut [&mut [u8]],
-        deadline: Deadline,
+        limit: AskLimit<'_>,
     ) -> Result<Answer, TransportError> {
-        self.shared.stream.ask(question, targets, deadline)
+        self.shared.stream.ask(question, targets, limit)
     }
 
     fn is_open(&self) -> bool {

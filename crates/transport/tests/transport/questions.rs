@@ -6,12 +6,12 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use cascade_runtime::{Deadline, SystemClock};
+use cascade_runtime::{Cancel, Deadline, SystemClock};
 use cascade_transport::conformance::{Numbers, soon};
 use cascade_transport::wire::{Header, Kind};
 use cascade_transport::{
-    ANSWER_BLOCKS_MAX, Access, Answer, Answers, BlockBytes, Connection, EndpointConfig, EndpointId,
-    QUESTION_BYTES_MAX, Reply, TransportError,
+    ANSWER_BLOCKS_MAX, Access, Answer, Answers, AskLimit, BlockBytes, Connection, EndpointConfig,
+    EndpointId, QUESTION_BYTES_MAX, Reply, TransportError,
 };
 
 use crate::faults::{Pair, with_region};
@@ -62,7 +62,7 @@ fn ask(
 ) -> (Vec<Vec<u8>>, Result<Answer, TransportError>) {
     let mut targets: Vec<Vec<u8>> = lengths.iter().map(|length| vec![0xee; *length]).collect();
     let mut slices: Vec<&mut [u8]> = targets.iter_mut().map(Vec::as_mut_slice).collect();
-    let answer = connection.ask(b"which?", &mut slices, deadline);
+    let answer = connection.ask(b"which?", &mut slices, AskLimit::until(deadline));
     (targets, answer)
 }
 
@@ -119,13 +119,13 @@ fn an_answer_has_the_leading_blocks_of_eight_mebibytes() {
 fn what_is_too_large_is_refused_before_it_is_sent() {
     let pair = pair(1);
     let long = vec![0; QUESTION_BYTES_MAX + 1];
-    let error = pair.connection.ask(&long, &mut [], soon()).unwrap_err();
+    let error = pair.connection.ask(&long, &mut [], AskLimit::until(soon())).unwrap_err();
     assert!(error.to_string().contains("a question is 131073, the limit is 131072"), "{error}");
     for lengths in [vec![0; ANSWER_BLOCKS_MAX + 1], vec![(8 << 20) + 1]] {
         let error = ask(&*pair.connection, &lengths, soon()).1.unwrap_err();
         assert!(matches!(error, TransportError::TooLarge { .. }), "{error}");
     }
-    let longest = pair.connection.ask(&long[1..], &mut [], soon()).unwrap();
+    let longest = pair.connection.ask(&long[1..], &mut [], AskLimit::until(soon())).unwrap();
     // The text is cut at its limit.
     assert_eq!(longest.text.len(), QUESTION_BYTES_MAX);
     check(&*pair.connection, &[8, 8 << 20]);
@@ -162,6 +162,25 @@ fn an_answer_that_comes_too_late_is_thrown_away() {
         check(&*pair.connection, &LENGTHS);
         assert!(targets.iter().flatten().all(|byte| *byte == 0x11), "byte {freeze_at}");
     }
+}
+
+#[test]
+fn a_cancelled_question_ends() {
+    let pair = pair(1);
+    pair.proxy.freeze_at.store(0, Ordering::Relaxed);
+    let cancel = Cancel::new();
+    std::thread::scope(|scope| {
+        let asked = scope.spawn(|| {
+            let limit = AskLimit { deadline: soon(), cancel: Some(&cancel) };
+            let mut target = vec![0xee; 1 << 20];
+            let error = pair.connection.ask(b"", &mut [&mut target[..]; 1], limit).unwrap_err();
+            assert!(matches!(error, TransportError::Deadline { .. }), "{error}");
+        });
+        cancel.set();
+        asked.join().unwrap();
+    });
+    pair.proxy.freeze_at.store(NEVER, Ordering::Relaxed);
+    check(&*pair.connection, &[8, 8]);
 }
 
 #[test]

@@ -2,12 +2,12 @@
 
 use std::sync::{Arc, PoisonError};
 
-use cascade_runtime::Deadline;
+use cascade_runtime::Cancel;
 
 use super::{Expected, Progress, StreamConnection, Until};
 use crate::TransportError;
 use crate::limits::FRAME_BYTES_MAX;
-use crate::question::{ANSWER_BLOCKS_MAX, Answer, QUESTION_BYTES_MAX};
+use crate::question::{ANSWER_BLOCKS_MAX, Answer, AskLimit, QUESTION_BYTES_MAX};
 use crate::region::Span;
 use crate::wire::{Header, Kind, read_numbered, write_numbered};
 
@@ -17,7 +17,7 @@ impl StreamConnection {
         &self,
         question: &[u8],
         targets: &mut [&mut [u8]],
-        deadline: Deadline,
+        limit: AskLimit<'_>,
     ) -> Result<Answer, TransportError> {
         let lengths = check_lengths(question, targets)?;
         if !self.link.peer.answers_questions {
@@ -26,7 +26,7 @@ impl StreamConnection {
         }
         let progress = Arc::new(Progress::default());
         let spans = targets.iter_mut().map(|target| Span::of_buffer(target)).collect();
-        let asked = self.ask_and_wait((question, &lengths, spans), &progress, deadline);
+        let asked = self.ask_and_wait((question, &lengths, spans), &progress, limit);
         // Whatever has happened: when this returns, nobody writes into the targets.
         self.link.leave(&progress);
         asked
@@ -36,9 +36,9 @@ impl StreamConnection {
         &self,
         (question, lengths, targets): (&[u8], &[u32], Vec<Span>),
         progress: &Arc<Progress>,
-        deadline: Deadline,
+        limit: AskLimit<'_>,
     ) -> Result<Answer, TransportError> {
-        let until = Until::deadline(deadline);
+        let until = Until { deadline: limit.deadline, flag: limit.cancel.map(Cancel::flag) };
         {
             let mut sender = self.link.lock_sender(until)?;
             self.link.wait_for_room(until)?;
@@ -52,7 +52,7 @@ impl StreamConnection {
             sender.body = body;
             sent?;
         }
-        self.link.drive(deadline, |_| progress.has_ended())?;
+        until.wait(|deadline| self.link.drive(deadline, |_| progress.has_ended()))?;
         progress.result()?;
         let body = progress.body.lock().unwrap_or_else(PoisonError::into_inner).take();
         let read = body.as_ref().map(|(_, body)| read_numbered(body));
