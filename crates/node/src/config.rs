@@ -11,6 +11,7 @@ mod admin_group;
 mod build;
 mod change;
 mod check;
+mod cluster;
 mod default_capacity;
 mod difference;
 mod environment;
@@ -25,6 +26,7 @@ mod value;
 
 pub use admin_group::AdminGroup;
 pub use change::{SettingInfo, list_settings, with_value};
+pub use cluster::ClusterSettings;
 pub use default_capacity::AvailableSpace;
 pub use difference::{ConfigDifference, difference};
 pub use environment::Environment;
@@ -56,6 +58,8 @@ pub struct NodeConfig {
     pub gpu_reserve_bytes: u64,
     /// The node in the memory of a GPU that [`crate::process::run`] starts. Default: none.
     pub gpu_node: Option<GpuNodeConfig>,
+    /// The cluster that the node takes part in. Default: none.
+    pub cluster: Option<ClusterSettings>,
     /// The store of the default tenant.
     pub store: StoreConfig,
     /// All tenants except the default one, each with its own store.
@@ -146,6 +150,7 @@ impl NodeConfig {
             gpu: None,
             gpu_reserve_bytes: 512 << 20,
             gpu_node: None,
+            cluster: None,
             store: StoreConfig::default(),
             tenants: Vec::new(),
             encryption_key_file: None,

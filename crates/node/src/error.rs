@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use cascade_store::StoreError;
 use thiserror::Error;
 
+use crate::cluster::JoinError;
 use crate::gpu::GpuError;
 use crate::http::HttpError;
 use crate::resize::ResizeError;
@@ -28,6 +29,9 @@ pub enum NodeError {
         #[source]
         source: StoreError,
     },
+    /// The node cannot take part in its cluster.
+    #[error(transparent)]
+    Join(#[from] JoinError),
     /// A resource of the process could not be created or used.
     #[error("cannot {operation}")]
     Server {

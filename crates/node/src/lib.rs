@@ -1,6 +1,7 @@
 //! The process: configuration, wiring, sockets, metrics, admin and shutdown.
 
 pub mod admin;
+mod cluster;
 pub mod config;
 mod controls;
 pub mod doctor;
@@ -26,6 +27,7 @@ mod tier_log;
 pub mod traffic;
 
 pub use cascade_memory::available_bytes;
+pub use cluster::JoinError;
 pub use config::NodeConfig;
 pub use error::NodeError;
 pub use gpu::{GpuError, GpuStatus};

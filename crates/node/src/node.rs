@@ -11,6 +11,7 @@ use cascade_store::{CallOptions, Store};
 use tokio::sync::Notify;
 
 use crate::NodeConfig;
+use crate::cluster::NodeCluster;
 use crate::config::{self, ConfigDifference};
 use crate::controls::ProcessControls;
 use crate::error::NodeError;
@@ -66,6 +67,8 @@ struct Inner {
     gpu_node: Option<Arc<GpuNode>>,
     /// Set once the stores are open.
     tenants: OnceLock<Tenants>,
+    /// Set with them, if the node takes part in a cluster.
+    cluster: OnceLock<NodeCluster>,
     sessions: ClientSessions,
     epoch: u64,
     state: AtomicU8,
@@ -98,6 +101,7 @@ impl Node {
             gpu_node: config.gpu_node.clone().map(|gpu| Arc::new(GpuNode::new(gpu))),
             config,
             tenants: OnceLock::new(),
+            cluster: OnceLock::new(),
             sessions: ClientSessions::default(),
             epoch: u64::from_le_bytes(epoch),
             state: AtomicU8::new(NodeState::Starting as u8),
@@ -112,7 +116,13 @@ impl Node {
 
     /// Opens the stores: allocates all memory, and recovers blocks of earlier runs.
     pub(crate) fn open_stores(&self) -> Result<(), NodeError> {
-        let tenants = Tenants::open(&self.0.config)?;
+        let cluster = self.0.config.cluster.as_ref().map(NodeCluster::start).transpose()?;
+        let config = cluster.as_ref().map(|cluster| cluster.with_sources(&self.0.config));
+        let tenants = Tenants::open(config.as_ref().unwrap_or(&self.0.config))?;
+        if let Some(cluster) = cluster {
+            cluster.serve(tenants.all(), self.epoch())?;
+            self.0.cluster.get_or_init(|| cluster);
+        }
         tenants.all().iter().for_each(|tenant| log_recovery(tenant));
         self.0.tenants.get_or_init(|| tenants);
         Ok(())
@@ -324,6 +334,10 @@ impl Node {
     /// # Errors
     /// The first store that could not be closed. The others are closed all the same.
     pub fn close(&self) -> Result<(), NodeError> {
+        // Others read nothing of stores that end.
+        if let Some(cluster) = self.0.cluster.get() {
+            cluster.stop();
+        }
         let mut first = Ok(());
         // Not ended by an error: every store has pending blocks of its own.
         for tenant in self.tenants().all() {
@@ -368,6 +382,7 @@ impl Node {
             },
             tenants,
             clients: ClientsStatus::of(&self.clients(), inner.sessions.reaped()),
+            cluster: inner.cluster.get().map(NodeCluster::status),
             server: inner.traffic.status(),
             traces: spans.as_ref().map(Spans::status),
             notes: inner.gpu_node.iter().filter_map(|gpu| gpu.status().note()).collect(),

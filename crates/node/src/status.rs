@@ -23,6 +23,9 @@ pub struct Status {
     pub tenants: Vec<TenantStatus>,
     /// Clients of the Unix socket.
     pub clients: ClientsStatus,
+    /// The cluster that the node takes part in.
+    #[serde(default)]
+    pub cluster: Option<ClusterStatus>,
     /// Requests and connections.
     pub server: ServerStatus,
     /// Spans sent to a collector, if traces are on.
@@ -93,6 +96,39 @@ pub struct NodeStatus {
     pub gpu: Option<GpuStatus>,
     /// The node in the memory of a GPU that this node starts.
     pub gpu_node: Option<GpuNodeStatus>,
+}
+
+/// The cluster that a node takes part in.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct ClusterStatus {
+    /// The name of this node.
+    pub node_name: String,
+    /// The other nodes.
+    pub nodes: Vec<PeerStatus>,
+}
+
+/// Another node of the cluster.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct PeerStatus {
+    /// Its name.
+    pub name: String,
+    /// Where it answers.
+    pub address: String,
+    /// `up`; `suspect`: it answered too late, and is asked only whether it is there; or `away`:
+    /// there is no connection.
+    pub state: String,
+    /// Identifies its run.
+    pub epoch: Option<u64>,
+    /// Blocks in its DRAM, as it said within the last seconds.
+    pub blocks: Option<u64>,
+    /// Their bytes.
+    pub bytes: Option<u64>,
+    /// Blocks fetched from it.
+    pub fetched_blocks: u64,
+    /// Their bytes.
+    pub fetched_bytes: u64,
+    /// The last error, until it answers again.
+    pub error: Option<String>,
 }
 
 /// The store of a tenant.

@@ -6,6 +6,7 @@ use cascade_block::{DigestAlgorithm, DigestMode};
 use cascade_store::{FilesConfig, HealthConfig, IoEngine, PolicyKind, StoreConfig, WritePolicy};
 
 use super::admin_group::{AdminGroup, user_id};
+use super::cluster::ClusterSettings;
 use super::default_capacity;
 use super::environment::Environment;
 use super::error::ConfigError;
@@ -62,6 +63,7 @@ pub(super) fn node_config(
         gpu,
         gpu_reserve_bytes: values.bytes("hbm_reserve").unwrap_or(new.gpu_reserve_bytes),
         gpu_node,
+        cluster: ClusterSettings::of(values)?,
         store,
         tenants,
         encryption_key_file: values.path("encryption_key_file"),

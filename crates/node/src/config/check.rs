@@ -10,7 +10,7 @@ use cascade_wire::SOCKET_PATH_BYTES_MAX;
 
 use super::error::ConfigError;
 use super::settings::{SettingSource, Values};
-use super::{NodeConfig, SecurityConfig, TenantConfig};
+use super::{ClusterSettings, NodeConfig, SecurityConfig, TenantConfig};
 
 /// The longest tenant name. It is used as a directory name and as a metric label.
 const TENANT_NAME_BYTES_MAX: usize = 64;
@@ -39,6 +39,7 @@ impl NodeConfig {
         self.check_socket()?;
         self.security.check(self.listen)?;
         self.check_gpu()?;
+        ClusterSettings::check(self)?;
         self.check_store(&self.store)?;
         self.check_files()?;
         self.check_tenants()?;
@@ -221,7 +222,13 @@ impl NodeConfig {
             ("tls_private_key", &self.security.private_key, SecretReaders::Owner),
             ("encryption_key_file", &self.encryption_key_file, SecretReaders::Owner),
         ];
-        for (key, path, readers) in own {
+        let peers = self.cluster.iter().flat_map(|cluster| {
+            [
+                ("peer_token_file", &cluster.token_file, SecretReaders::Group),
+                ("peer_tls_private_key", &cluster.private_key, SecretReaders::Owner),
+            ]
+        });
+        for (key, path, readers) in own.into_iter().chain(peers) {
             if let Some(path) = path {
                 check_secret(&self.with_sources(&[key]), path, readers)?;
             }

@@ -151,6 +151,54 @@ pub const KEYS: &[SettingKey] = &[
     )
     .flag("tls-client-ca"),
     SettingKey::new(
+        "cluster",
+        ValueKind::Text,
+        "The nodes whose DRAM this node reads from: `hosts:FILE`, a list with a line `NAME \
+         HOST:PORT` for each node.",
+    )
+    .flag("cluster"),
+    SettingKey::new(
+        "node_name",
+        ValueKind::Text,
+        "The name of this node in the list of `cluster`.",
+    )
+    .default_rule("the name of the host")
+    .flag("node-name"),
+    SettingKey::new(
+        "peer_listen",
+        ValueKind::Address,
+        "TCP address where this node answers the others of `cluster`.",
+    )
+    .default_rule("its address in the list")
+    .flag("peer-listen"),
+    SettingKey::new(
+        "peer_token_file",
+        ValueKind::Path,
+        "File with the token that all nodes of `cluster` know. It does not encrypt.",
+    )
+    .secret()
+    .flag("peer-token-file"),
+    SettingKey::new(
+        "peer_tls_certificate",
+        ValueKind::Path,
+        "Certificate chain of this node for the others (PEM). With the next two, TLS between nodes \
+         is mutual.",
+    )
+    .flag("peer-tls-certificate"),
+    SettingKey::new(
+        "peer_tls_private_key",
+        ValueKind::Path,
+        "Private key of that certificate (PEM).",
+    )
+    .secret()
+    .flag("peer-tls-private-key"),
+    SettingKey::new(
+        "peer_tls_ca",
+        ValueKind::Path,
+        "CA certificate that signs those of all nodes (PEM).",
+    )
+    .flag("peer-tls-ca"),
+    SettingKey::new(
         "encryption_key_file",
         ValueKind::Path,
         "File with the encryption key of the default tenant's file tier.",

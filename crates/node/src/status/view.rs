@@ -59,11 +59,13 @@ impl Status {
                 // These counters cover the requests of all tenants.
                 self.server = crate::traffic::Traffic::default().status();
                 self.traces = None;
+                self.cluster = None;
                 self.notes.clear();
             }
             StatusView::Totals => {
                 self.tenants = vec![TenantStatus::total(&self.tenants)];
                 self.clients.list.clear();
+                self.cluster = None;
                 self.notes.clear();
             }
         }
