@@ -191,7 +191,9 @@ mod tests {
         }
 
         #[test]
-        fn noise_is_refused_or_read_without_a_panic(text in prop::collection::vec(any::<u8>(), 0..99)) {
+        fn noise_is_refused_or_read_without_a_panic(
+            text in prop::collection::vec(any::<u8>(), 0..99),
+        ) {
             drop((Question::parse(&text), Contents::parse(&text), read_stated(&text, 3)));
         }
     }

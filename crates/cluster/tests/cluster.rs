@@ -39,7 +39,7 @@ impl LocalBlocks for Blocks {
     fn view(&self, keys: &[BlockKey], timeout: Duration) -> Vec<Option<Slab>> {
         drop(self.waits.lock().unwrap());
         let options = CallOptions { timeout: Some(timeout), ..CallOptions::default() };
-        let views = self.store.peek_in_memory(keys, options);
+        let views = self.store.own().in_memory(keys, options);
         if self.are_damaged.load(Ordering::Relaxed) {
             // As after a flipped bit: the recorded checksum is not that of the bytes.
             views.iter().flatten().for_each(|slab| {

@@ -4,7 +4,9 @@ use std::fmt::Write;
 use std::path::Path;
 
 use cascade_block::ByteSize;
-use cascade_node::status::{HealthState, NodeState, OperationStatus, Status, TenantStatus};
+use cascade_node::status::{
+    ClusterStatus, HealthState, NodeState, OperationStatus, PeerStatus, Status, TenantStatus,
+};
 use cascade_replay::figures::{duration, grouped, percent, span};
 use clap::Args;
 use serde_json::json;
@@ -46,6 +48,9 @@ pub fn render(status: &Status, screen: &Screen) -> String {
     page.node(status);
     for tenant in &status.tenants {
         page.tenant(tenant, status.tenants.len() > 1);
+    }
+    if let Some(cluster) = &status.cluster {
+        page.cluster(cluster);
     }
     page.requests(&status.server.operations);
     page.clients(status);
@@ -102,6 +107,31 @@ impl StatusPage<'_> {
         let memory = ByteSize(node.memory_bytes).rounded();
         let cpu = duration(node.cpu_s * 1e6);
         self.line("uses", &format!("{memory}, {} threads, {cpu} of CPU time", node.threads));
+    }
+
+    fn cluster(&mut self, cluster: &ClusterStatus) {
+        self.write(format_args!("\n"));
+        let head = ["node", "address", "state", "blocks", "has", "fetched", "bytes fetched"];
+        let mut rows = vec![head.map(str::to_owned).to_vec()];
+        let row = |node: &PeerStatus| {
+            vec![
+                node.name.clone(),
+                node.address.clone(),
+                node.state.clone(),
+                node.blocks.map_or_else(dash, grouped),
+                node.bytes.map_or_else(dash, |bytes| ByteSize(bytes).rounded()),
+                grouped(node.fetched_blocks),
+                ByteSize(node.fetched_bytes).rounded(),
+            ]
+        };
+        rows.extend(cluster.nodes.iter().map(row));
+        self.table(&rows);
+        for node in &cluster.nodes {
+            if let Some(error) = &node.error {
+                let text = self.screen.verdict(false, &format!("{}: {error}", node.name));
+                self.write(format_args!("  {text}\n"));
+            }
+        }
     }
 
     fn tenant(&mut self, tenant: &TenantStatus, many: bool) {

@@ -149,7 +149,7 @@ impl LocalBlocks for TenantBlocks {
                 break;
             }
             let wanted: Vec<BlockKey> = missing.iter().map(|at| keys[*at]).collect();
-            let views = tenant.store().peek_in_memory(&wanted, options);
+            let views = tenant.store().own().in_memory(&wanted, options);
             for (at, view) in missing.into_iter().zip(views) {
                 found[at] = view;
             }

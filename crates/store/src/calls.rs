@@ -1,7 +1,7 @@
 //! The calls of a store: put, prepare, lookup, read, flush, erase, find, changes.
 
 mod arrivals;
-mod chains;
+pub(crate) mod chains;
 pub(crate) mod changes;
 pub(crate) mod clear;
 pub(crate) mod erase;

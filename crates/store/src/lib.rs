@@ -18,6 +18,7 @@ pub use crate::core::eviction;
 pub use crate::core::eviction::policy_kind::PolicyKind;
 pub use crate::core::flush_mark::FlushMark;
 pub use crate::core::history::Loss;
+pub use calls::chains::OwnBlocks;
 pub use calls::erase::{EraseReport, TierEraseReport};
 pub use calls::holds;
 pub use calls::list::{KeyPage, ListRequest, ListedKey};

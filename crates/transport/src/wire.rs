@@ -89,7 +89,8 @@ pub enum Kind {
     /// Server: its queue pairs are connected. Body: their address and its regions; if `status` is
     /// not 0, the reason why there are none.
     Linked = 35,
-    /// Server: answers a question. Body: the targets of its blocks, and a text. Payload: the blocks.
+    /// Server: answers a question. Body: the targets of its blocks, and a text. Payload: those
+    /// blocks.
     Answer = 36,
 }
 

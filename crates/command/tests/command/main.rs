@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
 mod admin;
+mod cluster;
 mod damage;
 mod gpu;
 mod hit_rate;

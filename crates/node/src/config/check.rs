@@ -47,7 +47,7 @@ impl NodeConfig {
     }
 
     /// The keys, separated by commas, each with its source if it was set.
-    fn with_sources(&self, paths: &[&str]) -> String {
+    pub(super) fn with_sources(&self, paths: &[&str]) -> String {
         let keys = paths.iter().map(|path| match self.settings.node.source(path) {
             SettingSource::Default | SettingSource::Derived(_) => (*path).to_owned(),
             source => format!("{path} ({source})"),

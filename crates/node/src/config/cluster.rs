@@ -68,7 +68,11 @@ impl ClusterSettings {
         let Some(cluster) = &config.cluster else {
             let given = Self::KEYS.into_iter().find(|key| config.settings.node.is_given(key));
             return given.map_or(Ok(()), |key| {
-                refuse(key, "it has no effect without a cluster", "set cluster, or remove it")
+                refuse(
+                    &config.with_sources(&[key]),
+                    "it has no effect without a cluster",
+                    "set cluster, or remove it",
+                )
             });
         };
         if config.gpu.is_some() || config.gpu_node.is_some() {

@@ -158,46 +158,12 @@ pub const KEYS: &[SettingKey] = &[
     )
     .flag("cluster"),
     SettingKey::new(
-        "node_name",
-        ValueKind::Text,
-        "The name of this node in the list of `cluster`.",
-    )
-    .default_rule("the name of the host")
-    .flag("node-name"),
-    SettingKey::new(
-        "peer_listen",
-        ValueKind::Address,
-        "TCP address where this node answers the others of `cluster`.",
-    )
-    .default_rule("its address in the list")
-    .flag("peer-listen"),
-    SettingKey::new(
         "peer_token_file",
         ValueKind::Path,
         "File with the token that all nodes of `cluster` know. It does not encrypt.",
     )
     .secret()
     .flag("peer-token-file"),
-    SettingKey::new(
-        "peer_tls_certificate",
-        ValueKind::Path,
-        "Certificate chain of this node for the others (PEM). With the next two, TLS between nodes \
-         is mutual.",
-    )
-    .flag("peer-tls-certificate"),
-    SettingKey::new(
-        "peer_tls_private_key",
-        ValueKind::Path,
-        "Private key of that certificate (PEM).",
-    )
-    .secret()
-    .flag("peer-tls-private-key"),
-    SettingKey::new(
-        "peer_tls_ca",
-        ValueKind::Path,
-        "CA certificate that signs those of all nodes (PEM).",
-    )
-    .flag("peer-tls-ca"),
     SettingKey::new(
         "encryption_key_file",
         ValueKind::Path,
@@ -381,6 +347,45 @@ pub const KEYS: &[SettingKey] = &[
         .maximum("4096")
         .flag("threads-max")
         .advanced("Threads are started only when calls wait for a slow tier."),
+    SettingKey::new(
+        "node_name",
+        ValueKind::Text,
+        "The name of this node in the list of `cluster`.",
+    )
+    .default_rule("the name of the host")
+    .flag("node-name")
+    .advanced("The list has the names of the hosts in most clusters."),
+    SettingKey::new(
+        "peer_listen",
+        ValueKind::Address,
+        "TCP address where this node answers the others of `cluster`.",
+    )
+    .default_rule("its address in the list")
+    .flag("peer-listen")
+    .advanced("The address in the list is that of the host in most networks."),
+    SettingKey::new(
+        "peer_tls_certificate",
+        ValueKind::Path,
+        "Certificate chain of this node for the others (PEM). With the next two, TLS between nodes \
+         is mutual.",
+    )
+    .flag("peer-tls-certificate")
+    .advanced("A token is enough where nobody else can read the network."),
+    SettingKey::new(
+        "peer_tls_private_key",
+        ValueKind::Path,
+        "Private key of that certificate (PEM).",
+    )
+    .secret()
+    .flag("peer-tls-private-key")
+    .advanced("It belongs to `peer_tls_certificate`."),
+    SettingKey::new(
+        "peer_tls_ca",
+        ValueKind::Path,
+        "CA certificate that signs those of all nodes (PEM).",
+    )
+    .flag("peer-tls-ca")
+    .advanced("It belongs to `peer_tls_certificate`."),
 ];
 
 /// Keys of one tenant.

@@ -409,7 +409,7 @@ impl Dispatch<'_> {
         // A comparison is not a use of the block, so it does not count as an access: hence `peek`.
         let mut views = match purpose {
             LeasePurpose::Use => self.store().view_resident(keys, options),
-            LeasePurpose::Compare => self.store().peek_resident(keys, options),
+            LeasePurpose::Compare => self.store().own().peek(keys, options),
         };
         if views.len() < keys.len() {
             // The blocks that were read keep their leases meanwhile.
@@ -442,15 +442,31 @@ impl Dispatch<'_> {
             Ok(grants) => grants,
             Err(error) => return Answer::Failed(error),
         };
-        let read_below =
-            |keys: &[BlockKey]| self.read_with_permit(options, LeasePurpose::Use, keys);
-        let views = self.store().acquire_with(&at_node_time(request), options, read_below);
+        let permit = self.permit_to_ask();
+        let (request, asks) = (at_node_time(request), permit.is_some());
+        let read_below = |keys: &[BlockKey]| match &permit {
+            Some(_) => self.store().view(keys, options),
+            None => self.read_with_permit(options, LeasePurpose::Use, keys),
+        };
+        let views = self.store().acquire_with(&request, options, asks, read_below);
+        drop(permit);
         self.lease_views(&grants, views)
     }
 
     fn lookup(&self, request: &ChainRequest) -> Answer {
-        let matched = self.store().lookup_prefix(&at_node_time(request));
+        let request = at_node_time(request);
+        let matched = match self.permit_to_ask() {
+            Some(_permit) => self.store().lookup_prefix(&request),
+            None => self.store().own().lookup_prefix(&request),
+        };
         Answer::Matched(matched.tiers.iter().map(|tier| self.tier_index(tier)).collect())
+    }
+
+    /// The permission to wait for other nodes. Without one, or without other nodes, a lookup finds
+    /// what this node has: threads that wait for others would be missing for local blocks.
+    fn permit_to_ask(&self) -> Option<WaitPermit<'_>> {
+        let has_others = !self.store().config().sources.is_empty();
+        has_others.then(|| self.acquire_permit().ok()).flatten()
     }
 
     fn clear(&self) -> Answer {

@@ -342,6 +342,7 @@ fn other_value(key: &SettingKey) -> String {
         ValueKind::Url => "http://localhost:4318",
         ValueKind::Text if key.path == "pipeline" => "Files",
         ValueKind::Text if key.path == "admin_group" => "700",
+        ValueKind::Text if key.path == "cluster" => "hosts:/srv/hosts",
         ValueKind::Text => "debug",
     };
     format!("{text:?}")
@@ -380,6 +381,14 @@ fn every_key_has_an_effect() {
         // They exclude others, so only their own tests have them.
         if ["gpu", "hbm"].contains(&key.path) {
             required.extend([("", "gpu = \"GPU-0\""), ("", "hbm = \"16MiB\"")]);
+        }
+        if ["cluster", "node_name"].contains(&key.path) || key.path.starts_with("peer_") {
+            required.extend([
+                ("", "cluster = \"hosts:HERE/hosts\""),
+                ("advanced", "peer_tls_certificate = \"HERE/certificate\""),
+                ("advanced", "peer_tls_private_key = \"HERE/other\""),
+                ("advanced", "peer_tls_ca = \"HERE/ca\""),
+            ]);
         }
         let before: Vec<_> =
             required.iter().map(|(section, line)| (*section, (*line).to_owned())).collect();

@@ -41,7 +41,7 @@ pub(crate) struct Lookup<'a> {
 
 impl<'a> Lookup<'a> {
     /// See [`crate::Store::lookup_prefix`].
-    pub(crate) fn lookup_prefix(self) -> PrefixMatch {
+    pub(crate) fn lookup_prefix(self, asks_sources: bool) -> PrefixMatch {
         let Self { core, request } = self;
         let mut tiers = Vec::with_capacity(request.keys.len());
         let mut call = None;
@@ -49,7 +49,7 @@ impl<'a> Lookup<'a> {
             tiers.extend(blocks.iter().map(|(_, tier)| core.tier_name(*tier)));
         });
         core.count_call(&counts);
-        if !core.sources.is_empty() {
+        if asks_sources && !core.sources.is_empty() {
             let call = call.unwrap_or_else(|| core.call(CallOptions::default()));
             let later = match_in_sources(core, request.keys, tiers.len(), call);
             tiers.extend(later.into_iter().map(|tier| core.tier_name(tier)));

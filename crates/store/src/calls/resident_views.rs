@@ -32,6 +32,7 @@ impl ResidentViews<'_> {
         self,
         request: &Request<'_>,
         call: CallContext,
+        asks_sources: bool,
     ) -> (Vec<ViewOutcome>, Vec<usize>) {
         let core = self.0;
         let mut views = Vec::with_capacity(request.keys.len());
@@ -50,7 +51,12 @@ impl ResidentViews<'_> {
         // The caller of `read_below` counts the others.
         self.add_views(&mut counts, &views, below.len());
         core.count_call(&counts);
-        for _ in match_in_sources(core, request.keys, views.len(), call) {
+        let later = if asks_sources {
+            match_in_sources(core, request.keys, views.len(), call)
+        } else {
+            Vec::new()
+        };
+        for _ in later {
             below.push(views.len());
             views.push(ViewOutcome::Miss);
         }
@@ -95,7 +101,7 @@ impl ResidentViews<'_> {
         views
     }
 
-    /// See [`crate::Store::peek_in_memory`].
+    /// See [`crate::OwnBlocks::in_memory`].
     pub(super) fn in_memory(self, keys: &[BlockKey], call: CallContext) -> Vec<Option<Slab>> {
         let core = self.0;
         let now_unix_ms = core.clock.unix_ms();

@@ -148,7 +148,7 @@ fn calls_that_give_access_in_place_are_refused_and_say_what_to_do() {
         store.acquire(&Request::new(&all), NOW),
         store.view_resident(&all, NOW),
         store.peek(&all, NOW),
-        store.peek_resident(&all, NOW),
+        store.own().peek(&all, NOW),
         each,
     ];
     for views in views {

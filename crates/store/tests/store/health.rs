@@ -64,7 +64,7 @@ fn a_circuit_opens_after_two_failed_calls_and_closes_after_one_probe() {
     assert!(matched.tiers.is_empty(), "{matched:?}");
     let explained = store.explain(&chain, None, CallOptions::default()).unwrap();
     assert_eq!((explained.leading, explained.behind_gap), (0, 0), "{explained:?}");
-    let views = store.peek_resident(&chain, CallOptions::default());
+    let views = store.own().peek(&chain, CallOptions::default());
     assert_eq!(views.len(), chain.len(), "a miss needs no tier");
     stage.fails.store(false, Relaxed);
     let took = pass_until(&store, &clock, Circuits::BothClosed);

@@ -100,7 +100,7 @@ fn call_all(store: &Store, slabs: Vec<PutSlab>) {
     assert!(store.lookup_prefix(&Request::new(&many)).tiers.is_empty());
     assert!(store.acquire(&Request::new(&many), options).is_empty());
     assert!(store.view_resident(&many, options).is_empty());
-    assert!(store.peek_resident(&many, options).is_empty());
+    assert!(store.own().peek(&many, options).is_empty());
 }
 
 impl StoppingClock {

@@ -58,14 +58,14 @@ fn views_and_lookups_take_the_lock_once_and_look_each_key_up_once() {
     let request = Request::new(&keys);
     let not_below = |_: &[BlockKey]| panic!("every block is in memory");
     let (views, locks, probes) =
-        counted(&holds, || store.acquire_with(&request, CallOptions::default(), not_below));
+        counted(&holds, || store.acquire_with(&request, CallOptions::default(), true, not_below));
     assert_eq!((views.len(), locks, probes), (256, 1, 256));
     assert!(are_hits(&views), "{views:?}");
     let (views, locks, probes) = counted(&holds, || store.view(&keys, CallOptions::default()));
     assert_eq!((views.len(), locks, probes), (256, 1, 256));
     assert!(are_hits(&views), "{views:?}");
     let (views, locks, probes) =
-        counted(&holds, || store.peek_resident(&keys, CallOptions::default()));
+        counted(&holds, || store.own().peek(&keys, CallOptions::default()));
     assert_eq!((views.len(), locks, probes), (256, 1, 256));
     assert!(are_hits(&views), "{views:?}");
     let (matched, locks, probes) = counted(&holds, || store.lookup_prefix(&request));
@@ -113,7 +113,7 @@ fn long_batches_take_the_lock_once_for_256_keys() {
     let request = Request::new(&keys);
     let not_below = |_: &[BlockKey]| panic!("every block is in memory");
     let (views, locks, probes) =
-        counted(&holds, || store.acquire_with(&request, CallOptions::default(), not_below));
+        counted(&holds, || store.acquire_with(&request, CallOptions::default(), true, not_below));
     // Eight for the report to the eviction policy, which visits each block twice.
     assert_eq!((views.len(), locks, probes), (1000, 4 + 8, 1000));
     assert!(are_hits(&views), "{views:?}");
@@ -131,7 +131,7 @@ fn expired_blocks_and_gaps_end_a_match() {
     let mut puts = chain(&keys, &[1; BYTES]);
     puts[5].ttl_ms = Some(0);
     store.put(&puts, CallOptions::default());
-    let views = store.acquire_with(&Request::new(&keys), CallOptions::default(), |_| {
+    let views = store.acquire_with(&Request::new(&keys), CallOptions::default(), true, |_| {
         panic!("no block is below")
     });
     assert!(views.len() == 5 && are_hits(&views), "{views:?}");
