@@ -1,7 +1,6 @@
 """Engines whose nodes read each other's memory."""
 
 import os
-import socket
 import threading
 
 import pytest
@@ -20,12 +19,10 @@ ALWAYS = {
 @pytest.fixture
 def cluster(serve, tmp_path):
     """Return two nodes that know each other."""
-    ports = []
-    for _ in range(2):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            ports.append(free.getsockname()[1])
+    # Addresses of loopback that no other test process has.
+    high, low = divmod(os.getpid() % 65536, 256)
     hosts, token = tmp_path / "hosts", tmp_path / "token"
-    hosts.write_text("".join(f"node{at} 127.0.0.1:{port}\n" for at, port in enumerate(ports)))
+    hosts.write_text("".join(f"node{at} 127.{1 + at}.{high}.{low}:9500\n" for at in range(2)))
     token.write_text("a token that all nodes know")
     token.chmod(0o600)
     flags = ["--dram", "64MiB", "--cluster", f"hosts:{hosts}", "--peer-token-file", str(token)]

@@ -103,7 +103,7 @@ mod tests {
             let error = parse_hosts(text).unwrap_err().to_string();
             assert!(error.contains(part), "{text:?}: {error}");
         }
-        let many: String = (1..=33).map(|at| format!("n{at} h{at}:1\n")).collect();
-        assert_eq!(parse_hosts(&many), Err(HostsError::TooMany { count: 33 }));
+        let many: Vec<String> = (1..=33).map(|at| format!("n{at} h{at}:1")).collect();
+        assert_eq!(parse_hosts(&many.join("\n")), Err(HostsError::TooMany { count: 33 }));
     }
 }

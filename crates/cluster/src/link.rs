@@ -25,6 +25,9 @@ const PING_TIMEOUT: Duration = Duration::from_secs(1);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Pauses between tries to connect: the first one, and the longest.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(5));
+/// How long a node has to be silent before it is suspect: when asked what it has, and when asked for
+/// blocks. A caller with less time says nothing of the node.
+const SILENCE: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
 /// Questions that wait for a node. A caller that finds more does without it.
 const QUEUE_MAX: usize = 64;
 
@@ -148,6 +151,7 @@ impl Link {
             let reason = "there is no connection".to_owned();
             return Err(TransportError::Lost { peer: address, reason });
         };
+        let began = now();
         let answered = connection.ask(question, targets, limit);
         let bytes = |answer: &Answer| {
             answer.filled.iter().map(|at| targets[*at as usize].len() as u64).sum::<u64>()
@@ -155,6 +159,7 @@ impl Link {
         match &answered {
             // The caller has gone, which says nothing of the node.
             Err(_) if limit.cancel.is_some_and(Cancel::is_set) => {}
+            Err(error) if is_short(error, (began, limit.deadline), SILENCE.1) => {}
             Ok(answer) => {
                 let mut state = self.lock();
                 state.status.fetched_blocks += answer.filled.len() as u64;
@@ -285,11 +290,14 @@ impl Link {
             let within = round.deadline.remaining(&SystemClock);
             let question = Question::Locate { keys: keys.to_vec(), within };
             let limit = AskLimit::until(round.deadline);
+            let began = now();
             let answered = connection.ask(&question.to_bytes(), &mut [], limit);
             match answered {
                 Ok(answer) => located.extend(read_stated(&answer.text, keys.len())?),
                 Err(error) => {
-                    self.failed(Some(connection), &error);
+                    if !is_short(&error, (began, round.deadline), SILENCE.0) {
+                        self.failed(Some(connection), &error);
+                    }
                     break;
                 }
             }
@@ -329,6 +337,16 @@ impl Link {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Whether a caller had too little time to say that a node is silent.
+fn is_short(
+    error: &TransportError,
+    (began, deadline): (Duration, Deadline),
+    silence: Duration,
+) -> bool {
+    let allowed = deadline.time().saturating_sub(began);
+    matches!(error, TransportError::Deadline { .. }) && allowed < silence
 }
 
 /// The pause after some failures in a row: doubled each time, and shortened by a random part, so

@@ -67,9 +67,10 @@ impl Answers for Owner {
 }
 
 /// Length and checksum of the blocks that are there. A block whose checksum nobody has computed so
-/// far is read once. What is not done by half of the time is left out: the answer has to arrive.
+/// far is read once. What is not done by a quarter of the time is left out: the answer has to
+/// arrive, and other questions wait behind it.
 fn stated(blocks: &dyn LocalBlocks, keys: &[BlockKey], within: Duration) -> Vec<Option<Stated>> {
-    let until = Deadline::after(&SystemClock, within / 2);
+    let until = Deadline::after(&SystemClock, within / 4);
     let mut all = Vec::with_capacity(keys.len());
     for keys in keys.chunks(VIEWS_MAX) {
         let left = until.remaining(&SystemClock);

@@ -25,7 +25,9 @@ pub(crate) struct Round {
 
 #[derive(Debug, Default)]
 struct State {
-    /// Nodes that were asked and have not answered.
+    /// Nodes that were asked.
+    asked: usize,
+    /// Those of them that may still answer.
     waiting: usize,
     /// Number of the node, and what it has.
     answers: Vec<(usize, Located)>,
@@ -39,10 +41,12 @@ impl Round {
 
     /// One more node is asked.
     pub(crate) fn ask(&self) {
-        self.lock().waiting += 1;
+        let mut state = self.lock();
+        state.asked += 1;
+        state.waiting += 1;
     }
 
-    /// A node has answered; `None`: it has not, and will not.
+    /// A node has answered; `None`: it has not, and will not in time.
     pub(crate) fn answer(&self, node: usize, located: Option<Located>) {
         let mut state = self.lock();
         state.waiting = state.waiting.saturating_sub(1);
@@ -62,7 +66,7 @@ impl Round {
             let is_over = state.waiting == 0 || left.is_zero() || cancel.is_set();
             if is_over || state.answers.iter().any(has_all) {
                 let answers = std::mem::take(&mut state.answers);
-                return (state.waiting == 0 || !answers.is_empty()).then_some(answers);
+                return (state.asked == 0 || !answers.is_empty()).then_some(answers);
             }
             let waited = self.changed.wait_timeout(state, left.min(LOOK));
             state = waited.unwrap_or_else(PoisonError::into_inner).0;

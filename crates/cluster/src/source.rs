@@ -87,6 +87,9 @@ impl Source for Peers {
         keys: &[BlockKey],
         limit: &SourceLimit<'_>,
     ) -> Result<Vec<Option<LocatedBlock>>, TierError> {
+        if keys.is_empty() {
+            return Ok(Vec::new());
+        }
         let time = limit.deadline.time().saturating_sub(MARGIN);
         let round = Arc::new(Round::new(keys, Deadline::at(time)));
         for link in self.links.iter() {

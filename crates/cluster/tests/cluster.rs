@@ -2,7 +2,7 @@
 //! nodes come, go, freeze and lie.
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -70,9 +70,12 @@ fn put(store: &Store, key: BlockKey, bytes: &[u8]) {
     assert!(matches!(outcomes[0], PutOutcome::Stored), "{outcomes:?}");
 }
 
+/// An address of loopback that no other test has: also not by a connection that takes any port.
 fn free_address() -> String {
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    listener.local_addr().unwrap().to_string()
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    let [_, _, high, low] = std::process::id().to_be_bytes();
+    let count = COUNT.fetch_add(1, Ordering::Relaxed);
+    format!("127.{}.{high}.{low}:{}", 1 + count / 8000, 20_000 + count % 8000)
 }
 
 fn hosts(count: usize) -> Vec<Host> {
@@ -220,6 +223,27 @@ fn a_frozen_node_is_asked_nothing_until_it_answers() {
     assert_eq!(located, [None]);
     drop(held);
     wait_for(&asking, 0, NodeState::Up);
+    assert_eq!(get(&mine, key(1), 5000).1, [1; 5000]);
+}
+
+/// Otherwise one caller in a hurry would take a node from all others.
+#[test]
+fn a_caller_with_little_time_makes_no_node_suspect() {
+    let hosts = hosts(2);
+    let (_owner, owned, blocks) = node(&hosts, 0);
+    let (asking, mine, _) = node(&hosts, 1);
+    wait_for(&asking, 0, NodeState::Up);
+    put(&owned, key(1), &[1; 5000]);
+    let source = asking.source();
+    let held = blocks.waits.lock().unwrap();
+    for _ in 0..3 {
+        let deadline = Deadline::after(&SystemClock, Duration::from_millis(4));
+        let cancel = Cancel::new();
+        let located = source.locate(&[key(1)], &SourceLimit { deadline, cancel: &cancel });
+        // A suspect node would not be asked.
+        assert!(located.is_err(), "it does not answer: {located:?}, {:?}", asking.nodes()[0]);
+    }
+    drop(held);
     assert_eq!(get(&mine, key(1), 5000).1, [1; 5000]);
 }
 

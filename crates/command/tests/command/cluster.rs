@@ -1,7 +1,6 @@
 //! Two nodes of a list of hosts: real processes, killed and restarted.
 
 use std::fs;
-use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::process::Stdio;
@@ -24,8 +23,9 @@ struct Shared(TempDir);
 impl Shared {
     fn new() -> Self {
         let directory = TempDir::new().unwrap();
-        let address = || TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-        let hosts = format!("one {}\ntwo {}\n", address(), address());
+        // An address of loopback that no other test process has.
+        let [_, _, high, low] = std::process::id().to_be_bytes();
+        let hosts = format!("one 127.1.{high}.{low}:9500\ntwo 127.2.{high}.{low}:9500\n");
         fs::write(directory.path().join("hosts"), hosts).unwrap();
         let token = directory.path().join("token");
         fs::write(&token, "a token that both nodes know\n").unwrap();
@@ -39,9 +39,8 @@ impl Shared {
 
     fn toml(&self, name: &str) -> String {
         let (hosts, token) = (self.path("hosts"), self.path("token"));
-        format!(
-            "cluster = \"hosts:{hosts}\"\nadvanced.node_name = \"{name}\"\npeer_token_file = \"{token}\"\n"
-        )
+        let name = format!("advanced.node_name = \"{name}\"");
+        format!("cluster = \"hosts:{hosts}\"\npeer_token_file = \"{token}\"\n{name}\n")
     }
 
     fn node(&self, name: &str) -> ServedNode {
