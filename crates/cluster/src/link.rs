@@ -25,8 +25,8 @@ const PING_TIMEOUT: Duration = Duration::from_secs(1);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Pauses between tries to connect: the first one, and the longest.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(5));
-/// How long a node has to be silent before it is suspect: when asked what it has, and when asked for
-/// blocks. A caller with less time says nothing of the node.
+/// How long a node has to be silent before it is suspect: when asked what it has, and when asked
+/// for blocks. A caller with less time says nothing of the node.
 const SILENCE: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
 /// Questions that wait for a node. A caller that finds more does without it.
 const QUEUE_MAX: usize = 64;

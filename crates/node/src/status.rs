@@ -131,6 +131,11 @@ pub struct PeerStatus {
     pub error: Option<String>,
 }
 
+impl PeerStatus {
+    /// The names of all states.
+    pub const STATES: [&'static str; 3] = ["up", "suspect", "away"];
+}
+
 /// The store of a tenant.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct TenantStatus {

@@ -1,7 +1,7 @@
 //! Metric families of the process, its clients, HTTP and traces.
 
 use crate::metrics::{MetricFamily, MetricKind};
-use crate::status::NodeState;
+use crate::status::{NodeState, PeerStatus};
 
 /// The families, in the order of a scrape.
 pub(super) const FAMILIES: &[MetricFamily] = &[
@@ -95,6 +95,41 @@ pub(super) const FAMILIES: &[MetricFamily] = &[
         labels: &[],
         read: |status, samples| {
             samples.add(&[], status.node.threads);
+        },
+    },
+    MetricFamily {
+        name: "cascade_peer_state",
+        kind: MetricKind::Gauge,
+        help: "1 for the current state of another node of the cluster, 0 for the others",
+        labels: &["node", "state"],
+        read: |status, samples| {
+            for node in status.cluster.iter().flat_map(|cluster| &cluster.nodes) {
+                for state in PeerStatus::STATES {
+                    samples.add(&[&node.name, state], u64::from(state == node.state));
+                }
+            }
+        },
+    },
+    MetricFamily {
+        name: "cascade_peer_fetched_blocks",
+        kind: MetricKind::Counter,
+        help: "Blocks fetched from another node of the cluster",
+        labels: &["node"],
+        read: |status, samples| {
+            for node in status.cluster.iter().flat_map(|cluster| &cluster.nodes) {
+                samples.add(&[&node.name], node.fetched_blocks);
+            }
+        },
+    },
+    MetricFamily {
+        name: "cascade_peer_fetched_bytes",
+        kind: MetricKind::Counter,
+        help: "Bytes of the blocks fetched from another node of the cluster",
+        labels: &["node"],
+        read: |status, samples| {
+            for node in status.cluster.iter().flat_map(|cluster| &cluster.nodes) {
+                samples.add(&[&node.name], node.fetched_bytes);
+            }
         },
     },
     MetricFamily {

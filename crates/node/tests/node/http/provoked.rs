@@ -7,7 +7,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use cascade_block::BlockKey;
-use cascade_node::config::{SecurityConfig, TenantConfig};
+use cascade_node::config::{ClusterSettings, SecurityConfig, TenantConfig};
 use cascade_node::telemetry::Spans;
 use cascade_node::traffic::{CompletedRequest, Operation};
 use cascade_node::{Node, NodeConfig};
@@ -17,7 +17,9 @@ use super::prometheus::{metrics_of, panel_queries};
 use super::served::{BLOCK_BYTES, Served, get, key};
 
 /// Metrics that stay zero in this test, with the reason or the test that covers them.
-const ZERO_HERE: [(&str, &str); 25] = [
+const ZERO_HERE: [(&str, &str); 27] = [
+    ("cascade_peer_fetched_blocks", "needs another node: the tests of the command"),
+    ("cascade_peer_fetched_bytes", "needs another node: the tests of the command"),
     ("cascade_tier_circuit_open", "needs a tier that fails; the store's tests have one"),
     ("cascade_tier_damaged_structures", "needs a damaged file; the store's tests damage them"),
     ("cascade_clients", "needs a client over the node's socket"),
@@ -51,7 +53,22 @@ const ZERO_HERE: [(&str, &str); 25] = [
     ("cascade_warm_restart_seconds", "a small pool is taken over in less than a millisecond"),
 ];
 
-/// A node with every part that has metrics of its own: blocks recovered from its pool file, an
+/// A cluster whose other node does not run.
+fn away_from_others(directory: &Path) -> ClusterSettings {
+    let hosts_file = directory.join("hosts");
+    fs::write(&hosts_file, "this 127.0.0.1:1\nother 127.0.0.1:2\n").unwrap();
+    ClusterSettings {
+        hosts_file,
+        node_name: Some("this".to_owned()),
+        listen: Some("127.0.0.1:0".parse().unwrap()),
+        token_file: None,
+        certificate: None,
+        private_key: None,
+        authority: None,
+    }
+}
+
+/// A node with every part that has metrics of its own: a cluster, blocks recovered from its pool file, an
 /// exporter of spans, and a second tenant without a file tier.
 pub(crate) fn start_with_every_part(security: SecurityConfig) -> Served {
     let served = Served::start_node(
@@ -61,6 +78,7 @@ pub(crate) fn start_with_every_part(security: SecurityConfig) -> Served {
             let directory = config.socket.parent().unwrap();
             config.pool_directory = Some(directory.to_owned());
             config.keep_pool = KeepPool::Always;
+            config.cluster = Some(away_from_others(directory));
             let files = config.store.files.as_mut().unwrap();
             files.capacity_bytes = 32 << 20;
             files.segment_bytes = 4 << 20;
