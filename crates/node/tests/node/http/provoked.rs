@@ -68,8 +68,8 @@ fn away_from_others(directory: &Path) -> ClusterSettings {
     }
 }
 
-/// A node with every part that has metrics of its own: a cluster, blocks recovered from its pool file, an
-/// exporter of spans, and a second tenant without a file tier.
+/// A node with every part that has metrics of its own: a cluster, blocks recovered from its pool
+/// file, an exporter of spans, and a second tenant without a file tier.
 pub(crate) fn start_with_every_part(security: SecurityConfig) -> Served {
     let served = Served::start_node(
         security,
