@@ -73,7 +73,7 @@ fn put(store: &Store, key: BlockKey, bytes: &[u8]) {
 /// An address of loopback that no other test has: also not by a connection that takes any port.
 fn free_address() -> String {
     static COUNT: AtomicU32 = AtomicU32::new(0);
-    let [_, _, high, low] = std::process::id().to_be_bytes();
+    let [low, high, ..] = std::process::id().to_le_bytes();
     let count = COUNT.fetch_add(1, Ordering::Relaxed);
     format!("127.{}.{high}.{low}:{}", 1 + count / 8000, 20_000 + count % 8000)
 }

@@ -110,7 +110,7 @@ fn metrics(summary: &Value) -> Vec<Row> {
     all
 }
 
-/// A row for each QoS class that has answered requests.
+/// A row for each class of service that has answered requests.
 fn classes(metrics: &Value, has_limits: bool) -> Vec<Vec<Cell>> {
     let columns = [
         "QoS Level",

@@ -24,7 +24,7 @@ impl Shared {
     fn new() -> Self {
         let directory = TempDir::new().unwrap();
         // An address of loopback that no other test process has.
-        let [_, _, high, low] = std::process::id().to_be_bytes();
+        let [low, high, ..] = std::process::id().to_le_bytes();
         let hosts = format!("one 127.1.{high}.{low}:9500\ntwo 127.2.{high}.{low}:9500\n");
         fs::write(directory.path().join("hosts"), hosts).unwrap();
         let token = directory.path().join("token");
