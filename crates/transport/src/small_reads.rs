@@ -13,7 +13,7 @@ use crate::TransportError;
 use crate::connection::{Batch, Completion, Connection, Ticket, TransportKind};
 use crate::peer::Peer;
 use crate::piece::{Direction, Piece};
-use crate::stream::StreamConnection;
+use crate::stream::{Open, StreamConnection};
 
 /// Which reads take the other stream, and when.
 #[derive(Debug, Clone, Copy)]
@@ -35,9 +35,6 @@ const OPEN_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time until it is tried again, if it could not be opened or was lost.
 const OPEN_PAUSE: Duration = Duration::from_secs(10);
 
-/// Opens another stream to the same peer.
-pub(crate) type Open = dyn Fn(Deadline) -> Result<StreamConnection, TransportError> + Send + Sync;
-
 /// A connection that moves small reads beside large batches.
 #[derive(Debug)]
 pub(crate) struct SmallReads {
@@ -47,7 +44,7 @@ pub(crate) struct SmallReads {
 }
 
 struct SmallStream {
-    open: Box<Open>,
+    open: Arc<Open>,
     /// Bytes of batches that are not small, and have not ended.
     under_way: AtomicU64,
     state: LeafMutex<State>,
@@ -89,7 +86,7 @@ struct SmallTicket {
 
 impl SmallReads {
     /// Takes a connection, and what opens another stream to its peer.
-    pub(crate) fn beside(connection: Arc<dyn Connection>, sizes: Sizes, open: Box<Open>) -> Self {
+    pub(crate) fn beside(connection: Arc<dyn Connection>, sizes: Sizes, open: Arc<Open>) -> Self {
         let state = LeafMutex::new(State::Absent(Duration::ZERO));
         let stream = Arc::new(SmallStream { open, under_way: AtomicU64::new(0), state });
         Self { connection, stream, sizes }
