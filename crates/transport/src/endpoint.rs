@@ -16,6 +16,7 @@ use crate::limits::{GEOMETRY_BYTES_MAX, NAME_BYTES_MAX, STREAMS_MAX};
 use crate::notice::{Notice, Notices};
 use crate::peer::EndpointId;
 use crate::piece::RegionId;
+use crate::places::Places;
 use crate::region::Region;
 use crate::regions::Regions;
 use crate::shm::ShmConnection;
@@ -65,9 +66,11 @@ impl Endpoint {
         let tls = config.tls.clone().map(Tls::new).transpose()?.map(Arc::new);
         let notices = Notices::new(config.limits.notices_max);
         let regions = Regions::default();
+        let places = Places::new(config.limits.peers_max);
         let (id, rdma) = (EndpointId(id), OnceLock::new());
-        let (made, served) = Default::default();
-        let state = EndpointState { id, config, tls, regions, notices, made, served, rdma };
+        let (made, served, turns) = Default::default();
+        let state =
+            EndpointState { id, config, tls, regions, notices, made, served, places, turns, rdma };
         Ok(Self(Arc::new(state)))
     }
 

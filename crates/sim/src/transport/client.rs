@@ -218,7 +218,11 @@ impl Caller {
                 is_late
             }
             // A flipped bit can make any message one that does not fit.
-            TransportError::Handshake { .. } => self.has(Trouble::Damage),
+            TransportError::Handshake { reason, .. } => {
+                let has_no_place = reason.contains("connections to it")
+                    || reason.contains("connections, which is its limit");
+                self.has(Trouble::Damage) || self.shared.profile.has_few_places() && has_no_place
+            }
             // The handshake stalls.
             TransportError::Lost { .. } => true,
             TransportError::Connect { .. } => self.has(Trouble::Breaks),

@@ -75,10 +75,15 @@ impl Profile {
             streams: 1,
         };
         // Clients that each have some of few places would keep the others out.
-        if profile.limits.peers_max > FEW_PEERS {
+        if !profile.has_few_places() {
             profile.streams = [1, 2, 4][random.index_below(3)];
         }
         profile
+    }
+
+    /// Whether an endpoint serves few connections.
+    pub(super) fn has_few_places(&self) -> bool {
+        self.limits.peers_max <= FEW_PEERS
     }
 
     /// Clients of all processes.
