@@ -376,7 +376,7 @@ impl Endpoint {
         });
         let division = Division { part_bytes_min: 1024, ..Division::default() };
         let connection = self.divided(first, division, open.clone(), deadline)?;
-        let sizes = Sizes { small_max: 512, under_way_min: 2048 };
+        let sizes = Sizes { small_max: 512, under_way_min: 2048, ..Sizes::default() };
         Ok(Arc::new(SmallReads::beside(connection, sizes, open)))
     }
 }

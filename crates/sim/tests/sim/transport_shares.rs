@@ -25,7 +25,7 @@ struct Served {
     local: RegionId,
     remote: RegionId,
     _server: Endpoint,
-    _listener: Listener,
+    listener: Listener,
 }
 
 impl Served {
@@ -38,7 +38,7 @@ impl Served {
             conformance::endpoints_of(configs, Region::private);
         let (modest, ..) = conformance::endpoints(Region::private);
         let listener = server.listen_simulated(&network, "server").expect("nobody else does");
-        Self { network, greedy, modest, local, remote, _server: server, _listener: listener }
+        Self { network, greedy, modest, local, remote, _server: server, listener }
     }
 
     fn connect(&self, client: &Endpoint) -> Arc<dyn Connection> {
@@ -150,5 +150,34 @@ fn connections_that_stall_keep_others_of_their_peer_waiting_until_they_end() {
             let lost = ticket.wait(soon()).expect_err("it has stalled");
             assert!(matches!(lost, TransportError::Lost { .. }), "{lost}");
         }
+    });
+}
+
+/// The stream of small reads beside a large one.
+#[test]
+fn a_stream_that_no_small_read_uses_is_closed_after_a_minute_and_opened_again() {
+    run(|| {
+        // Nobody receives the large read.
+        let stall_timeout = Duration::from_secs(10_000);
+        let served = Served::new(Limits { stall_timeout, ..Limits::default() });
+        // Behind it, small ones would wait for minutes.
+        let slow = Conditions { bytes_per_second: 4 << 10, ..Conditions::default() };
+        served.network.set_conditions(slow);
+        let connection = served.connect(&served.modest);
+        served.network.set_conditions(Conditions::default());
+        let large = served.post(&*connection, 8 * FRAME_BYTES);
+        for _ in 0..2 {
+            // The first one opens the stream, and waits behind the large one.
+            let until = now() + Duration::from_secs(2);
+            let soon = || Deadline::at(now() + Duration::from_millis(10));
+            while served.post(&*connection, 8).wait(soon()).is_err() {
+                assert!(now() < until, "no small read passes");
+            }
+            sleep(Duration::from_secs(59));
+            assert_eq!(served.listener.peer_count(), 2);
+            sleep(Duration::from_secs(3));
+            assert_eq!(served.listener.peer_count(), 1, "it is not closed");
+        }
+        large.cancel(Deadline::at(now()));
     });
 }
