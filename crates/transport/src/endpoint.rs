@@ -16,17 +16,18 @@ use crate::limits::{GEOMETRY_BYTES_MAX, NAME_BYTES_MAX, STREAMS_MAX};
 use crate::notice::{Notice, Notices};
 use crate::peer::EndpointId;
 use crate::piece::RegionId;
+use crate::places::Places;
 use crate::region::Region;
 use crate::regions::Regions;
 use crate::shm::ShmConnection;
 use crate::small_reads::{Sizes, SmallReads};
 use crate::state::EndpointState;
 use crate::stream::{
-    Accepting, ClientTls, Socket, SocketFile, StreamConnection, listen_tcp, listen_unix,
+    Accepting, ClientTls, Open, Socket, SocketFile, StreamConnection, listen_tcp, listen_unix,
 };
 #[cfg(feature = "simulated")]
 use crate::stream::{Dialled, Network};
-use crate::striped::StripedConnection;
+use crate::striped::{Division, StripedConnection};
 use crate::tls::Tls;
 use crate::user_token::TOKEN_BYTES_MIN;
 use crate::verbs::{Device, NotOpened, Rdma, RdmaConnection};
@@ -65,9 +66,11 @@ impl Endpoint {
         let tls = config.tls.clone().map(Tls::new).transpose()?.map(Arc::new);
         let notices = Notices::new(config.limits.notices_max);
         let regions = Regions::default();
+        let places = Places::new(config.limits.peers_max);
         let (id, rdma) = (EndpointId(id), OnceLock::new());
-        let (made, served) = Default::default();
-        let state = EndpointState { id, config, tls, regions, notices, made, served, rdma };
+        let (made, served, turns) = Default::default();
+        let state =
+            EndpointState { id, config, tls, regions, notices, made, served, places, turns, rdma };
         Ok(Self(Arc::new(state)))
     }
 
@@ -216,18 +219,44 @@ impl Endpoint {
         address: &PeerAddress,
         deadline: Deadline,
     ) -> Result<Arc<dyn Connection>, TransportError> {
-        let connection: Arc<dyn Connection> = if self.0.config.streams == 1 {
-            Arc::new(first)
-        } else {
-            let mut streams = vec![first];
-            while streams.len() < self.0.config.streams {
-                streams.push(self.open_tcp(address, deadline)?);
-            }
-            Arc::new(StripedConnection::new(streams)?)
-        };
         let (endpoint, address) = (self.clone(), address.clone());
-        let open = move |deadline| endpoint.open_tcp(&address, deadline);
-        Ok(Arc::new(SmallReads::beside(connection, Sizes::default(), Box::new(open))))
+        let open = Arc::new(move |deadline| endpoint.open_tcp(&address, deadline));
+        let connection = self.divided(first, Division::default(), open.clone(), deadline)?;
+        Ok(Arc::new(SmallReads::beside(connection, Sizes::default(), open)))
+    }
+
+    /// As `connect_tcp`, without the stream of small reads.
+    #[cfg(test)]
+    pub(crate) fn connect_divided(
+        &self,
+        address: SocketAddr,
+        division: Division,
+        deadline: Deadline,
+    ) -> Result<StripedConnection, TransportError> {
+        let address = PeerAddress::look_up(address.to_string(), deadline)?;
+        let endpoint = self.clone();
+        let open = Arc::new(move |deadline| endpoint.open_tcp(&address, deadline));
+        let streams =
+            (0..self.0.config.streams).map(|_| open(deadline)).collect::<Result<_, _>>()?;
+        StripedConnection::new(streams, division, open)
+    }
+
+    /// The connection, with as many streams as are configured.
+    fn divided(
+        &self,
+        first: StreamConnection,
+        division: Division,
+        open: Arc<Open>,
+        deadline: Deadline,
+    ) -> Result<Arc<dyn Connection>, TransportError> {
+        if self.0.config.streams == 1 {
+            return Ok(Arc::new(first));
+        }
+        let mut streams = vec![first];
+        while streams.len() < self.0.config.streams {
+            streams.push(open(deadline)?);
+        }
+        Ok(Arc::new(StripedConnection::new(streams, division, open)?))
     }
 
     /// TLS for a connection to `HOST:PORT`.
@@ -330,8 +359,9 @@ impl Endpoint {
         Ok(Listener { accepting, tcp: None, unix: None })
     }
 
-    /// Makes the handshake over a connection of a simulated network. `dial` makes another one, for
-    /// small reads, which have at most 512 bytes there.
+    /// Makes the handshake over a connection of a simulated network. `dial` makes another one: for
+    /// more streams, among which batches of 2 KiB or more are divided, and for small reads, which
+    /// have at most 512 bytes there.
     #[cfg(feature = "simulated")]
     pub fn connect_simulated(
         &self,
@@ -339,12 +369,15 @@ impl Endpoint {
         dial: impl Fn(Deadline) -> Result<Dialled, TransportError> + Send + Sync + 'static,
         deadline: Deadline,
     ) -> Result<Arc<dyn Connection>, TransportError> {
-        let connection = StreamConnection::open(dialled.into_socket(), &self.0, deadline)?;
+        let first = StreamConnection::open(dialled.into_socket(), &self.0, deadline)?;
         let state = Arc::clone(&self.0);
-        let open =
-            move |deadline| StreamConnection::open(dial(deadline)?.into_socket(), &state, deadline);
-        let sizes = Sizes { small_max: 512, under_way_min: 2048 };
-        Ok(Arc::new(SmallReads::beside(Arc::new(connection), sizes, Box::new(open))))
+        let open = Arc::new(move |deadline| {
+            StreamConnection::open(dial(deadline)?.into_socket(), &state, deadline)
+        });
+        let division = Division { part_bytes_min: 1024, ..Division::default() };
+        let connection = self.divided(first, division, open.clone(), deadline)?;
+        let sizes = Sizes { small_max: 512, under_way_min: 2048, ..Sizes::default() };
+        Ok(Arc::new(SmallReads::beside(connection, sizes, open)))
     }
 }
 

@@ -16,6 +16,7 @@ mod limits;
 mod notice;
 mod peer;
 mod piece;
+mod places;
 mod proof;
 mod question;
 mod region;
@@ -26,6 +27,7 @@ mod state;
 mod stream;
 mod striped;
 mod tls;
+mod turns;
 mod user_token;
 
 pub mod conformance;

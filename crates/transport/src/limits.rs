@@ -27,14 +27,19 @@ pub(crate) const FRAMES_IN_FLIGHT_MAX: usize = 64;
 pub(crate) const CONNECTIONS_MAX: usize = 4096;
 /// Streams of one connection.
 pub(crate) const STREAMS_MAX: usize = 16;
+/// Bytes of payload from which on a frame waits for its turn.
+pub(crate) const LARGE_FRAME_BYTES: u64 = 256 << 10;
+/// Large frames of one peer that are served at once beside those of others.
+pub(crate) const LARGE_FRAMES_MAX: usize = 4;
 /// The least bytes of a part of a batch that is divided among streams.
 pub(crate) const STRIPE_BYTES_MIN: u64 = 2 << 20;
 
 /// Limits of an endpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Peers that may be connected at a time. Default: 1024. Up to 64 more may be in their
-    /// handshake; another one ends the handshake that has taken longest.
+    /// Connections of peers that may be served at a time. A peer gets one while it and its host
+    /// have fewer than are free: one peer alone gets half of them. Default: 1024. Up to 64 more may
+    /// be in their handshake; another one ends the handshake that has taken longest.
     pub peers_max: usize,
     /// Time for the handshake of a new connection. Default: 5 s.
     pub handshake_timeout: Duration,

@@ -7,14 +7,14 @@ use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use cascade_runtime::thread::Builder;
-use cascade_runtime::{Deadline, LeafMutex, SystemClock, now};
+use cascade_runtime::{Condvar, Deadline, LeafMutex, Mutex, SystemClock, now};
 
 use crate::TransportError;
 use crate::connection::{Batch, Completion, Connection, Ticket, TransportKind};
 use crate::peer::Peer;
 use crate::piece::{Direction, Piece};
 use crate::question::{Answer, AskLimit};
-use crate::stream::StreamConnection;
+use crate::stream::{Open, StreamConnection};
 
 /// Which reads take the other stream, and when.
 #[derive(Debug, Clone, Copy)]
@@ -23,11 +23,14 @@ pub(crate) struct Sizes {
     pub(crate) small_max: u64,
     /// Bytes of other batches under way from which on they do.
     pub(crate) under_way_min: u64,
+    /// Time without any of them after which the stream is closed.
+    pub(crate) idle_max: Duration,
 }
 
 impl Default for Sizes {
     fn default() -> Self {
-        Self { small_max: 64 << 10, under_way_min: 1 << 20 }
+        let idle_max = Duration::from_secs(60);
+        Self { small_max: 64 << 10, under_way_min: 1 << 20, idle_max }
     }
 }
 
@@ -35,9 +38,6 @@ impl Default for Sizes {
 const OPEN_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time until it is tried again, if it could not be opened or was lost.
 const OPEN_PAUSE: Duration = Duration::from_secs(10);
-
-/// Opens another stream to the same peer.
-pub(crate) type Open = dyn Fn(Deadline) -> Result<StreamConnection, TransportError> + Send + Sync;
 
 /// A connection that moves small reads beside large batches.
 #[derive(Debug)]
@@ -48,10 +48,17 @@ pub(crate) struct SmallReads {
 }
 
 struct SmallStream {
-    open: Box<Open>,
+    open: Arc<Open>,
+    idle_max: Duration,
     /// Bytes of batches that are not small, and have not ended.
     under_way: AtomicU64,
     state: LeafMutex<State>,
+    /// When the stream was used last.
+    last_used: LeafMutex<Duration>,
+    /// The thread that closes the stream looks at the state while it has this.
+    looking: Mutex<()>,
+    /// The state was replaced.
+    replaced: Condvar,
 }
 
 #[derive(Debug)]
@@ -90,9 +97,17 @@ struct SmallTicket {
 
 impl SmallReads {
     /// Takes a connection, and what opens another stream to its peer.
-    pub(crate) fn beside(connection: Arc<dyn Connection>, sizes: Sizes, open: Box<Open>) -> Self {
+    pub(crate) fn beside(connection: Arc<dyn Connection>, sizes: Sizes, open: Arc<Open>) -> Self {
         let state = LeafMutex::new(State::Absent(Duration::ZERO));
-        let stream = Arc::new(SmallStream { open, under_way: AtomicU64::new(0), state });
+        let stream = Arc::new(SmallStream {
+            open,
+            idle_max: sizes.idle_max,
+            under_way: AtomicU64::new(0),
+            state,
+            last_used: LeafMutex::default(),
+            looking: Mutex::default(),
+            replaced: Condvar::new(),
+        });
         Self { connection, stream, sizes }
     }
 
@@ -201,6 +216,7 @@ impl SmallStream {
                     let stream = Arc::clone(stream);
                     drop(state);
                     if stream.is_open() {
+                        self.note_use();
                         return Some(stream);
                     }
                     self.lost(&stream);
@@ -215,7 +231,12 @@ impl SmallStream {
         let started = builder.spawn(move || {
             let opened = (of_thread.open)(Deadline::after(&SystemClock, OPEN_TIMEOUT));
             // Through a load balancer, another endpoint may answer.
-            of_thread.opened(opened.ok().filter(|stream| stream.peer().id == id));
+            let ours = opened.ok().filter(|stream| stream.peer().id == id).map(Arc::new);
+            of_thread.note_use();
+            of_thread.opened(ours.clone());
+            if let Some(stream) = ours {
+                of_thread.close_when_idle(&stream);
+            }
         });
         if started.is_err() {
             self.opened(None);
@@ -223,9 +244,32 @@ impl SmallStream {
         None
     }
 
-    fn opened(&self, stream: Option<StreamConnection>) {
+    fn note_use(&self) {
+        let now = now();
+        *self.last_used.lock().unwrap_or_else(PoisonError::into_inner) = now;
+    }
+
+    /// Waits until no small read has used the stream for a while, and closes it. A read that it
+    /// still moves takes the other streams.
+    fn close_when_idle(&self, stream: &Arc<StreamConnection>) {
+        let is_it = |state: &State| matches!(state, State::Open(it) if Arc::ptr_eq(it, stream));
+        let mut looking = self.looking.lock().unwrap_or_else(PoisonError::into_inner);
+        while is_it(&self.lock()) {
+            let used = *self.last_used.lock().unwrap_or_else(PoisonError::into_inner);
+            let left = (used + self.idle_max).saturating_sub(now());
+            if left.is_zero() {
+                drop(looking);
+                self.replace(State::Absent(Duration::ZERO), is_it);
+                return;
+            }
+            let waited = self.replaced.wait_timeout(looking, left);
+            looking = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    fn opened(&self, stream: Option<Arc<StreamConnection>>) {
         let next = match stream {
-            Some(stream) => State::Open(Arc::new(stream)),
+            Some(stream) => State::Open(stream),
             None => State::Absent(now() + OPEN_PAUSE),
         };
         self.replace(next, |state| matches!(state, State::Opening));
@@ -247,7 +291,10 @@ impl SmallStream {
             let mut state = self.lock();
             if is_due(&state) { std::mem::replace(&mut *state, next) } else { next }
         };
-        // Without the lock: this may end a connection.
+        // With the lock, so that a thread that has just seen the state is woken.
+        drop(self.looking.lock().unwrap_or_else(PoisonError::into_inner));
+        self.replaced.notify_all();
+        // Without a lock: this may end a connection.
         if let State::Open(stream) = left {
             stream.close();
         }

@@ -7,8 +7,10 @@ use crate::config::EndpointConfig;
 use crate::generations::{Made, ServedConnections};
 use crate::notice::Notices;
 use crate::peer::EndpointId;
+use crate::places::Places;
 use crate::regions::Regions;
 use crate::tls::Tls;
+use crate::turns::Turns;
 use crate::user_token::{read_or_make, why_not};
 use crate::verbs::Rdma;
 
@@ -25,6 +27,10 @@ pub(crate) struct EndpointState {
     pub(crate) made: Made,
     /// The connections of peers that it serves.
     pub(crate) served: ServedConnections,
+    /// The places of these.
+    pub(crate) places: Places,
+    /// Their large frames.
+    pub(crate) turns: Turns,
     /// Its device, once one is used.
     pub(crate) rdma: OnceLock<Arc<Rdma>>,
 }

@@ -16,10 +16,17 @@ mod socket;
 mod socket_file;
 mod tls;
 
+use cascade_runtime::Deadline;
+
+use crate::TransportError;
+
 pub(crate) use accept::{Accepting, listen_tcp, listen_unix};
-pub(crate) use client::{StreamConnection, Until};
+pub(crate) use client::{Standing, StreamConnection, Until};
 #[cfg(feature = "simulated")]
 pub use simulated::{Conditions, Dialled, Network};
 pub(crate) use socket::{Socket, refused};
 pub(crate) use socket_file::SocketFile;
 pub(crate) use tls::ClientTls;
+
+/// Opens another stream to the same peer.
+pub(crate) type Open = dyn Fn(Deadline) -> Result<StreamConnection, TransportError> + Send + Sync;

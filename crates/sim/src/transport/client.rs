@@ -4,8 +4,8 @@ mod batches;
 mod results;
 
 use std::io::ErrorKind;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use cascade_runtime::simulated::Random;
@@ -15,7 +15,7 @@ use cascade_transport::{Endpoint, EndpointConfig, TransportError};
 use super::living::Living;
 use super::process::{Linked, Process};
 use super::profile::Trouble;
-use super::shared::{Phase, Shared, host, soon};
+use super::shared::{Phase, Shared, StreamNumbers, host, soon};
 use super::slot::Slot;
 
 use batches::InFlight;
@@ -173,9 +173,15 @@ impl Caller {
         let (from, to_host) = (host(self.process.number), host(to));
         let process = Arc::clone(&self.process);
         let network = self.shared.network.clone();
+        let numbers = StreamNumbers::default();
         let connected = self.timed("a connect", deadline, || {
-            let to_host = to_host.clone();
-            let dial = move |deadline| network.connect(&from, &to_host, deadline);
+            let (to_host, numbers) = (to_host.clone(), Arc::clone(&numbers));
+            let dial = move |deadline| {
+                let dialled = network.connect(&from, &to_host, deadline)?;
+                let mut numbers = numbers.lock().unwrap_or_else(PoisonError::into_inner);
+                numbers.push(dialled.number());
+                Ok(dialled)
+            };
             let dialled = dial(deadline)?;
             let number = dialled.number();
             let connection = process.endpoint.connect_simulated(dialled, dial, deadline)?;
@@ -190,6 +196,7 @@ impl Caller {
             }
         };
         self.shared.count("connections");
+        self.shared.add_streams(number, numbers);
         let Some(target) = self.living.of_endpoint(connection.peer().id) else {
             self.shared.add(format_args!("connected to an unknown endpoint at {to_host}"));
             return None;
@@ -211,7 +218,11 @@ impl Caller {
                 is_late
             }
             // A flipped bit can make any message one that does not fit.
-            TransportError::Handshake { .. } => self.has(Trouble::Damage),
+            TransportError::Handshake { reason, .. } => {
+                let has_no_place = reason.contains("connections to it")
+                    || reason.contains("connections, which is its limit");
+                self.has(Trouble::Damage) || self.shared.profile.has_few_places() && has_no_place
+            }
             // The handshake stalls.
             TransportError::Lost { .. } => true,
             TransportError::Connect { .. } => self.has(Trouble::Breaks),

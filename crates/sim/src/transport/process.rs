@@ -63,7 +63,7 @@ pub(super) struct Process {
 #[derive(Debug)]
 pub(super) struct Linked {
     pub(super) connection: Arc<dyn Connection>,
-    /// Its number in the network.
+    /// The number of its first stream in the network.
     pub(super) number: u64,
     pub(super) target: Arc<Process>,
 }
@@ -81,6 +81,7 @@ impl Process {
             name: host(number),
             token: profile.has_token.then(|| TOKEN.to_vec()),
             limits: profile.limits,
+            streams: profile.streams,
             ..EndpointConfig::default()
         };
         let endpoint = Endpoint::new(config).expect("the configuration is valid");
@@ -154,8 +155,7 @@ impl Process {
             let slots = self.slots();
             slots[slot].connections()
         };
-        let over: Vec<u64> =
-            connections.into_iter().filter(|it| shared.network.has_ended(*it)).collect();
+        let over: Vec<u64> = connections.into_iter().filter(|it| shared.has_ended(*it)).collect();
         let actual = self.fetch(slot);
         let wrong = self.slots()[slot].compare(&actual, |connection| over.contains(&connection));
         if let Some(wrong) = wrong {

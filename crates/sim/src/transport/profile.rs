@@ -10,6 +10,9 @@ use cascade_transport::{Heartbeat, Limits};
 /// Bytes of a slot in which a batch has more pieces than a frame takes.
 const WIDE_SLOT_BYTES: usize = 24 << 10;
 
+/// Connections that an endpoint serves in worlds where there are few.
+const FEW_PEERS: usize = 3;
+
 /// What happens in a world. Each kind includes those before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Trouble {
@@ -42,6 +45,8 @@ pub(super) struct Profile {
     pub(super) notice_pause: Duration,
     /// Whether threads cannot be started now and then.
     pub(super) fails_threads: bool,
+    /// Streams of each connection.
+    pub(super) streams: usize,
 }
 
 impl Profile {
@@ -56,7 +61,7 @@ impl Profile {
             1 => 256 + random.index_below(4096),
             _ => 1024 + random.index_below(20 << 10),
         };
-        Self {
+        let mut profile = Self {
             processes: 2 + random.index_below(5),
             clients: 1 + random.index_below(3),
             slots: 1 + random.index_below(4),
@@ -67,7 +72,18 @@ impl Profile {
             has_token: random.one_in(2),
             notice_pause: Duration::from_micros([0, 0, 100, 20_000][random.index_below(4)]),
             fails_threads: trouble >= Trouble::Breaks && random.one_in(4),
+            streams: 1,
+        };
+        // Clients that each have some of few places would keep the others out.
+        if !profile.has_few_places() {
+            profile.streams = [1, 2, 4][random.index_below(3)];
         }
+        profile
+    }
+
+    /// Whether an endpoint serves few connections.
+    pub(super) fn has_few_places(&self) -> bool {
+        self.limits.peers_max <= FEW_PEERS
     }
 
     /// Clients of all processes.
@@ -83,7 +99,7 @@ fn limits(random: &mut Random, trouble: Trouble) -> Limits {
     let stall_ms = if trouble == Trouble::None { 1_000_000 } else { stall_ms };
     let has_few_peers = trouble >= Trouble::Breaks && random.one_in(4);
     Limits {
-        peers_max: if has_few_peers { 3 } else { 1024 },
+        peers_max: if has_few_peers { FEW_PEERS } else { 1024 },
         handshake_timeout: Duration::from_millis(handshake_ms),
         stall_timeout: Duration::from_millis(stall_ms),
         notices_max: [2, 10, 65_536][random.index_below(3)],
@@ -140,6 +156,9 @@ impl fmt::Display for Profile {
             f,
             "{processes} endpoints, {clients} clients each, {slots} slots of {slot_bytes} B"
         )?;
+        if self.streams > 1 {
+            write!(f, ", {} streams", self.streams)?;
+        }
         let rate = self.conditions.bytes_per_second;
         if rate > 0 {
             write!(f, ", {} KiB/s", rate >> 10)?;

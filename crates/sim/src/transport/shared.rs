@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{MutexGuard, PoisonError};
+use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use cascade_runtime::{Deadline, LeafMutex, now, sleep};
@@ -47,7 +47,12 @@ pub(super) struct State {
     pub(super) counts: BTreeMap<String, u64>,
     pub(super) notices: BTreeMap<u64, PostedNotice>,
     pub(super) phase: Phase,
+    /// The streams of each connection.
+    streams: BTreeMap<u64, StreamNumbers>,
 }
+
+/// The numbers in the network of a connection's streams, the first one first.
+pub(super) type StreamNumbers = Arc<LeafMutex<Vec<u64>>>;
 
 /// A notice as its sender knows it.
 #[derive(Debug, Clone)]
@@ -75,6 +80,7 @@ impl Shared {
             counts: BTreeMap::new(),
             notices: BTreeMap::new(),
             phase: Phase::Operations,
+            streams: BTreeMap::new(),
         };
         Self {
             profile,
@@ -114,6 +120,19 @@ impl Shared {
 
     pub(super) fn next_batch(&self) -> u64 {
         self.batches.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Notes the streams of a connection. More are opened later.
+    pub(super) fn add_streams(&self, connection: u64, numbers: StreamNumbers) {
+        self.state().streams.insert(connection, numbers);
+    }
+
+    /// Whether a connection moves no more bytes: all of its streams have ended at the side that
+    /// listened.
+    pub(super) fn has_ended(&self, connection: u64) -> bool {
+        let numbers = self.state().streams.get(&connection).map(Arc::clone);
+        let numbers = numbers.map(|it| it.lock().unwrap_or_else(PoisonError::into_inner).clone());
+        numbers.unwrap_or_default().into_iter().all(|number| self.network.has_ended(number))
     }
 
     pub(super) fn phase(&self) -> Phase {

@@ -3,5 +3,6 @@
 mod disk;
 mod plants;
 mod transport;
+mod transport_shares;
 mod transport_worlds;
 mod worlds;

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
-use std::net::{IpAddr, SocketAddr, TcpListener};
+use std::net::{SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,6 +20,7 @@ use super::socket::Socket;
 use super::socket_file::{SocketFile, bind};
 use super::tls::TlsStream;
 use crate::TransportError;
+use crate::places::HostAddress;
 use crate::state::EndpointState;
 
 /// Connections that may be in their handshake at a time. Those that never end it cannot use up the
@@ -60,18 +61,8 @@ impl Serving {
     }
 }
 
-/// Where a connection comes from: the first half of an IPv6 address, whose other half its host
-/// chooses, all of an IPv4 address, or nothing for a Unix socket.
-type Origin = Option<[u8; 8]>;
-
-fn origin(socket: &Socket) -> Origin {
-    let mut bytes = [0; 8];
-    match socket.host()? {
-        IpAddr::V4(address) => bytes[..4].copy_from_slice(&address.octets()),
-        IpAddr::V6(address) => bytes.copy_from_slice(&address.octets()[..8]),
-    }
-    Some(bytes)
-}
+/// The host that a connection comes from; none for a Unix socket.
+type Origin = Option<HostAddress>;
 
 /// The oldest handshake among those of the origin that has most of them.
 fn first_of_most(serving: &mut [Serving]) -> Option<&mut Serving> {
@@ -225,16 +216,15 @@ impl Shared {
         }
     }
 
-    /// Serves a connection in a thread. Beyond the limit of peers, or without a thread, it is
-    /// closed. Beyond the limit of handshakes, the oldest one of the host that has most of them is
-    /// ended, so that connections that send nothing do not keep peers out.
+    /// Serves a connection in a thread, which refuses peers beyond their limit. Without a thread,
+    /// it is closed. Beyond the limit of handshakes, the oldest one of the host that has most of
+    /// them is ended, so that connections that send nothing do not keep peers out.
     fn start_serving(self: &Arc<Self>, socket: Socket) {
         let mut serving = self.serving.lock().unwrap_or_else(PoisonError::into_inner);
         serving.retain(|it| !it.thread.is_finished());
         let strangers = serving.iter().filter(|it| !it.is_admitted()).count();
-        let peers = serving.len() - strangers;
         // Threads of handshakes that were ended end soon.
-        if peers >= self.state.config.limits.peers_max || strangers >= 2 * HANDSHAKES_MAX {
+        if strangers >= 2 * HANDSHAKES_MAX {
             return;
         }
         if strangers >= HANDSHAKES_MAX
@@ -243,7 +233,7 @@ impl Shared {
             first.is_cut = true;
             first.shutdown();
         }
-        let origin = origin(&socket);
+        let origin = socket.host().map(HostAddress::from);
         let of_thread = Arc::new(socket);
         let socket = Arc::downgrade(&of_thread);
         let is_admitted = Arc::new(AtomicBool::new(false));
@@ -253,8 +243,8 @@ impl Shared {
         let thread = builder.spawn(move || {
             // Held until nothing of this connection is written any more.
             let served = handshake::as_server(&of_thread, &state, &admitted);
-            if let Ok((peer, _place)) = served {
-                Served::new(&of_thread, &state, peer).run();
+            if let Ok(admitted) = served {
+                Served::new(&of_thread, &state, admitted.peer).run();
             }
             of_thread.shutdown();
         });

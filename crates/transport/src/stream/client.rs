@@ -6,6 +6,7 @@ mod exchange;
 mod heartbeat;
 mod reception;
 mod rest;
+mod standing;
 mod ticket;
 mod until;
 
@@ -21,6 +22,7 @@ use cascade_runtime::{
 
 use self::heartbeat::Pause;
 use self::reception::Reception;
+pub(crate) use self::standing::Standing;
 use self::ticket::StreamTicket;
 pub(crate) use self::until::Until;
 use super::handshake;
@@ -80,6 +82,8 @@ struct Sender {
     outgoing: Outgoing,
     /// A thread sends the rest of a frame whose caller has gone.
     has_rest_thread: bool,
+    /// The last frame of a write that was begun has not been sent.
+    is_in_write: bool,
 }
 
 #[derive(Debug)]
@@ -90,6 +94,8 @@ struct LinkState {
     reception: Option<Box<Reception>>,
     /// The batch into whose memory a thread receives.
     receiving: Option<Arc<Progress>>,
+    /// Writes and notices of which anything may have been sent, and that are not answered.
+    unknown: usize,
     broken: Option<TransportError>,
 }
 
@@ -104,6 +110,8 @@ struct WaitingFrame {
 #[derive(Debug)]
 struct Expected {
     kind: Kind,
+    /// Ends a write, or tells of a notice.
+    ends_unknown: bool,
     /// Where the bytes of a read go; nowhere once it was cancelled.
     targets: Vec<Span>,
     /// Keeps the memory of the targets.
@@ -117,7 +125,8 @@ struct Expected {
 impl Expected {
     /// An answer without bytes of regions.
     fn of_kind(kind: Kind) -> Self {
-        Self { kind, targets: vec![], regions: None, pieces: 0, bytes: 0 }
+        let ends_unknown = kind == Kind::Done;
+        Self { kind, ends_unknown, targets: vec![], regions: None, pieces: 0, bytes: 0 }
     }
 }
 
@@ -190,6 +199,7 @@ impl StreamConnection {
                 waiting: VecDeque::new(),
                 reception: Some(Box::default()),
                 receiving: None,
+                unknown: 0,
                 broken: None,
             }),
             changed: Condvar::new(),
@@ -265,20 +275,6 @@ impl StreamConnection {
         Ok(Ticket::pending(ticket))
     }
 
-    /// Waits until the peer writes nothing of cancelled batches any more.
-    ///
-    /// # Errors
-    /// If it still may at the deadline, or if the connection was lost, which ends no write there.
-    pub(crate) fn settle(&self, deadline: Deadline) -> Result<(), TransportError> {
-        let is_settled = |state: &LinkState| {
-            state.broken.is_none() && !state.waiting.iter().any(WaitingFrame::is_cancelled_write)
-        };
-        if is_settled(&self.link.lock_state()) {
-            return Ok(());
-        }
-        self.link.drive(deadline, is_settled)
-    }
-
     /// Whether the peer has closed the connection.
     pub(crate) fn is_closed_by_peer(&self) -> bool {
         self.link.socket.is_closed()
@@ -324,6 +320,14 @@ impl Drop for StreamConnection {
 }
 
 impl Sender {
+    /// Whether a frame begins a write, or has the notice of a read.
+    fn begins_unknown(&mut self, header: &Header) -> bool {
+        if header.kind == Kind::Write {
+            return !std::mem::replace(&mut self.is_in_write, header.status != 0);
+        }
+        header.kind == Kind::Read && header.notice_bytes() > 0
+    }
+
     /// Looks up the local memory of the planned pieces, into `spans`.
     fn look_up(&mut self, regions: &Snapshot) -> Result<(), TransportError> {
         self.spans.clear();
@@ -391,7 +395,8 @@ impl Link {
             } else {
                 let targets = spans[at..end].to_vec();
                 let regions = Some(regions.clone());
-                Some(Expected { kind: Kind::Data, targets, regions, pieces, bytes })
+                let ends_unknown = header.notice_bytes() > 0;
+                Some(Expected { kind: Kind::Data, ends_unknown, targets, regions, pieces, bytes })
             };
             let sent = self.wait_for_room(until).and_then(|()| {
                 let payload = if is_write { &spans[at..end] } else { &[] };
@@ -439,6 +444,7 @@ impl Link {
             if let Some(error) = &state.broken {
                 return Err(error.clone());
             }
+            state.unknown += usize::from(sender.begins_unknown(&header));
             if let Some(expected) = expected {
                 progress.frames_left.fetch_add(1, Ordering::AcqRel);
                 let progress = Arc::clone(progress);

@@ -10,6 +10,7 @@ use crate::TransportError;
 use crate::generations::{Number, ServedConnection};
 use crate::limits::Limits;
 use crate::peer::{EndpointId, Peer};
+use crate::places::{ConnectionPlace, HostAddress};
 use crate::proof::{Side, is_proven, prove};
 use crate::region::Span;
 use crate::state::EndpointState;
@@ -175,12 +176,21 @@ fn introduce(
     Ok((peer, number))
 }
 
+/// A peer that was admitted, while its connection is served.
+pub(super) struct Admitted<'a> {
+    pub(super) peer: EndpointId,
+    /// Dropped before the next: a connection that waits for the end of this one takes its place.
+    _place: ConnectionPlace<'a>,
+    /// Held until nothing of the connection is written any more.
+    _generation: ServedConnection<'a>,
+}
+
 /// Checks the endpoint that connected. A refusal is sent to it and returned.
 pub(super) fn as_server<'a>(
     socket: &Arc<Socket>,
     state: &'a EndpointState,
     is_admitted: &AtomicBool,
-) -> Result<(EndpointId, ServedConnection<'a>), TransportError> {
+) -> Result<Admitted<'a>, TransportError> {
     let limits = &state.config.limits;
     let deadline = Deadline::after(&SystemClock, limits.handshake_timeout);
     socket.handshake(deadline)?;
@@ -201,7 +211,7 @@ fn admit<'a>(
     socket: &Arc<Socket>,
     (state, is_admitted): (&'a EndpointState, &AtomicBool),
     (patience, deadline): (&mut Patience<'_>, Deadline),
-) -> Result<(EndpointId, ServedConnection<'a>), TransportError> {
+) -> Result<Admitted<'a>, TransportError> {
     let invalid = |error| refusal(socket, format!("{error}"));
     let hello_body = of_client(socket, Kind::Hello, patience)?;
     let hello = Hello::parse(&hello_body).map_err(invalid)?;
@@ -236,9 +246,12 @@ fn admit<'a>(
     let check = &state.config.accepts;
     check(&hello.geometry).map_err(|reason| refusal(socket, reason))?;
     let id = EndpointId(hello.id);
-    let place = state.served.add(id, (hello.number, &hello.live), socket, deadline);
+    let generation = state.served.add(id, (hello.number, &hello.live), socket, deadline);
     let busy = "an earlier connection of this endpoint, which was given up, has not ended here yet";
-    let place = place.ok_or_else(|| refusal(socket, busy))?;
+    let generation = generation.ok_or_else(|| refusal(socket, busy))?;
+    // Those before it that the peer has given up have ended, and left their places.
+    let place = state.places.reserve(id, socket.host().map(HostAddress::from));
+    let place = place.map_err(|no_place| refusal(socket, no_place.to_string()))?;
     let welcome = Welcome {
         proof: answer,
         name: state.config.name.clone(),
@@ -247,7 +260,7 @@ fn admit<'a>(
     };
     is_admitted.store(true, Ordering::Release);
     send(socket, Kind::Welcome, &welcome.to_bytes(), patience)?;
-    Ok((id, place))
+    Ok(Admitted { peer: id, _place: place, _generation: generation })
 }
 
 /// The regions that peers may use.

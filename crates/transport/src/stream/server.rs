@@ -13,13 +13,14 @@ use rustix::fs::{Mode, OFlags};
 use super::incoming::{Incoming, receive_header};
 use super::outgoing::Outgoing;
 use super::socket::{Patience, Pause, Socket};
-use crate::limits::FRAME_BYTES_MAX;
+use crate::limits::{FRAME_BYTES_MAX, LARGE_FRAME_BYTES};
 use crate::notice::NoticePlace;
 use crate::peer::EndpointId;
 use crate::piece::Direction;
 use crate::region::{Region, Span};
 use crate::regions::Snapshot;
 use crate::state::EndpointState;
+use crate::turns::Turn;
 use crate::verbs::Link;
 use crate::wire::{ENTRY_BYTES, Header, Kind, entries};
 use crate::{Refusal, TransportError};
@@ -86,16 +87,41 @@ impl<'a> Served<'a> {
         if checksum(&self.body) != header.body_checksum {
             return Err(self.malformed("the checksum of a body does not match"));
         }
+        let large = self.payload_bytes(&header) >= LARGE_FRAME_BYTES;
+        let turn = large.then(|| self.wait_for_turn()).transpose()?;
         // Keeps the regions of this frame until it is answered.
         let regions = self.state.regions.snapshot();
-        match header.kind {
+        let served = match header.kind {
             Kind::Write => self.write(&header, &regions),
             Kind::Read => self.read(&header, &regions),
             Kind::Map => self.map(&header, &regions),
             Kind::Ask => self.ask(&header),
             Kind::Link => self.connect_queue_pairs(&header, &regions),
             _ => Err(self.malformed("a client does not send this kind of message")),
+        };
+        drop(turn);
+        served
+    }
+
+    /// Bytes that a frame moves, or may move.
+    fn payload_bytes(&self, header: &Header) -> u64 {
+        match header.kind {
+            Kind::Write => header.payload_bytes,
+            Kind::Read => self.entry_bytes(header),
+            Kind::Ask => self.offered_bytes(),
+            _ => 0,
         }
+    }
+
+    /// Waits until a large frame may be served. It holds nothing meanwhile, and the peer is not
+    /// taken for a stalled one.
+    fn wait_for_turn(&mut self) -> Result<Turn<'a>, TransportError> {
+        let turn = self.state.turns.take(self.peer, || self.socket.is_closed());
+        let closed = || TransportError::lost(self.socket.peer(), "it closed the connection");
+        let turn = turn.ok_or_else(closed)?;
+        let stall = self.state.config.limits.stall_timeout;
+        self.patience = Patience::of_frame(stall, FRAME_BYTES_MAX);
+        Ok(turn)
     }
 
     fn malformed(&self, reason: &str) -> TransportError {

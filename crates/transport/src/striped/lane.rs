@@ -4,10 +4,10 @@ use std::collections::VecDeque;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use cascade_runtime::thread::{Builder, JoinHandle};
+use cascade_runtime::thread::Builder;
 use cascade_runtime::{Condvar, Deadline, Mutex, MutexGuard, SystemClock};
 
-use super::Group;
+use super::group::Group;
 use crate::TransportError;
 use crate::connection::{Batch, Connection};
 use crate::piece::{Direction, Piece};
@@ -31,16 +31,36 @@ pub(super) struct Part {
     pub(super) direction: Direction,
     pub(super) pieces: Vec<Piece>,
     pub(super) group: Arc<Group>,
+    /// What is left of it.
+    step: Step,
 }
 
-/// A stream and its thread.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Step {
+    Bytes,
+    /// The bytes of all parts have moved.
+    Notice,
+}
+
+impl Part {
+    pub(super) fn new(direction: Direction, pieces: Vec<Piece>, group: &Arc<Group>) -> Self {
+        Self { direction, pieces, group: Arc::clone(group), step: Step::Bytes }
+    }
+
+    pub(super) fn fail(self, error: TransportError) {
+        self.group.fail(error);
+        self.group.end_part();
+    }
+}
+
+/// Takes a part whose stream was lost: has another stream move it, or lets it fail.
+pub(super) type Again = dyn Fn(Part, &Arc<Shared>, TransportError) + Send;
+
+/// A stream with its thread, which ends when this is dropped.
 #[derive(Debug)]
-pub(super) struct Lane {
-    shared: Arc<Shared>,
-    thread: Option<JoinHandle<()>>,
-}
+pub(super) struct Lane(Arc<Shared>);
 
-/// What a lane, its thread and the tickets of its parts share.
+/// What a lane, its thread and tickets share.
 #[derive(Debug)]
 pub(super) struct Shared {
     stream: Arc<StreamConnection>,
@@ -57,52 +77,31 @@ struct Queue {
 
 impl Lane {
     /// Starts the thread.
-    pub(super) fn start(stream: StreamConnection) -> Result<Self, TransportError> {
+    pub(super) fn start(
+        stream: StreamConnection,
+        again: Box<Again>,
+    ) -> Result<Self, TransportError> {
         let (queue, changed) = (Mutex::default(), Condvar::new());
         let shared = Arc::new(Shared { stream: Arc::new(stream), queue, changed });
         let of_thread = Arc::clone(&shared);
         let builder = Builder::new().name("transport-stream".to_owned());
-        let thread = builder.spawn(move || of_thread.run()).map_err(|error| {
+        builder.spawn(move || of_thread.run(&again)).map_err(|error| {
             TransportError::Unavailable(format!("no thread for another stream: {error}"))
         })?;
-        Ok(Self { shared, thread: Some(thread) })
+        Ok(Self(shared))
     }
 
-    pub(super) fn stream(&self) -> &StreamConnection {
-        &self.shared.stream
-    }
-
-    pub(super) fn shared(&self) -> Arc<Shared> {
-        Arc::clone(&self.shared)
-    }
-
-    /// Gives a part to the thread. Waits while many wait.
-    pub(super) fn push(&self, part: Part, deadline: Deadline) -> Result<(), TransportError> {
-        let mut queue = self.shared.lock();
-        while queue.parts.len() >= PARTS_MAX {
-            let left = deadline.remaining(&SystemClock);
-            if left.is_zero() {
-                return Err(TransportError::Deadline { what: "waiting for other batches" });
-            }
-            let waited = self.shared.changed.wait_timeout(queue, left);
-            queue = waited.unwrap_or_else(PoisonError::into_inner).0;
-        }
-        queue.parts.push_back(part);
-        self.shared.changed.notify_all();
-        Ok(())
+    pub(super) fn shared(&self) -> &Arc<Shared> {
+        &self.0
     }
 }
 
 impl Drop for Lane {
     fn drop(&mut self) {
-        // The parts that wait fail, and the one that moves is cut off.
-        self.stream().close();
-        self.shared.lock().is_closing = true;
-        self.shared.changed.notify_all();
-        if let Some(thread) = self.thread.take() {
-            // A panic was printed by the thread; nothing of it is left to use.
-            drop(thread.join());
-        }
+        // The part that moves is cut off. The thread gives those that wait back, and ends.
+        self.0.stream.close();
+        self.0.lock().is_closing = true;
+        self.0.changed.notify_all();
     }
 }
 
@@ -111,9 +110,48 @@ impl Shared {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Ends the connection.
-    pub(super) fn close(&self) {
-        self.stream.close();
+    pub(super) fn stream(&self) -> &StreamConnection {
+        &self.stream
+    }
+
+    /// Gives a part to the thread. Waits while many wait.
+    ///
+    /// # Errors
+    /// The part, if it was not given, and why.
+    pub(super) fn push(
+        &self,
+        part: Part,
+        deadline: Deadline,
+    ) -> Result<(), (Part, TransportError)> {
+        let mut queue = self.lock();
+        while queue.parts.len() >= PARTS_MAX && !queue.is_closing {
+            let left = deadline.remaining(&SystemClock);
+            if left.is_zero() {
+                return Err((part, TransportError::Deadline { what: "waiting for other batches" }));
+            }
+            let waited = self.changed.wait_timeout(queue, left);
+            queue = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        self.add(queue, part)
+    }
+
+    /// As `push`, also where many wait: threads that wait for each other would not end.
+    pub(super) fn push_again(&self, part: Part) -> Result<(), (Part, TransportError)> {
+        self.add(self.lock(), part)
+    }
+
+    fn add(
+        &self,
+        mut queue: MutexGuard<'_, Queue>,
+        part: Part,
+    ) -> Result<(), (Part, TransportError)> {
+        if queue.is_closing {
+            let peer = &self.stream.peer().address;
+            return Err((part, TransportError::lost(peer, "the stream was closed")));
+        }
+        queue.parts.push_back(part);
+        self.changed.notify_all();
+        Ok(())
     }
 
     /// Takes back the parts of a cancelled batch that the thread has not begun.
@@ -128,36 +166,35 @@ impl Shared {
         (0..withdrawn).for_each(|_| group.end_part());
     }
 
-    fn run(&self) {
-        while let Some(part) = self.next() {
-            let group = &part.group;
-            if !group.is_cancelled() {
-                let batch = Batch { direction: part.direction, pieces: &part.pieces, notice: None };
-                let moved = self.run_batch(&batch, group);
-                let moved = moved.and_then(|()| match group.moved() {
-                    Some(notice) => {
-                        let batch = Batch { pieces: &[], notice: Some(notice), ..batch };
-                        self.run_batch(&batch, group)
-                    }
-                    None => Ok(()),
-                });
-                if let Err(error) = moved {
-                    group.fail(self.final_error(error));
-                }
+    fn run(self: &Arc<Self>, again: &Again) {
+        while let Some(mut part) = self.next() {
+            match self.move_part(&mut part) {
+                Ok(()) => part.group.end_part(),
+                Err(error @ TransportError::Lost { .. }) => again(part, self, error),
+                Err(error) => part.fail(error),
             }
-            group.end_part();
         }
     }
 
-    /// A deadline is no end of a batch for its ticket, and a part that passed one is not tried
-    /// again.
-    fn final_error(&self, error: TransportError) -> TransportError {
-        match error {
-            TransportError::Deadline { .. } => {
-                let peer = &self.stream.peer().address;
-                TransportError::lost(peer, "a part of a batch could not be sent")
+    /// Moves what is left of a part, and after the last one sends the notice.
+    fn move_part(&self, part: &mut Part) -> Result<(), TransportError> {
+        let group = &part.group;
+        if group.is_cancelled() {
+            return Ok(());
+        }
+        let batch = Batch { direction: part.direction, pieces: &part.pieces, notice: None };
+        if part.step == Step::Bytes {
+            self.run_batch(&batch, group)?;
+            if !group.moved() {
+                return Ok(());
             }
-            other => other,
+            part.step = Step::Notice;
+        }
+        match group.due_notice() {
+            Some(notice) => {
+                self.run_batch(&Batch { pieces: &[], notice: Some(notice), ..batch }, group)
+            }
+            None => Ok(()),
         }
     }
 
@@ -179,10 +216,12 @@ impl Shared {
     /// Posts a batch and waits for its end, or until its group is cancelled.
     fn run_batch(&self, batch: &Batch<'_>, group: &Group) -> Result<(), TransportError> {
         let deadline = Deadline::after(&SystemClock, POST_TIMEOUT);
-        let until = Until { deadline, flag: Some(&group.is_cancelled) };
+        let until = Until { deadline, flag: Some(group.flag()) };
         let mut ticket = match self.stream.post_until(batch, until) {
             // What was sent of it ends in the background.
             Err(TransportError::Deadline { .. }) if group.is_cancelled() => return Ok(()),
+            // A deadline is no end of a batch for its ticket.
+            Err(TransportError::Deadline { .. }) => return Err(self.too_slow()),
             posted => posted?,
         };
         loop {
@@ -195,5 +234,9 @@ impl Shared {
                 ended => return ended,
             }
         }
+    }
+
+    fn too_slow(&self) -> TransportError {
+        TransportError::lost(&self.stream.peer().address, "a part of a batch could not be sent")
     }
 }

@@ -59,7 +59,7 @@ fn a_listener_that_ends_leaves_the_socket_of_its_successor() {
 #[test]
 fn strangers_keep_nobody_out() {
     let limits =
-        Limits { peers_max: 2, handshake_timeout: Duration::from_secs(60), ..Limits::default() };
+        Limits { peers_max: 4, handshake_timeout: Duration::from_secs(60), ..Limits::default() };
     let listener = endpoint(limits).listen_tcp("127.0.0.1:0".parse().unwrap()).unwrap();
     let address = listener.tcp_address().unwrap();
     let strangers: Vec<_> = (0..80).map(|_| TcpStream::connect(address).unwrap()).collect();
@@ -68,8 +68,18 @@ fn strangers_keep_nobody_out() {
     assert_eq!(listener.peer_count(), 2);
     // The oldest one was ended.
     assert_eq!((&strangers[0]).read(&mut [0]).unwrap(), 0);
-    assert!(client.connect_tcp(address, soon()).is_err(), "there are as many peers as may be");
+    let refused = client.connect_tcp(address, soon()).unwrap_err();
+    let expected = "this endpoint has 2 connections to it, and 2 places are free there";
+    assert!(refused.to_string().contains(expected), "{refused}");
+    let other = endpoint(Limits::default()).connect_tcp(address, soon()).unwrap_err();
+    assert!(other.to_string().contains("this host has 2 connections to it"), "{other}");
     drop(peers);
+    let until = soon();
+    while listener.peer_count() > 0 {
+        assert!(!until.has_passed(&SystemClock), "a connection is left");
+        sleep(Duration::from_millis(5));
+    }
+    client.connect_tcp(address, soon()).unwrap();
 }
 
 /// A host with many connections that send nothing does not end the handshakes of other hosts.

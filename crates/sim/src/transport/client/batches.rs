@@ -13,6 +13,8 @@ use super::Caller;
 
 /// Pieces of a batch that takes more than one frame: pieces of one byte each.
 const WIDE_PIECES: usize = 10_000;
+/// From this length on a batch is divided among the streams of a connection.
+const DIVIDED_BYTES_MIN: u64 = 2048;
 
 /// A batch that was posted.
 pub(super) struct InFlight {
@@ -54,8 +56,9 @@ impl Plan {
     }
 
     /// Whether it takes one frame: all of it is refused before anything is moved, or nothing is.
-    pub(super) fn is_one_frame(&self) -> bool {
-        self.pieces.len() < WIDE_PIECES
+    pub(super) fn is_one_frame(&self, streams: usize) -> bool {
+        let bytes: u64 = self.pieces.iter().map(|piece| piece.bytes).sum();
+        self.pieces.len() < WIDE_PIECES && (streams == 1 || bytes < DIVIDED_BYTES_MIN)
     }
 }
 

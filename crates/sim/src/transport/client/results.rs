@@ -100,7 +100,8 @@ impl Caller {
             Direction::Write => linked.target.slots()[plan.slot].settle(batch),
             Direction::Read => self.local[slot].settle(batch),
         }
-        if plan.bad == Some(Bad::Remote(refusal)) && plan.is_one_frame() {
+        if plan.bad == Some(Bad::Remote(refusal)) && plan.is_one_frame(self.shared.profile.streams)
+        {
             self.forget(slot, plan, linked);
         }
         // The bytes of a read have left before this side sees that they are damaged.

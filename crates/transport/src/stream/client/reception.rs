@@ -294,6 +294,9 @@ impl Link {
             }
             _ => {}
         }
+        if frame.expected.ends_unknown {
+            self.lock_state().unknown -= 1;
+        }
         Ok(())
     }
 

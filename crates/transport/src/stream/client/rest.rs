@@ -20,6 +20,7 @@ impl Link {
         progress: &Arc<Progress>,
     ) {
         sender.frames += 1;
+        sender.is_in_write = false;
         let number = sender.frames;
         let answer = if kind == Kind::Write { Kind::Done } else { Kind::Data };
         {

@@ -8,6 +8,12 @@ use crate::wire::{Header, Kind, pieces_of, read_numbered, write_numbered};
 use crate::{Refusal, TransportError};
 
 impl Served<'_> {
+    /// Bytes of the targets of a question: its answer has no more.
+    pub(super) fn offered_bytes(&self) -> u64 {
+        let targets = read_numbered(&self.body).map_or_else(|_| vec![], |(targets, _)| targets);
+        targets.into_iter().map(u64::from).sum::<u64>().min(FRAME_BYTES_MAX)
+    }
+
     pub(super) fn ask(&mut self, header: &Header) -> Result<(), TransportError> {
         let Some(answers) = &self.state.config.answers else {
             return self.answer(header, Some((Refusal::NotAllowed, 0)));
