@@ -16,7 +16,7 @@ from cascadekv.connectors.vllm.metadata import WorkerFacts
 from cascadekv.connectors.vllm.offers import params_without_pages, prompt_digest, wants_decode
 from cascadekv.connectors.vllm.pinned_pages import PinnedPages
 from cascadekv.connectors.vllm.settings import ConnectorSettings
-from cascadekv.connectors.vllm.transfer_geometry import Geometry, GeometryError
+from cascadekv.connectors.vllm.transfer_geometry import Geometry, GeometryError, Ranks
 from cascadekv.connectors.vllm.transfer_requests import TransferRequests
 from cascadekv.connectors.vllm.transfers import Transfers
 from cascadekv.transfer import Rdma
@@ -73,6 +73,7 @@ def open_transfers(
             workers=parallel.world_size,
             block_tokens=config.cache_config.block_size * parallel.decode_context_parallel_size,
             pieces=pieces,
+            ranks=_ranks_of(config),
             windows=windows_of(cache),
         )
         use = settings.transfer_rdma
@@ -93,7 +94,7 @@ def open_transfers(
 
 
 def transfers_between(
-    engine: tuple[str, Callable[[], str]],
+    engine: tuple["VllmConfig", Callable[[], str]],
     settings: ConnectorSettings,
     facts: Sequence[WorkerFacts],
     held: tuple[Sequence[CacheGroup], int, PinnedPages, ReportedAdapters],
@@ -101,21 +102,24 @@ def transfers_between(
 ) -> TransferRequests | None:
     """Return the scheduler's side, if all workers let decode engines read their pages.
 
-    `engine` is its ID, and what returns the generation of its keys; `held` are its KV cache groups,
-    the tokens of a block, what pins pages, and the adapters that the workers have loaded.
+    `engine` is its configuration, and what returns the generation of its keys; `facts` are those of
+    its workers in their order; `held` are its KV cache groups, the tokens of a block, what pins
+    pages, and the adapters that the workers have loaded.
     """
-    (name, generation), (groups, block_tokens, pins, adapters) = engine, held
+    (config, generation), (groups, block_tokens, pins, adapters) = engine, held
+    transfer, ranks = config.kv_transfer_config, _ranks_of(config)
     listeners = [each.listener for each in facts if each.listener is not None]
-    if len(listeners) < len(facts):
+    if transfer is None or len(listeners) < len(facts):
         return None
     return TransferRequests(
-        name,
+        str(transfer.engine_id),
         listeners,
         groups,
         pins,
         block_tokens=block_tokens,
         seal_key=settings.seal_key(),
         lease_s=settings.transfer_lease,
+        sizes={"tp_size": ranks.tensor, "pp_size": ranks.pipeline, "dcp_size": ranks.context},
         digest_of=functools.partial(_digest_of, adapters, failures, generation),
         adapter_of=lambda request: adapters.use(request.lora_request, 0),
     )
@@ -145,6 +149,15 @@ def offered(
         failures.count("offering the pages of a request", reason)
     way = "node" if way == "node" else "none"
     return False, params_without_pages(engine, request.request_id, way=way)
+
+
+def _ranks_of(config: "VllmConfig") -> Ranks:
+    parallel = config.parallel_config
+    return Ranks(
+        parallel.tensor_parallel_size,
+        parallel.pipeline_parallel_size,
+        parallel.decode_context_parallel_size,
+    )
 
 
 def _digest_of(
