@@ -114,19 +114,24 @@ class Geometry:
         workers: int,
         block_tokens: int,
         pieces: int,
+        interleave: int = 1,
         ranks: Ranks | None = None,
         windows: Mapping[int, int] | None = None,
     ) -> "Geometry":
         """Describe a worker whose blocks are `pieces` blocks of the attention backend each.
 
-        `windows` are the groups that have a sliding window.
+        With context parallel ranks, `block_tokens` are those of a block on all of them, of which
+        each has `interleave` in turn. `windows` are the groups that have a sliding window.
         """
+        ranks = ranks or Ranks()
+        if ranks.context > 1 and block_tokens // ranks.context // pieces % interleave:
+            # The tokens of a piece are not in sequence over all ranks: whole blocks move.
+            pieces = 1
         attention = manifest.get("attention", "").partition(";")[0]
         facts = {name: text for name, text in manifest.items() if name not in _OWN_FIELDS}
         parts = tuple(_part(each, pieces, (windows or {}).get(each.part.group)) for each in held)
         own = {**facts, "attention": attention}
-        unit_tokens = block_tokens // pieces
-        return cls(own, rank, workers, block_tokens, unit_tokens, parts, ranks or Ranks())
+        return cls(own, rank, workers, block_tokens, block_tokens // pieces, parts, ranks)
 
     def to_json(self) -> bytes:
         """Return what peers get."""

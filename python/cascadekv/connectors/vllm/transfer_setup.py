@@ -73,6 +73,7 @@ def open_transfers(
             workers=parallel.world_size,
             block_tokens=config.cache_config.block_size * parallel.decode_context_parallel_size,
             pieces=pieces,
+            interleave=parallel.cp_kv_cache_interleave_size,
             ranks=_ranks_of(config),
             windows=windows_of(cache),
         )
