@@ -204,6 +204,40 @@ def test_sizes_that_do_not_fit_are_named():
         holders(own[0], peers)
 
 
+@pytest.mark.parametrize("way", ["pull", "push"])
+def test_a_decode_engine_without_a_holder_of_its_heads_computes(way):
+    model = Model(layers=LAYERS)
+    prefill = workers_of(model, 4)
+    decode = workers_of(model, 2, stages=2, is_filled=False)
+    with engine_of(prefill) as sources, engine_of(decode, 2) as targets:
+        if way == "pull":
+            offer = offer_of(sources)
+            missing = [pull(each, offer, len(targets)) for each in targets]
+        else:
+            for each in sources:
+                each.apply(opened(TOKENS))
+                each.apply(TransferPlan(ended=[("r", 100.0)]))
+            results = [
+                expect(each, sources, {0: HERE}, TOKENS, workers=len(targets)) for each in targets
+            ]
+            missing = [each.result(LIMIT_S).bad for each in results]
+        assert missing == [[0, 1, 2]] * 4
+        assert not any(each.buffer.any() for each in decode)
+        # The prefill engine does not keep the pages for engines that do not read them.
+        for source in sources:
+            eventually(lambda source=source: source.take_ended() == {"r"})
+
+
+def test_the_geometry_of_a_large_engine_fits():
+    """The transport takes 64 KiB. These are 126 layers of eight shares, as of the largest Llama."""
+    layers = tuple(f"model.layers.{number}.self_attn.attn" for number in range(126))
+    (worker,) = workers_of(Model(layers=layers), 1, shards=8)
+    geometry = geometry_of(worker, 0, 1)
+    sent = geometry.to_json()
+    assert len(sent) < 64 << 10
+    assert Geometry.parse(sent) == geometry
+
+
 def test_a_list_that_wants_layers_of_another_worker_is_refused():
     """A decode engine must not wait for what no one will write."""
     model = Model(layers=LAYERS)

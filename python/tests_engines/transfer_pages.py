@@ -73,7 +73,6 @@ def engine_of(workers, stages=1, port=0):
                         geometry_of(each, number, len(workers), stages),
                         listen=f"127.0.0.1:{port and port + number}",
                         token=None,
-                        layers=[held.layers for held in each.held],
                     )
                 )
             )

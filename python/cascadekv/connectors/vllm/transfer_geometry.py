@@ -134,7 +134,8 @@ class Geometry:
         return cls(own, rank, workers, block_tokens, block_tokens // pieces, parts, ranks)
 
     def to_json(self) -> bytes:
-        """Return what peers get."""
+        """Return what peers get. Shares of a group have the same layers, which are sent once."""
+        layers = list(dict.fromkeys(part.layers for part in self.parts))
         fields = {
             "version": VERSION,
             "facts": dict(self.facts),
@@ -143,8 +144,9 @@ class Geometry:
             "ranks": [self.ranks.tensor, self.ranks.pipeline, self.ranks.context],
             "block_tokens": self.block_tokens,
             "unit_tokens": self.unit_tokens,
+            "layers": layers,
             "parts": [
-                [p.name, p.group, p.pieces, p.share, list(p.layers), list(p.regions)]
+                [p.name, p.group, p.pieces, p.share, layers.index(p.layers), p.regions]
                 for p in self.parts
             ],
         }
@@ -157,7 +159,7 @@ class Geometry:
             fields: dict[str, Any] = json.loads(text)
             version = fields["version"]
             read = cls._of_fields(fields) if version == VERSION else None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise GeometryError(f"the peer's geometry cannot be read: {error!r}") from error
         if read is None:
             raise GeometryError(f"the peer's geometry has version {version}, this is {VERSION}")
@@ -169,6 +171,7 @@ class Geometry:
 
     @classmethod
     def _of_fields(cls, fields: Mapping[str, Any]) -> "Geometry":
+        layers = [tuple(str(name) for name in names) for names in fields["layers"]]
         parts = tuple(
             PartPages(
                 str(name),
@@ -176,9 +179,9 @@ class Geometry:
                 tuple((int(o), int(s), int(u)) for o, s, u in regions),
                 int(pieces),
                 str(share),
-                tuple(str(layer) for layer in layers),
+                layers[int(number)],
             )
-            for name, group, pieces, share, layers, regions in fields["parts"]
+            for name, group, pieces, share, number, regions in fields["parts"]
         )
         tensor, pipeline, context = fields["ranks"]
         return cls(

@@ -10,7 +10,7 @@ from cascadekv.connectors.failures import FailureLog
 from cascadekv.connectors.vllm.adapters import ReportedAdapters
 from cascadekv.connectors.vllm.groups import CacheGroup, windows_of
 from cascadekv.connectors.vllm.keys import UnkeyableRequest, features_of, origin_of
-from cascadekv.connectors.vllm.layout import HeldPart, group_specs
+from cascadekv.connectors.vllm.layout import HeldPart
 from cascadekv.connectors.vllm.listen_address import ListenAddress
 from cascadekv.connectors.vllm.metadata import WorkerFacts
 from cascadekv.connectors.vllm.offers import params_without_pages, prompt_digest, wants_decode
@@ -60,8 +60,6 @@ def open_transfers(
         )
         return None
     parallel, (parts, manifest, cache) = config.parallel_config, held
-    # In the order of the parts' regions.
-    layers = [list(specs) for specs in group_specs(cache)]
     # Replicas of a data-parallel engine are engines of their own at other ports.
     worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
     try:
@@ -86,7 +84,6 @@ def open_transfers(
             token=settings.read_transfer_token(),
             tls=settings.transfer_tls(),
             rdma=None if use == "off" else Rdma(use="require" if use == "require" else "prefer"),
-            layers=[layers[each.part.group] for each in parts],
         )
     except (CascadeError, GeometryError, OSError, ValueError) as error:
         raise NoTransfersError(
