@@ -73,7 +73,11 @@ def _start(options: Mapping[str, Any], store: Mapping[str, object] | None) -> An
                 **given.pop("transfer", {}),
             }
         )
-    return LLM(**given)
+    llm = LLM(**given)
+    if given.get("pipeline_parallel_size", 1) > 1:
+        # vLLM allocates what its later stages receive in a dummy run, which it leaves out on CPUs.
+        llm.llm_engine.collective_rpc(lambda worker: worker.model_runner.profile_run())
+    return llm
 
 
 def _next(pipe: Connection) -> Any:
@@ -208,9 +212,27 @@ def reach_through(llm: Any, address: str) -> None:
 
 
 def transfer_address(llm: Any) -> str:
-    """Return where an engine listens for others."""
-    _, worker = connectors(llm)
-    return str(worker._worker._transfers.address)  # noqa: SLF001
+    """Return where the first worker of an engine listens for others."""
+    (address, _), *_ = scheduler_of(llm).connector._transfers._workers  # noqa: SLF001
+    return str(address)
+
+
+def moved(llm: Any) -> list[tuple[int, int, int]]:
+    """Return for each worker: loads that it has read, pushes that it has written and got."""
+
+    def counts(_worker: Any) -> tuple[int, int, int]:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: PLC0415
+
+        own = get_kv_transfer_group()._worker._transfers  # noqa: SLF001
+        return own.reads, *own.pushes
+
+    return [tuple(each) for each in llm.llm_engine.collective_rpc(counts)]
+
+
+def taken_blocks(llm: Any, blocks: int) -> int:
+    """Step until all KV blocks are free, for at most a minute; return how many are not."""
+    _step_until(llm, lambda: free_blocks(llm) == blocks)
+    return blocks - free_blocks(llm)
 
 
 def end_leases(llm: Any) -> None:

@@ -1,6 +1,7 @@
 """A TCP proxy between two engines that can be cut, frozen and restored."""
 
 import contextlib
+import random
 import socket
 import threading
 import time
@@ -125,3 +126,15 @@ def eventually(is_so, seconds=60.0):
     while not is_so():
         assert time.monotonic() < end, "it did not become so"
         time.sleep(0.01)
+
+
+def ports_in_sequence(count):
+    """Return the first of some ports that are free now."""
+    chance = random.Random()
+    for _ in range(1000):
+        first = chance.randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            for port in range(first, first + count):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
+    raise AssertionError("no ports are free")

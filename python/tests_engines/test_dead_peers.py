@@ -99,3 +99,12 @@ def test_threads_for_a_killed_decode_engine_end(peer, eventually):
         assert threads("push")
         os.kill(process.pid, signal.SIGKILL)
         eventually(lambda: not threads("push"))
+
+
+@pytest.mark.parametrize("end", ["close", "abort"])
+def test_threads_that_are_found_lost_while_they_are_closed(end):
+    """Regression: an engine that ended after ten idle seconds could log an exception."""
+    threads = peer_workers.PeerThreads([], 1, "test")
+    assert threads.submit(lambda: 7).result(LIMIT_S) == 7
+    getattr(threads, end)()
+    threads.close_later()

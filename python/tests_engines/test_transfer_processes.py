@@ -9,7 +9,7 @@ import engine_calls
 import pytest
 from cascadekv.bench.prompts import prompt
 from forked_engines import BLOCK, OPTIONS, engines
-from network import Network
+from network import Network, ports_in_sequence
 from sealed_offers import with_own
 from stopping import stop
 
@@ -69,6 +69,42 @@ def test_the_same_tokens_as_one_engine(start, reference):
         (right,) = reference.answers([asked], TOKENS)
         assert answer.tokens == right, length
         assert decoded(target) == number
+
+
+def stages(count):
+    """Return options of an engine with that many stages, each in a process of its own."""
+    if count == 1:
+        return {}
+    return {
+        "pipeline_parallel_size": count,
+        "distributed_executor_backend": "mp",
+        "environment": {"VLLM_WORKER_MULTIPROC_METHOD": "fork"},
+    }
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("given", "taken"), [(2, 1), (1, 2)])
+def test_engines_with_other_numbers_of_stages(start, reference, given, taken):
+    listen = {"cascade.transfer_listen": f"127.0.0.1:{ports_in_sequence(given)}"}
+    source, target = start(DIRECT | listen, **stages(given)), start(DIRECT, **stages(taken))
+    lengths = [BLOCK, 2 * BLOCK + 1, 5 * BLOCK + 7]
+    for length in lengths:
+        asked = prompt(length, "stages", given)
+        params = prefill(source, asked)
+        assert (params["tp_size"], params["pp_size"], params["dcp_size"]) == (1, given, 1)
+        (right,) = reference.answers([asked], TOKENS)
+        assert decode(target, asked, params).tokens == right, length
+    pulled = len(lengths)
+    assert target.call(engine_calls.moved) == [(pulled, 0, 0)] * taken
+    # The router names the tensor parallel size only.
+    router = Router(source)
+    for length in lengths:
+        asked = prompt(length, "pushed stages", given)
+        (right,) = reference.answers([asked], TOKENS)
+        assert router.ask(source, target, asked).tokens == right, length
+    assert target.call(engine_calls.moved) == [(pulled, 0, len(lengths))] * taken
+    for engine in source, target:
+        assert engine.call(engine_calls.taken_blocks, BLOCKS) == 0
 
 
 def together(*calls):

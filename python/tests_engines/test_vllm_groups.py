@@ -133,6 +133,13 @@ def test_groups_are_read_from_the_engines_specification():
     assert windows == [None, None, 1, 2, 17, 18, 33, None]
 
 
+def test_the_first_stage_may_lack_the_layers_of_a_group():
+    window = SlidingWindowSpec(block_size=BLOCK_TOKENS, sliding_window=17, **COMMON)
+    config = config_of([FullAttentionSpec(block_size=BLOCK_TOKENS, **COMMON)])
+    config.kv_cache_groups.append(KVCacheGroupSpec([], window))
+    assert groups_of(config, BLOCK_TOKENS) == [CacheGroup(0), CacheGroup(1, 17)]
+
+
 def test_the_engine_keeps_pages_that_only_a_draft_model_needs():
     if not hasattr(SlidingWindowSpec, "extra_retained_tokens"):
         pytest.skip("this vLLM keeps the pages of the window only")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cascadekv.connectors.vllm.layout import HEAD_CONTIGUOUS, LayoutError, Rank, describe
 from cascadekv.connectors.vllm.memory import DeviceMemory, HostMemory
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 from vllm_caches import BLOCK_TOKENS, PAGES, Model, Worker, config_of, keys_of, workers_of
 
 SIZES = [1, 2, 4, 8]
@@ -98,6 +98,14 @@ def test_stages_of_a_pipeline_never_share_parts():
         for stage in (first, second, EIGHT_HEADS)
     ]
     assert not any(one & other for one, other in itertools.combinations(names, 2))
+
+
+def test_a_stage_may_lack_the_layers_of_a_group():
+    model = Model(heads=8)
+    config = config_of(model.layers, model.spec(8), "LBHNC")
+    config.kv_cache_groups.insert(0, KVCacheGroupSpec([], model.spec(8)))
+    (held,) = describe(config, Rank(kv_heads=8))
+    assert (held.part.group, held.layers) == (1, model.layers)
 
 
 @pytest.mark.parametrize(("heads", "size", "context"), [(2, 4, 2), (2, 8, 4), (1, 4, 4), (1, 4, 2)])

@@ -404,6 +404,8 @@ def test_what_does_not_name_a_prefill_engine_is_no_push():
     source = PushSource.parse(good)
     assert source == PushSource([("127.0.0.1:7400", ""), ("127.0.0.1:7401", "")], "x")
     assert PushSource.parse({**good, "remote_host": "::1"}).workers[0][0] == "[::1]:7400"
+    ports = [address for address, _ in PushSource.parse({**good, "pp_size": 2.0}).workers]
+    assert ports == [f"127.0.0.1:{port}" for port in range(7400, 7404)]
     for no_push in (
         {"transfer_mode": "pull"},
         {"cascade": {}},
@@ -422,6 +424,9 @@ def test_what_does_not_name_a_prefill_engine_is_no_push():
         {"remote_port": float("inf")},
         {"tp_size": 2000},
         {"tp_size": -1},
+        {"pp_size": "many"},
+        {"pp_size": -1},
+        {"pp_size": 600},
         {"transfer_id": "x" * 1000},
     ):
         with pytest.raises(OfferError):

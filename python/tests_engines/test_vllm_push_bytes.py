@@ -6,40 +6,10 @@ import time
 
 import numpy as np
 import pytest
-from cascadekv.connectors.vllm.metadata import Load
-from cascadekv.connectors.vllm.offers import Computed, Opened, PushPlan, PushSource, TransferPlan
-from cascadekv.connectors.vllm.running_load import RunningLoad
+from cascadekv.connectors.vllm.offers import TransferPlan
 from scheduled_engine import LIMIT_S
-from transfer_pages import Pages, transfers_of
+from transfer_pages import Pages, compute, expect, opened, transfers_of
 from vllm_caches import BLOCK_TOKENS, Model, workers_of
-
-DIGEST = "of the prompt"
-
-
-def expect(target, sources, blocks, tokens, *, first=0, workers=1):
-    """Let prefill workers write blocks; returns the future result."""
-    load = Load("d", is_async=True, first=first, keys={}, blocks=blocks, tier="peers")
-    source = PushSource([(each.address, "") for each in sources], "x")
-    load.push = PushPlan(source, DIGEST, tokens, workers, LIMIT_S)
-    return target.expect(RunningLoad(load))
-
-
-def opened(tokens):
-    """Return the plan of a step that opens the request."""
-    return TransferPlan(opened=[Opened("r", 0, 9, "x", DIGEST, tokens)])
-
-
-def compute(sources, tables, tokens, chance):
-    """Compute a prompt in steps of random lengths."""
-    at = 0
-    while at < tokens:
-        end = min(tokens, at + chance.randrange(1, tokens + 1))
-        for source in sources:
-            source.apply(TransferPlan(computed=[Computed("r", at, end, tables)]))
-            source.end_step(["r"], [])
-        at = end
-        if chance.random() < 0.5:
-            time.sleep(0.01)
 
 
 @pytest.mark.parametrize("pieces", [(1, 1), (1, 2), (1, 4), (2, 1), (4, 1), (2, 3)])

@@ -467,7 +467,7 @@ def test_units_of_blocks_of_different_sizes():
 
 
 def _geometry(pieces):
-    part = PartPages("part", 0, ((0, 64, 64),), pieces)
+    part = PartPages("part", 0, ((0, 64, 64),), pieces, "all", ("layers.0",))
     return Geometry({}, 0, 1, 4 * pieces, 4, (part,)), part
 
 
@@ -544,6 +544,6 @@ def test_engines_that_do_not_fit_refuse_each_other():
     )
     with pytest.raises(GeometryError, match="weights: the peer has 'b', this engine 'a'"):
         own.check(Geometry.parse(other.to_json()))
-    for wrong in (b"", b"{}", b"[]", b'{"version": 1}', b'{"version": 9, "facts": {}}'):
+    for wrong in (b"", b"{}", b"[]", b'{"version": 2}', b'{"version": 9, "facts": {}}'):
         with pytest.raises(GeometryError):
             Geometry.parse(wrong)

@@ -4,6 +4,7 @@ The bytes of a head of a block are the same in every engine that serves the mode
 position of the bytes depend on the parallel sizes and the layout, by vLLM's own allocator.
 """
 
+import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -87,13 +88,17 @@ class Worker:
         layout: str = "LBHNC",
         shards: int | None = None,
         is_filled: bool = True,
+        layers: slice = slice(None),
     ) -> None:
-        """Allocate the cache, and fill it with this rank's share of the model's KV if requested."""
+        """Allocate the cache, and fill it with this rank's share of the model's KV if requested.
+
+        `layers` are those of its stage of the pipeline.
+        """
         self.rank = rank
         count = 1 if model.is_mla else max(1, model.heads // rank.tensor_size)
         at = 0 if model.is_mla else rank.tensor * model.heads // rank.tensor_size
-        self.share = model.kv[:, :, at : at + count]
-        self.config = config_of(model.layers, model.spec(count), layout)
+        self.share = model.kv[layers, :, at : at + count]
+        self.config = config_of(model.layers[layers], model.spec(count), layout)
         self.caches = allocate_kv_cache(self.config, torch.device("cpu"), KVCacheLayout[layout])
         if is_filled:
             for layer, own in zip(self.caches.values(), self.share, strict=True):
@@ -143,8 +148,13 @@ def keys_of(parts: list[str], blocks: int) -> RequestKeys:
     return keys
 
 
-def workers_of(model: Model, size: int, **options: object) -> list[Worker]:
-    """Create the ranks of one engine."""
+def workers_of(model: Model, size: int, *, stages: int = 1, **options: object) -> list[Worker]:
+    """Create the ranks of one engine, stage by stage."""
     heads = 1 if model.is_mla else model.heads
     ranks = [Rank(tensor, size, kv_heads=heads) for tensor in range(size)]
-    return [Worker(model, rank, **options) for rank in ranks]
+    ends = [len(model.layers) * stage // stages for stage in range(stages + 1)]
+    return [
+        Worker(model, rank, layers=slice(first, end), **options)
+        for first, end in itertools.pairwise(ends)
+        for rank in ranks
+    ]

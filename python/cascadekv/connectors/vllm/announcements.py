@@ -24,7 +24,7 @@ __all__ = [
     "parse_page_list",
 ]
 
-VERSION = 1
+VERSION = 2
 ANNOUNCE, WITHDRAW = "announce", "withdraw"
 """From the decode engine: its pages; that it does not wait any more."""
 LAYER, REFUSE = "layer", "refuse"
@@ -97,8 +97,8 @@ class Announcement:
 class PartTarget:
     """Where the units of one part belong."""
 
-    source: int
-    """Rank of the prefill engine's worker that writes them."""
+    sources: list[int]
+    """By layer: rank of the prefill engine's worker that writes it."""
     first: int
     """Number of the first unit in the prompt."""
     units: list[int]
@@ -112,6 +112,7 @@ class Written:
     push: int
     part: str
     layer: int
+    """The part of the decode engine's worker, and the number of the layer in it."""
     first: int
     end: int
 
@@ -137,7 +138,7 @@ def message(kind: str, push: int, reason: str = "") -> bytes:
 
 def page_list(parts: Mapping[str, PartTarget]) -> bytearray:
     """Return a list of pages as peers read it."""
-    listed = {name: [part.source, part.first, part.units] for name, part in parts.items()}
+    listed = {name: [part.sources, part.first, part.units] for name, part in parts.items()}
     return bytearray(json.dumps(listed).encode())
 
 
@@ -148,6 +149,8 @@ def parse_page_list(text: bytes | bytearray) -> dict[str, PartTarget]:
         raise TypeError("a list of pages is no mapping")
     parts = cast("dict[str, Any]", listed)
     return {
-        str(name): PartTarget(int(source), int(first), [int(unit) for unit in units])
-        for name, (source, first, units) in parts.items()
+        str(name): PartTarget(
+            [int(source) for source in sources], int(first), [int(unit) for unit in units]
+        )
+        for name, (sources, first, units) in parts.items()
     }

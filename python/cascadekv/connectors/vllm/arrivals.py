@@ -228,8 +228,7 @@ class Arrivals:
         """Return where the units of each part belong, and that as a list for peers."""
         end = -(-plan.tokens // self._geometry.unit_tokens)
         targets: dict[str, PartTarget] = {}
-        for part in self._geometry.parts:
-            source, _ = engine.holder(part, connections)
+        for part, held in zip(self._geometry.parts, engine.holders(connections), strict=True):
             first = load.first * part.pieces
             pages = load.blocks[part.group]
             units = [
@@ -241,7 +240,7 @@ class Arrivals:
             if (first + len(units)) * self._geometry.unit_tokens < plan.tokens - 1:
                 raise GeometryError(f"{part.name}: {len(pages)} pages are not the whole prompt")
             units += [NOT_KEPT] * (end - first - len(units))
-            targets[part.name] = PartTarget(source, first, units)
+            targets[part.name] = PartTarget([each.worker for each in held], first, units)
         listed = page_list(targets)
         if len(listed) > LIST_BYTES_MAX:
             raise GeometryError(f"a list of pages has {len(listed)} bytes")

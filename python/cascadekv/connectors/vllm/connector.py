@@ -219,7 +219,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         """Receive the workers' descriptions, and start the scheduler's side."""
-        facts = [each for each in metadata.values() if isinstance(each, WorkerFacts)]
+        facts = [it for at in sorted(metadata) if isinstance(it := metadata[at], WorkerFacts)]
         refusal = next((each.refusal for each in facts if each.refusal), None)
         cache = self._kv_cache_config
         groups, has_windows = len(cache.kv_cache_groups), bool(windows_of(cache))
@@ -487,7 +487,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             has_prefix_cache=bool(self._vllm_config.cache_config.enable_prefix_caching),
         )
         self._transfers = transfers_between(
-            (str(self._kv_transfer_config.engine_id), lambda: self._namespaces.generation),
+            (self._vllm_config, lambda: self._namespaces.generation),
             settings,
             facts,
             (groups, self._block_tokens, self._pins, self._adapters),

@@ -36,13 +36,24 @@ MESSAGE_S = 2.0
 """Time-out of a message."""
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the blocks of a layer belong."""
+
+    part: PartPages
+    """The part of the decode worker."""
+    layer: int
+    """The number of the layer in it."""
+    target: PartTarget
+
+
 @dataclass(slots=True)
 class Target:
     """Where the blocks of one request belong, and what was written."""
 
     connection: PeerConnection
-    parts: list[tuple[PartPages, PartTarget] | None]
-    """By part of this worker: the peer's pages, and its places; `None` if it wants none."""
+    places: list[list[Place | None]]
+    """By part and layer of this worker: where it belongs; `None` if the peer does not want it."""
     end: int
     """Number of the prompt's units."""
     written: list[list[int]]
@@ -52,7 +63,7 @@ class Target:
 
     def left(self, part: int, layer: int, ready: int) -> tuple[int, int]:
         """Return the first and the last unit to write of those that are ready."""
-        if self.parts[part] is None:
+        if self.places[part][layer] is None:
             return 0, 0
         return self.written[part][layer], min(ready, self.end)
 
@@ -61,9 +72,9 @@ class Target:
         """Whether everything was written."""
         return all(
             units >= self.end
-            for wanted, layers in zip(self.parts, self.written, strict=True)
-            for units in layers
-            if wanted is not None
+            for places, layers in zip(self.places, self.written, strict=True)
+            for place, units in zip(places, layers, strict=True)
+            if place is not None
         )
 
 
@@ -103,21 +114,36 @@ class DecodeWorker:
         connection = self._worker.connect(deadline)
         listed = self._read_list(connection, announced, deadline)
         end = -(-announced.tokens // self._geometry.unit_tokens)
-        parts: list[tuple[PartPages, PartTarget] | None] = []
-        for part in self._geometry.parts:
-            wanted = listed.get(part.name)
-            if wanted is None or wanted.source != self._geometry.rank:
-                parts.append(None)
-                continue
-            theirs = next((it for it in connection.geometry.parts if it.name == part.name), None)
-            if theirs is None or wanted.first + len(wanted.units) != end or wanted.first < 0:
-                raise GeometryError(f"the list of pages does not fit {part.name}")
-            parts.append((theirs, wanted))
-        written = [
-            [0 if wanted is None else wanted[1].first] * len(part.regions)
-            for part, wanted in zip(self._geometry.parts, parts, strict=True)
+        wanted = self._wanted(connection.geometry, listed, end)
+        places = [
+            [wanted.pop((layer, part.share), None) for layer in part.layers]
+            for part in self._geometry.parts
         ]
-        return Target(connection, parts, end, written)
+        for layer, share in wanted:
+            raise GeometryError(f"the decode engine waits for {share} of {layer}, not held here")
+        written = [
+            [0 if place is None else place.target.first for place in layers] for layers in places
+        ]
+        return Target(connection, places, end, written)
+
+    def _wanted(
+        self, theirs: Geometry, listed: Mapping[str, PartTarget], end: int
+    ) -> dict[tuple[str, str], Place]:
+        """Return what the peer waits for from this worker, by layer and share."""
+        parts = {part.name: part for part in theirs.parts}
+        wanted: dict[tuple[str, str], Place] = {}
+        for name, target in listed.items():
+            part = parts.get(name)
+            fits = part is not None and len(target.sources) == len(part.layers)
+            if part is None or not fits or target.first < 0:
+                raise GeometryError(f"the list of pages does not fit {name}")
+            if target.first + len(target.units) != end:
+                raise GeometryError(f"the list of pages of {name} is not the whole prompt")
+            for number, source in enumerate(target.sources):
+                if source == self._geometry.rank:
+                    key = part.layers[number], part.share
+                    wanted[key] = Place(part, number, target)
+        return wanted
 
     def write(
         self,
@@ -132,19 +158,18 @@ class DecodeWorker:
         Returns when this worker's pages are not accessed any more.
         """
         number, layer, first, end = taken
-        part, wanted = self._geometry.parts[number], target.parts[number]
-        if wanted is None:
-            raise GeometryError(f"the decode engine wants nothing of {part.name}")
-        theirs, places = wanted
+        part, place = self._geometry.parts[number], target.places[number][layer]
+        if place is None:
+            raise GeometryError(f"the decode engine does not want {part.layers[layer]}")
         following = next_computed_token(announced.tokens, announced.tokens)
         needed = first_needed_block(following, part.window, self._geometry.block_tokens)
         # Pages before the window may be other requests' by now.
         table = [0] * needed + list(tables.get(part.group, ())[needed:])
-        here, there = _page_lists(part, places, table, first, end)
-        notice = Written(announced.push, part.name, layer, first, end).to_message()
-        runs = part.runs(theirs, PAGES, announced.window, layer)
+        here, there = _page_lists(part, place.target, table, first, end)
+        notice = Written(announced.push, place.part.name, place.layer, first, end).to_message()
+        run = part.run(layer, place.part, place.layer, PAGES, announced.window)
         native = target.connection.native
-        ticket = native.write(runs, (here, there), notice=notice, timeout=left(deadline))
+        ticket = native.write([run], (here, there), notice=notice, timeout=left(deadline))
         target.tickets.append(ticket)
         target.written[number][layer] = end
 

@@ -68,9 +68,9 @@ def groups_of(
     """
     windows = windows_of(config)
     groups: list[CacheGroup] = []
-    for number, specs in enumerate(group_specs(config)):
-        kinds = {type(spec).__name__ for spec in specs.values()}
-        spec: Any = next(iter(specs.values()))
+    for number, specs in enumerate(_specs(config)):
+        kinds = {type(spec).__name__ for spec in specs}
+        spec: Any = specs[0]
         tokens = spec.block_size * (context_size if versions.is_context_sharded(spec) else 1)
         if tokens != block_tokens:
             raise LayoutError(
@@ -85,10 +85,18 @@ def groups_of(
 def windows_of(config: "KVCacheConfig") -> dict[int, int]:
     """Return the window of each group that has one."""
     return {
-        number: max(_kept_window(spec) for spec in specs.values())
-        for number, specs in enumerate(group_specs(config))
-        if {type(spec).__name__ for spec in specs.values()} == {"SlidingWindowSpec"}
+        number: max(_kept_window(spec) for spec in specs)
+        for number, specs in enumerate(_specs(config))
+        if {type(spec).__name__ for spec in specs} == {"SlidingWindowSpec"}
     }
+
+
+def _specs(config: "KVCacheConfig") -> list[list["KVCacheSpec"]]:
+    """Return the specifications of each group, also of one whose layers are in other stages."""
+    return [
+        list(specs.values()) or [group.kv_cache_spec]
+        for specs, group in zip(group_specs(config), config.kv_cache_groups, strict=True)
+    ]
 
 
 def _kept_window(spec: "KVCacheSpec") -> int:

@@ -65,6 +65,10 @@ class HeldPart:
     regions: tuple[Region, ...]
     is_writer: bool
     """Whether this worker writes the part; of the workers with the same bytes, one does."""
+    share: str = ""
+    """Which heads and tokens of its layers it has; the same text in every engine."""
+    layers: tuple[str, ...] = ()
+    """The layer of each region."""
 
 
 def group_specs(config: "KVCacheConfig") -> list[dict[str, "KVCacheSpec"]]:
@@ -97,6 +101,9 @@ def describe(
     }
     held: list[HeldPart] = []
     for number, specs in enumerate(group_specs(config)):
+        if not specs:
+            # Another stage of the pipeline has the layers of the group.
+            continue
         shares = _shares(rank, shards, _heads_of(specs, rank), layout)
         if len(shares) > 1 and pieces > 1:
             raise LayoutError(
@@ -104,13 +111,14 @@ def describe(
                 f"that a head is not contiguous; remove the setting, or divide the engine's "
                 f"--block-size by {pieces}"
             )
-        for share in shares:
-            regions = tuple(share.region(*places[layer], specs[layer]) for layer in specs)
-            name = f"{_layers(list(specs))}; {share.name}"
+        for each in shares:
+            regions = tuple(each.region(*places[layer], specs[layer]) for layer in specs)
+            share = each.name
             if rank.context_size > 1:
-                name += f"; context {rank.context}/{rank.context_size}"
+                share += f"; context {rank.context}/{rank.context_size}"
+            name = f"{_layers(list(specs))}; {share}"
             part = Part(name, number, sum(region.page_bytes for region in regions))
-            held.append(HeldPart(part, regions, share.is_writer))
+            held.append(HeldPart(part, regions, each.is_writer, share, tuple(specs)))
     return held
 
 

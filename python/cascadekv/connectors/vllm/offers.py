@@ -18,6 +18,7 @@ from cascadekv.connectors.vllm.adapters import AdapterUse
 
 __all__ = [
     "OTHER_PROMPT",
+    "WORKERS_MAX",
     "Computed",
     "Offer",
     "OfferError",
@@ -40,7 +41,7 @@ _LEASE_DIGITS = 16
 _NAME_MAX = 256
 """Most characters of the name of a transfer."""
 _GROUPS_MAX = 64
-_WORKERS_MAX = 1024
+WORKERS_MAX = 1024
 _TOKENS_MAX = 1 << 24
 """Most groups and workers of an offer: a request's parameters come from anyone."""
 
@@ -89,7 +90,7 @@ class Offer:
     """Digest of the prompt and of everything else that its KV depends on."""
 
     def params(self, token: bytes | None) -> dict[str, Any]:
-        """Return the `kv_transfer_params` of the prefill's response."""
+        """Return the `kv_transfer_params` of the prefill's response, without the engine's sizes."""
         host, _, port = self.workers[0][0].rpartition(":")
         own: dict[str, Any] = {
             "version": VERSION,
@@ -110,7 +111,6 @@ class Offer:
             "remote_port": int(port),
             "remote_block_ids": self.blocks,
             "remote_num_tokens": self.tokens,
-            "tp_size": len(self.workers),
             # llm-d's router sends later requests to both engines at once.
             "transfer_mode": "push",
             "cascade": own,
@@ -160,7 +160,10 @@ class PushSource:
     """A prefill engine that writes a request's blocks, as a router names it beforehand."""
 
     workers: list[tuple[str, str]]
-    """Of each worker, by rank: its address, and an empty text, because its ID is not known."""
+    """Of each worker, by rank: its address, and an empty text, because its ID is not known.
+
+    As far as the router says: some pass on the tensor parallel size, but not the number of stages.
+    """
     transfer: str
     """What the request of the prefill engine is known by."""
 
@@ -183,9 +186,10 @@ class PushSource:
             return None
         try:
             first, size = int(port), int(params.get("tp_size") or 1)
+            size *= int(params.get("pp_size") or 1)
         except (TypeError, ValueError, ArithmeticError) as error:
             raise OfferError(f"the prefill engine cannot be read: {error!r}") from error
-        is_valid = 1 <= size <= _WORKERS_MAX and 1 <= first <= 65536 - size
+        is_valid = 1 <= size <= WORKERS_MAX and 1 <= first <= 65536 - size
         if not is_valid or not 0 < len(name) <= _NAME_MAX:
             raise OfferError(f"{size} prefill workers from port {first}, request {name[:300]!r}")
         shown = f"[{host}]" if ":" in host and not host.startswith("[") else host
@@ -346,7 +350,7 @@ def prompt_digest(
 
 def _check_sizes(blocks: Sequence[Any], workers: Sequence[Any], tokens: int) -> None:
     """Refuse lists that are longer than they can be, before each of their items is looked at."""
-    if not 1 <= len(workers) <= _WORKERS_MAX or not 1 <= len(blocks) <= _GROUPS_MAX:
+    if not 1 <= len(workers) <= WORKERS_MAX or not 1 <= len(blocks) <= _GROUPS_MAX:
         raise ValueError(f"{len(workers)} workers, {len(blocks)} groups")
     if any(len(group) > tokens for group in blocks):
         raise ValueError("more blocks than tokens")

@@ -1,5 +1,6 @@
 """Connections to the workers of other engines."""
 
+import contextlib
 import ipaddress
 import logging
 import threading
@@ -171,7 +172,9 @@ class PeerThreads:
 
     def close_later(self) -> None:
         """End the threads and close the connections after the calls that were submitted."""
-        self._pool.submit(self.disconnect)
+        # Refused after `close` or `abort`, which have done both.
+        with contextlib.suppress(RuntimeError):
+            self._pool.submit(self.disconnect)
         self._pool.shutdown(wait=False)
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from cascadekv._native import TransportEndpoint, TransportTicket
 from cascadekv.connectors.failures import FailureLog
 from cascadekv.connectors.vllm.leases import DONE, ENTRY_BYTES, LEASES_MAX, lease_notice
-from cascadekv.connectors.vllm.offers import Offer, PullPlan
+from cascadekv.connectors.vllm.offers import WORKERS_MAX, Offer, PullPlan
 from cascadekv.connectors.vllm.peer_workers import (
     FAILURES,
     PAGES,
@@ -25,7 +25,12 @@ from cascadekv.connectors.vllm.peer_workers import (
     cancel,
     left,
 )
-from cascadekv.connectors.vllm.transfer_geometry import Geometry, GeometryError, PartPages
+from cascadekv.connectors.vllm.transfer_geometry import (
+    Geometry,
+    GeometryError,
+    HeldLayer,
+    holders,
+)
 from cascadekv.errors import BusyError, DeadlineError, RefusedError
 
 if TYPE_CHECKING:
@@ -40,6 +45,7 @@ THREADS = 2
 """Threads for each prefill engine."""
 MESSAGE_S = 1.0
 """Time-out of a message."""
+PORTS = 65536
 MESSAGES_MAX = 1024
 """Most messages that wait to be sent; more are dropped, and their leases expire."""
 Result = TypeVar("Result")
@@ -79,13 +85,17 @@ class PrefillEngine:
         *,
         is_any_host: bool,
     ) -> None:
-        """`is_any_host` permits workers on other hosts, which a token or TLS makes safe."""
+        """`is_any_host` permits workers on other hosts, which a token or TLS makes safe.
+
+        Workers without the ID of an endpoint were named by a router, which may not know how many
+        there are: the first one says it.
+        """
+        self._own = own
         self._geometry = geometry
         self._scratch = scratch
-        self._workers = [
-            PeerWorker(address, endpoint, own, geometry, is_any_host=is_any_host)
-            for address, endpoint in workers
-        ]
+        self._is_any_host = is_any_host
+        self._first = workers[0]
+        self._workers = [self._worker(*each) for each in workers]
         self.threads = PeerThreads(self._workers, THREADS, "cascade-pull")
         self._lock = threading.Lock()
         self._waiting_messages = 0
@@ -112,7 +122,17 @@ class PrefillEngine:
 
     def connect(self, deadline: float) -> list[PeerConnection]:
         """Return the connections to all workers."""
-        return [worker.connect(deadline) for worker in self._workers]
+        connections = [self._connect(0, deadline)]
+        while len(connections) < len(self._workers):
+            connections.append(self._connect(len(connections), deadline))
+        return connections
+
+    def holders(self, connections: Sequence[PeerConnection]) -> list[list[HeldLayer]]:
+        """Return which worker has each layer of each part of this worker.
+
+        Raises `GeometryError` if none does.
+        """
+        return holders(self._geometry, [each.geometry for each in connections])
 
     def tell(self, connections: Sequence[PeerConnection], message: bytes, deadline: float) -> None:
         """Send a message to all workers; returns after they have received it."""
@@ -143,14 +163,19 @@ class PrefillEngine:
         """Read all parts; returns the numbers of the workers that they came from."""
         tickets: list[tuple[PeerConnection, TransportTicket]] = []
         sources: set[int] = set()
+        reads = [
+            (part, each)
+            for part, held in zip(self._geometry.parts, self.holders(connections), strict=True)
+            for each in _by_source(held)
+        ]
         try:
-            for part in self._geometry.parts:
-                source, theirs = self.holder(part, connections)
-                pages = self._geometry.page_lists(part, theirs, load, offer)
+            for part, layers in reads:
+                (_, first), *_ = layers
+                pages = self._geometry.page_lists(part, first.part, load, offer)
                 if pages[0]:
-                    runs = part.runs(theirs, PAGES, PAGES)
-                    connection = connections[source]
-                    sources.add(source)
+                    runs = [part.run(at, it.part, it.layer, PAGES, PAGES) for at, it in layers]
+                    connection = connections[first.worker]
+                    sources.add(first.worker)
                     ticket = connection.native.read(runs, pages, timeout=left(deadline))
                     tickets.append((connection, ticket))
             for _, ticket in tickets:
@@ -165,18 +190,42 @@ class PrefillEngine:
             raise
         return sources
 
-    def holder(
-        self, part: PartPages, connections: Sequence[PeerConnection]
-    ) -> tuple[int, PartPages]:
-        """Return the number of a worker that holds a part, and its pages there."""
-        for at, connection in enumerate(connections):
-            for theirs in connection.geometry.parts:
-                if theirs.name == part.name:
-                    return at, theirs
-        raise GeometryError(
-            f"no worker of the prefill engine holds {part.name}: engines with different numbers of "
-            f"tensor parallel ranks need the same setting cascade.shards"
-        )
+    def _worker(self, address: str, endpoint: str) -> PeerWorker:
+        own, geometry = self._own, self._geometry
+        return PeerWorker(address, endpoint, own, geometry, is_any_host=self._is_any_host)
+
+    def _connect(
+        self, number: int, deadline: float, *, for_message: bool = False
+    ) -> PeerConnection:
+        """Return the connection to a worker that is known to have this number."""
+        connection = self._workers[number].connect(deadline, for_message=for_message)
+        address, endpoint = self._first
+        theirs = connection.geometry
+        if number == 0 and not endpoint:
+            self._set_count(theirs.workers)
+        if theirs.rank != number or theirs.workers != len(self._workers):
+            raise GeometryError(
+                f"worker {number} of {len(self._workers)} of the engine at {address} is worker "
+                f"{theirs.rank} of {theirs.workers}: remote_port must be that of the first worker, "
+                f"and the engine needs a fixed port in cascade.transfer_listen"
+            )
+        return connection
+
+    def _set_count(self, count: int) -> None:
+        """Know as many workers as there are: they listen at the ports behind the first one."""
+        host, _, port = self._first[0].rpartition(":")
+        with self._lock:
+            if count == len(self._workers):
+                return
+            if not 1 <= count <= WORKERS_MAX or int(port) + count > PORTS:
+                raise GeometryError(f"{self._first[0]} is one of {count} workers")
+            for worker in self._workers[count:]:
+                worker.disconnect()
+            # The threads have this list, too.
+            self._workers[count:] = [
+                self._worker(f"{host}:{int(port) + number}", "")
+                for number in range(len(self._workers), count)
+            ]
 
     def _read_lease(
         self, connection: "PeerConnection", slot: int, message: bytes, deadline: float
@@ -199,17 +248,27 @@ class PrefillEngine:
             self._scratch.give_back(own)
 
     def _send(self, message: bytes) -> None:
+        number = 0
         try:
-            for worker in self._workers:
+            while number < len(self._workers):
                 deadline = time.monotonic() + MESSAGE_S
                 try:
-                    connection = worker.connect(deadline, for_message=True)
+                    connection = self._connect(number, deadline, for_message=True)
                     self._read_lease(connection, 0, message, deadline)
                 except DeadlineError as error:
-                    worker.avoid(error)
+                    self._workers[number].avoid(error)
                     raise
+                number += 1
         except FAILURES as error:
             self._failures.count("sending a message to a prefill engine", error)
         finally:
             with self._lock:
                 self._waiting_messages -= 1
+
+
+def _by_source(held: Sequence[HeldLayer]) -> list[list[tuple[int, HeldLayer]]]:
+    """Split the numbered layers of a part into those that come from one part of one worker."""
+    split: dict[tuple[int, str], list[tuple[int, HeldLayer]]] = {}
+    for number, each in enumerate(held):
+        split.setdefault((each.worker, each.part.name), []).append((number, each))
+    return list(split.values())

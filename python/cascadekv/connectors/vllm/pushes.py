@@ -74,12 +74,11 @@ class Pushes:
         self,
         own: TransportEndpoint,
         geometry: Geometry,
-        layers: Sequence[Sequence[str]],
         *,
         is_any_host: bool,
         on_done: Callable[[Opened, Announcement, str], None],
     ) -> None:
-        """`layers` are the names of the layers of each part.
+        """Let nothing be announced yet.
 
         `on_done` is called when nothing more is written for a worker of a decode engine, with how
         that ended.
@@ -90,9 +89,9 @@ class Pushes:
         self._on_done = on_done
         self._places: dict[str, list[tuple[int, int]]] = {}
         """By layer: part and number in the part."""
-        for part, names in enumerate(layers):
-            for number, name in enumerate(names):
-                self._places.setdefault(name, []).append((part, number))
+        for number, part in enumerate(geometry.parts):
+            for layer, name in enumerate(part.layers):
+                self._places.setdefault(name, []).append((number, layer))
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._prompts: dict[str, _Prompt] = {}

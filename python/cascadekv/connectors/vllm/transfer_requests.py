@@ -8,7 +8,7 @@ whatever goes wrong, it computes the prompt.
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -101,12 +101,14 @@ class TransferRequests:
         block_tokens: int,
         seal_key: Callable[[], bytes | None],
         lease_s: float,
+        sizes: Mapping[str, int],
         digest_of: Callable[["Request"], str | None],
         adapter_of: Callable[["Request"], AdapterUse | None] = lambda _: None,
     ) -> None:
         """`workers` has the address and endpoint of each worker; `digest_of` digests a prompt.
 
-        `seal_key` returns the secret with which offers are sealed, if they are.
+        `seal_key` returns the secret with which offers are sealed, if they are. `sizes` are the
+        engine's parallel sizes by the names that NIXL's parameters have.
         `adapter_of` returns the adapter that the digest covers.
         """
         self._engine = engine
@@ -115,6 +117,7 @@ class TransferRequests:
         self._pins = pins
         self._block_tokens = block_tokens
         self._seal_key = seal_key
+        self._sizes = dict(sizes)
         # An integer would be sealed as one, and read as another number by the decode engine.
         self._lease_s = float(lease_s)
         self._digest_of = digest_of
@@ -250,7 +253,7 @@ class TransferRequests:
             digest,
         )
         # Last: the workers report the end of a lease only for a request whose pages are kept.
-        given.params = offer.params(key)
+        given.params = {**offer.params(key), **self._sizes}
         self._plan.ended.append((request.request_id, self._lease_s))
         return Finished(given.params, is_kept=True)
 

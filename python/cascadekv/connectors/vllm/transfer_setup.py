@@ -10,13 +10,13 @@ from cascadekv.connectors.failures import FailureLog
 from cascadekv.connectors.vllm.adapters import ReportedAdapters
 from cascadekv.connectors.vllm.groups import CacheGroup, windows_of
 from cascadekv.connectors.vllm.keys import UnkeyableRequest, features_of, origin_of
-from cascadekv.connectors.vllm.layout import HeldPart, group_specs
+from cascadekv.connectors.vllm.layout import HeldPart
 from cascadekv.connectors.vllm.listen_address import ListenAddress
 from cascadekv.connectors.vllm.metadata import WorkerFacts
 from cascadekv.connectors.vllm.offers import params_without_pages, prompt_digest, wants_decode
 from cascadekv.connectors.vllm.pinned_pages import PinnedPages
 from cascadekv.connectors.vllm.settings import ConnectorSettings
-from cascadekv.connectors.vllm.transfer_geometry import Geometry, GeometryError
+from cascadekv.connectors.vllm.transfer_geometry import Geometry, GeometryError, Ranks
 from cascadekv.connectors.vllm.transfer_requests import TransferRequests
 from cascadekv.connectors.vllm.transfers import Transfers
 from cascadekv.transfer import Rdma
@@ -60,8 +60,6 @@ def open_transfers(
         )
         return None
     parallel, (parts, manifest, cache) = config.parallel_config, held
-    # In the order of the parts' regions.
-    layers = [list(specs) for specs in group_specs(cache)]
     # Replicas of a data-parallel engine are engines of their own at other ports.
     worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
     try:
@@ -73,6 +71,8 @@ def open_transfers(
             workers=parallel.world_size,
             block_tokens=config.cache_config.block_size * parallel.decode_context_parallel_size,
             pieces=pieces,
+            interleave=parallel.cp_kv_cache_interleave_size,
+            ranks=_ranks_of(config),
             windows=windows_of(cache),
         )
         use = settings.transfer_rdma
@@ -84,7 +84,6 @@ def open_transfers(
             token=settings.read_transfer_token(),
             tls=settings.transfer_tls(),
             rdma=None if use == "off" else Rdma(use="require" if use == "require" else "prefer"),
-            layers=[layers[each.part.group] for each in parts],
         )
     except (CascadeError, GeometryError, OSError, ValueError) as error:
         raise NoTransfersError(
@@ -93,7 +92,7 @@ def open_transfers(
 
 
 def transfers_between(
-    engine: tuple[str, Callable[[], str]],
+    engine: tuple["VllmConfig", Callable[[], str]],
     settings: ConnectorSettings,
     facts: Sequence[WorkerFacts],
     held: tuple[Sequence[CacheGroup], int, PinnedPages, ReportedAdapters],
@@ -101,21 +100,24 @@ def transfers_between(
 ) -> TransferRequests | None:
     """Return the scheduler's side, if all workers let decode engines read their pages.
 
-    `engine` is its ID, and what returns the generation of its keys; `held` are its KV cache groups,
-    the tokens of a block, what pins pages, and the adapters that the workers have loaded.
+    `engine` is its configuration, and what returns the generation of its keys; `facts` are those of
+    its workers in their order; `held` are its KV cache groups, the tokens of a block, what pins
+    pages, and the adapters that the workers have loaded.
     """
-    (name, generation), (groups, block_tokens, pins, adapters) = engine, held
+    (config, generation), (groups, block_tokens, pins, adapters) = engine, held
+    transfer, ranks = config.kv_transfer_config, _ranks_of(config)
     listeners = [each.listener for each in facts if each.listener is not None]
-    if len(listeners) < len(facts):
+    if transfer is None or len(listeners) < len(facts):
         return None
     return TransferRequests(
-        name,
+        str(transfer.engine_id),
         listeners,
         groups,
         pins,
         block_tokens=block_tokens,
         seal_key=settings.seal_key(),
         lease_s=settings.transfer_lease,
+        sizes={"tp_size": ranks.tensor, "pp_size": ranks.pipeline, "dcp_size": ranks.context},
         digest_of=functools.partial(_digest_of, adapters, failures, generation),
         adapter_of=lambda request: adapters.use(request.lora_request, 0),
     )
@@ -145,6 +147,15 @@ def offered(
         failures.count("offering the pages of a request", reason)
     way = "node" if way == "node" else "none"
     return False, params_without_pages(engine, request.request_id, way=way)
+
+
+def _ranks_of(config: "VllmConfig") -> Ranks:
+    parallel = config.parallel_config
+    return Ranks(
+        parallel.tensor_parallel_size,
+        parallel.pipeline_parallel_size,
+        parallel.decode_context_parallel_size,
+    )
 
 
 def _digest_of(

@@ -65,14 +65,11 @@ class Transfers:
         token: bytes | None,
         tls: Tls | None = None,
         rdma: Rdma | None = None,
-        layers: Sequence[Sequence[str]] = (),
     ) -> None:
         """Register the pages in host memory and listen. Raises `CascadeError` or `OSError`.
 
         Engines of other hosts need the token or the certificates. They are told of the host
-        `advertise`, if it is not that of `listen`. `layers` are the names of the
-        layers of each part; without them, blocks are written to decode engines at the end of each
-        step.
+        `advertise`, if it is not that of `listen`.
         """
         self._geometry = geometry
         self._is_any_host = token is not None or tls is not None
@@ -103,7 +100,6 @@ class Transfers:
         self._pushes = Pushes(
             self._endpoint,
             geometry,
-            layers,
             is_any_host=self._is_any_host,
             on_done=self._note_push_end,
         )
