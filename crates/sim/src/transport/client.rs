@@ -24,6 +24,8 @@ use batches::InFlight;
 const ATTEMPTS_MAX: u32 = 20;
 /// How much longer than its deadline a call may take: a thread that sends looks every 50 ms.
 const LATENESS_MAX: Duration = Duration::from_millis(150);
+/// With several streams: a cancel waits as long for their threads, and then ends them.
+const STREAMS_LATENESS_MAX: Duration = Duration::from_millis(200);
 /// Pause between them, at first.
 const ATTEMPT_PAUSE: Duration = Duration::from_millis(50);
 
@@ -136,7 +138,8 @@ impl Caller {
         let result = call();
         let end = deadline.time().max(began) + frozen().saturating_sub(before);
         let late = now().saturating_sub(end);
-        if late > LATENESS_MAX {
+        let has_streams = self.shared.profile.streams > 1;
+        if late > if has_streams { STREAMS_LATENESS_MAX } else { LATENESS_MAX } {
             let had = deadline.time().saturating_sub(began);
             let text = format!(
                 "client {}/{}: {what} with a time-out of {had:?} ended {late:?} after its deadline",

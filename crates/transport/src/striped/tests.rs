@@ -40,6 +40,9 @@ impl Proxy {
         thread::spawn(move || {
             for (client, target) in listener.incoming().zip(targets.iter().cycle()) {
                 let (client, server) = (client.unwrap(), TcpStream::connect(target).unwrap());
+                // Else the small messages of a handshake wait for each other.
+                client.set_nodelay(true).unwrap();
+                server.set_nodelay(true).unwrap();
                 of_thread.clients.lock().unwrap().push(client.try_clone().unwrap());
                 let (from, to) = (client.try_clone().unwrap(), server.try_clone().unwrap());
                 let proxy = Arc::clone(&of_thread);
@@ -65,11 +68,10 @@ impl Proxy {
     fn pass_answers(&self, mut from: TcpStream, mut to: TcpStream) {
         let mut buffer = vec![0; 1 << 14];
         while let Ok(count @ 1..) = from.read(&mut buffer) {
-            let left = self.cut_after.load(Ordering::Relaxed);
-            let next = left.saturating_sub(count);
-            let is_ours =
-                self.cut_after.compare_exchange(left, next, Ordering::AcqRel, Ordering::Relaxed);
-            if left > 0 && next == 0 && is_ours.is_ok() {
+            let less = |left: usize| Some(left.saturating_sub(count));
+            let left = self.cut_after.fetch_update(Ordering::AcqRel, Ordering::Acquire, less);
+            let left = left.unwrap_or_default();
+            if (1..=count).contains(&left) {
                 drop(to.write_all(&buffer[..left - 1]));
                 break;
             }
